@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything we link that is not ours, as targets. Nothing is downloaded.
+#
+#   ema::dep_absl  ema::dep_protobuf  ema::dep_grpc     Abseil; + protobuf; + gRPC C++
+#   ema::dep_isal                                       ISA-L: CRC32C
+#   ema::dep_torch  ema::dep_hwy                        LibTorch (CPU) of the wheel; Highway
+#   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json
+#   GTest::gmock  benchmark::benchmark
+include_guard()
+
+find_package(Threads REQUIRED)
+find_package(PkgConfig REQUIRED)
+find_package(Protobuf REQUIRED)  # For protoc and protobuf_generate() only.
+find_program(EMA_GRPC_CPP_PLUGIN grpc_cpp_plugin REQUIRED)
+
+# --- Abseil, protobuf, gRPC -------------------------------------------------------------------
+# The distribution's CMake targets are the shared libraries, so the archives come from pkg-config.
+# Abseil must exist once in a program: all three are static, or all three are shared. Static is for
+# programs. A shared object cannot take the archives (their thread-local variables are compiled for
+# programs), so the Python extension has the shared libraries; Python loads them into a scope of the
+# extension's own. ThreadSanitizer needs the shared ones too, see tests/testutil/tsan_mutex.cc.
+if(EMA_BUILD_PYTHON OR EMA_SANITIZE MATCHES thread)
+  set(static OFF)
+else()
+  set(static ON)
+endif()
+option(EMA_STATIC_GRPC "Link gRPC, protobuf and Abseil statically" ${static})
+
+# One call for all, and not pkg_check_modules(), which makes fifty: each of them takes seconds here.
+execute_process(
+  COMMAND ${PKG_CONFIG_EXECUTABLE} --static --libs-only-l grpc++ protobuf absl_btree
+  OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "-l[^ \n]+" names "${output}")
+list(TRANSFORM names REPLACE "^-l" "")
+# Part of glibc since 2.34; no 64-bit platform of ours needs libatomic.
+list(REMOVE_ITEM names dl rt pthread atomic)
+# A library comes behind all that use it: of several mentions the last counts.
+list(REVERSE names)
+list(REMOVE_DUPLICATES names)
+list(REVERSE names)
+
+foreach(name IN LISTS names)
+  unset(file)
+  if(EMA_STATIC_GRPC)
+    find_library(file NAMES lib${name}.a NO_CACHE REQUIRED)
+  else()
+    find_library(file NAMES ${name} NO_CACHE REQUIRED)
+  endif()
+  if(name MATCHES "^absl_")
+    list(APPEND absl_files ${file})
+  elseif(name MATCHES "^(protobuf|z)$")
+    list(APPEND protobuf_files ${file})
+  else()
+    list(APPEND grpc_files ${file})
+  endif()
+endforeach()
+
+add_library(ema::dep_absl INTERFACE IMPORTED)
+target_link_libraries(ema::dep_absl INTERFACE ${absl_files} Threads::Threads)
+target_link_options(ema::dep_absl INTERFACE
+  # What comes from an archive stays inside: LibTorch and other libraries must not bind to it.
+  LINKER:--exclude-libs,ALL
+  # Of the shared ones a program gets only what it uses.
+  LINKER:--as-needed)
+
+add_library(ema::dep_protobuf INTERFACE IMPORTED)
+target_link_libraries(ema::dep_protobuf INTERFACE ${protobuf_files} Threads::Threads)
+
+add_library(ema::dep_grpc INTERFACE IMPORTED)
+# A group, since CMake puts archives that our other layers name, too, before gRPC's.
+list(JOIN grpc_files "," grpc_group)
+list(JOIN protobuf_files "," protobuf_group)
+list(JOIN absl_files "," absl_group)
+target_link_libraries(ema::dep_grpc
+  INTERFACE "$<LINK_GROUP:RESCAN,${grpc_group},${protobuf_group},${absl_group}>" ema::dep_absl)
+
+# --- Checksums --------------------------------------------------------------------------------
+pkg_check_modules(EMA_ISAL REQUIRED QUIET IMPORTED_TARGET GLOBAL libisal)
+add_library(ema::dep_isal ALIAS PkgConfig::EMA_ISAL)
+
+# --- Server and tests -------------------------------------------------------------------------
+if(EMA_BUILD_SERVER)
+  find_package(hwy REQUIRED)
+  find_package(spdlog REQUIRED)
+  find_package(CLI11 REQUIRED)
+  find_package(nlohmann_json REQUIRED)
+  add_library(ema::dep_hwy ALIAS hwy::hwy)
+  include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
+endif()
+if(EMA_BUILD_TESTS)
+  find_package(GTest REQUIRED)
+  find_package(benchmark REQUIRED)
+endif()

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+# EMA_SANITIZE: what to check at run time, as -fsanitize takes it; the asan and tsan presets set it.
+include_guard()
+
+set(EMA_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize takes them")
+if(EMA_SANITIZE)
+  add_compile_options(-fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${EMA_SANITIZE})
+endif()
+
+if(EMA_SANITIZE MATCHES thread)
+  # In every program that links Abseil, which must be the shared one.
+  add_library(ema_tsan_mutex OBJECT tests/testutil/tsan_mutex.cc)
+  target_link_libraries(ema::dep_absl INTERFACE
+    $<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:$<TARGET_OBJECTS:ema_tsan_mutex>>)
+endif()

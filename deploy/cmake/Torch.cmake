@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# ema::dep_torch: the CPU half of LibTorch, from the `torch` wheel of the virtual environment, so
+# that the server runs the very code that the trainers run. The wheel's own find_package(Torch)
+# needs a CUDA toolkit, and a newer CMake with it.
+include_guard()
+
+set(EMA_VENV "${PROJECT_SOURCE_DIR}/build/venv" CACHE PATH "Virtual environment with the torch wheel")
+set(EMA_TORCH_DIR "" CACHE PATH "Folder of the torch package; empty: the one in EMA_VENV")
+
+set(torch_dir "${EMA_TORCH_DIR}")
+if(NOT torch_dir)
+  # Looking it up, not importing it: an import takes seconds.
+  execute_process(
+    COMMAND ${EMA_VENV}/bin/python -c
+            "from importlib.util import find_spec; print(*find_spec('torch').submodule_search_locations)"
+    OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+if(NOT EXISTS "${torch_dir}/lib/libtorch_cpu.so")
+  message(FATAL_ERROR "No LibTorch in ${EMA_VENV}: run deploy/setup.sh, "
+                      "or set EMA_TORCH_DIR to the folder of an installed torch package.")
+endif()
+message(STATUS "LibTorch: ${torch_dir}")
+
+foreach(name IN ITEMS c10 torch_cpu)
+  add_library(ema::${name} SHARED IMPORTED)
+  set_target_properties(ema::${name} PROPERTIES IMPORTED_LOCATION ${torch_dir}/lib/lib${name}.so)
+endforeach()
+
+add_library(ema::dep_torch INTERFACE IMPORTED)
+target_link_libraries(ema::dep_torch INTERFACE ema::torch_cpu ema::c10)
+# Last in the search order: the wheel carries old fmt and protobuf headers, which must not win.
+target_compile_options(ema::dep_torch INTERFACE "SHELL:-idirafter ${torch_dir}/include")
+# The program needs no run path to the nvidia packages of the wheel: libtorch_cpu.so has its own.

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# What the scripts share. To be sourced; goes to the top folder of the checkout.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+mkdir -p build
+
+say() { echo "$(basename "$0" .sh): $*"; }
+
+fail() {
+  say "$*" >&2
+  exit 1
+}
+
+# step TEXT LOG COMMAND...: runs the command with its output added to LOG. Prints one line, and the
+# end of what the command wrote if it fails. A process that the command leaves behind holds no lock.
+step() {
+  local text=$1 log=$2 start=$SECONDS status=0
+  shift 2
+  printf '%s: %s ... ' "$(basename "$0" .sh)" "$text"
+  local seen=0
+  [[ ! -f $log ]] || seen=$(wc -c <"$log")
+  "$@" </dev/null >>"$log" 2>&1 9>&- || status=$?
+  if ((status == 0)); then
+    echo "ok ($((SECONDS - start)) s)"
+  else
+    echo "FAILED ($((SECONDS - start)) s). The end of $log:"
+    tail -c "+$((seen + 1))" "$log" | tail -n 15 | cut -c -300 | sed 's/^/  | /'
+  fi
+  return "$status"
+}
+
+# lock NAME: one process a checkout from here on; ends with the process.
+lock() {
+  exec 9>"build/.$1.lock"
+  flock --nonblock 9 || {
+    say "waiting for another $1 of this checkout"
+    flock 9
+  }
+}

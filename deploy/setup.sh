@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv.
+# Where nothing is missing it needs neither network nor root and is done at once.
+#
+# Usage: deploy/setup.sh [--server|--all]
+#   --server  only what building the server and emactl needs
+#   --all     also what only tests/run.sh --all needs
+set -euo pipefail
+source "$(dirname "$0")/common.sh"
+
+packages=(deploy/packages-server.txt deploy/packages.txt)
+requirements=(-r deploy/requirements.txt)
+case ${1-} in
+  "") ;;
+  --server)
+    packages=(deploy/packages-server.txt)
+    # Of the wheel the server uses a part: without the packages of the rest, a third to download.
+    requirements=(--no-deps -r deploy/requirements-server.txt)
+    ;;
+  --all)
+    packages+=(deploy/packages-all.txt)
+    requirements=(-r deploy/requirements-all.txt)
+    ;;
+  *) fail "unknown option $1; see the top of $0" ;;
+esac
+log=build/setup.log
+
+install_packages() {
+  command -v dpkg-query >/dev/null ||
+    fail "this is not Debian: install what ${packages[*]} list, by your system's names, then use cmake --preset"
+  local missing
+  mapfile -t missing < <(comm -23 <(sed '/^#/d' "${packages[@]}" | sort) \
+    <(dpkg-query -W -f '${db:Status-Status} ${Package}\n' | sed -n 's/^installed //p' | sort))
+  ((${#missing[@]})) || return 0
+
+  local by_hand="As root: apt-get install ${missing[*]}" as_root=()
+  if ((EUID != 0)); then
+    command -v sudo >/dev/null || fail "system packages are missing, and there is no sudo. $by_hand"
+    # Asks for the password here, if one is needed: `step` gives commands no terminal.
+    sudo -n true 2>/dev/null || sudo -v || fail "no rights to install system packages. $by_hand"
+    as_root=(sudo)
+  fi
+  local install=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install --yes
+    --no-install-recommends -o DPkg::Lock::Timeout=600)
+  # Old lists may still do: an update that fails is told only if the installation fails, too.
+  step "read the package lists" "$log" "${as_root[@]}" apt-get update || true
+  step "install ${missing[*]}" "$log" "${install[@]}" "${missing[@]}" ||
+    fail "apt-get failed. No network? Connect, or point apt to a mirror. Not Debian 12? Names may differ."
+  command -v ccache >/dev/null || step "install ccache" "$log" "${install[@]}" ccache ||
+    say "going on without ccache"
+}
+
+install_python_packages() {
+  # A line for each set of packages that is installed.
+  local stamp=build/venv/.installed installed base state clear=()
+  installed=$(cat "$stamp" 2>/dev/null) || true
+  base="$root $(python3 --version) $(cat deploy/requirements*.txt | sha256sum)"
+  state="$base ${requirements[*]}"
+  ! grep --quiet --line-regexp --fixed-strings -- "$state" <<<"$installed" || return 0
+
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$(python3 --version) is too old: put Python 3.11 or newer first on PATH (Debian 12: /usr/bin)"
+  # One that was moved here with the checkout, or is of another Python, cannot be mended.
+  [[ -z $installed || $installed == "$root $(python3 --version) "* ]] || clear=(--clear)
+  step "make the virtual environment build/venv" "$log" python3 -m venv "${clear[@]}" build/venv ||
+    fail "is $(command -v python3) without its venv module? Debian 12 has one in /usr/bin"
+  step "install Python packages (the first time gigabytes to download)" "$log" build/venv/bin/python -m pip \
+    --no-input --disable-pip-version-check install --progress-bar off "${requirements[@]}" ||
+    fail "pip failed. No network? Connect, or set PIP_FIND_LINKS to a folder of wheels. Disk full? It takes 6 GB."
+  # The other sets of the same lists are still there.
+  installed=$(grep --fixed-strings -- "$base" <<<"$installed") || true
+  printf '%s\n' ${installed:+"$installed"} "$state" >"$stamp"
+}
+
+lock setup
+: >"$log"
+install_packages
+install_python_packages
