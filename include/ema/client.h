@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The C++ client: trainers push, evaluators pull. The only implementation of the protocol; the
+// Python package is a thin layer over it.
+#ifndef EMA_CLIENT_H_
+#define EMA_CLIENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ema/error_reason.h"
+#include "ema/manifest.h"
+#include "ema/schedule.h"
+#include "ema/shard.h"
+#include "ema/time.h"
+
+namespace ema {
+
+// One average of a model, as CreateModel takes it. Times are the strings of ema/time.h.
+struct TrackSpec {
+  std::string name;
+  Schedule schedule;
+};
+
+// What one track did at one version; ema.v1.TrackRecord says what each field means.
+struct TrackVersion {
+  std::string track;
+  bool updated = false;
+  float update_weight = 0;
+  double elapsed = 0;
+  int64_t update_count = 0;
+};
+
+// The record of one commit.
+struct Version {
+  int64_t incarnation = 0;
+  int64_t number = 0;
+  int64_t step = 0;
+  TrainingTime time;
+  int64_t run_epoch = 0;
+  std::vector<TrackVersion> tracks;
+  absl::Time commit_time;
+};
+
+struct ModelInfo {
+  std::string name;
+  Manifest manifest;  // Without tensors in ListModels().
+  std::vector<TrackSpec> tracks;
+  int64_t max_pinned_versions = 0;
+  int64_t reserved_bytes = 0;
+  std::optional<Version> latest;
+  int64_t run_epoch = 0;
+};
+
+// Pulled weights: one buffer, tensors in manifest order.
+struct PulledTensor {
+  TensorSpec spec;
+  int64_t offset = 0;  // In the pulled bytes.
+  int64_t length_bytes = 0;
+};
+struct PullInfo {
+  Version version;
+  std::vector<PulledTensor> tensors;
+  int64_t total_bytes = 0;
+};
+
+// What QueryPush says of a step.
+struct PushProgress {
+  // kUnknown: never begun, dropped, or too old to be remembered. kAbandoned: dropped by this call.
+  enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
+  std::optional<Version> version;  // If kCommitted.
+  bool rank_committed = false;     // The asking rank's commit message has come.
+  // Of a rank's bytes, in its layout's order.
+  struct Range {
+    int64_t offset = 0;
+    int64_t length_bytes = 0;
+  };
+  std::vector<Range> missing;          // If kOpen: what the asking rank has still to send.
+  std::vector<int64_t> missing_ranks;  // If kOpen: those whose commit message has not come.
+};
+
+class Run;
+class PendingPush;
+
+// A connection to one server. Thread-safe. Connects on first use, by one TCP connection that all
+// calls share.
+//
+// A process that forks: the child must not use a Client that the parent made; destroying it there
+// does nothing.
+class Client {
+ public:
+  struct Options {
+    // For every call that is not given its own.
+    absl::Duration timeout = absl::Seconds(60);
+    // Bytes of a chunk, at most 4 MiB. 1 MiB stays in the receiver's cache while it is checked and
+    // folded, and costs few messages.
+    int64_t chunk_bytes = int64_t{1} << 20;
+    // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
+    // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
+    // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
+    std::function<bool()> is_interrupted;
+  };
+
+  // `address`: "host:port". INVALID_ARGUMENT: not of that form. Does not connect.
+  static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
+  static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
+                                                        const Options& options);
+  ~Client();  // Runs may outlive it: they keep its connection.
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // All calls block until their end, at most `timeout`; zero: the one of Options. Their errors are
+  // the server's, with its ErrorReason (ema_service.proto says which), or DEADLINE_EXCEEDED, or
+  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push) are retried
+  // on UNAVAILABLE until the time-out.
+
+  struct CreateModelResult {
+    ModelInfo model;
+    bool created = false;
+  };
+  // Makes a model and reserves its memory; the same call again is OK and changes nothing.
+  // INVALID_ARGUMENT: a name, tensor or track is refused. ALREADY_EXISTS, MODEL_DIFFERS.
+  // RESOURCE_EXHAUSTED: no memory for it.
+  absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
+                                                absl::Span<const TrackSpec> tracks,
+                                                int64_t max_pinned_versions = 0,
+                                                absl::Duration timeout = absl::ZeroDuration());
+  // What the server has of a model. NOT_FOUND, MODEL_NOT_FOUND.
+  absl::StatusOr<ModelInfo> GetModel(std::string_view model,
+                                     absl::Duration timeout = absl::ZeroDuration());
+  // All models, by name, without their tensors.
+  absl::StatusOr<std::vector<ModelInfo>> ListModels(absl::Duration timeout = absl::ZeroDuration());
+  // Forgets a model; one that is not there is OK. Its pushes and watches end; its checkpoints stay.
+  absl::Status DeleteModel(std::string_view model, absl::Duration timeout = absl::ZeroDuration());
+  struct ListedVersion {
+    Version version;
+    bool available = false;
+  };
+  // The records that the server still has of commits after `after_version`, oldest first.
+  // NOT_FOUND, MODEL_NOT_FOUND.
+  absl::StatusOr<std::vector<ListedVersion>> ListVersions(
+      std::string_view model, int64_t after_version = 0,
+      absl::Duration timeout = absl::ZeroDuration());
+  struct CheckpointResult {
+    Version version;
+    std::string checkpoint;
+    int64_t total_bytes = 0;
+  };
+  // Saves the newest version, all tracks; when it returns they are on the server's disk. NOT_FOUND,
+  // MODEL_NOT_FOUND. FAILED_PRECONDITION: NO_VERSION, or NO_DATA_DIR. RESOURCE_EXHAUSTED,
+  // DISK_FULL. UNAVAILABLE, STORE_READ_ONLY.
+  absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
+                                                    absl::Duration timeout = absl::Minutes(10));
+
+  struct RunOptions {
+    // New for each life of the trainer, the same on all ranks. Empty: a random one (right for one
+    // rank only).
+    std::string launch_id;
+    int64_t rank = 0;
+    int64_t world_size = 1;
+    // What this rank pushes. Absent: the whole of every tensor.
+    std::optional<std::vector<Shard>> shards;
+    // Of a push that the server fences. True: it joins again, once, in case the server was
+    // restarted and has forgotten the run, and waits until the other ranks have too. False: it
+    // ends, ABORTED, FENCED: for trainers, who must not wait for other ranks.
+    bool rejoins = true;
+  };
+  // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.
+  // NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED: a newer launch has taken over. INVALID_ARGUMENT:
+  // shards that do not fit the model or the other ranks'.
+  absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
+                                               absl::Duration timeout = absl::ZeroDuration());
+
+  // Where pulled bytes go: called once with what is coming; returns `total_bytes` of memory that
+  // stays valid until Pull() returns. An error from it ends the pull.
+  using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
+  // Reads one track of one version (0: the newest). Every chunk's checksum and the digest of all
+  // are verified; on error the memory holds anything. DATA_LOSS: the bytes were damaged on the way.
+  // `on_progress` (may be null) is told the bytes so far.
+  absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track, int64_t version,
+                                const PullTarget& target, absl::Duration timeout,
+                                const std::function<void(int64_t)>& on_progress = nullptr);
+
+  // Calls `on_version` for each commit after version `after` (absent: from now on), in this thread,
+  // until it returns false (OK), an error, or `timeout` without any commit (DEADLINE_EXCEEDED).
+  // Reconnects by itself and goes on where it was. `skipped` counts versions whose records were
+  // gone.
+  absl::Status Watch(std::string_view model, std::optional<int64_t> after,
+                     const std::function<bool(const Version&, int64_t skipped)>& on_version,
+                     absl::Duration timeout = absl::InfiniteDuration());
+
+  class Impl;
+
+ private:
+  friend class Run;
+  explicit Client(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
+};
+
+// One rank of one run. Thread-safe, but one push at a time: the next may start when the one before
+// has ended. Holds its client's connection, not the client.
+class Run {
+ public:
+  ~Run();  // Ends a push that is running, as PendingPush::Abandon() does.
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  const Manifest& manifest() const;
+  const RankLayout& layout() const;
+  int64_t run_epoch() const;
+  int64_t rank() const;
+  // The newest version when the run was opened, or that this rank's last push made.
+  std::optional<Version> latest() const;
+
+  // True if a push at `now` would update at least one track. Asks nobody; the same on all ranks.
+  // INVALID_ARGUMENT, BAD_TIME: `now` lacks a unit that a track needs.
+  absl::StatusOr<bool> IsDue(const TrainingTime& now) const;
+
+  // Waits until all ranks have joined, at most `timeout`; zero: the client's. DEADLINE_EXCEEDED,
+  // RUN_INCOMPLETE: names those that have not. Other errors as OpenRun().
+  absl::Status WaitReady(absl::Duration timeout = absl::ZeroDuration());
+
+  // Starts to push one step in the background and returns at once. `shards` are the bytes of this
+  // rank's shards, as layout().shards() and in that order, each row-major and contiguous; they are
+  // read in place, not copied, and must not change or be freed until WaitReleased() has returned
+  // (or the push has ended). INVALID_ARGUMENT: a size differs from the layout's.
+  // FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running. `timeout` bounds
+  // everything, the wait for other ranks included.
+  absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
+      int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+      absl::Duration timeout);
+
+  // StartPush() and Wait().
+  absl::StatusOr<Version> Push(int64_t step, const TrainingTime& time,
+                               std::vector<std::span<const std::byte>> shards,
+                               absl::Duration timeout);
+
+  // What has become of a step that this run has pushed; with `abandon_if_unfinished`, drops it on
+  // all ranks unless it has committed. Blocks as the calls of Client do. ABORTED, FENCED: the
+  // server knows only a newer run, or, restarted, none.
+  absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished);
+
+  class Impl;
+
+ private:
+  friend class Client;
+  explicit Run(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
+};
+
+// A push that runs in the background. A broken connection is healed by itself: QueryPush says what
+// is missing and only that is sent again, as long as the weights have not been released.
+// Thread-safe.
+class PendingPush {
+ public:
+  ~PendingPush();  // Waits for the release of the weights; abandons the step if it has not ended.
+  PendingPush(const PendingPush&) = delete;
+  PendingPush& operator=(const PendingPush&) = delete;
+
+  // Waits until no byte of the weights will be read any more, because all have left (gRPC has
+  // dropped every slice) or the push has ended, at most `max_wait`, and at most a second while
+  // there is no stream to the server (it is gone, or ranks have not joined); then the weights may
+  // change. True: all have left, or the push had ended. False: it took too long; the step has been
+  // abandoned (so it does not commit, on any rank, unless it had already), and nothing reads the
+  // weights any more. After this nothing is sent again: if the connection breaks, the step is lost.
+  bool WaitReleased(absl::Duration max_wait);
+
+  // Waits for the end. The errors of Push in ema_service.proto; DEADLINE_EXCEEDED after the push's
+  // time-out. May be called again.
+  absl::StatusOr<Version> Wait();
+
+  // The same for at most `max_wait`, and at most a second while there is no stream to the server.
+  // True: the end has come, and Wait() will not block.
+  bool WaitDone(absl::Duration max_wait);
+
+  // True when Wait() would not block.
+  bool done() const;
+
+  // Drops the step on the server unless it has committed, and waits until nothing reads the weights
+  // any more and the server has answered; for that, a second at most.
+  void Abandon();
+
+  // What has happened so far: for logs and tests.
+  struct Stats {
+    int64_t total_bytes = 0;   // Of this rank.
+    int64_t sent_bytes = 0;    // Handed to gRPC, resends included.
+    int64_t stream_count = 0;  // 1 if nothing broke.
+    absl::Duration send_time;  // From the start to the last byte's leaving.
+  };
+  Stats stats() const;
+
+  class Impl;
+
+ private:
+  friend class Run;
+  explicit PendingPush(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_CLIENT_H_

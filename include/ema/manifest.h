@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The ordered tensors of a model, and how their bytes lie end to end.
+#ifndef EMA_MANIFEST_H_
+#define EMA_MANIFEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/tensor_spec.h"
+
+namespace ema {
+
+inline constexpr int64_t kMaxTensorCount = 200'000;
+
+// INVALID_ARGUMENT, BAD_NAME: `name` is not [A-Za-z0-9][A-Za-z0-9._-]{0,127}. `what` ("model",
+// "track") opens the message.
+absl::Status ValidateName(std::string_view what, std::string_view name);
+
+// Ordered tensor specs with unique names. A value; immutable once made; safe to read from any
+// thread.
+class Manifest {
+ public:
+  Manifest() = default;
+
+  // INVALID_ARGUMENT, BAD_MANIFEST: no tensors or more than kMaxTensorCount, a bad spec, a name
+  // twice, or more than 2^62 bytes in all. The message names the tensor.
+  static absl::StatusOr<Manifest> Create(std::vector<TensorSpec> tensors);
+
+  absl::Span<const TensorSpec> tensors() const { return tensors_; }
+  int64_t tensor_count() const { return static_cast<int64_t>(tensors_.size()); }
+  const TensorSpec& tensor(int64_t index) const { return tensors_[index]; }
+  std::optional<int64_t> Find(std::string_view name) const;
+
+  // Sum of the tensors' bytes in the dtypes that are pushed.
+  int64_t total_bytes() const { return total_bytes_; }
+  // CRC32C over, per tensor: name, a zero byte, dtype number and rank as one byte each, extents as
+  // little-endian int64. Equal manifests have equal digests.
+  int64_t digest() const { return digest_; }
+
+  // Says the first difference, such as `tensor "a": float32[3] here, float32[4] there`; empty if
+  // equal.
+  std::string DifferenceFrom(const Manifest& there) const;
+
+  friend bool operator==(const Manifest& a, const Manifest& b) { return a.tensors_ == b.tensors_; }
+
+ private:
+  std::vector<TensorSpec> tensors_;
+  absl::flat_hash_map<std::string, int64_t> index_;
+  int64_t total_bytes_ = 0;
+  int64_t digest_ = 0;
+};
+
+// Where each tensor of a manifest lies when all are laid end to end in stored dtypes: each starts
+// at the next multiple of its element size. Pulled bytes and the tracks' storage both lie like
+// this.
+class StorageLayout {
+ public:
+  struct Entry {
+    Dtype dtype = Dtype::kFloat32;
+    int64_t offset = 0;  // In bytes.
+    int64_t length_bytes = 0;
+  };
+
+  StorageLayout() = default;
+  // `as_pushed`: dtypes as in the manifest (copy tracks). Else AverageDtype() of each.
+  StorageLayout(const Manifest& manifest, bool as_pushed);
+
+  const Entry& entry(int64_t tensor_index) const { return entries_[tensor_index]; }
+  absl::Span<const Entry> entries() const { return entries_; }
+  int64_t total_bytes() const { return total_bytes_; }
+
+ private:
+  std::vector<Entry> entries_;
+  int64_t total_bytes_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_MANIFEST_H_

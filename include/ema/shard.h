@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shards: which part of each tensor a rank holds, and where it lies in the rank's bytes.
+#ifndef EMA_SHARD_H_
+#define EMA_SHARD_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/manifest.h"
+
+namespace ema {
+
+// A rectangular region of one tensor. `offsets` and `extents` are as long as the tensor's shape.
+struct Shard {
+  int64_t tensor_index = 0;
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> extents;
+
+  int64_t element_count() const;
+
+  friend bool operator==(const Shard&, const Shard&) = default;
+};
+
+// The whole of tensor `tensor_index`.
+Shard WholeTensor(const Manifest& manifest, int64_t tensor_index);
+
+// What one rank pushes at each step: shards in order, their elements (row-major) laid end to end
+// without padding. Offsets in chunks are offsets in these bytes. Immutable once made; safe to read
+// from any thread. Keeps no reference to the manifest.
+class RankLayout {
+ public:
+  // INVALID_ARGUMENT, BAD_LAYOUT: unknown tensor, a rank or box that does not fit the tensor's
+  // shape (the message names tensor, box and shape). LAYOUT_OVERLAP: two shards share an element.
+  // No shards at all is right: a rank may hold nothing.
+  static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards);
+
+  absl::Span<const Shard> shards() const { return shards_; }
+  int64_t total_bytes() const { return starts_.back(); }
+  // Where shard `i` starts in the rank's bytes; `i` == shards().size() gives total_bytes().
+  int64_t shard_start(int64_t i) const { return starts_[i]; }
+  // CRC32C over, per shard: tensor index, offsets, extents as little-endian int64.
+  int64_t digest() const { return digest_; }
+
+  // The shard that holds byte `offset`. REQUIRES: 0 <= offset < total_bytes().
+  int64_t FindShard(int64_t offset) const;
+
+  // True if `offset` lies between two elements (or at either end) of the rank's bytes.
+  bool IsElementBoundary(int64_t offset) const;
+
+  // A piece of the rank's bytes that is also contiguous in its tensor.
+  struct Stretch {
+    int64_t tensor_index = 0;
+    int64_t byte_offset = 0;     // In the rank's bytes.
+    int64_t tensor_element = 0;  // First element, in the tensor's row-major order.
+    int64_t element_count = 0;
+  };
+
+  // Calls `visit` for each run of the bytes [offset, offset + length_bytes), in order, as long as
+  // it returns true. REQUIRES: both ends are element boundaries inside the rank's bytes.
+  void ForEachStretch(int64_t offset, int64_t length_bytes,
+                      const std::function<bool(const Stretch&)>& visit) const;
+
+ private:
+  // What ForEachStretch needs of a shard, worked out once.
+  struct Geometry {
+    int64_t element_size = 0;
+    int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
+    std::vector<int64_t> shape;
+  };
+
+  std::vector<Shard> shards_;
+  std::vector<Geometry> geometry_;
+  std::vector<int64_t> starts_ = {0};
+  int64_t digest_ = 0;
+};
+
+// Counts which elements of a manifest the joined layouts hold.
+class LayoutCoverage {
+ public:
+  explicit LayoutCoverage(const Manifest* manifest);
+
+  // Adds rank `rank`'s shards. INVALID_ARGUMENT, LAYOUT_OVERLAP: an element is held already; the
+  // message names the tensor and both ranks, and nothing was added.
+  absl::Status Add(int64_t rank, const RankLayout& layout);
+
+  // OK if every element is held. INVALID_ARGUMENT, LAYOUT_HOLE: names the first tensor with a hole
+  // and how many of its elements are in no shard.
+  absl::Status CheckComplete() const;
+
+ private:
+  struct Box {
+    int64_t rank = 0;
+    Shard shard;
+  };
+  struct Tensor {
+    int64_t covered_elements = 0;
+    // By first element, row-major: boxes that share no element differ in it. None reaches further
+    // than `longest_reach` elements past its first, so few of them can touch a new one.
+    absl::btree_map<int64_t, Box> boxes;
+    int64_t longest_reach = 0;
+  };
+  // A box that is held already and shares an element with `shard`; nullptr: none.
+  const Box* FindOverlap(const Shard& shard) const;
+
+  const Manifest* manifest_;
+  std::vector<Tensor> tensors_;
+};
+
+// An even split of a model among ranks that all hold all of it (data parallel): rank `rank`'s
+// shards, its bytes within one element of total / world_size. Tensors for which `rank0_only` is
+// true (buffers that differ between ranks) go to rank 0 whole and count in its share. `rank0_only`
+// is by tensor index; empty: none. A tensor is cut at any element; a cut range takes at most 2 x
+// rank - 1 boxes, each contiguous.
+absl::StatusOr<std::vector<Shard>> EvenShare(const Manifest& manifest,
+                                             absl::Span<const bool> rank0_only, int64_t rank,
+                                             int64_t world_size);
+
+}  // namespace ema
+
+#endif  // EMA_SHARD_H_

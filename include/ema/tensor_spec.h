@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Element types, and the description of one tensor.
+#ifndef EMA_TENSOR_SPEC_H_
+#define EMA_TENSOR_SPEC_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace ema {
+
+// Numbers are those of ema.v1.Dtype.
+enum class Dtype : int {
+  kFloat32 = 1,
+  kFloat16 = 2,
+  kBFloat16 = 3,
+  kFloat64 = 4,
+  kInt8 = 5,
+  kInt16 = 6,
+  kInt32 = 7,
+  kInt64 = 8,
+  kUInt8 = 9,
+  kBool = 10,
+};
+
+// Bytes of one element: 1, 2, 4 or 8.
+int64_t DtypeSize(Dtype dtype);
+// Floats are averaged, all others copied.
+bool IsFloat(Dtype dtype);
+// "float32", "bfloat16", "bool", ...: PyTorch's and NumPy's names.
+std::string_view DtypeName(Dtype dtype);
+// INVALID_ARGUMENT, BAD_MANIFEST: no such name; the message lists the right ones.
+absl::StatusOr<Dtype> ParseDtype(std::string_view name);
+// The dtype that an average of `pushed` is kept in: float32 for floats, else the same.
+Dtype AverageDtype(Dtype pushed);
+
+inline constexpr int kMaxRank = 8;
+inline constexpr int64_t kMaxTensorNameBytes = 1024;
+
+// One named array, row-major. A scalar has an empty shape; an extent may be 0.
+struct TensorSpec {
+  std::string name;
+  Dtype dtype = Dtype::kFloat32;
+  std::vector<int64_t> shape;
+
+  // INVALID_ARGUMENT, BAD_MANIFEST: empty or long name, invalid UTF-8 or a control character in it,
+  // rank above kMaxRank, a negative extent, or a size in bytes that does not fit in 62 bits.
+  absl::Status Validate() const;
+
+  // REQUIRES: Validate() is OK (then these cannot overflow).
+  int64_t element_count() const;
+  int64_t byte_count() const { return element_count() * DtypeSize(dtype); }
+
+  // Such as "float32[64, 3, 3]".
+  std::string TypeString() const;
+
+  friend bool operator==(const TensorSpec&, const TensorSpec&) = default;
+};
+
+}  // namespace ema
+
+#endif  // EMA_TENSOR_SPEC_H_

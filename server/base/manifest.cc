@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ema/manifest.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMaxTotalBytes = int64_t{1} << 62;
+constexpr size_t kMaxNameBytes = 128;
+
+absl::Status BadManifest(std::string_view message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest, message);
+}
+
+bool IsNameStart(char c) { return absl::ascii_isalnum(static_cast<unsigned char>(c)); }
+bool IsNameByte(char c) { return IsNameStart(c) || c == '.' || c == '_' || c == '-'; }
+
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// What `spec` takes at most in any storage layout, with the padding before it.
+bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {
+  const int64_t size = std::max(DtypeSize(spec.dtype), DtypeSize(AverageDtype(spec.dtype)));
+  int64_t bytes = 0;
+  return !__builtin_mul_overflow(spec.element_count(), size, &bytes) &&
+         !__builtin_add_overflow(bytes, size - 1, &bytes) &&
+         !__builtin_add_overflow(sum, bytes, &sum) && sum <= kMaxTotalBytes;
+}
+
+void AppendDigestBytes(const TensorSpec& spec, std::string& bytes) {
+  bytes += spec.name;
+  bytes += '\0';
+  bytes += static_cast<char>(spec.dtype);
+  bytes += static_cast<char>(spec.shape.size());
+  for (const int64_t extent : spec.shape) {
+    for (int shift = 0; shift < 64; shift += 8) bytes += static_cast<char>(extent >> shift);
+  }
+}
+
+}  // namespace
+
+absl::Status ValidateName(std::string_view what, std::string_view name) {
+  const bool is_valid = !name.empty() && name.size() <= kMaxNameBytes && IsNameStart(name[0]) &&
+                        std::all_of(name.begin(), name.end(), IsNameByte);
+  if (is_valid) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
+      absl::StrCat(std::string(what), " \"",
+                   absl::CHexEscape(std::string(name.substr(0, kMaxNameBytes))),
+                   name.size() > kMaxNameBytes ? "..." : "",
+                   "\": a name must be [A-Za-z0-9][A-Za-z0-9._-]{0,127}, such as \"gpt-2.run_1\""));
+}
+
+absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
+  const int64_t tensor_count = static_cast<int64_t>(tensors.size());
+  if (tensor_count == 0 || tensor_count > kMaxTensorCount) {
+    return BadManifest(
+        absl::StrCat("a manifest of ", tensor_count, " tensors; expected 1 to ", kMaxTensorCount));
+  }
+  Manifest manifest;
+  manifest.index_.reserve(tensors.size());
+  int64_t stored_bytes = 0;
+  uint32_t crc = 0;
+  std::string digest_bytes;
+  for (int64_t i = 0; i < tensor_count; ++i) {
+    const TensorSpec& spec = tensors[i];
+    EMA_RETURN_IF_ERROR(spec.Validate());
+    if (const auto [it, is_new] = manifest.index_.emplace(spec.name, i); !is_new) {
+      return BadManifest(absl::StrCat("tensor \"", spec.name, "\": is at ", it->second, " and at ",
+                                      i, " in the manifest; names must differ"));
+    }
+    if (!AddStoredBytes(spec, stored_bytes)) {
+      return BadManifest(absl::StrCat("tensor \"", spec.name, "\" (", spec.TypeString(),
+                                      "): with it the manifest has more than 2^62 bytes"));
+    }
+    manifest.total_bytes_ += spec.byte_count();
+    digest_bytes.clear();
+    AppendDigestBytes(spec, digest_bytes);
+    crc = Crc32c(crc, std::as_bytes(std::span(digest_bytes)));
+  }
+  manifest.tensors_ = std::move(tensors);
+  manifest.digest_ = crc;
+  return manifest;
+}
+
+std::optional<int64_t> Manifest::Find(std::string_view name) const {
+  const auto it = index_.find(absl::string_view(name.data(), name.size()));
+  if (it == index_.end()) return std::nullopt;
+  return it->second;
+}
+
+std::string Manifest::DifferenceFrom(const Manifest& there) const {
+  const int64_t shared_count = std::min(tensor_count(), there.tensor_count());
+  for (int64_t i = 0; i < shared_count; ++i) {
+    const TensorSpec& a = tensor(i);
+    const TensorSpec& b = there.tensor(i);
+    if (a == b) continue;
+    if (a.name == b.name) {
+      return absl::StrCat("tensor \"", a.name, "\": ", a.TypeString(), " here, ", b.TypeString(),
+                          " there");
+    }
+    if (!there.Find(a.name)) return absl::StrCat("tensor \"", a.name, "\": here, not there");
+    if (!Find(b.name)) return absl::StrCat("tensor \"", b.name, "\": there, not here");
+    return absl::StrCat("tensor ", i, ": \"", a.name, "\" here, \"", b.name, "\" there");
+  }
+  if (tensor_count() > shared_count) {
+    return absl::StrCat("tensor \"", tensor(shared_count).name, "\": here, not there");
+  }
+  if (there.tensor_count() > shared_count) {
+    return absl::StrCat("tensor \"", there.tensor(shared_count).name, "\": there, not here");
+  }
+  return "";
+}
+
+StorageLayout::StorageLayout(const Manifest& manifest, bool as_pushed) {
+  entries_.reserve(manifest.tensors().size());
+  for (const TensorSpec& spec : manifest.tensors()) {
+    const Dtype dtype = as_pushed ? spec.dtype : AverageDtype(spec.dtype);
+    // Manifest::Create has checked that these sums fit.
+    const int64_t offset = RoundUp(total_bytes_, DtypeSize(dtype));
+    const int64_t length_bytes = spec.element_count() * DtypeSize(dtype);
+    entries_.push_back({dtype, offset, length_bytes});
+    total_bytes_ = offset + length_bytes;
+  }
+}
+
+}  // namespace ema

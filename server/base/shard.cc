@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ema/shard.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+
+namespace ema {
+namespace {
+
+// Of one rank: as many as a manifest may have tensors.
+constexpr size_t kMaxShards = 200'000;
+
+absl::Status Refuse(ErrorReason reason, std::string_view message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, reason, message);
+}
+std::string Label(const TensorSpec& spec) { return absl::StrCat("tensor \"", spec.name, "\""); }
+
+// Such as "[0:2, 16:32]".
+std::string BoxString(const Shard& shard) {
+  std::string text;
+  for (size_t d = 0; d < shard.offsets.size(); ++d) {
+    const int64_t end = shard.offsets[d] + shard.extents[d];
+    absl::StrAppend(&text, d == 0 ? "" : ", ", shard.offsets[d], ":", end);
+  }
+  return absl::StrCat("[", text, "]");
+}
+
+absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
+  if (shard.tensor_index < 0 || shard.tensor_index >= manifest.tensor_count()) {
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat("shard of tensor ", shard.tensor_index,
+                               ": the manifest has tensors 0 to ", manifest.tensor_count() - 1));
+  }
+  const TensorSpec& spec = manifest.tensor(shard.tensor_index);
+  const size_t rank = spec.shape.size();
+  bool fits = shard.offsets.size() == rank && shard.extents.size() == rank;
+  for (size_t d = 0; fits && d < rank; ++d) {
+    fits = shard.offsets[d] >= 0 && shard.extents[d] >= 0 &&
+           shard.extents[d] <= spec.shape[d] - shard.offsets[d];
+  }
+  if (fits) return absl::OkStatus();
+  // A client may send any number of them.
+  const auto quote = [](const std::vector<int64_t>& values) {
+    return absl::StrJoin(absl::MakeConstSpan(values).subspan(0, kMaxRank + 1), ", ");
+  };
+  return Refuse(
+      ErrorReason::kBadLayout,
+      absl::StrCat(Label(spec), ": shard with offsets [", quote(shard.offsets), "] and extents [",
+                   quote(shard.extents), "] is not inside ", spec.TypeString()));
+}
+
+// REQUIRES: neither is empty, both are of one tensor.
+bool Overlap(const Shard& a, const Shard& b) {
+  for (size_t d = 0; d < a.offsets.size(); ++d) {
+    const int64_t distance = a.offsets[d] - b.offsets[d];
+    if (distance >= b.extents[d] || -distance >= a.extents[d]) return false;
+  }
+  return true;
+}
+
+// The dimension in which most of the boxes begin at different places.
+size_t MostDividedDimension(std::span<const Shard* const> boxes) {
+  size_t best_dimension = 0;
+  ptrdiff_t best_count = 0;
+  std::vector<int64_t> offsets(boxes.size());
+  for (size_t d = 0; d < boxes[0]->offsets.size(); ++d) {
+    std::transform(boxes.begin(), boxes.end(), offsets.begin(),
+                   [d](const Shard* box) { return box->offsets[d]; });
+    std::sort(offsets.begin(), offsets.end());
+    const ptrdiff_t count = std::unique(offsets.begin(), offsets.end()) - offsets.begin();
+    if (count > best_count) {
+      best_count = count;
+      best_dimension = d;
+    }
+  }
+  return best_dimension;
+}
+
+// Two of one tensor's non-empty boxes that share an element. Sorted along one dimension, a box is
+// compared with only those that begin before it ends.
+std::optional<std::pair<const Shard*, const Shard*>> FindPair(std::span<const Shard*> boxes) {
+  if (boxes.size() < 2) return std::nullopt;
+  if (boxes[0]->offsets.empty()) return std::pair(boxes[0], boxes[1]);
+  const size_t d = MostDividedDimension(boxes);
+  std::sort(boxes.begin(), boxes.end(),
+            [d](const Shard* a, const Shard* b) { return a->offsets[d] < b->offsets[d]; });
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const int64_t end = boxes[i]->offsets[d] + boxes[i]->extents[d];
+    for (size_t j = i + 1; j < boxes.size() && boxes[j]->offsets[d] < end; ++j) {
+      if (Overlap(*boxes[i], *boxes[j])) return std::pair(boxes[i], boxes[j]);
+    }
+  }
+  return std::nullopt;
+}
+
+absl::Status CheckDisjoint(const Manifest& manifest, const std::vector<Shard>& shards) {
+  std::vector<const Shard*> by_tensor;
+  by_tensor.reserve(shards.size());
+  for (const Shard& shard : shards) {
+    if (shard.element_count() > 0) by_tensor.push_back(&shard);
+  }
+  const auto is_before = [](const Shard* a, const Shard* b) {
+    return a->tensor_index < b->tensor_index;
+  };
+  std::stable_sort(by_tensor.begin(), by_tensor.end(), is_before);
+  for (auto begin = by_tensor.begin(); begin != by_tensor.end();) {
+    const auto end = std::upper_bound(begin, by_tensor.end(), *begin, is_before);
+    if (const auto pair = FindPair(std::span(begin, end))) {
+      return Refuse(ErrorReason::kLayoutOverlap,
+                    absl::StrCat(Label(manifest.tensor((*begin)->tensor_index)), ": shards ",
+                                 pair->first - shards.data(), " ", BoxString(*pair->first), " and ",
+                                 pair->second - shards.data(), " ", BoxString(*pair->second),
+                                 " share elements; each must be in one shard"));
+    }
+    begin = end;
+  }
+  return absl::OkStatus();
+}
+
+void AppendNumbers(std::vector<std::byte>& bytes, absl::Span<const int64_t> values) {
+  for (const int64_t value : values) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      bytes.push_back(static_cast<std::byte>((value >> shift) & 0xff));
+    }
+  }
+}
+
+// Full trailing dimensions and the first partial one before them lie in one piece.
+int64_t StretchElements(const Shard& shard, absl::Span<const int64_t> shape) {
+  int64_t elements = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    elements *= shard.extents[d];
+    if (shard.extents[d] != shape[d]) break;
+  }
+  return elements;
+}
+
+std::array<int64_t, kMaxRank> Strides(absl::Span<const int64_t> shape) {
+  std::array<int64_t, kMaxRank> strides = {};
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= shape[d];
+  }
+  return strides;
+}
+
+// Where the runs of a shard begin in its tensor, in order.
+class StretchCursor {
+ public:
+  StretchCursor(const Shard& shard, absl::Span<const int64_t> shape, int64_t stretch_elements,
+                int64_t run_index)
+      : shard_(shard), strides_(Strides(shape)), outer_(shape.size()) {
+    for (int64_t inside = 1; inside != stretch_elements;) inside *= shard.extents[--outer_];
+    for (size_t d = 0; d < shape.size(); ++d) tensor_element_ += shard.offsets[d] * strides_[d];
+    for (size_t d = outer_; d-- > 0; run_index /= shard.extents[d]) {
+      position_[d] = run_index % shard.extents[d];
+      tensor_element_ += position_[d] * strides_[d];
+    }
+  }
+
+  int64_t tensor_element() const { return tensor_element_; }
+
+  void Next() {
+    for (size_t d = outer_; d-- > 0;) {
+      tensor_element_ += strides_[d];
+      if (++position_[d] < shard_.extents[d]) return;
+      tensor_element_ -= position_[d] * strides_[d];
+      position_[d] = 0;
+    }
+  }
+
+ private:
+  const Shard& shard_;
+  const std::array<int64_t, kMaxRank> strides_;
+  size_t outer_ = 0;  // Dimensions that a run does not span.
+  std::array<int64_t, kMaxRank> position_ = {};
+  int64_t tensor_element_ = 0;
+};
+
+// The shard's first and last element, in its tensor's row-major order. REQUIRES: it is not empty.
+std::pair<int64_t, int64_t> Reach(const Shard& shard, absl::Span<const int64_t> shape) {
+  const std::array<int64_t, kMaxRank> strides = Strides(shape);
+  int64_t first = 0;
+  int64_t distance = 0;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    first += shard.offsets[d] * strides[d];
+    distance += (shard.extents[d] - 1) * strides[d];
+  }
+  return {first, first + distance};
+}
+
+// Appends the boxes that elements [begin, end) of a tensor make up, each as large as it can be:
+// rows up to the next whole slab, whole slabs, rows of the last one.
+void AppendBoxes(int64_t tensor_index, absl::Span<const int64_t> shape, int64_t begin, int64_t end,
+                 std::vector<Shard>& shards) {
+  const std::array<int64_t, kMaxRank> strides = Strides(shape);
+  while (begin < end) {
+    size_t d = 0;
+    while (d < shape.size() && (begin % strides[d] != 0 || end - begin < strides[d])) ++d;
+    Shard shard{tensor_index, {}, {}};
+    int64_t box_elements = 1;
+    for (size_t i = 0; i < shape.size(); ++i) {
+      const int64_t offset = i <= d ? begin / strides[i] % shape[i] : 0;
+      int64_t extent = i < d ? 1 : shape[i];
+      if (i == d) extent = std::min(shape[i] - offset, (end - begin) / strides[i]);
+      shard.offsets.push_back(offset);
+      shard.extents.push_back(extent);
+      box_elements *= extent;
+    }
+    shards.push_back(std::move(shard));
+    begin += box_elements;
+  }
+}
+
+// floor(total * part / parts), without forming the product.
+int64_t Share(int64_t total, int64_t part, int64_t parts) {
+  return total / parts * part + total % parts * part / parts;
+}
+
+}  // namespace
+
+int64_t Shard::element_count() const {
+  int64_t count = 1;
+  for (const int64_t extent : extents) {
+    if (extent == 0) return 0;
+    // Only a box that Create() refuses can be so large.
+    if (__builtin_mul_overflow(count, extent, &count)) return std::numeric_limits<int64_t>::max();
+  }
+  return count;
+}
+
+Shard WholeTensor(const Manifest& manifest, int64_t tensor_index) {
+  const std::vector<int64_t>& shape = manifest.tensor(tensor_index).shape;
+  return {tensor_index, std::vector<int64_t>(shape.size(), 0), shape};
+}
+
+absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vector<Shard> shards) {
+  // Empty shards would be without limit.
+  if (shards.size() > kMaxShards) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+        absl::StrCat("layout: ", shards.size(), " shards given, expected at most ", kMaxShards));
+  }
+  for (const Shard& shard : shards) EMA_RETURN_IF_ERROR(ValidateShard(manifest, shard));
+  // Shards without common elements are at most the manifest's bytes, so no sum below overflows.
+  EMA_RETURN_IF_ERROR(CheckDisjoint(manifest, shards));
+
+  RankLayout layout;
+  layout.geometry_.reserve(shards.size());
+  layout.starts_.reserve(shards.size() + 1);
+  std::vector<std::byte> digest_bytes;
+  uint32_t crc = 0;
+  for (const Shard& shard : shards) {
+    const TensorSpec& spec = manifest.tensor(shard.tensor_index);
+    const int64_t element_size = DtypeSize(spec.dtype);
+    layout.geometry_.push_back({element_size, StretchElements(shard, spec.shape), spec.shape});
+    layout.starts_.push_back(layout.starts_.back() + shard.element_count() * element_size);
+    digest_bytes.clear();
+    AppendNumbers(digest_bytes, {shard.tensor_index});
+    AppendNumbers(digest_bytes, shard.offsets);
+    AppendNumbers(digest_bytes, shard.extents);
+    crc = Crc32c(crc, digest_bytes);
+  }
+  layout.shards_ = std::move(shards);
+  layout.digest_ = crc;
+  return layout;
+}
+
+int64_t RankLayout::FindShard(int64_t offset) const {
+  return std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1;
+}
+
+bool RankLayout::IsElementBoundary(int64_t offset) const {
+  if (offset < 0 || offset > total_bytes()) return false;
+  if (offset == total_bytes()) return true;
+  const int64_t i = FindShard(offset);
+  return (offset - starts_[i]) % geometry_[i].element_size == 0;
+}
+
+void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
+                                const std::function<bool(const Stretch&)>& visit) const {
+  if (length_bytes == 0) return;
+  const int64_t end = offset + length_bytes;
+  for (int64_t i = FindShard(offset); offset < end; ++i) {
+    const int64_t shard_end = std::min(end, starts_[i + 1]);
+    if (offset >= shard_end) continue;  // An empty shard.
+    const Shard& shard = shards_[i];
+    const Geometry& geometry = geometry_[i];
+    const int64_t element = (offset - starts_[i]) / geometry.element_size;
+    int64_t skipped = element % geometry.stretch_elements;
+    StretchCursor cursor(shard, geometry.shape, geometry.stretch_elements,
+                         element / geometry.stretch_elements);
+    for (; offset < shard_end; cursor.Next()) {
+      const int64_t count = std::min(geometry.stretch_elements - skipped,
+                                     (shard_end - offset) / geometry.element_size);
+      if (!visit({shard.tensor_index, offset, cursor.tensor_element() + skipped, count})) return;
+      offset += count * geometry.element_size;
+      skipped = 0;
+    }
+  }
+}
+
+LayoutCoverage::LayoutCoverage(const Manifest* manifest)
+    : manifest_(manifest), tensors_(manifest->tensors().size()) {}
+
+const LayoutCoverage::Box* LayoutCoverage::FindOverlap(const Shard& shard) const {
+  const Tensor& tensor = tensors_[shard.tensor_index];
+  const auto [first, last] = Reach(shard, manifest_->tensor(shard.tensor_index).shape);
+  for (auto it = tensor.boxes.lower_bound(first - tensor.longest_reach);
+       it != tensor.boxes.end() && it->first <= last; ++it) {
+    if (Overlap(it->second.shard, shard)) return &it->second;
+  }
+  return nullptr;
+}
+
+absl::Status LayoutCoverage::Add(int64_t rank, const RankLayout& layout) {
+  for (const Shard& shard : layout.shards()) {
+    if (shard.element_count() == 0) continue;
+    if (const Box* box = FindOverlap(shard)) {
+      return Refuse(
+          ErrorReason::kLayoutOverlap,
+          absl::StrCat(Label(manifest_->tensor(shard.tensor_index)), ": ", BoxString(shard),
+                       " of rank ", rank, " and ", BoxString(box->shard), " of rank ", box->rank,
+                       " share elements; each must be held by one rank"));
+    }
+  }
+  for (const Shard& shard : layout.shards()) {
+    if (shard.element_count() == 0) continue;
+    Tensor& tensor = tensors_[shard.tensor_index];
+    const auto [first, last] = Reach(shard, manifest_->tensor(shard.tensor_index).shape);
+    tensor.covered_elements += shard.element_count();
+    tensor.longest_reach = std::max(tensor.longest_reach, last - first);
+    tensor.boxes.emplace(first, Box{rank, shard});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LayoutCoverage::CheckComplete() const {
+  for (int64_t i = 0; i < manifest_->tensor_count(); ++i) {
+    const TensorSpec& spec = manifest_->tensor(i);
+    // Boxes share no element, so their sizes say it all.
+    const int64_t missing_count = spec.element_count() - tensors_[i].covered_elements;
+    if (missing_count == 0) continue;
+    return Refuse(ErrorReason::kLayoutHole,
+                  absl::StrCat(Label(spec), ": ", missing_count, " of its ", spec.element_count(),
+                               " elements are in no shard"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Shard>> EvenShare(const Manifest& manifest,
+                                             absl::Span<const bool> rank0_only, int64_t rank,
+                                             int64_t world_size) {
+  constexpr int64_t kMaxWorldSize = 65536;
+  if (world_size < 1 || world_size > kMaxWorldSize || rank < 0 || rank >= world_size) {
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat("rank ", rank, " of world_size ", world_size,
+                               ": expected 0 <= rank < world_size <= ", kMaxWorldSize));
+  }
+  const int64_t tensor_count = manifest.tensor_count();
+  if (!rank0_only.empty() && static_cast<int64_t>(rank0_only.size()) != tensor_count) {
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat("rank0_only has ", rank0_only.size(), " entries; expected none or ",
+                               tensor_count));
+  }
+  const auto is_rank0_only = [&](int64_t i) { return !rank0_only.empty() && rank0_only[i]; };
+  std::vector<int64_t> order(tensor_count);
+  std::iota(order.begin(), order.end(), 0);
+  const auto rest = std::stable_partition(order.begin(), order.end(), is_rank0_only);
+  int64_t rank0_bytes = 0;
+  for (auto it = order.begin(); it != rest; ++it) rank0_bytes += manifest.tensor(*it).byte_count();
+  const int64_t total = manifest.total_bytes();
+  const bool rank0_is_full = rank0_bytes > Share(total, 1, world_size);
+  const auto boundary = [&](int64_t r) {
+    if (r == 0 || !rank0_is_full) return Share(total, r, world_size);
+    return rank0_bytes + Share(total - rank0_bytes, r - 1, world_size - 1);
+  };
+
+  const int64_t begin = boundary(rank);
+  const int64_t end = boundary(rank + 1);
+  int64_t start = 0;
+  std::vector<Shard> shards;
+  for (const int64_t i : order) {
+    const TensorSpec& spec = manifest.tensor(i);
+    const int64_t bytes = spec.byte_count();
+    const int64_t size = DtypeSize(spec.dtype);
+    // Rounded down to an element, at this rank's end as at the next rank's begin.
+    AppendBoxes(i, spec.shape, std::clamp<int64_t>(begin - start, 0, bytes) / size,
+                std::clamp<int64_t>(end - start, 0, bytes) / size, shards);
+    start += bytes;
+  }
+  return shards;
+}
+
+}  // namespace ema

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ema/tensor_spec.h"
+
+#include <array>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+
+namespace ema {
+namespace {
+
+struct DtypeInfo {
+  std::string_view name;
+  int64_t size = 0;
+  bool is_float = false;
+};
+
+// By Dtype - 1.
+constexpr std::array<DtypeInfo, 10> kDtypes = {{{"float32", 4, true},
+                                                {"float16", 2, true},
+                                                {"bfloat16", 2, true},
+                                                {"float64", 8, true},
+                                                {"int8", 1, false},
+                                                {"int16", 2, false},
+                                                {"int32", 4, false},
+                                                {"int64", 8, false},
+                                                {"uint8", 1, false},
+                                                {"bool", 1, false}}};
+
+const DtypeInfo* FindInfo(Dtype dtype) {
+  const int number = static_cast<int>(dtype);
+  if (number < 1 || number > static_cast<int>(kDtypes.size())) return nullptr;
+  return &kDtypes[number - 1];
+}
+
+// Bytes of the UTF-8 sequence that `text` begins with; 0 if it is none, or a control character.
+size_t PrintableSequenceBytes(std::string_view text) {
+  const auto byte = [text](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned lead = byte(0);
+  if (lead < 0x80) return lead >= 0x20 && lead != 0x7f ? 1 : 0;
+  const size_t size = lead >= 0xf0 ? 4 : lead >= 0xe0 ? 3 : 2;
+  if (lead < 0xc2 || lead > 0xf4 || text.size() < size) return 0;
+  uint32_t code_point = lead & (0x7f >> size);
+  for (size_t i = 1; i < size; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+    code_point = code_point << 6 | (byte(i) & 0x3f);
+  }
+  constexpr std::array<uint32_t, 5> kLeastBySize = {0, 0, 0xa0, 0x800, 0x10000};
+  const bool is_surrogate = code_point >= 0xd800 && code_point <= 0xdfff;
+  // U+0080 to U+009F are control characters too.
+  if (code_point < kLeastBySize[size] || code_point > 0x10ffff || is_surrogate) return 0;
+  return size;
+}
+
+bool IsPrintableUtf8(std::string_view text) {
+  while (!text.empty()) {
+    const size_t size = PrintableSequenceBytes(text);
+    if (size == 0) return false;
+    text.remove_prefix(size);
+  }
+  return true;
+}
+
+absl::Status BadTensor(const TensorSpec& spec, std::string_view problem) {
+  constexpr size_t kMaxQuotedBytes = 128;
+  const bool is_clean = spec.name.size() <= kMaxQuotedBytes && IsPrintableUtf8(spec.name);
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
+      absl::StrCat("tensor \"",
+                   is_clean ? spec.name : absl::CHexEscape(spec.name.substr(0, kMaxQuotedBytes)),
+                   spec.name.size() > kMaxQuotedBytes ? "..." : "", "\": ", std::string(problem)));
+}
+
+}  // namespace
+
+int64_t DtypeSize(Dtype dtype) {
+  const DtypeInfo* info = FindInfo(dtype);
+  return info == nullptr ? 1 : info->size;
+}
+
+bool IsFloat(Dtype dtype) {
+  const DtypeInfo* info = FindInfo(dtype);
+  return info != nullptr && info->is_float;
+}
+
+std::string_view DtypeName(Dtype dtype) {
+  const DtypeInfo* info = FindInfo(dtype);
+  return info == nullptr ? "unknown" : info->name;
+}
+
+absl::StatusOr<Dtype> ParseDtype(std::string_view name) {
+  std::string names;
+  for (size_t i = 0; i < kDtypes.size(); ++i) {
+    if (kDtypes[i].name == name) return static_cast<Dtype>(i + 1);
+    absl::StrAppend(&names, i == 0 ? "" : ", ", std::string(kDtypes[i].name));
+  }
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
+                   absl::StrCat("dtype \"", absl::CHexEscape(std::string(name.substr(0, 64))),
+                                "\": must be one of ", names));
+}
+
+Dtype AverageDtype(Dtype pushed) { return IsFloat(pushed) ? Dtype::kFloat32 : pushed; }
+
+absl::Status TensorSpec::Validate() const {
+  if (name.empty()) return BadTensor(*this, "a name is needed, such as \"layers.0.weight\"");
+  if (static_cast<int64_t>(name.size()) > kMaxTensorNameBytes) {
+    return BadTensor(*this, absl::StrCat("a name of ", name.size(), " bytes; at most ",
+                                         kMaxTensorNameBytes, " are allowed"));
+  }
+  if (!IsPrintableUtf8(name)) {
+    return BadTensor(*this,
+                     "a name must be UTF-8 without control characters, such as "
+                     "\"layers.0.weight\"");
+  }
+  if (FindInfo(dtype) == nullptr) {
+    return BadTensor(
+        *this, absl::StrCat("dtype number ", static_cast<int>(dtype), " is unknown; expected 1 to ",
+                            kDtypes.size(), ", such as 1 (float32)"));
+  }
+  if (shape.size() > kMaxRank) {
+    return BadTensor(*this, absl::StrCat("a shape of ", shape.size(), " dimensions; at most ",
+                                         kMaxRank, " are allowed"));
+  }
+  // Empty dimensions count as 1, so that no product of some of the extents overflows either.
+  int64_t bytes = DtypeSize(dtype);
+  for (const int64_t extent : shape) {
+    if (extent < 0) {
+      return BadTensor(
+          *this, absl::StrCat("extent ", extent, " in ", TypeString(), "; expected 0 or more"));
+    }
+    if (extent != 0 && (__builtin_mul_overflow(bytes, extent, &bytes) || bytes >> 62 != 0)) {
+      return BadTensor(*this, absl::StrCat(TypeString(), " does not fit in 2^62 bytes"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+int64_t TensorSpec::element_count() const {
+  int64_t count = 1;
+  for (const int64_t extent : shape) {
+    if (extent == 0) return 0;
+    count *= extent;
+  }
+  return count;
+}
+
+std::string TensorSpec::TypeString() const {
+  return absl::StrCat(std::string(DtypeName(dtype)), "[", absl::StrJoin(shape, ", "), "]");
+}
+
+}  // namespace ema

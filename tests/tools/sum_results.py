@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Sums the reports of one test run: `N passed, N failed, N skipped`, after what failed and why
+something was skipped.
+
+Usage: sum_results.py FOLDER, with the JUnit reports of ctest and pytest, and checks.tsv, each line
+of which is the verdict and the name of one other check.
+
+Exits with 1 if anything failed, or nothing passed.
+"""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class Result(NamedTuple):
+    name: str
+    verdict: str
+    reason: str = ""
+
+
+def skip_reason(case: ElementTree.Element, skipped: ElementTree.Element) -> str:
+    # ctest only knows that GoogleTest skipped; why stands in the line after "file:line: Skipped".
+    said = re.search(r": Skipped\n(.+)", case.findtext("system-out") or "")
+    if said:
+        return said.group(1)
+    message = skipped.get("message", "")
+    return "no reason given" if message.startswith("SKIP_") else message
+
+
+def read_case(case: ElementTree.Element, suite: str) -> Result:
+    name = case.get("name", "?")
+    if case.get("classname", name) != name:
+        name = f"{case.get('classname')}.{name}"
+    name = f"{suite}: {name}"
+    for problem in case.findall("failure") + case.findall("error"):
+        reason = problem.get("message", "").strip()
+        return Result(name, FAILED, reason.splitlines()[0] if reason else "")
+    skipped = case.find("skipped")
+    if skipped is not None:
+        # ctest calls a test "skipped", too, that it could not start.
+        could_run = case.get("status") != "notrun" or "SKIP_" in skipped.get("message", "")
+        return Result(name, SKIPPED if could_run else FAILED, skip_reason(case, skipped))
+    if case.get("status") == "disabled":
+        return Result(name, SKIPPED, "disabled")
+    return Result(name, PASSED)
+
+
+def read_results(folder: Path) -> Iterator[Result]:
+    checks = folder / "checks.tsv"
+    for line in checks.read_text().splitlines() if checks.exists() else []:
+        verdict, name = line.split("\t")
+        yield Result(name, verdict)
+    for report in sorted(folder.glob("*.xml")):
+        suite = report.stem
+        try:
+            cases = list(ElementTree.parse(report).iter("testcase"))
+        except ElementTree.ParseError as error:
+            yield Result(suite, FAILED, f"broken report: {error}")
+            continue
+        if not cases:
+            yield Result(suite, FAILED, "ran no test")
+        yield from (read_case(case, suite) for case in cases)
+
+
+def main() -> int:
+    results = list(read_results(Path(sys.argv[1])))
+    for result in results:
+        if result.verdict != PASSED:
+            print(
+                f"{result.verdict}: {result.name}" + (f": {result.reason}" if result.reason else "")
+            )
+    counts = [sum(r.verdict == v for r in results) for v in (PASSED, FAILED, SKIPPED)]
+    print("{} passed, {} failed, {} skipped".format(*counts))
+    return 1 if counts[1] or not counts[0] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
