@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/device/block_pool.h"
+
+#include <deque>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+// Thread-safe. Memory is allocated and freed without the lock held: both may take milliseconds.
+struct BlockPool::State {
+  struct FreeMemory {
+    int64_t freed_order;
+    std::unique_ptr<Memory> memory;
+  };
+
+  State(Allocator the_allocator, int64_t kept_bytes)
+      : allocator(std::move(the_allocator)), kept_free_bytes(kept_bytes) {}
+
+  // Null if none of this size is kept. The one freed last: it may still be in a cache.
+  std::unique_ptr<Memory> Take(int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
+  // Keeps `memory`, or frees it if it alone is too large; frees what was kept longest to make room,
+  // so that sizes nobody asks for any more do not fill the pool for ever.
+  void Give(std::unique_ptr<Memory> memory, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
+  void Trim() ABSL_LOCKS_EXCLUDED(mu);
+
+  std::unique_ptr<Memory> RemoveOldestLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+
+  const Allocator allocator;
+  const int64_t kept_free_bytes;
+
+  absl::Mutex mu;
+  // By size; each in the order freed, and never empty.
+  std::map<int64_t, std::deque<FreeMemory>> free_by_size ABSL_GUARDED_BY(mu);
+  int64_t free_bytes ABSL_GUARDED_BY(mu) = 0;
+  int64_t next_freed_order ABSL_GUARDED_BY(mu) = 0;
+};
+
+std::unique_ptr<BlockPool::Memory> BlockPool::State::Take(int64_t size_bytes) {
+  absl::MutexLock lock(&mu);
+  const auto it = free_by_size.find(size_bytes);
+  if (it == free_by_size.end()) return nullptr;
+  std::unique_ptr<Memory> memory = std::move(it->second.back().memory);
+  it->second.pop_back();
+  if (it->second.empty()) free_by_size.erase(it);
+  free_bytes -= size_bytes;
+  return memory;
+}
+
+void BlockPool::State::Give(std::unique_ptr<Memory> memory, int64_t size_bytes) {
+  if (size_bytes > kept_free_bytes) return;
+  std::vector<std::unique_ptr<Memory>> freed;  // Destroyed after the lock.
+  absl::MutexLock lock(&mu);
+  free_by_size[size_bytes].push_back({next_freed_order++, std::move(memory)});
+  free_bytes += size_bytes;
+  while (free_bytes > kept_free_bytes) freed.push_back(RemoveOldestLocked());
+}
+
+std::unique_ptr<BlockPool::Memory> BlockPool::State::RemoveOldestLocked() {
+  // Sizes are few: one for full blocks, one for each last block of a track.
+  auto oldest = free_by_size.begin();
+  for (auto it = free_by_size.begin(); it != free_by_size.end(); ++it) {
+    if (it->second.front().freed_order < oldest->second.front().freed_order) oldest = it;
+  }
+  std::unique_ptr<Memory> memory = std::move(oldest->second.front().memory);
+  free_bytes -= oldest->first;
+  oldest->second.pop_front();
+  if (oldest->second.empty()) free_by_size.erase(oldest);
+  return memory;
+}
+
+void BlockPool::State::Trim() {
+  std::map<int64_t, std::deque<FreeMemory>> freed;  // Destroyed after the lock.
+  absl::MutexLock lock(&mu);
+  freed.swap(free_by_size);
+  free_bytes = 0;
+}
+
+class BlockPool::PooledBlock : public Block {
+ public:
+  PooledBlock(std::unique_ptr<Memory> memory, int64_t size_bytes, std::weak_ptr<State> state)
+      : Block(memory->data(), size_bytes), memory_(std::move(memory)), state_(std::move(state)) {}
+  ~PooledBlock() override {
+    if (const std::shared_ptr<State> state = state_.lock()) {
+      state->Give(std::move(memory_), size_bytes());
+    }
+  }
+
+ private:
+  std::unique_ptr<Memory> memory_;
+  const std::weak_ptr<State> state_;  // Empty once the pool is gone.
+};
+
+BlockPool::BlockPool(Allocator allocator, int64_t kept_free_bytes)
+    : state_(std::make_shared<State>(std::move(allocator), kept_free_bytes)) {}
+
+absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
+  std::unique_ptr<Memory> memory = state_->Take(size_bytes);
+  if (memory == nullptr) {
+    absl::StatusOr<std::unique_ptr<Memory>> allocated = state_->allocator(size_bytes);
+    if (!allocated.ok() && free_bytes() > 0) {
+      Trim();
+      allocated = state_->allocator(size_bytes);
+    }
+    EMA_ASSIGN_OR_RETURN(memory, std::move(allocated));
+  }
+  return std::make_shared<PooledBlock>(std::move(memory), size_bytes, state_);
+}
+
+int64_t BlockPool::free_bytes() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->free_bytes;
+}
+
+void BlockPool::Trim() { state_->Trim(); }
+
+}  // namespace ema

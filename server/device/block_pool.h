@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Keeps freed blocks for reuse.
+#ifndef EMA_SERVER_DEVICE_BLOCK_POOL_H_
+#define EMA_SERVER_DEVICE_BLOCK_POOL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// Hands out blocks; takes them back when their last reference goes, and keeps up to
+// `kept_free_bytes` of them, by exact size. Thread-safe. A block may outlive the pool; its memory
+// is then freed for good.
+class BlockPool {
+ public:
+  // Owns memory of one block; frees it when destroyed.
+  class Memory {
+   public:
+    virtual ~Memory() = default;
+    virtual std::byte* data() = 0;
+  };
+  using Allocator = std::function<absl::StatusOr<std::unique_ptr<Memory>>(int64_t size_bytes)>;
+
+  BlockPool(Allocator allocator, int64_t kept_free_bytes);
+
+  // A kept block of this size, or new memory. When the allocator has none, frees what is kept and
+  // asks once more. RESOURCE_EXHAUSTED: from the allocator.
+  absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes);
+
+  // Bytes kept free now.
+  int64_t free_bytes() const;
+  // Frees what is kept.
+  void Trim();
+
+ private:
+  class PooledBlock;
+  struct State;  // Shared with the blocks that are out.
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_BLOCK_POOL_H_

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU device: blocks are LibTorch tensors, a stream does its work in the calling thread.
+#include <ATen/ATen.h>
+#include <c10/core/alignment.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "server/device/block_pool.h"
+#include "server/device/device.h"
+#include "server/device/ema_kernel.h"
+
+namespace ema {
+namespace {
+
+constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
+static_assert(c10::gAlignment >= 64, "at::empty() must align as Block promises");
+
+// Advises the kernel on the whole pages of `page_bytes` inside a range. Advice that is not taken
+// costs speed only.
+void Advise(std::byte* data, int64_t size_bytes, uintptr_t page_bytes, int advice) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + page_bytes - 1) & ~(page_bytes - 1);
+  const uintptr_t end = (address + static_cast<uintptr_t>(size_bytes)) & ~(page_bytes - 1);
+  if (begin < end) madvise(data + (begin - address), end - begin, advice);
+}
+
+// Bytes of memory that blocks and the pool hold together, and how many they may.
+class Usage {
+ public:
+  explicit Usage(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
+
+  bool TryAdd(int64_t size_bytes) {
+    if (size_bytes < 0) return false;
+    int64_t used = used_bytes_.load();
+    do {
+      if (size_bytes > limit_bytes_ - used) return false;
+    } while (!used_bytes_.compare_exchange_weak(used, used + size_bytes));
+    return true;
+  }
+  void Subtract(int64_t size_bytes) { used_bytes_.fetch_sub(size_bytes); }
+
+  int64_t used_bytes() const { return used_bytes_.load(); }
+  int64_t limit_bytes() const { return limit_bytes_; }
+
+ private:
+  const int64_t limit_bytes_;
+  std::atomic<int64_t> used_bytes_ = 0;  // A count alone: it orders no other memory.
+};
+
+// A claim on `usage` for as long as it lives.
+class UsageClaim {
+ public:
+  // REQUIRES: usage->TryAdd(size_bytes) was true.
+  UsageClaim(std::shared_ptr<Usage> usage, int64_t size_bytes)
+      : usage_(std::move(usage)), size_bytes_(size_bytes) {}
+  ~UsageClaim() { usage_->Subtract(size_bytes_); }
+  UsageClaim(const UsageClaim&) = delete;
+  UsageClaim& operator=(const UsageClaim&) = delete;
+
+ private:
+  const std::shared_ptr<Usage> usage_;
+  const int64_t size_bytes_;
+};
+
+class TensorMemory : public BlockPool::Memory {
+ public:
+  TensorMemory(at::Tensor tensor, std::unique_ptr<UsageClaim> claim)
+      : claim_(std::move(claim)),
+        tensor_(std::move(tensor)),
+        data_(static_cast<std::byte*>(tensor_.mutable_data_ptr())) {
+    // Measured: the first touch costs 0.4 us per 4 KiB instead of 2.3 us, and folds are a quarter
+    // faster for want of TLB misses.
+    Advise(data_, tensor_.numel(), kHugePageBytes, MADV_HUGEPAGE);
+  }
+  ~TensorMemory() override {
+    // The C library may keep what it gets back; the pool frees what the system shall have.
+    if (tensor_.numel() >= static_cast<int64_t>(kHugePageBytes)) {
+      Advise(data_, tensor_.numel(), static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), MADV_DONTNEED);
+    }
+  }
+  std::byte* data() override { return data_; }
+
+ private:
+  const std::unique_ptr<UsageClaim> claim_;  // Outlives the tensor.
+  const at::Tensor tensor_;
+  std::byte* const data_;
+};
+
+absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateTensor(
+    const std::shared_ptr<Usage>& usage, int64_t size_bytes) {
+  // Linux grants more memory than there is and later kills who uses it: count before asking.
+  if (usage->TryAdd(size_bytes)) {
+    auto claim = std::make_unique<UsageClaim>(usage, size_bytes);
+    try {
+      // An empty tensor would have no address.
+      at::Tensor tensor = at::empty({std::max<int64_t>(size_bytes, 1)}, at::kByte);
+      return std::make_unique<TensorMemory>(std::move(tensor), std::move(claim));
+    } catch (const c10::Error&) {  // Says no more than that there is no memory.
+    } catch (const std::bad_alloc&) {
+    }
+  }
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+      absl::StrCat("device \"cpu\": no memory for a block of ", size_bytes, " bytes; blocks hold ",
+                   usage->used_bytes(), " of ", usage->limit_bytes(), " bytes"));
+}
+
+// The number in a file; nothing if there is none, as in "max".
+std::optional<int64_t> ReadNumber(const std::string& path) {
+  std::ifstream file(path);
+  std::string text;
+  file >> text;
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end == text.data()) return std::nullopt;
+  return value;
+}
+
+// The least memory limit of a control group and the groups above it. `group` is a path such as
+// "/a/b"; inside a container it may be the host's, and then only `root` itself exists.
+int64_t LimitOfGroup(const std::string& root, std::string group, const std::string& file) {
+  int64_t limit = std::numeric_limits<int64_t>::max();
+  while (true) {
+    limit = std::min(limit, ReadNumber(absl::StrCat(root, group, "/", file)).value_or(limit));
+    const size_t slash = group.rfind('/');
+    if (slash == std::string::npos) return limit;
+    group.resize(slash);
+  }
+}
+
+int64_t MemoryLimitOfControlGroups() {
+  int64_t limit = std::numeric_limits<int64_t>::max();
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "4:memory:/a/b"; version 2: "0::/a/b".
+    const size_t first = line.find(':');
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string group = line.substr(second + 1);
+    if (controllers.empty()) {
+      limit = std::min({limit, LimitOfGroup("/sys/fs/cgroup", group, "memory.max"),
+                        LimitOfGroup("/sys/fs/cgroup/unified", group, "memory.max")});
+    } else if (absl::StrCat(",", controllers, ",").find(",memory,") != std::string::npos) {
+      limit =
+          std::min(limit, LimitOfGroup("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"));
+    }
+  }
+  return limit;
+}
+
+int64_t TotalMemoryBytes() {
+  const int64_t physical = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  return std::min(physical, MemoryLimitOfControlGroups());
+}
+
+class CpuStream : public DeviceStream {
+ public:
+  absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
+    for (const FoldTarget& target : op.targets) {
+      if (target.kind != FoldTarget::Kind::kCopy && !IsFloat(op.source_dtype)) {
+        return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
+                         absl::StrCat("device \"cpu\": elements that are not floats, of dtype ",
+                                      static_cast<int>(op.source_dtype), ", can only be copied"));
+      }
+    }
+    return FoldOnCpu(op);
+  }
+
+  absl::Status Zero(std::byte* data, int64_t size_bytes) override {
+    if (size_bytes > 0) std::memset(data, 0, static_cast<size_t>(size_bytes));
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
+    if (size_bytes > 0) std::memcpy(host, device, static_cast<size_t>(size_bytes));
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyFromHost(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+    if (size_bytes > 0) std::memcpy(device, host, static_cast<size_t>(size_bytes));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Synchronize() override { return false; }
+};
+
+class CpuDevice : public Device {
+ public:
+  CpuDevice(int64_t total_memory_bytes, int64_t kept_free_bytes)
+      : total_memory_bytes_(total_memory_bytes),
+        pool_([usage = std::make_shared<Usage>(total_memory_bytes)](
+                  int64_t size_bytes) { return AllocateTensor(usage, size_bytes); },
+              kept_free_bytes) {}
+
+  std::string name() const override { return "cpu"; }
+
+  absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) override {
+    return pool_.Allocate(size_bytes);
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
+    return std::make_unique<CpuStream>();
+  }
+
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
+    return std::shared_ptr<const std::byte>(block, block->data());
+  }
+
+  int64_t total_memory_bytes() const override { return total_memory_bytes_; }
+
+  void Trim() override { pool_.Trim(); }
+
+  absl::Status health() const override { return absl::OkStatus(); }
+
+ private:
+  const int64_t total_memory_bytes_;
+  BlockPool pool_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes) {
+  return std::make_unique<CpuDevice>(TotalMemoryBytes(), kept_free_bytes);
+}
+
+absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes) {
+  if (name == "auto" || name == "cpu") return MakeCpuDevice(kept_free_bytes);
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat("device \"", std::string(name),
+                                "\" is unknown; this build has \"auto\" and \"cpu\""));
+}
+
+}  // namespace ema

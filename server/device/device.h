@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the layers above know of memory and arithmetic: blocks, streams, events. Two
+// implementations, CPU and (later) CUDA; both give the same bits. Knows no models and no RPCs.
+#ifndef EMA_SERVER_DEVICE_DEVICE_H_
+#define EMA_SERVER_DEVICE_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ema/tensor_spec.h"
+
+namespace ema {
+
+// A reference-counted piece of device memory, 64-byte aligned. Whoever holds a reference may read
+// it from any thread; only the session that allocated it writes it, before it is published.
+// Dropping the last reference is cheap: it gives the memory back to its device's pool.
+class Block {
+ public:
+  virtual ~Block() = default;
+  // On the CPU device a host address; on a GPU a device address, of no use to the host.
+  std::byte* data() const { return data_; }
+  int64_t size_bytes() const { return size_bytes_; }
+
+ protected:
+  Block(std::byte* data, int64_t size_bytes) : data_(data), size_bytes_(size_bytes) {}
+
+ private:
+  std::byte* const data_;
+  const int64_t size_bytes_;
+};
+using BlockRef = std::shared_ptr<const Block>;
+
+// What one run of pushed elements does to one track.
+struct FoldTarget {
+  enum class Kind {
+    kAverage,  // next[i] = fma(update_weight, float(source[i]) - current[i], current[i]), all
+               // float32
+    kAssign,   // next[i] = float(source[i]): an average's first value; `current` is not read
+    kCopy,     // next[i] = source[i], the source's dtype and bits
+  };
+  Kind kind = Kind::kCopy;
+  float update_weight = 1;
+  const std::byte* current = nullptr;  // Device memory; aligned to the stored element.
+  std::byte* next = nullptr;           // Device memory; aligned to the stored element.
+};
+
+// One run of pushed elements and everything to be done with it, in one read of the source.
+struct FoldOp {
+  Dtype source_dtype = Dtype::kFloat32;
+  const std::byte* source = nullptr;  // Host memory, any alignment.
+  int64_t element_count = 0;          // 0 or more.
+  std::span<const FoldTarget>
+      targets;  // May be empty: then only the check for finite values is done.
+};
+
+// An ordered queue of work of one push stream. Not thread-safe; many streams may run at once on
+// ranges that do not overlap. Work on a GPU is asynchronous and ordered within the stream.
+class DeviceStream {
+ public:
+  virtual ~DeviceStream() = default;
+
+  // Folds `op`. When it returns, the source has been read (or copied to pinned memory) and may be
+  // freed; the targets are complete after Synchronize(). NaN and infinity are folded like any
+  // value, and reported: gives the index of the first element whose float value is not finite, if
+  // that is known already. A device that learns it later reports it from Synchronize(). The double
+  // of a float64 source is checked before it is rounded to float32, and after. INTERNAL, DEVICE:
+  // the device has failed; the targets hold anything.
+  virtual absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) = 0;
+
+  // Sets `size_bytes` bytes of device memory to zero.
+  virtual absl::Status Zero(std::byte* data, int64_t size_bytes) = 0;
+
+  // Copies device memory to host memory; complete after Synchronize().
+  virtual absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) = 0;
+  // Copies host memory to device memory; `host` may be freed after Synchronize().
+  virtual absl::Status CopyFromHost(std::byte* device, const std::byte* host,
+                                    int64_t size_bytes) = 0;
+
+  // Waits until everything queued so far is done. Gives true if some folded element since the last
+  // call was not finite and Fold() did not say so. INTERNAL, DEVICE: as Fold().
+  virtual absl::StatusOr<bool> Synchronize() = 0;
+};
+
+// One place where averages live. Thread-safe.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // "cpu", "cuda:0".
+  virtual std::string name() const = 0;
+
+  // Memory of any content. RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none; nothing else has
+  // changed.
+  virtual absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) = 0;
+
+  virtual absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() = 0;
+
+  // Host memory with a block's bytes, valid while the result is held. On the CPU device that is the
+  // block itself; on a GPU a pinned copy, made once for all who ask. Blocks the caller. REQUIRES:
+  // the block is published (no writer).
+  virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) = 0;
+
+  // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
+  // memory and the control group's limit.
+  virtual int64_t total_memory_bytes() const = 0;
+
+  // Gives the pool's free memory back to the system.
+  virtual void Trim() = 0;
+
+  // The first error that has broken the device for good; OK while it works.
+  virtual absl::Status health() const = 0;
+};
+
+// The CPU device. `kept_free_bytes`: freed blocks kept for reuse (fresh pages cost a page fault
+// each, about 0.25 us per 4 KiB, which is more than the fold itself).
+std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes);
+
+// "auto" or "cpu". INVALID_ARGUMENT: any other name; the message says what this build has.
+absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_DEVICE_H_

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every device must do with blocks, copies and threads. Its folds: fold_conformance_test.cc.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "server/device/device.h"
+#include "tests/conformance/device_testing.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr Dtype kAllDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat64,
+                                Dtype::kInt8,    Dtype::kInt16,   Dtype::kInt32,    Dtype::kInt64,
+                                Dtype::kUInt8,   Dtype::kBool};
+
+class DeviceConformanceTest : public testing::TestWithParam<DeviceCase> {
+ protected:
+  DeviceConformanceTest() { UseHighwayTarget(GetParam().highway_target); }
+  ~DeviceConformanceTest() override { UseHighwayTarget(0); }
+
+  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
+};
+
+INSTANTIATE_TEST_SUITE_P(All, DeviceConformanceTest, testing::ValuesIn(AllDevices()),
+                         [](const auto& test) { return test.param.name; });
+
+// ---- Copies of any dtype -----------------------------------------------------------------------
+
+TEST_P(DeviceConformanceTest, EveryDtypeIsCopiedBitForBit) {
+  Folder folder(*device_);
+  for (const Dtype dtype : kAllDtypes) {
+    const Bytes source = RandomElements(dtype, 40000, 20);
+    for (const int64_t count : {0, 1, 7, 64, 1000, 2048, 16385, 40000}) {
+      const std::vector<Target> targets = {{Kind::kCopy, 1, count % 5}, {Kind::kCopy, 1, 0}};
+      const Folded folded = folder.Fold(dtype, source, count, {}, targets, 3);
+      ASSERT_EQ(Misses(folded, dtype, source, count, {}, targets), "")
+          << std::string(DtypeName(dtype));
+      ASSERT_EQ(folded.non_finite, std::nullopt);
+    }
+  }
+}
+
+TEST_P(DeviceConformanceTest, AveragingWhatIsNotAFloatIsABug) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(64));
+  const std::byte source[64] = {};
+  for (const Kind kind : {Kind::kAverage, Kind::kAssign}) {
+    const FoldTarget target = {kind, 0.5f, block->data(), block->data()};
+    const auto result = stream->Fold({Dtype::kInt64, source, 1, {&target, 1}});
+    EXPECT_THAT(result, StatusIs(absl::StatusCode::kInternal, HasSubstr("only be copied")));
+    EXPECT_THAT(result, ReasonIs(ErrorReason::kBug));
+  }
+  EXPECT_THAT(device_->health(), IsOk());
+}
+
+// ---- Blocks and memory -------------------------------------------------------------------------
+
+TEST_P(DeviceConformanceTest, BlocksAreAlignedAndWritableToTheirLastByte) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  std::vector<std::shared_ptr<Block>> blocks;
+  for (const int64_t size : {int64_t{0}, int64_t{1}, int64_t{63}, int64_t{64}, int64_t{4097},
+                             2 * kMiB - 1, 2 * kMiB, 2 * kMiB + 1, 32 * kMiB}) {
+    EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device_->Allocate(size));
+    EXPECT_EQ(block->size_bytes(), size);
+    EXPECT_NE(block->data(), nullptr);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(block->data()) % 64, 0u) << size;
+    EXPECT_THAT(stream->Zero(block->data(), size), IsOk());
+    blocks.push_back(std::move(block));
+  }
+  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+}
+
+TEST_P(DeviceConformanceTest, AFreedBlockIsUsedAgain) {
+  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device_->Allocate(4 * kMiB));
+  const std::byte* data = block->data();
+  block.reset();
+  EMA_ASSERT_OK_AND_ASSIGN(block, device_->Allocate(4 * kMiB));
+  EXPECT_EQ(block->data(), data);
+}
+
+TEST_P(DeviceConformanceTest, BlocksOutliveTheirDevice) {
+  std::unique_ptr<Device> device = GetParam().make(kMiB);
+  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device->Allocate(3 * kMiB));
+  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const std::byte> view, device->HostView(block));
+  device->Trim();
+  device.reset();
+  block.reset();
+  EXPECT_NE(view, nullptr);
+}
+
+TEST_P(DeviceConformanceTest, AnAbsurdSizeIsRefusedAndTheDeviceStaysHealthy) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> held, device_->Allocate(kMiB));
+  for (const int64_t size : {device_->total_memory_bytes(), int64_t{1} << 50,
+                             std::numeric_limits<int64_t>::max(), int64_t{-1}}) {
+    const absl::StatusOr<std::shared_ptr<Block>> refused = device_->Allocate(size);
+    EXPECT_THAT(refused, StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("no memory")));
+    EXPECT_THAT(refused, ReasonIs(ErrorReason::kMemoryBudget));
+    EXPECT_THAT(device_->health(), IsOk());
+  }
+  EXPECT_THAT(device_->Allocate(kMiB), IsOk());
+  Folder folder(*device_);
+  const Bytes source = RandomElements(Dtype::kFloat32, 100, 21);
+  const std::vector<Target> targets = {{Kind::kAverage, 0.5f}};
+  const Folded folded = folder.Fold(Dtype::kFloat32, source, 100, source, targets);
+  EXPECT_EQ(Misses(folded, Dtype::kFloat32, source, 100, source, targets), "");
+}
+
+TEST_P(DeviceConformanceTest, TheHostViewHasTheBytesAndKeepsThem) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device_->Allocate(100000));
+  const Bytes bytes = RandomElements(Dtype::kUInt8, 100000, 22);
+  ASSERT_THAT(stream->CopyFromHost(block->data(), bytes.data(), 100000), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view, device_->HostView(block));
+  block.reset();
+  // Would get the block's memory, were it free.
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> other, device_->Allocate(100000));
+  ASSERT_THAT(stream->Zero(other->data(), 100000), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+  EXPECT_EQ(std::memcmp(view.get(), bytes.data(), bytes.size()), 0);
+}
+
+TEST_P(DeviceConformanceTest, ZeroAndCopiesTouchTheirRangeOnly) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(1000));
+  Bytes expected = RandomElements(Dtype::kUInt8, 1000, 23);
+  ASSERT_THAT(stream->CopyFromHost(block->data(), expected.data(), 1000), IsOk());
+  ASSERT_THAT(stream->Zero(block->data() + 13, 101), IsOk());
+  ASSERT_THAT(stream->Zero(block->data() + 500, 0), IsOk());
+  const Bytes patch(77, std::byte{7});
+  ASSERT_THAT(stream->CopyFromHost(block->data() + 333, patch.data(), 77), IsOk());
+  ASSERT_THAT(stream->CopyFromHost(block->data() + 700, nullptr, 0), IsOk());
+  std::fill_n(expected.begin() + 13, 101, std::byte{0});
+  std::fill_n(expected.begin() + 333, 77, std::byte{7});
+  Bytes got(1000);
+  ASSERT_THAT(stream->CopyToHost(got.data(), block->data(), 1000), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+  EXPECT_EQ(got, expected);
+  Bytes part(50);
+  ASSERT_THAT(stream->CopyToHost(part.data(), block->data() + 321, 50), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+  EXPECT_EQ(part, Bytes(expected.begin() + 321, expected.begin() + 371));
+}
+
+TEST_P(DeviceConformanceTest, TotalMemoryIsWhatAMachineHas) {
+  EXPECT_GT(device_->total_memory_bytes(), 64 * kMiB);
+  EXPECT_LT(device_->total_memory_bytes(), int64_t{1} << 50);
+  EXPECT_FALSE(device_->name().empty());
+}
+
+// ---- Threads -----------------------------------------------------------------------------------
+
+TEST_P(DeviceConformanceTest, ManyStreamsFoldDisjointRangesOfOneBlock) {
+  constexpr int64_t kCount = 400'000;
+  constexpr int kThreads = 4;
+  constexpr int64_t kFloatBytes = sizeof(float);
+  const Bytes source = RandomElements(Dtype::kFloat32, kCount, 24);
+  const Bytes current = RandomElements(Dtype::kFloat32, kCount, 25);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto current_block, device_->Allocate(kCount * kFloatBytes));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto next_block, device_->Allocate(kCount * kFloatBytes));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto main_stream, device_->NewStream());
+  ASSERT_THAT(
+      main_stream->CopyFromHost(current_block->data(), current.data(), kCount * kFloatBytes),
+      IsOk());
+  ASSERT_THAT(main_stream->Synchronize(), IsOk());
+  {
+    std::vector<std::jthread> threads;
+    for (int thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&, thread] {
+        const std::unique_ptr<DeviceStream> stream = device_->NewStream().value();
+        // Pieces of odd sizes, dealt in turn: neighbours share cache lines.
+        constexpr int64_t kPiece = 2501;
+        for (int64_t begin = thread * kPiece; begin < kCount; begin += kThreads * kPiece) {
+          const FoldTarget target = {Kind::kAverage, 0.01f,
+                                     current_block->data() + begin * kFloatBytes,
+                                     next_block->data() + begin * kFloatBytes};
+          EXPECT_THAT(stream->Fold({Dtype::kFloat32,
+                                    source.data() + begin * kFloatBytes,
+                                    std::min(kPiece, kCount - begin),
+                                    {&target, 1}}),
+                      IsOkAndHolds(std::nullopt));
+        }
+        EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+      });
+    }
+  }
+  Folded folded;
+  folded.next.emplace_back((kCount + kGuardElements) * kFloatBytes, kGuard);
+  ASSERT_THAT(
+      main_stream->CopyToHost(folded.next[0].data(), next_block->data(), kCount * kFloatBytes),
+      IsOk());
+  ASSERT_THAT(main_stream->Synchronize(), IsOk());
+  EXPECT_EQ(Misses(folded, Dtype::kFloat32, source, kCount, current, {{Kind::kAverage, 0.01f}}),
+            "");
+}
+
+TEST_P(DeviceConformanceTest, ManyThreadsAllocateAndFree) {
+  std::vector<std::jthread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      const std::unique_ptr<DeviceStream> stream = device_->NewStream().value();
+      for (int round = 0; round < 200; ++round) {
+        const absl::StatusOr<std::shared_ptr<Block>> block =
+            device_->Allocate(kMiB << (round + thread) % 3);
+        EXPECT_THAT(block, IsOk());
+        if (!block.ok()) return;
+        EXPECT_THAT(stream->Zero((*block)->data(), 4096), IsOk());
+        EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+        if (round % 50 == 0) device_->Trim();
+      }
+    });
+  }
+}
+
+// ---- The choice of a device
+
+TEST(MakeDeviceTest, AutoAndCpuAreTheCpu) {
+  for (const char* name : {"auto", "cpu"}) {
+    EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, MakeDevice(name, 0));
+    EXPECT_EQ(device->name(), "cpu");
+  }
+}
+
+TEST(MakeDeviceTest, AnotherNameIsRefusedWithWhatThereIs) {
+  for (const char* name : {"", "CPU", "cuda:0", "tpu"}) {
+    const absl::StatusOr<std::unique_ptr<Device>> refused = MakeDevice(name, 0);
+    EXPECT_THAT(refused, StatusIs(absl::StatusCode::kInvalidArgument,
+                                  HasSubstr("this build has \"auto\" and \"cpu\"")));
+    EXPECT_THAT(refused, ReasonIs(ErrorReason::kBadRequest));
+  }
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// For the tests that every device must pass: the devices, the scalar definition written once more,
+// elements of all kinds, and folds between guards.
+#ifndef EMA_TESTS_CONFORMANCE_DEVICE_TESTING_H_
+#define EMA_TESTS_CONFORMANCE_DEVICE_TESTING_H_
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "hwy/highway.h"
+#include "server/device/device.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+
+using Kind = FoldTarget::Kind;
+using Bytes = std::vector<std::byte>;
+
+inline constexpr int64_t kMiB = int64_t{1} << 20;
+inline constexpr Dtype kFloatDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16,
+                                         Dtype::kFloat64};
+
+// ---- The devices -----------------------------------------------------------------------------
+
+struct DeviceCase {
+  std::string name;
+  std::function<std::unique_ptr<Device>(int64_t kept_free_bytes)> make;
+  int64_t highway_target = 0;  // 0: as in production.
+
+  friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
+};
+
+inline std::vector<DeviceCase> AllDevices() {
+  std::vector<DeviceCase> cases = {{"Cpu", MakeCpuDevice}};
+  // The first is the one that production runs. SSE4 and SSSE3 have no code of their own in the
+  // kernel and run its fallback.
+  const std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();
+  for (const int64_t target : targets) {
+    if (target == targets.front() || target == HWY_SSE4 || target == HWY_SSSE3) continue;
+    cases.push_back({absl::StrCat("Cpu", hwy::TargetName(target)), MakeCpuDevice, target});
+  }
+  return cases;
+}
+
+// Makes kernels run on `target` from now on; 0: as in production.
+inline void UseHighwayTarget(int64_t target) {
+  if (target == 0) {
+    hwy::GetChosenTarget().DeInit();
+  } else {
+    hwy::GetChosenTarget().Update(target);
+  }
+}
+
+// ---- The definition, written once more ------------------------------------------------------
+
+template <typename T>
+T Get(const std::byte* address) {
+  T value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
+
+inline double Float16Value(uint16_t bits) {
+  const int exponent = bits >> 10 & 0x1f;
+  const int fraction = bits & 0x3ff;
+  const double sign = (bits & 0x8000) != 0 ? -1 : 1;
+  if (exponent == 0x1f) return fraction == 0 ? sign * HUGE_VAL : std::nan("");
+  if (exponent == 0) return sign * std::ldexp(fraction, -24);
+  return sign * std::ldexp(1024 + fraction, exponent - 25);
+}
+
+// The float32 value of a source element.
+inline float ValueOf(Dtype dtype, const std::byte* element) {
+  switch (dtype) {
+    case Dtype::kFloat16:
+      return static_cast<float>(Float16Value(Get<uint16_t>(element)));
+    case Dtype::kBFloat16:
+      return std::bit_cast<float>(uint32_t{Get<uint16_t>(element)} << 16);
+    case Dtype::kFloat64:
+      return static_cast<float>(Get<double>(element));
+    default:
+      return Get<float>(element);
+  }
+}
+
+inline int64_t StoredSize(Kind kind, Dtype dtype) {
+  return kind == Kind::kCopy ? DtypeSize(dtype) : int64_t{sizeof(float)};
+}
+
+// ---- Elements --------------------------------------------------------------------------------
+
+// Finite float32 of all sizes: random bits, ordinary weights, subnormals, zeros of both signs, the
+// largest.
+inline float RandomFloat(std::mt19937_64& random) {
+  const uint64_t bits = random();
+  const uint32_t sign = static_cast<uint32_t>(bits) & 0x80000000u;
+  const uint32_t fraction = static_cast<uint32_t>(bits) & 0x7fffffu;
+  const uint32_t any_byte = bits >> 40 & 0xff;
+  switch (bits >> 32 & 7) {
+    case 0:
+      return std::bit_cast<float>(sign | fraction);  // Subnormal.
+    case 1:
+      return std::bit_cast<float>(any_byte % 2 == 0 ? sign : sign | 0x7f7fffffu);
+    case 2:
+    case 3:
+      return std::bit_cast<float>(sign | any_byte % 0xff << 23 | fraction);
+    default:
+      return std::bit_cast<float>(sign | (118 + any_byte % 10) << 23 | fraction);
+  }
+}
+
+// A finite element whose float32 value is finite, too.
+inline void PutRandomElement(Dtype dtype, std::mt19937_64& random, std::byte* element) {
+  const uint64_t bits = random();
+  while (true) {
+    if (dtype == Dtype::kFloat64) {
+      // Near a float32 value or half-way between two; sometimes of any size.
+      double value = RandomFloat(random);
+      const uint64_t low = (bits & 3) == 0   ? 0x10000000
+                           : (bits & 3) == 1 ? 0
+                                             : bits >> 4 & 0x1fffffff;
+      value = std::bit_cast<double>(std::bit_cast<uint64_t>(value) ^ low);
+      if ((bits & 0xf) == 0xf) value = std::ldexp(value, static_cast<int>(bits >> 40 & 0xff) - 255);
+      std::memcpy(element, &value, sizeof(value));
+    } else if (dtype == Dtype::kFloat32) {
+      const float value = RandomFloat(random);
+      std::memcpy(element, &value, sizeof(value));
+    } else {
+      const uint64_t any = random();
+      std::memcpy(element, &any, DtypeSize(dtype));
+    }
+    if (!IsFloat(dtype) || std::isfinite(ValueOf(dtype, element))) return;
+  }
+}
+
+inline Bytes RandomElements(Dtype dtype, int64_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Bytes elements(count * DtypeSize(dtype));
+  for (int64_t i = 0; i < count; ++i) {
+    PutRandomElement(dtype, random, elements.data() + i * DtypeSize(dtype));
+  }
+  return elements;
+}
+
+// ---- Folding ---------------------------------------------------------------------------------
+
+struct Target {
+  Kind kind = Kind::kAverage;
+  float update_weight = 0.1f;
+  int64_t offset = 0;  // Elements between the start of the blocks and the first current, next.
+};
+
+// What the fold said, and what was in each target's next block: all of it.
+struct Folded {
+  std::optional<int64_t> non_finite;
+  bool non_finite_said_later = false;
+  std::vector<Bytes> next;
+};
+
+inline constexpr int64_t kGuardElements = 64;
+inline constexpr std::byte kGuard{0xa5};
+
+// Folds on a device, in blocks of their own that are kept between calls.
+class Folder {
+ public:
+  explicit Folder(Device& device) : device_(device), stream_(device.NewStream().value()) {}
+
+  // `current`: float32 elements for all targets. `misalignment`: of the source, in bytes. `cuts`:
+  // where the range is cut into several ops.
+  Folded Fold(Dtype dtype, const Bytes& source, int64_t count, const Bytes& current,
+              const std::vector<Target>& targets, int64_t misalignment = 0,
+              std::vector<int64_t> cuts = {}) {
+    std::vector<FoldTarget> fold_targets;
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const Target& target = targets[i];
+      const int64_t size = StoredSize(target.kind, dtype);
+      const int64_t offset_bytes = target.offset * size;
+      const int64_t next_bytes = offset_bytes + (count + kGuardElements) * size;
+      std::byte* next = Memory(2 * i, next_bytes);
+      const Bytes guards(next_bytes, kGuard);
+      EXPECT_THAT(stream_->CopyFromHost(next, guards.data(), next_bytes), IsOk());
+      std::byte* device_current = nullptr;
+      if (target.kind == Kind::kAverage) {
+        device_current = Memory(2 * i + 1, offset_bytes + count * size) + offset_bytes;
+        EXPECT_THAT(stream_->CopyFromHost(device_current, current.data(), count * size), IsOk());
+      }
+      fold_targets.push_back(
+          {target.kind, target.update_weight, device_current, next + offset_bytes});
+    }
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+
+    // No more than the elements: a sanitizer sees what is read behind them.
+    const std::unique_ptr<std::byte[]> host(new std::byte[misalignment + count * DtypeSize(dtype)]);
+    if (count > 0) std::memcpy(host.get() + misalignment, source.data(), count * DtypeSize(dtype));
+    Folded folded;
+    cuts.push_back(count);
+    for (int64_t begin = 0; const int64_t end : cuts) {
+      std::vector<FoldTarget> shifted = fold_targets;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        shifted[i].next += begin * StoredSize(targets[i].kind, dtype);
+        if (shifted[i].current != nullptr) shifted[i].current += begin * int64_t{sizeof(float)};
+      }
+      const absl::StatusOr<std::optional<int64_t>> non_finite = stream_->Fold(
+          {dtype, host.get() + misalignment + begin * DtypeSize(dtype), end - begin, shifted});
+      EXPECT_THAT(non_finite, IsOk());
+      if (non_finite.ok() && non_finite->has_value() && !folded.non_finite.has_value()) {
+        folded.non_finite = begin + **non_finite;
+      }
+      begin = end;
+    }
+    const absl::StatusOr<bool> said_later = stream_->Synchronize();
+    EXPECT_THAT(said_later, IsOk());
+    folded.non_finite_said_later = said_later.value_or(false);
+
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const int64_t size = StoredSize(targets[i].kind, dtype);
+      Bytes next((targets[i].offset + count + kGuardElements) * size);
+      EXPECT_THAT(stream_->CopyToHost(next.data(), Memory(2 * i, 0), next.size()), IsOk());
+      folded.next.push_back(std::move(next));
+    }
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+    return folded;
+  }
+
+ private:
+  std::byte* Memory(size_t index, int64_t size_bytes) {
+    if (blocks_.size() <= index) blocks_.resize(index + 1);
+    if (blocks_[index] == nullptr || blocks_[index]->size_bytes() < size_bytes) {
+      blocks_[index] = device_.Allocate(std::max(size_bytes, kMiB)).value();
+    }
+    return blocks_[index]->data();
+  }
+
+  Device& device_;
+  const std::unique_ptr<DeviceStream> stream_;
+  std::vector<std::shared_ptr<Block>> blocks_;
+};
+
+// Empty if `folded` holds, for each target, what the definition says and nothing around it has
+// changed; else the first misses.
+inline std::string Misses(const Folded& folded, Dtype dtype, const Bytes& source, int64_t count,
+                          const Bytes& current, const std::vector<Target>& targets) {
+  std::string misses;
+  int miss_count = 0;
+  for (size_t t = 0; t < targets.size(); ++t) {
+    const auto& [kind, update_weight, offset] = targets[t];
+    const int64_t size = StoredSize(kind, dtype);
+    const std::byte* next = folded.next[t].data() + offset * size;
+    const auto is_guard = [](std::byte byte) { return byte == kGuard; };
+    if (!std::all_of(folded.next[t].data(), next, is_guard)) {
+      absl::StrAppend(&misses, "target ", t, ": memory before it has changed\n");
+    }
+    if (!std::all_of(next + count * size, next + (count + kGuardElements) * size, is_guard)) {
+      absl::StrAppend(&misses, "target ", t, ": memory behind it has changed\n");
+    }
+    for (int64_t i = 0; i < count && miss_count < 5; ++i) {
+      const std::byte* element = source.data() + i * DtypeSize(dtype);
+      if (kind == Kind::kCopy) {
+        if (std::memcmp(next + i * size, element, size) == 0) continue;
+        absl::StrAppend(&misses, "target ", t, ", element ", i, ": not copied\n");
+        ++miss_count;
+        continue;
+      }
+      const float param = ValueOf(dtype, element);
+      float expected = param;
+      float ema = 0;
+      if (kind == Kind::kAverage) {
+        ema = Get<float>(current.data() + i * size);
+        expected = std::fma(update_weight, param - ema, ema);
+      }
+      const float got = Get<float>(next + i * size);
+      if (std::isnan(expected)
+              ? std::isnan(got)
+              : std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected)) {
+        continue;
+      }
+      absl::StrAppend(&misses, "target ", t, ", element ", i, " of ", count, ": e ", ema, ", p ",
+                      param, ", w ", update_weight, ": expected ", expected, " (",
+                      absl::Hex(std::bit_cast<uint32_t>(expected)), "), got ", got, " (",
+                      absl::Hex(std::bit_cast<uint32_t>(got)), ")\n");
+      ++miss_count;
+    }
+  }
+  return misses;
+}
+
+template <typename T>
+Bytes BytesOf(T value) {
+  Bytes bytes(sizeof(value));
+  std::memcpy(bytes.data(), &value, sizeof(value));
+  return bytes;
+}
+
+inline std::vector<Bytes> NonFiniteElements(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat16:  // Infinities, quiet and signalling NaNs with little and much in them.
+      return {BytesOf<uint16_t>(0x7c00), BytesOf<uint16_t>(0xfc00), BytesOf<uint16_t>(0x7e00),
+              BytesOf<uint16_t>(0x7c01), BytesOf<uint16_t>(0xffff)};
+    case Dtype::kBFloat16:
+      return {BytesOf<uint16_t>(0x7f80), BytesOf<uint16_t>(0xff80), BytesOf<uint16_t>(0x7fc0),
+              BytesOf<uint16_t>(0x7f81), BytesOf<uint16_t>(0xffff)};
+    case Dtype::kFloat64:  // The last three are doubles that float32 has no finite value for.
+      return {BytesOf<uint64_t>(0x7ff0'0000'0000'0000),
+              BytesOf<uint64_t>(0xfff0'0000'0000'0000),
+              BytesOf<uint64_t>(0x7ff8'0000'0000'0000),
+              BytesOf<uint64_t>(0x7ff0'0000'0000'0001),
+              BytesOf<uint64_t>(0xffff'ffff'ffff'ffff),
+              BytesOf(1e300),
+              BytesOf(-0x1p128),
+              BytesOf(0x1.ffffffp127)};
+    default:
+      return {BytesOf<uint32_t>(0x7f800000), BytesOf<uint32_t>(0xff800000),
+              BytesOf<uint32_t>(0x7fc00000), BytesOf<uint32_t>(0x7f800001),
+              BytesOf<uint32_t>(0xffffffff)};
+  }
+}
+
+}  // namespace ema
+
+#endif  // EMA_TESTS_CONFORMANCE_DEVICE_TESTING_H_

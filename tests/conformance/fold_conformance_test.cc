@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every device's folds equal the scalar definition bit for bit, and tell which value was not
+// finite. The CPU device runs once for each family of processors that its kernel is compiled for
+// and that this machine supports, down to the one without a fused multiply-add.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "server/device/device.h"
+#include "server/device/ema_kernel.h"
+#include "tests/conformance/device_testing.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+// Tests go through all dtypes: a program that links LibTorch takes a third of a second to start.
+class FoldConformanceTest : public testing::TestWithParam<DeviceCase> {
+ protected:
+  FoldConformanceTest() { UseHighwayTarget(GetParam().highway_target); }
+  ~FoldConformanceTest() override { UseHighwayTarget(0); }
+
+  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
+  Folder folder_{*device_};
+};
+
+INSTANTIATE_TEST_SUITE_P(All, FoldConformanceTest, testing::ValuesIn(AllDevices()),
+                         [](const auto& test) { return test.param.name; });
+
+// Around the ends of vectors, cache lines, tiles, and where stores past the caches begin.
+std::vector<int64_t> Sizes() {
+  std::vector<int64_t> sizes;
+  for (int64_t size = 0; size <= 33; ++size) sizes.push_back(size);
+  for (const int64_t size : {48, 64, 100, 128, 256, 1024, 2048, 2064, 4096, 16384, 32768, 65536}) {
+    sizes.insert(sizes.end(), {size - 1, size, size + 1});
+  }
+  return sizes;
+}
+
+TEST_P(FoldConformanceTest, EverySizeAndAlignmentOfTheSourceEqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 65537, 1);
+    const Bytes current = RandomElements(Dtype::kFloat32, 65537, 2);
+    for (const int64_t count : Sizes()) {
+      for (int64_t misalignment = 0; misalignment < 8; ++misalignment) {
+        if (count > 5000 && misalignment != count % 8) continue;
+        for (const Kind kind : {Kind::kAverage, Kind::kAssign, Kind::kCopy}) {
+          const std::vector<Target> targets = {{kind, 0.1f}};
+          const Folded folded = folder_.Fold(dtype, source, count, current, targets, misalignment);
+          ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "")
+              << "kind " << static_cast<int>(kind) << ", misalignment " << misalignment;
+          ASSERT_EQ(folded.non_finite, std::nullopt);
+          ASSERT_FALSE(folded.non_finite_said_later);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, EveryAlignmentOfTheTargetEqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 16500, 3);
+    const Bytes current = RandomElements(Dtype::kFloat32, 16500, 4);
+    for (const int64_t count : {5, 40, 2047, 2048, 16384, 16500}) {
+      for (int64_t offset = 0; offset < 33; ++offset) {
+        for (const Kind kind : {Kind::kAverage, Kind::kAssign, Kind::kCopy}) {
+          const std::vector<Target> targets = {{kind, 0.25f, offset}};
+          const Folded folded = folder_.Fold(dtype, source, count, current, targets, offset % 3);
+          ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "")
+              << "kind " << static_cast<int>(kind) << ", offset " << offset;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, ManyTargetsAtOnceEqualTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 70000, 5);
+    const Bytes current = RandomElements(Dtype::kFloat32, 70000, 6);
+    const std::vector<Target> targets = {{Kind::kAverage, 1e-4f, 3}, {Kind::kCopy, 1, 1},
+                                         {Kind::kAverage, 0.5f, 0},  {Kind::kAssign, 1, 3},
+                                         {Kind::kAverage, 0.9f, 5},  {Kind::kAssign, 1, 0}};
+    for (const int64_t count : {1, 15, 1000, 2050, 16384, 70000}) {
+      const Folded folded = folder_.Fold(dtype, source, count, current, targets, 1);
+      ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "");
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, EveryWeightEqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 20000, 7);
+    const Bytes current = RandomElements(Dtype::kFloat32, 20000, 8);
+    for (const float weight : {0.0f, 1e-45f, 1e-40f, 1e-30f, 0x1p-25f, 0x1p-24f, 1e-6f, 1 / 3.0f,
+                               0.5f, 0.9999f, 0x1.fffffep-1f, 1.0f}) {
+      const std::vector<Target> targets = {{Kind::kAverage, weight}};
+      const Folded folded = folder_.Fold(dtype, source, 20000, current, targets);
+      ASSERT_EQ(Misses(folded, dtype, source, 20000, current, targets), "");
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, ResultsDoNotDependOnHowTheRangeIsCut) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t count = 60000;
+    const Bytes source = RandomElements(dtype, count, 9);
+    const Bytes current = RandomElements(Dtype::kFloat32, count, 10);
+    const std::vector<Target> targets = {{Kind::kAverage, 0.01f, 2}, {Kind::kCopy, 1, 0}};
+    const Folded whole = folder_.Fold(dtype, source, count, current, targets);
+    std::mt19937_64 random(11);
+    for (int round = 0; round < 20; ++round) {
+      std::vector<int64_t> cuts;
+      const int64_t largest = int64_t{1} << (4 + round % 12);
+      for (int64_t cut = 0; (cut += static_cast<int64_t>(random() % largest)) < count;) {
+        cuts.push_back(cut);
+      }
+      const Folded pieces = folder_.Fold(dtype, source, count, current, targets, round % 8, cuts);
+      ASSERT_EQ(pieces.next, whole.next) << cuts.size() << " cuts";
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, ErrorAgainstFloat64IsThatOfTwoRoundings) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t count = 20000;
+    std::mt19937_64 random(12);
+    Bytes source(count * DtypeSize(dtype));
+    Bytes current(count * sizeof(float));
+    std::uniform_real_distribution<double> weights(-2, 2);
+    for (int64_t i = 0; i < count; ++i) {
+      const float ema = static_cast<float>(weights(random));
+      std::memcpy(current.data() + i * sizeof(float), &ema, sizeof(ema));
+      do {
+        PutRandomElement(dtype, random, source.data() + i * DtypeSize(dtype));
+      } while (std::abs(ValueOf(dtype, source.data() + i * DtypeSize(dtype))) > 1e30f);
+    }
+    for (const float weight : {1e-6f, 1e-3f, 0.1f, 0.9f}) {
+      const Folded folded = folder_.Fold(dtype, source, count, current, {{Kind::kAverage, weight}});
+      for (int64_t i = 0; i < count; ++i) {
+        const double ema = Get<float>(current.data() + i * sizeof(float));
+        const double param = ValueOf(dtype, source.data() + i * DtypeSize(dtype));
+        const double exact = ema + double{weight} * (param - ema);
+        const double bound =
+            1.0001 * 0x1p-24 * (std::abs(weight * (param - ema)) + std::abs(exact));
+        ASSERT_NEAR(Get<float>(folded.next[0].data() + i * sizeof(float)), exact, bound + 0x1p-149)
+            << "element " << i << ", weight " << weight;
+      }
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, AnAverageOfItsOwnValueStaysBitForBit) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t count = 10000;
+    Bytes source = RandomElements(dtype, count, 13);
+    Bytes current(count * sizeof(float));
+    for (int64_t i = 0; i < count; ++i) {
+      std::byte* element = source.data() + i * DtypeSize(dtype);
+      // Zeros become +0: -0 - -0 is +0.
+      if (ValueOf(dtype, element) == 0) std::memset(element, 0, DtypeSize(dtype));
+      const float value = ValueOf(dtype, element);
+      std::memcpy(current.data() + i * sizeof(float), &value, sizeof(value));
+    }
+    for (const float weight : {1e-45f, 1e-4f, 0.3f, 1.0f}) {
+      Folded folded = folder_.Fold(dtype, source, count, current, {{Kind::kAverage, weight}});
+      folded.next[0].resize(current.size());
+      ASSERT_EQ(folded.next[0], current) << weight;
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, CopyKeepsBitsAndAssignKeepsValuesOfEveryPattern) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    // All patterns of two bytes; of larger elements those at the ends of the range, with NaNs.
+    const int64_t count = 65536;
+    const int64_t size = DtypeSize(dtype);
+    std::mt19937_64 random(14);
+    Bytes source(count * size);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t high = static_cast<uint64_t>(i) << (8 * size - 16);
+      const uint64_t bits = high | (size == 2 ? 0 : random() >> (64 - (8 * size - 16)));
+      std::memcpy(source.data() + i * size, &bits, size);
+    }
+    const std::vector<Target> targets = {{Kind::kAssign, 1, 1}, {Kind::kCopy, 1, 3}};
+    const Folded folded = folder_.Fold(dtype, source, count, {}, targets);
+    EXPECT_EQ(Misses(folded, dtype, source, count, {}, targets), "");
+    EXPECT_TRUE(folded.non_finite.has_value() || folded.non_finite_said_later);
+  }
+}
+
+// ---- Values that are not finite ----------------------------------------------------------------
+
+// What any fold of elements must do whose first one that is not finite is at `index`.
+void ExpectNonFiniteAt(const Folded& folded, int64_t index) {
+  if (folded.non_finite.has_value()) {
+    ASSERT_EQ(*folded.non_finite, index);
+  } else {
+    ASSERT_TRUE(folded.non_finite_said_later) << "missed at " << index;
+  }
+}
+
+TEST_P(FoldConformanceTest, AValueThatIsNotFiniteIsReportedAtEveryPosition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t size = DtypeSize(dtype);
+    const Bytes finite = RandomElements(dtype, 5000, 15);
+    const Bytes current = RandomElements(Dtype::kFloat32, 5000, 16);
+    const std::vector<std::vector<Target>> target_lists = {{},
+                                                           {{Kind::kAverage, 0.1f, 1}},
+                                                           {{Kind::kAssign}},
+                                                           {{Kind::kCopy}},
+                                                           {{Kind::kCopy}, {Kind::kAverage}}};
+    for (const int64_t count : {1, 17, 70, 5000}) {
+      for (const std::vector<Target>& targets : target_lists) {
+        for (int64_t index = 0; index<count; index += count> 100 ? 97 : 1) {
+          Bytes source = finite;
+          const std::vector<Bytes> bad = NonFiniteElements(dtype);
+          std::memcpy(source.data() + index * size, bad[index % bad.size()].data(), size);
+          const Folded folded = folder_.Fold(dtype, source, count, current, targets, index % 8);
+          ASSERT_NO_FATAL_FAILURE(ExpectNonFiniteAt(folded, index));
+          ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "");
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, EachKindOfValueThatIsNotFiniteIsReported) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t size = DtypeSize(dtype);
+    for (const Bytes& bad : NonFiniteElements(dtype)) {
+      Bytes source = RandomElements(dtype, 40, 17);
+      std::memcpy(source.data() + 21 * size, bad.data(), size);
+      ExpectNonFiniteAt(folder_.Fold(dtype, source, 40, source, {{Kind::kAssign}}), 21);
+      ExpectNonFiniteAt(folder_.Fold(dtype, source, 40, source, {{Kind::kCopy}}), 21);
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, OfSeveralValuesThatAreNotFiniteTheFirstIsReported) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const int64_t size = DtypeSize(dtype);
+    const int64_t count = 40000;
+    const Bytes bad = NonFiniteElements(dtype).front();
+    for (const std::vector<int64_t>& indices : std::vector<std::vector<int64_t>>{
+             {0, 1}, {14, 15, 16}, {16383, 16384}, {16384, 39999}, {20000, 20003, 39999}}) {
+      Bytes source = RandomElements(dtype, count, 18);
+      for (const int64_t index : indices) {
+        std::memcpy(source.data() + index * size, bad.data(), size);
+      }
+      ExpectNonFiniteAt(folder_.Fold(dtype, source, count, {}, {{Kind::kAssign, 1, 7}}),
+                        indices.front());
+      ExpectNonFiniteAt(folder_.Fold(dtype, source, count, {}, {}), indices.front());
+    }
+  }
+}
+
+TEST_P(FoldConformanceTest, TheLargestFiniteValuesAreNotReported) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    Bytes largest;
+    switch (dtype) {
+      case Dtype::kFloat16:
+        largest = BytesOf<uint16_t>(0xfbff);
+        break;
+      case Dtype::kBFloat16:
+        largest = BytesOf<uint16_t>(0xff7f);
+        break;
+      case Dtype::kFloat64:  // The largest double that float32 rounds to a finite value.
+        largest = BytesOf(-0x1.fffffefffffffp127);
+        break;
+      default:
+        largest = BytesOf<uint32_t>(0xff7fffff);
+        break;
+    }
+    Bytes source;
+    for (int i = 0; i < 100; ++i) source.insert(source.end(), largest.begin(), largest.end());
+    const Folded folded = folder_.Fold(dtype, source, 100, {}, {{Kind::kAssign}});
+    EXPECT_EQ(folded.non_finite, std::nullopt);
+    EXPECT_FALSE(folded.non_finite_said_later);
+  }
+}
+
+// An average may overflow though the pushed value is finite: that is the value of the definition,
+// and the check is of what was pushed.
+TEST_P(FoldConformanceTest, AnOverflowingAverageIsNotReported) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 64, 19);
+    Bytes current;
+    for (int i = 0; i < 64; ++i) {
+      const Bytes value = BytesOf(i % 2 == 0 ? 3.4e38f : -3.4e38f);
+      current.insert(current.end(), value.begin(), value.end());
+    }
+    const Folded folded = folder_.Fold(dtype, source, 64, current, {{Kind::kAverage, 2.5f}});
+    EXPECT_EQ(Misses(folded, dtype, source, 64, current, {{Kind::kAverage, 2.5f}}), "");
+    EXPECT_EQ(folded.non_finite, std::nullopt);
+  }
+}
+
+// ---- The scalar reference and the choice of a device --------------------------------------------
+
+TEST(FoldScalarTest, EqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    const int64_t count = 3000;
+    Bytes source = RandomElements(dtype, count, 26);
+    const Bytes bad = NonFiniteElements(dtype).back();
+    std::copy(bad.begin(), bad.end(), source.begin() + 2000 * DtypeSize(dtype));
+    const Bytes current = RandomElements(Dtype::kFloat32, count, 27);
+    const std::vector<Target> targets = {{Kind::kAverage, 0.3f}, {Kind::kAssign}, {Kind::kCopy}};
+    Folded folded;
+    std::vector<FoldTarget> fold_targets;
+    for (const Target& target : targets) {
+      Bytes& next = folded.next.emplace_back(
+          (count + kGuardElements) * StoredSize(target.kind, dtype), kGuard);
+      fold_targets.push_back({target.kind, target.update_weight, current.data(), next.data()});
+    }
+    EXPECT_EQ(FoldScalar({dtype, source.data(), count, fold_targets}), 2000);
+    EXPECT_EQ(Misses(folded, dtype, source, count, current, targets), "");
+  }
+}
+
+}  // namespace
+}  // namespace ema
