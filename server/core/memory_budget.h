@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory that is promised to models before it is used, so that the server refuses instead of dying
+// later.
+#ifndef EMA_SERVER_CORE_MEMORY_BUDGET_H_
+#define EMA_SERVER_CORE_MEMORY_BUDGET_H_
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+
+namespace ema {
+
+// Thread-safe. Outlives its reservations.
+class MemoryBudget {
+ public:
+  // Gives its bytes back when destroyed.
+  class Reservation {
+   public:
+    ~Reservation();
+    int64_t bytes() const { return bytes_; }
+
+   private:
+    friend class MemoryBudget;
+    Reservation(MemoryBudget* budget, int64_t bytes) : budget_(budget), bytes_(bytes) {}
+    MemoryBudget* const budget_;
+    const int64_t bytes_;
+  };
+
+  explicit MemoryBudget(int64_t total_bytes) : total_bytes_(total_bytes) {}
+
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: more than is left. The message says what `what` needs, what
+  // is left, and of how much; nothing is reserved.
+  absl::StatusOr<std::unique_ptr<Reservation>> Reserve(std::string_view what, int64_t bytes);
+
+  int64_t total_bytes() const { return total_bytes_; }
+  int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  const int64_t total_bytes_;
+  mutable absl::Mutex mu_;
+  int64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_MEMORY_BUDGET_H_

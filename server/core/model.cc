@@ -1,0 +1,557 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/model.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kNamedRanks = 16;     // At most so many ranks are named in a message.
+constexpr int64_t kNamedRanges = 1024;  // As QueryPushResponse.missing.
+constexpr size_t kFencedLaunches =
+    64;  // Remembered, so that a fenced trainer cannot fence its successor.
+
+absl::Status Aborted(ErrorReason reason, std::string message) {
+  return MakeError(absl::StatusCode::kAborted, reason, message);
+}
+
+absl::Status Unready(ErrorReason reason, std::string message, absl::Duration retry_delay) {
+  absl::Status status =
+      MakeError(reason == ErrorReason::kSessionBusy ? absl::StatusCode::kUnavailable
+                                                    : absl::StatusCode::kFailedPrecondition,
+                reason, message);
+  SetRetryDelay(status, retry_delay);
+  return status;
+}
+
+std::vector<Track> MakeTracks(const ModelConfig& config, int64_t block_bytes) {
+  std::vector<Track> tracks;
+  tracks.reserve(config.tracks.size());
+  for (const TrackConfig& track : config.tracks) {
+    tracks.emplace_back(track, *config.manifest, block_bytes);
+  }
+  return tracks;
+}
+
+}  // namespace
+
+int64_t ModelConfig::MemoryBytes() const {
+  int64_t bytes = 0;
+  for (const TrackConfig& track : tracks) {
+    const StorageLayout layout(*manifest, track.schedule.is_copy());
+    if (__builtin_add_overflow(bytes, layout.total_bytes(), &bytes)) bytes = INT64_MAX;
+  }
+  if (__builtin_mul_overflow(bytes, 2 + max_pinned_versions, &bytes)) bytes = INT64_MAX;
+  return bytes;
+}
+
+absl::Status ModelConfig::Validate() const {
+  constexpr int64_t kMaxPinnedVersions = 64;
+  EMA_RETURN_IF_ERROR(ValidateName("model", name));
+  EMA_RETURN_IF_ERROR(ValidateTracks(tracks));
+  if (max_pinned_versions < 1 || max_pinned_versions > kMaxPinnedVersions) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("max_pinned_versions: ", max_pinned_versions,
+                                  " given, expected 1 to ", kMaxPinnedVersions));
+  }
+  return absl::OkStatus();
+}
+
+std::string ModelConfig::DifferenceFrom(const ModelConfig& there) const {
+  if (std::string difference = manifest->DifferenceFrom(*there.manifest); !difference.empty()) {
+    return difference;
+  }
+  if (tracks.size() != there.tracks.size()) {
+    return absl::StrCat(tracks.size(), " tracks here, ", there.tracks.size(), " there");
+  }
+  for (size_t t = 0; t < tracks.size(); ++t) {
+    if (tracks[t] == there.tracks[t]) continue;
+    return absl::StrCat("track \"", tracks[t].name, "\" (", tracks[t].schedule.ToString(),
+                        ") here, \"", there.tracks[t].name, "\" (",
+                        there.tracks[t].schedule.ToString(), ") there");
+  }
+  if (max_pinned_versions != there.max_pinned_versions) {
+    return absl::StrCat("max_pinned_versions ", max_pinned_versions, " here, ",
+                        there.max_pinned_versions, " there");
+  }
+  return "";
+}
+
+Model::Model(ModelConfig config, std::shared_ptr<Device> device,
+             std::shared_ptr<MemoryBudget> budget,
+             std::unique_ptr<MemoryBudget::Reservation> reservation, const Options& options)
+    : config_(std::move(config)),
+      tracks_(std::make_shared<const std::vector<Track>>(MakeTracks(config_, options.block_bytes))),
+      device_(std::move(device)),
+      budget_(std::move(budget)),
+      reservation_(std::move(reservation)),
+      options_(options),
+      incarnation_(options.incarnation),
+      run_epoch_(options.incarnation) {}
+
+Model::~Model() {
+  // What the pool keeps of these is in no model's reservation any more.
+  current_.reset();
+  older_.clear();
+  device_->Trim();
+}
+
+absl::StatusOr<int64_t> Model::FindTrack(std::string_view name) const {
+  std::vector<std::string> names;
+  for (size_t t = 0; t < tracks_->size(); ++t) {
+    if ((*tracks_)[t].name() == name) return static_cast<int64_t>(t);
+    names.push_back((*tracks_)[t].name());
+  }
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                   absl::StrCat("model \"", config_.name, "\" has no track \"", std::string(name),
+                                "\"; it has ", absl::StrJoin(names, ", ")));
+}
+
+absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
+                                                 int64_t world_size, std::vector<Shard> shards) {
+  EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(manifest(), std::move(shards)));
+  JoinResult result;
+  result.layout_digest = layout.digest();
+  std::shared_ptr<PushSession> fenced;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(closing_);
+    if (run_ != nullptr && run_->launch_id() == launch_id) {
+      EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
+    } else {
+      if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch_id) !=
+          fenced_launches_.end()) {
+        return Aborted(ErrorReason::kFenced, absl::StrCat("launch_id \"", launch_id,
+                                                          "\" has been fenced by a newer run"));
+      }
+      EMA_ASSIGN_OR_RETURN(
+          std::shared_ptr<TrainerRun> run,
+          TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1, world_size));
+      EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
+      if (run_ != nullptr) {
+        fenced_launches_.push_back(run_->launch_id());
+        if (fenced_launches_.size() > kFencedLaunches) {
+          fenced_launches_.erase(fenced_launches_.begin());
+        }
+      }
+      run_ = std::move(run);
+      ++run_epoch_;
+      fenced = std::exchange(session_, nullptr);
+    }
+    result.run_epoch = run_epoch_;
+    result.ready = run_->ready();
+    result.missing_ranks = run_->MissingRanks(kNamedRanks);
+    if (current_ != nullptr) result.latest = current_->record;
+  }
+  if (fenced != nullptr) {
+    fenced->End(
+        Aborted(ErrorReason::kFenced,
+                absl::StrCat("step ", fenced->plan().step, ": run epoch ", fenced->run().epoch(),
+                             " has been fenced by epoch ", result.run_epoch)));
+  }
+  return result;
+}
+
+absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
+  constexpr int64_t kMaxStep = int64_t{1} << 62;
+  if (run_ == nullptr || start.run_epoch != run_epoch_) {
+    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
+                                                      " given, but the model's run has epoch ",
+                                                      run_epoch_, "; open a run"));
+  }
+  if (start.rank < 0 || start.rank >= run_->world_size()) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+        absl::StrCat("rank: ", start.rank, " given, expected 0 to ", run_->world_size() - 1));
+  }
+  if (!run_->ready()) {
+    return Unready(ErrorReason::kRunIncomplete,
+                   absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),
+                                " of ", run_->world_size(), " have not opened the run"),
+                   absl::Milliseconds(50));
+  }
+  if (start.layout_digest != run_->layout(start.rank)->digest()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kLayoutMismatch,
+        absl::StrCat("layout_digest: ", start.layout_digest, " given, rank ", start.rank,
+                     " opened the run with ", run_->layout(start.rank)->digest()));
+  }
+  if (start.step < 0 || start.step > kMaxStep) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
+  }
+  EMA_RETURN_IF_ERROR(start.time.Validate());
+  if (current_ == nullptr) return false;
+  const VersionRecord& last = current_->record;
+  if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) return true;
+  if (start.step <= last.step) {
+    return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
+                                                         start.step, " is not after ", last.step));
+  }
+  EMA_RETURN_IF_ERROR(start.time.CheckNotBefore(last.time));
+  return false;
+}
+
+absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) const {
+  PushSession::Plan plan{start.step, start.time, {}};
+  for (size_t t = 0; t < tracks_->size(); ++t) {
+    const Schedule::State state =
+        current_ != nullptr ? current_->tracks[t].state : Schedule::State();
+    const absl::StatusOr<Schedule::Update> update =
+        (*tracks_)[t].config().schedule.Plan(state, start.time);
+    if (!update.ok()) {
+      return MakeError(
+          update.status().code(), GetErrorReason(update.status()),
+          absl::StrCat("track \"", (*tracks_)[t].name(), "\": ", update.status().message()));
+    }
+    plan.updates.push_back(*update);
+  }
+  return plan;
+}
+
+absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
+    const PushStart& start) const {
+  if (session_ == nullptr) return nullptr;
+  const PushSession::Plan& plan = session_->plan();
+  if (start.step < plan.step) {
+    return Aborted(ErrorReason::kStaleStep,
+                   absl::StrCat("model \"", config_.name, "\": step ", start.step,
+                                " is before the open step ", plan.step));
+  }
+  if (start.step == plan.step) {
+    if (start.time != plan.time) {
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
+          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.time.ToString(),
+                       ", but the step was opened with ", plan.time.ToString()));
+    }
+    return session_;
+  }
+  if (session_->RankCommitted(start.rank)) {
+    return Unready(
+        ErrorReason::kSessionBusy,
+        absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",
+                     absl::StrJoin(session_->MissingRanks(kNamedRanks), ", ")),
+        absl::Milliseconds(20));
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& start,
+                                                               RankPush& retry) {
+  std::shared_ptr<PushSession> abandoned;
+  std::shared_ptr<TrainerRun> run;
+  SnapshotRef base;
+  PushSession::Plan plan;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(closed_);
+    EMA_ASSIGN_OR_RETURN(const bool committed, CheckStartLocked(start));
+    if (committed) {
+      retry.committed_ = {current_->record, /*duplicate=*/true};
+      retry.committed_digest_ = last_commit_.digests[start.rank];
+      return nullptr;
+    }
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session, FindSessionLocked(start));
+    if (session != nullptr) return session;
+    EMA_RETURN_IF_ERROR(closing_);
+    EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
+    abandoned = std::exchange(session_, nullptr);
+    run = run_;
+    base = current_;
+  }
+  if (abandoned != nullptr) {
+    abandoned->End(
+        Aborted(ErrorReason::kStepAbandoned,
+                absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank, " began step ",
+                             start.step, " without having committed it")));
+    abandoned.reset();
+  }
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
+                       PushSession::Create({config_.manifest, tracks_, device_}, run,
+                                           std::move(base), std::move(plan)));
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closing_);
+  // OpenPush() calls are serialized and no commit can happen without a session: only a new run can
+  // have come between.
+  if (run_ != run) {
+    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
+                                                      " has been fenced by ", run_epoch_));
+  }
+  session_ = session;
+  return session;
+}
+
+absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start,
+                                                          PushCallback on_end) {
+  std::unique_ptr<RankPush> push(new RankPush());
+  push->model_ = shared_from_this();
+  push->rank_ = start.rank;
+  EMA_ASSIGN_OR_RETURN(push->device_stream_, device_->NewStream());
+  absl::MutexLock lock(&push_mu_);
+  absl::StatusOr<int64_t> stream;
+  // A session that ends just now, by its commit perhaps, is seen as ended by the second look.
+  for (int look = 0; look < 2 && !stream.ok(); ++look) {
+    EMA_ASSIGN_OR_RETURN(push->session_, GetSession(start, *push));
+    if (push->session_ == nullptr) {
+      push->on_end_ = std::move(on_end);
+      return push;
+    }
+    stream = push->session_->OpenStream(start.rank, on_end);
+  }
+  EMA_RETURN_IF_ERROR(stream.status());
+  push->stream_ = *stream;
+  return push;
+}
+
+bool Model::DetachLocked(const PushSession* session) {
+  if (session_.get() != session) return false;
+  session_ = nullptr;
+  return true;
+}
+
+void Model::Publish(const std::shared_ptr<PushSession>& session) {
+  const std::shared_ptr<Snapshot> next = session->TakeSnapshot();
+  if (next == nullptr) return;  // Ended otherwise in the meantime.
+  std::vector<uint32_t> digests = session->Digests();
+  SnapshotRef evicted;  // Freed last, after everybody has been told.
+  {
+    absl::MutexLock lock(&mu_);
+    if (!DetachLocked(session.get())) return;  // Here, too.
+    next->record.incarnation = incarnation_;
+    next->record.version = current_ != nullptr ? current_->record.version + 1 : 1;
+    next->record.commit_time = absl::Now();
+    if (current_ != nullptr) older_.push_back(std::move(current_));
+    current_ = next;
+    if (static_cast<int64_t>(older_.size()) > config_.max_pinned_versions) {
+      // Exists: at most max_pinned_versions are pinned.
+      auto it = std::find_if(older_.begin(), older_.end(),
+                             [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                               return !pins_.contains(s.get());
+                             });
+      evicted = std::move(*it);
+      older_.erase(it);
+    }
+    records_.push_back(next->record);
+    if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
+    last_commit_ = {session->run().epoch(), std::move(digests)};
+  }
+  session->End(PushResult{next->record, /*duplicate=*/false});
+  CallWatchers();
+}
+
+void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu_);
+    DetachLocked(session.get());
+  }
+  session->End(status);
+}
+
+absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
+                                                  bool abandon_if_unfinished) {
+  PushState result;
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(closed_);
+    if (run_ == nullptr || run_epoch != run_epoch_) {
+      return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", run_epoch,
+                                                        " given, but the model's run has epoch ",
+                                                        run_epoch_, "; open a run"));
+    }
+    if (rank < 0 || rank >= run_->world_size()) {
+      return MakeError(
+          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+          absl::StrCat("rank: ", rank, " given, expected 0 to ", run_->world_size() - 1));
+    }
+    const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {
+      return r.step == step && r.run_epoch == run_epoch;
+    });
+    if (record != records_.rend()) {
+      result.state = PushState::State::kCommitted;
+      result.record = *record;
+      return result;
+    }
+    if (session_ == nullptr || session_->plan().step != step) {
+      result.state = PushState::State::kUnknown;
+      return result;
+    }
+    session = session_;
+    if (abandon_if_unfinished) session_ = nullptr;
+  }
+  if (abandon_if_unfinished) {
+    session->End(Aborted(ErrorReason::kStepAbandoned,
+                         absl::StrCat("step ", step, ": abandoned by rank ", rank)));
+    result.state = PushState::State::kAbandoned;
+    return result;
+  }
+  result.state = PushState::State::kOpen;
+  result.rank_committed = session->RankCommitted(rank);
+  result.missing_ranks = session->MissingRanks(kNamedRanks);
+  const RankLayout& layout = *session->run().layout(rank);
+  for (const Coverage::Range& range : session->Missing(rank, kNamedRanges)) {
+    const int64_t tensor = layout.shards()[layout.FindShard(range.offset)].tensor_index;
+    result.missing.emplace_back(range, manifest().tensor(tensor).name);
+  }
+  return result;
+}
+
+void Model::ExpireSession(std::chrono::steady_clock::time_point now,
+                          std::chrono::steady_clock::duration timeout) {
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    if (session_ == nullptr || now - session_->last_progress() < timeout) return;
+    session = std::exchange(session_, nullptr);
+  }
+  session->End(Aborted(
+      ErrorReason::kSessionExpired,
+      absl::StrCat("step ", session->plan().step, ": nothing arrived for ",
+                   absl::FormatDuration(absl::FromChrono(timeout)),
+                   "; missing ranks: ", absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
+}
+
+void Model::RefuseNew(const absl::Status& status) {
+  absl::MutexLock lock(&mu_);
+  closing_ = status;
+}
+
+void Model::Drain(const absl::Status& status, absl::Time deadline) {
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    closing_ = status;
+    const auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; };
+    mu_.AwaitWithDeadline(absl::Condition(&idle), deadline);
+    session = std::exchange(session_, nullptr);
+  }
+  if (session != nullptr) session->End(status);
+}
+
+void Model::Close(const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu_);
+    closed_ = status;
+  }
+  Drain(status, absl::InfinitePast());
+  CallWatchers();
+}
+
+absl::Status Model::closed() const {
+  absl::MutexLock lock(&mu_);
+  return closed_;
+}
+
+SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) const {
+  const auto matches = [&](const SnapshotRef& snapshot) {
+    return snapshot->record.version == version &&
+           (incarnation == 0 || snapshot->record.incarnation == incarnation);
+  };
+  if (matches(current_)) return current_;
+  const auto it = std::find_if(older_.begin(), older_.end(), matches);
+  return it != older_.end() ? *it : nullptr;
+}
+
+absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closed_);
+  if (current_ == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+                     absl::StrCat("model \"", config_.name, "\": nothing has been committed yet"));
+  }
+  const VersionRecord& latest = current_->record;
+  SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
+  if (snapshot == nullptr) {
+    const bool future = version > latest.version && incarnation >= 0 &&
+                        (incarnation == 0 || incarnation == incarnation_);
+    return MakeError(absl::StatusCode::kOutOfRange,
+                     future ? ErrorReason::kVersionNotYet : ErrorReason::kVersionNotKept,
+                     absl::StrCat("model \"", config_.name, "\": version ", version,
+                                  future ? " is not committed yet" : " is not kept",
+                                  "; the newest is ", latest.version));
+  }
+  if (!pins_.contains(snapshot.get()) &&
+      static_cast<int64_t>(pins_.size()) >= config_.max_pinned_versions) {
+    absl::Status status =
+        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+                  absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
+                               " versions, as many as max_pinned_versions allows"));
+    SetRetryDelay(status, absl::Milliseconds(100));
+    return status;
+  }
+  ++pins_[snapshot.get()];
+  const Snapshot* const raw = snapshot.get();
+  return SnapshotRef(raw, [model = shared_from_this(), snapshot](const Snapshot* pinned) {
+    model->Unpin(pinned);
+  });
+}
+
+void Model::Unpin(const Snapshot* snapshot) {
+  absl::MutexLock lock(&mu_);
+  auto it = pins_.find(snapshot);
+  if (--it->second == 0) pins_.erase(it);
+}
+
+SnapshotRef Model::NewestAfterDrain() const {
+  absl::MutexLock lock(&mu_);
+  return current_;
+}
+
+std::optional<VersionRecord> Model::latest() const {
+  absl::MutexLock lock(&mu_);
+  if (current_ == nullptr) return std::nullopt;
+  return current_->record;
+}
+
+int64_t Model::run_epoch() const {
+  absl::MutexLock lock(&mu_);
+  return run_epoch_;
+}
+
+std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t incarnation,
+                                                    int64_t limit) const {
+  absl::MutexLock lock(&mu_);
+  std::vector<RecordEntry> entries;
+  auto it = std::partition_point(records_.begin(), records_.end(), [&](const VersionRecord& r) {
+    const int64_t of = incarnation == 0 ? 0 : r.incarnation;
+    return std::pair(of, r.version) <= std::pair(incarnation, version);
+  });
+  for (; it != records_.end() && static_cast<int64_t>(entries.size()) < limit; ++it) {
+    entries.push_back({*it, FindSnapshotLocked(it->version, it->incarnation) != nullptr});
+  }
+  return entries;
+}
+
+int64_t Model::Watch(std::function<void()> on_commit) {
+  absl::MutexLock lock(&watch_mu_);
+  watchers_[++last_watcher_] = std::move(on_commit);
+  return last_watcher_;
+}
+
+void Model::Unwatch(int64_t watcher) {
+  absl::MutexLock lock(&watch_mu_);
+  watchers_.erase(watcher);
+}
+
+void Model::CallWatchers() {
+  absl::MutexLock lock(&watch_mu_);
+  for (const auto& [number, on_commit] : watchers_) on_commit();
+}
+
+void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
+  absl::MutexLock lock(&mu_);
+  records_.push_back(snapshot->record);
+  incarnation_ = std::max(incarnation_, snapshot->record.incarnation + 1);
+  run_epoch_ = std::max(incarnation_, snapshot->record.run_epoch);
+  current_ = std::move(snapshot);
+}
+
+}  // namespace ema

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One model: its tracks, its versions, the run that may push, the session that builds the next
+// version.
+#ifndef EMA_SERVER_CORE_MODEL_H_
+#define EMA_SERVER_CORE_MODEL_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/manifest.h"
+#include "ema/shard.h"
+#include "server/core/memory_budget.h"
+#include "server/core/push_session.h"
+#include "server/core/snapshot.h"
+#include "server/core/track.h"
+#include "server/core/trainer_run.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// What CreateModel asks for.
+struct ModelConfig {
+  std::string name;
+  std::shared_ptr<const Manifest> manifest;
+  std::vector<TrackConfig> tracks;
+  // Distinct versions that readers may hold at once; so many versions besides the current one are
+  // kept.
+  int64_t max_pinned_versions = 2;
+
+  // Device memory that the model can use at most: the sum over tracks of stored bytes, times
+  // (current + building + kept).
+  int64_t MemoryBytes() const;
+  absl::Status Validate() const;
+  // The first difference in words; empty if equal.
+  std::string DifferenceFrom(const ModelConfig& there) const;
+};
+
+class RankPush;
+
+// Thread-safe. Always held by shared_ptr. Commits are serialized; PinVersion() never waits for a
+// running commit and never sees half of one.
+class Model : public std::enable_shared_from_this<Model> {
+ public:
+  struct Options {
+    // Size of a block: larger ones cost fewer references, smaller ones are freed sooner.
+    int64_t block_bytes = int64_t{32} << 20;
+    // Of this life of the model; in every record, and where the epochs of its runs begin.
+    int64_t incarnation = 1;
+    // Records kept for Watch and ListVersions.
+    int64_t record_count = 4096;
+  };
+
+  // REQUIRES: config.Validate() is OK; `reservation`, made by `budget`, holds config.MemoryBytes().
+  Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
+        std::unique_ptr<MemoryBudget::Reservation> reservation, const Options& options);
+  ~Model();
+
+  const ModelConfig& config() const { return config_; }
+  const Manifest& manifest() const { return *config_.manifest; }
+  const std::vector<Track>& tracks() const { return *tracks_; }
+  // NOT_FOUND, TRACK_NOT_FOUND: the message lists the tracks.
+  absl::StatusOr<int64_t> FindTrack(std::string_view name) const;
+  Device& device() const { return *device_; }
+  int64_t reserved_bytes() const { return reservation_->bytes(); }
+
+  // --- Runs ---
+
+  struct JoinResult {
+    int64_t run_epoch = 0;
+    int64_t layout_digest = 0;
+    bool ready = false;
+    std::vector<int64_t> missing_ranks;
+    std::optional<VersionRecord> latest;
+  };
+  // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before.
+  absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
+                                     std::vector<Shard> shards) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Pushes ---
+
+  // Opens a stream of one rank into the session of `start.step`, making that session if need be.
+  // `on_end` is called at most once, from any thread (also from inside the RankPush's calls), when
+  // the session ends; it may still be running when the RankPush is destroyed, so it must hold what
+  // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH. ABORTED: FENCED,
+  // STALE_STEP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE, SESSION_BUSY: an open earlier
+  // step waits for other ranks. RESOURCE_EXHAUSTED. A rank that opens a later step without having
+  // committed the open one ends that: STEP_ABANDONED.
+  absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
+      ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
+
+  struct PushState {
+    enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
+    std::optional<VersionRecord> record;
+    bool rank_committed = false;
+    std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
+    std::vector<int64_t> missing_ranks;
+  };
+  // As QueryPush in ema_service.proto.
+  absl::StatusOr<PushState> QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
+                                      bool abandon_if_unfinished) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Ends the open session if nothing has arrived for `timeout`: SESSION_EXPIRED, naming the ranks
+  // that are missing.
+  void ExpireSession(std::chrono::steady_clock::time_point now,
+                     std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Refuses new runs and sessions with `status` from here on.
+  void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers go on.
+  void Drain(const absl::Status& status, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  // Drain() at once; then refuses readers, too, and calls the watchers. Versions that are pinned
+  // stay until they are let go.
+  void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK, or what Close() was given.
+  absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Versions ---
+
+  // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
+  // `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS.
+  absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The newest version (null: none), also when readers hold as many as they may: for the save at
+  // the end. REQUIRES: Drain() has returned, so that nothing more is being built.
+  SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  std::optional<VersionRecord> latest() const ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Step of the newest version that is on the disk; 0: none.
+  int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
+  void SetDurableStep(int64_t step) { durable_step_.store(step, std::memory_order_relaxed); }
+
+  struct RecordEntry {
+    VersionRecord record;
+    bool available = false;
+  };
+  // The records after (`incarnation`, `version`) that are still there, oldest first, at most
+  // `limit`. `incarnation` 0: of any.
+  std::vector<RecordEntry> RecordsAfter(int64_t version, int64_t incarnation, int64_t limit) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Calls `on_commit` after every commit and at Close(), from any thread, one at a time, until
+  // Unwatch() of the number that this returns has returned. (Unwatch waits for a running call; not
+  // to be called from inside one.)
+  int64_t Watch(std::function<void()> on_commit) ABSL_LOCKS_EXCLUDED(watch_mu_);
+  void Unwatch(int64_t watcher) ABSL_LOCKS_EXCLUDED(watch_mu_);
+
+  // Puts a version from a checkpoint in place. Incarnation and run epoch go on above the record's.
+  // REQUIRES: nothing has been committed, no run is open.
+  void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  friend class RankPush;
+
+  // The step committed last, for retries.
+  struct LastCommit {
+    int64_t run_epoch = 0;
+    std::vector<uint32_t> digests;  // By rank.
+  };
+
+  absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // The open session if `start` belongs to it; null if a new one must be made, which ends the open
+  // one, if any.
+  absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<std::shared_ptr<PushSession>> GetSession(const PushStart& start, RankPush& retry)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // Checks that do not depend on the open session. True: the step is the last committed one, pushed
+  // again.
+  absl::StatusOr<bool> CheckStartLocked(const PushStart& start) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes `session` off the model if it is the open one. End() it without the lock.
+  bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
+  void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void Unpin(const Snapshot* snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
+
+  const ModelConfig config_;
+  const std::shared_ptr<const std::vector<Track>> tracks_;
+  const std::shared_ptr<Device> device_;
+  const std::shared_ptr<MemoryBudget>
+      budget_;  // Outlives the reservation: a pin may keep a model after its store.
+  const std::unique_ptr<MemoryBudget::Reservation> reservation_;
+  const Options options_;
+
+  // Serializes OpenPush(), which allocates device memory. Readers never take it.
+  absl::Mutex push_mu_ ABSL_ACQUIRED_BEFORE(mu_);
+  mutable absl::Mutex mu_;  // Readers take it: never held across a device call or a callback.
+  SnapshotRef current_ ABSL_GUARDED_BY(mu_);
+  // Older versions, oldest first: at most max_pinned_versions, all pinned ones among them.
+  std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<const Snapshot*, int64_t> pins_ ABSL_GUARDED_BY(mu_);
+  std::deque<VersionRecord> records_ ABSL_GUARDED_BY(mu_);
+  // Replaced, never changed, once ready; fenced ones live on in their sessions.
+  std::shared_ptr<TrainerRun> run_ ABSL_GUARDED_BY(mu_);
+  int64_t incarnation_ ABSL_GUARDED_BY(mu_);
+  int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);
+  LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
+  absl::Status closing_ ABSL_GUARDED_BY(mu_);  // Not OK: no new session.
+  absl::Status closed_ ABSL_GUARDED_BY(mu_);
+
+  std::atomic<int64_t> durable_step_ = 0;  // Relaxed: a number to report.
+
+  absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
+  absl::flat_hash_map<int64_t, std::function<void()>> watchers_ ABSL_GUARDED_BY(watch_mu_);
+  int64_t last_watcher_ ABSL_GUARDED_BY(watch_mu_) = 0;
+};
+
+// One rank's stream of one step. Not thread-safe, but may be destroyed on any thread once no call
+// is running; what it has covered stays in the session for a retry.
+class RankPush {
+ public:
+  ~RankPush();
+
+  // As PushSession::AddChunk(). On NON_FINITE the session has ended.
+  absl::Status AddChunk(const ChunkHeader& header,
+                        absl::Span<const std::span<const std::byte>> pieces);
+
+  // Ends the stream. OK: `on_end` is called, now or when the last rank has committed.
+  // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
+  absl::Status Commit(const PushEnd& end);
+
+ private:
+  friend class Model;
+  RankPush() = default;
+
+  std::shared_ptr<Model> model_;
+  std::shared_ptr<PushSession> session_;  // Null: the step is committed already, this is a retry.
+  std::unique_ptr<DeviceStream> device_stream_;
+  int64_t rank_ = 0;
+  int64_t stream_ = 0;
+  int64_t chunk_count_ = 0;
+  int64_t total_bytes_ = 0;
+  // Of a retry:
+  PushCallback on_end_;
+  PushResult committed_;
+  uint32_t committed_digest_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_MODEL_H_

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/model_store.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+absl::Status Draining() {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                   "the server is shutting down");
+}
+
+}  // namespace
+
+ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
+    : device_(std::move(device)),
+      options_(options),
+      budget_(std::make_shared<MemoryBudget>(options.memory_bytes)),
+      next_incarnation_(options.model.incarnation) {}
+
+absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) {
+  EMA_RETURN_IF_ERROR(config.Validate());
+  const int64_t bytes = config.MemoryBytes();
+  absl::MutexLock lock(&mu_);
+  if (draining_) return Draining();
+  if (auto it = models_.find(config.name); it != models_.end()) {
+    if (const std::string difference = config.DifferenceFrom(it->second->config());
+        !difference.empty()) {
+      return MakeError(
+          absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+          absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
+    }
+    return CreateResult{it->second, false};
+  }
+  if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
+        absl::StrCat("the server has ", models_.size(), " models, as many as it may have"));
+  }
+  EMA_ASSIGN_OR_RETURN(auto reservation,
+                       budget_->Reserve(absl::StrCat("model \"", config.name, "\""), bytes));
+  const std::string name = config.name;
+  Model::Options model_options = options_.model;
+  model_options.incarnation = next_incarnation_++;
+  auto model = std::make_shared<Model>(std::move(config), device_, budget_, std::move(reservation),
+                                       model_options);
+  models_.emplace(name, model);
+  return CreateResult{std::move(model), true};
+}
+
+absl::StatusOr<std::shared_ptr<Model>> ModelStore::Get(std::string_view name) const {
+  absl::MutexLock lock(&mu_);
+  if (auto it = models_.find(name); it != models_.end()) return it->second;
+  EMA_RETURN_IF_ERROR(ValidateName("model", name));
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound,
+                   absl::StrCat("model \"", std::string(name), "\" does not exist"));
+}
+
+std::vector<std::shared_ptr<Model>> ModelStore::List() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::shared_ptr<Model>> models;
+  models.reserve(models_.size());
+  for (const auto& [name, model] : models_) models.push_back(model);
+  return models;
+}
+
+bool ModelStore::Delete(std::string_view name) {
+  const absl::Status deleted =
+      MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound,
+                absl::StrCat("model \"", std::string(name), "\" has been deleted"));
+  std::shared_ptr<Model> model;
+  {
+    absl::MutexLock lock(&mu_);
+    auto it = models_.find(name);
+    if (it == models_.end()) return false;
+    model = std::move(it->second);
+    models_.erase(it);
+    // One of the same name repeats none of its run epochs either.
+    model->RefuseNew(deleted);
+    next_incarnation_ = std::max(next_incarnation_, model->run_epoch() + 1);
+  }
+  model->Close(deleted);
+  return true;
+}
+
+void ModelStore::ExpireSessions(std::chrono::steady_clock::time_point now,
+                                std::chrono::steady_clock::duration timeout) {
+  for (const std::shared_ptr<Model>& model : List()) model->ExpireSession(now, timeout);
+}
+
+void ModelStore::Drain(absl::Time deadline) {
+  {
+    absl::MutexLock lock(&mu_);
+    draining_ = true;
+  }
+  const std::vector<std::shared_ptr<Model>> models = List();
+  for (const std::shared_ptr<Model>& model : models) model->RefuseNew(Draining());
+  for (const std::shared_ptr<Model>& model : models) model->Drain(Draining(), deadline);
+}
+
+void ModelStore::Close() {
+  for (const std::shared_ptr<Model>& model : List()) model->Close(Draining());
+}
+
+}  // namespace ema

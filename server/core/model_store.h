@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// All models of one server.
+#ifndef EMA_SERVER_CORE_MODEL_STORE_H_
+#define EMA_SERVER_CORE_MODEL_STORE_H_
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/core/memory_budget.h"
+#include "server/core/model.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// Thread-safe. A model lives while the store or somebody else holds it.
+class ModelStore {
+ public:
+  struct Options {
+    int64_t memory_bytes = 0;  // What all models together may reserve.
+    int64_t max_models = 64;
+    Model::Options model;  // Its incarnation is the first model's; it grows from there.
+  };
+
+  ModelStore(std::shared_ptr<Device> device, const Options& options);
+
+  struct CreateResult {
+    std::shared_ptr<Model> model;
+    bool created = false;
+  };
+  // As CreateModel in ema_service.proto.
+  absl::StatusOr<CreateResult> Create(ModelConfig config) ABSL_LOCKS_EXCLUDED(mu_);
+  // NOT_FOUND, MODEL_NOT_FOUND.
+  absl::StatusOr<std::shared_ptr<Model>> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
+  // By name.
+  std::vector<std::shared_ptr<Model>> List() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Closes the model and forgets it. Its memory comes back when the last reader lets go. False: it
+  // was not there.
+  bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Expires the sessions of all models. Called every second or so.
+  void ExpireSessions(std::chrono::steady_clock::time_point now,
+                      std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+  // Refuses new models, runs and sessions with UNAVAILABLE, DRAINING; waits for the open sessions
+  // until `deadline`, then ends them. Readers go on.
+  void Drain(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  // Closes all models with UNAVAILABLE, DRAINING. REQUIRES: Drain() has returned.
+  void Close() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const MemoryBudget& budget() const { return *budget_; }
+  Device& device() const { return *device_; }
+
+ private:
+  const std::shared_ptr<Device> device_;
+  const Options options_;
+  const std::shared_ptr<MemoryBudget> budget_;
+
+  mutable absl::Mutex mu_;
+  std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mu_);
+  int64_t next_incarnation_ ABSL_GUARDED_BY(mu_);
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_MODEL_STORE_H_

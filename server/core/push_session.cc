@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/push_session.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
+
+absl::Status BadChunk(std::string message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk, message);
+}
+
+}  // namespace
+
+// Folds one chunk: walks its pieces and the layout's runs together.
+class PushSession::Folder {
+ public:
+  struct Result {
+    uint32_t crc32c = 0;
+    struct NonFinite {
+      int64_t tensor_index = 0;
+      int64_t element = 0;
+    };
+    std::optional<NonFinite> non_finite;  // The first one.
+  };
+
+  Folder(const PushSession& session, DeviceStream& device_stream)
+      : session_(session), device_stream_(device_stream) {
+    const std::vector<Track>& tracks = *session.model_.tracks;
+    for (size_t t = 0; t < tracks.size(); ++t) {
+      if (session.plan_.updates[t].due) due_tracks_.push_back(t);
+    }
+    targets_.resize(due_tracks_.size());
+  }
+
+  absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
+                              absl::Span<const std::span<const std::byte>> pieces) {
+    pieces_ = pieces;
+    NextPiece();
+    absl::Status status;
+    layout.ForEachStretch(range.offset, range.length_bytes,
+                          [&](const RankLayout::Stretch& stretch) {
+                            if (status.ok()) status = FoldStretch(stretch);
+                            return status.ok();
+                          });
+    EMA_RETURN_IF_ERROR(status);
+    return result_;
+  }
+
+ private:
+  // Moves on to the next piece that is not empty. The checksum is taken here, so that the fold
+  // finds the bytes in the cache.
+  void NextPiece() {
+    while (piece_.empty() && !pieces_.empty()) {
+      piece_ = pieces_.front();
+      pieces_.remove_prefix(1);
+      result_.crc32c = Crc32c(result_.crc32c, piece_);
+    }
+  }
+
+  absl::Status FoldStretch(const RankLayout::Stretch& stretch) {
+    const int64_t element_size =
+        DtypeSize(session_.model_.manifest->tensor(stretch.tensor_index).dtype);
+    int64_t element = stretch.tensor_element;
+    const int64_t end = element + stretch.element_count;
+    while (element < end) {
+      const int64_t whole =
+          std::min<int64_t>(end - element, static_cast<int64_t>(piece_.size()) / element_size);
+      if (whole > 0) {
+        EMA_RETURN_IF_ERROR(FoldElements(stretch.tensor_index, element, piece_.data(), whole));
+        piece_ = piece_.subspan(whole * element_size);
+        element += whole;
+      } else {
+        // The element is cut by the end of a piece.
+        std::array<std::byte, 8> gathered;
+        for (int64_t filled = 0; filled < element_size;) {
+          const int64_t n =
+              std::min<int64_t>(element_size - filled, static_cast<int64_t>(piece_.size()));
+          std::memcpy(gathered.data() + filled, piece_.data(), n);
+          piece_ = piece_.subspan(n);
+          filled += n;
+          NextPiece();
+        }
+        EMA_RETURN_IF_ERROR(FoldElements(stretch.tensor_index, element, gathered.data(), 1));
+        ++element;
+      }
+      NextPiece();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status FoldElements(int64_t tensor_index, int64_t element, const std::byte* source,
+                            int64_t count) {
+    const Dtype dtype = session_.model_.manifest->tensor(tensor_index).dtype;
+    while (count > 0) {
+      int64_t n = count;
+      for (size_t d = 0; d < due_tracks_.size(); ++d) {
+        n = std::min(n, SetTarget(due_tracks_[d], tensor_index, dtype, element, targets_[d]));
+      }
+      EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> non_finite,
+                           device_stream_.Fold({dtype, source, n, targets_}));
+      if (non_finite.has_value() && !result_.non_finite.has_value()) {
+        result_.non_finite = {tensor_index, element + *non_finite};
+      }
+      source += n * DtypeSize(dtype);
+      element += n;
+      count -= n;
+    }
+    return absl::OkStatus();
+  }
+
+  // Points `target` at an element of track `t`; returns how many elements follow in its block.
+  int64_t SetTarget(size_t t, int64_t tensor_index, Dtype dtype, int64_t element,
+                    FoldTarget& target) const {
+    const Track& track = (*session_.model_.tracks)[t];
+    const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
+    const int64_t stored_size = DtypeSize(entry.dtype);
+    const int64_t byte = entry.offset + element * stored_size;
+    const int64_t block = byte / track.block_bytes();
+    const int64_t in_block = byte % track.block_bytes();
+    const float weight = session_.plan_.updates[t].update_weight;
+    target.next = session_.blocks_.next[t][block]->data() + in_block;
+    target.current = nullptr;
+    target.update_weight = weight;
+    if (track.config().schedule.is_copy() || !IsFloat(dtype)) {
+      target.kind = FoldTarget::Kind::kCopy;
+    } else if (weight == 1.0f) {
+      target.kind = FoldTarget::Kind::kAssign;
+    } else {
+      target.kind = FoldTarget::Kind::kAverage;
+      target.current = session_.blocks_.base->tracks[t].blocks[block]->data() + in_block;
+    }
+    return (track.block_size(block) - in_block) / stored_size;
+  }
+
+  const PushSession& session_;
+  DeviceStream& device_stream_;
+  std::vector<size_t> due_tracks_;
+  std::vector<FoldTarget> targets_;  // One per due track; rewritten for each run.
+  absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
+  std::span<const std::byte> piece_;                     // What is left of the one at hand.
+  Result result_;
+};
+
+PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
+                         Plan plan)
+    : model_(std::move(model)),
+      run_(std::move(run)),
+      plan_(std::move(plan)),
+      blocks_{std::move(base), {}},
+      last_progress_(std::chrono::steady_clock::now()) {
+  ranks_.reserve(run_->world_size());
+  for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
+    ranks_.emplace_back(run_->layout(rank)->total_bytes());
+  }
+}
+
+absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
+    ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan) {
+  std::shared_ptr<PushSession> session(
+      new PushSession(std::move(model), std::move(run), std::move(base), std::move(plan)));
+  const std::vector<Track>& tracks = *session->model_.tracks;
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStream> stream, session->model_.device->NewStream());
+  std::vector<std::vector<std::shared_ptr<Block>>>& next = session->blocks_.next;
+  next.resize(tracks.size());
+  for (size_t t = 0; t < tracks.size(); ++t) {
+    if (!session->plan_.updates[t].due) continue;
+    EMA_ASSIGN_OR_RETURN(next[t], AllocateBlocks(*session->model_.device, tracks[t]));
+    // Padding between tensors is served to readers: it must not show what the memory held before.
+    int64_t end = 0;
+    for (const StorageLayout::Entry& entry : tracks[t].layout().entries()) {
+      for (; end < entry.offset; ++end) {
+        Block& block = *next[t][end / tracks[t].block_bytes()];
+        EMA_RETURN_IF_ERROR(stream->Zero(block.data() + end % tracks[t].block_bytes(), 1));
+      }
+      end = entry.offset + entry.length_bytes;
+    }
+  }
+  EMA_RETURN_IF_ERROR(stream->Synchronize().status());
+  return session;
+}
+
+absl::StatusOr<int64_t> PushSession::OpenStream(int64_t rank, PushCallback on_end) {
+  PushCallback fenced;
+  int64_t stream = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_.has_value()) return *ended_;
+    const auto before = std::find_if(streams_.begin(), streams_.end(),
+                                     [&](const OpenedStream& s) { return s.rank == rank; });
+    if (before != streams_.end()) {
+      fenced = std::move(before->on_end);
+      streams_.erase(before);
+    }
+    ranks_[rank].stream = stream = ++last_stream_;
+    streams_.push_back({rank, stream, std::move(on_end)});
+  }
+  if (fenced) fenced(FencedByNewerStream(rank));
+  return stream;
+}
+
+void PushSession::CloseStream(int64_t rank, int64_t stream) {
+  PushCallback dropped;  // Destroyed without the lock: it may hold the last reference to its call.
+  absl::MutexLock lock(&mu_);
+  for (auto it = streams_.begin(); it != streams_.end(); ++it) {
+    if (it->rank == rank && it->stream == stream) {
+      dropped = std::move(it->on_end);
+      streams_.erase(it);
+      return;
+    }
+  }
+}
+
+absl::Status PushSession::CheckStreamLocked(int64_t rank, int64_t stream) const {
+  if (ended_.has_value()) return *ended_;
+  if (ranks_[rank].stream != stream) return FencedByNewerStream(rank);
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::FencedByNewerStream(int64_t rank) const {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                   absl::StrCat("step ", plan_.step, ": a newer stream of rank ", rank,
+                                " has taken over from this one"));
+}
+
+PushSession::Blocks PushSession::TakeUnusedBlocksLocked() {
+  return ended_.has_value() && fold_count_ == 0 ? std::exchange(blocks_, {}) : Blocks();
+}
+
+absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader& header) const {
+  if (header.data_bytes <= 0 || header.data_bytes > kMaxChunkBytes) {
+    return BadChunk(absl::StrCat("chunk at offset ", header.offset, ": ", header.data_bytes,
+                                 " bytes given, expected 1 to ", kMaxChunkBytes));
+  }
+  if (header.offset < 0 || header.offset > layout.total_bytes() - header.data_bytes) {
+    return BadChunk(absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
+                                 " bytes is not inside the rank's ", layout.total_bytes(),
+                                 " bytes"));
+  }
+  for (const int64_t end : {header.offset, header.offset + header.data_bytes}) {
+    if (!layout.IsElementBoundary(end)) {
+      const int64_t tensor = layout.shards()[layout.FindShard(end)].tensor_index;
+      return BadChunk(absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
+                                   " bytes cuts an element of tensor \"",
+                                   model_.manifest->tensor(tensor).name, "\""));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
+                                   absl::Span<const std::span<const std::byte>> pieces,
+                                   DeviceStream& device_stream) {
+  const RankLayout& layout = *run_->layout(rank);
+  EMA_RETURN_IF_ERROR(CheckRange(layout, header));
+  const Coverage::Range range{header.offset, header.data_bytes};
+  const auto corrupt = [&](uint32_t crc32c) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt,
+        absl::StrCat("chunk at offset ", header.offset, " of rank ", rank, ", step ", plan_.step,
+                     ": its CRC32C is ", crc32c, ", expected ", header.crc32c));
+  };
+
+  Coverage::ClaimResult claim;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+    EMA_ASSIGN_OR_RETURN(claim, ranks_[rank].coverage.Claim(range, header.crc32c));
+    if (claim == Coverage::ClaimResult::kClaimed) ++fold_count_;
+  }
+  if (claim == Coverage::ClaimResult::kDuplicate) {
+    uint32_t crc32c = 0;
+    for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
+    return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
+  }
+
+  const absl::StatusOr<Folder::Result> folded =
+      Folder(*this, device_stream).Fold(layout, range, pieces);
+
+  Blocks unused;
+  absl::MutexLock lock(&mu_);
+  --fold_count_;
+  unused = TakeUnusedBlocksLocked();
+  Coverage& coverage = ranks_[rank].coverage;
+  if (!folded.ok() || folded->crc32c != header.crc32c || folded->non_finite.has_value()) {
+    coverage.Release(range);
+    if (!folded.ok()) return folded.status();
+    if (folded->crc32c != header.crc32c) return corrupt(folded->crc32c);
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+        absl::StrCat("step ", plan_.step, ": tensor \"",
+                     model_.manifest->tensor(folded->non_finite->tensor_index).name,
+                     "\" holds NaN or infinity at element ", folded->non_finite->element,
+                     ", pushed by rank ", rank, "; the step is dropped"));
+  }
+  coverage.Cover(range, header.crc32c);
+  last_progress_ = std::chrono::steady_clock::now();
+  return ended_.has_value() ? *ended_ : absl::OkStatus();
+}
+
+absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest,
+                                             DeviceStream& device_stream) {
+  EMA_ASSIGN_OR_RETURN(const bool non_finite, device_stream.Synchronize());
+  if (non_finite) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+                     absl::StrCat("step ", plan_.step, ": a tensor pushed by rank ", rank,
+                                  " holds NaN or infinity; the step is dropped"));
+  }
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+  RankState& state = ranks_[rank];
+  if (!state.coverage.complete()) {
+    const Coverage::Range missing = state.coverage.Missing(1).front();
+    const RankLayout& layout = *run_->layout(rank);
+    const int64_t tensor = layout.shards()[layout.FindShard(missing.offset)].tensor_index;
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kPushIncomplete,
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": ", state.coverage.covered_bytes(),
+                     " of ", state.coverage.total_bytes(),
+                     " bytes have arrived; the first missing "
+                     "is at offset ",
+                     missing.offset, ", tensor \"", model_.manifest->tensor(tensor).name, "\""));
+  }
+  if (const uint32_t arrived = state.coverage.Digest(); arrived != digest) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ", arrived,
+                     ", the commit says ", digest));
+  }
+  if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
+  state.digest = digest;
+  last_progress_ = std::chrono::steady_clock::now();
+  return ++committed_count_ == run_->world_size();
+}
+
+bool PushSession::RankCommitted(int64_t rank) const {
+  absl::MutexLock lock(&mu_);
+  return ranks_[rank].digest.has_value();
+}
+
+std::vector<int64_t> PushSession::MissingRanks(int64_t limit) const {
+  absl::MutexLock lock(&mu_);
+  std::vector<int64_t> missing;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].digest.has_value()) continue;
+    if (static_cast<int64_t>(missing.size()) == limit) break;
+    missing.push_back(static_cast<int64_t>(rank));
+  }
+  return missing;
+}
+
+std::vector<Coverage::Range> PushSession::Missing(int64_t rank, int64_t limit) const {
+  absl::MutexLock lock(&mu_);
+  return ranks_[rank].coverage.Missing(limit);
+}
+
+std::vector<uint32_t> PushSession::Digests() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<uint32_t> digests;
+  digests.reserve(ranks_.size());
+  for (const RankState& rank : ranks_) digests.push_back(rank.digest.value_or(0));
+  return digests;
+}
+
+std::chrono::steady_clock::time_point PushSession::last_progress() const {
+  absl::MutexLock lock(&mu_);
+  return last_progress_;
+}
+
+std::shared_ptr<Snapshot> PushSession::TakeSnapshot() {
+  absl::MutexLock lock(&mu_);
+  if (ended_.has_value()) return nullptr;
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->record.step = plan_.step;
+  snapshot->record.time = plan_.time;
+  snapshot->record.run_epoch = run_->epoch();
+  for (size_t t = 0; t < plan_.updates.size(); ++t) {
+    const Schedule::Update& update = plan_.updates[t];
+    TrackSnapshot track = blocks_.base != nullptr ? blocks_.base->tracks[t] : TrackSnapshot();
+    if (update.due) {
+      track.blocks.assign(blocks_.next[t].begin(), blocks_.next[t].end());
+      ++track.state.update_count;
+      track.state.last_update = plan_.time;
+    }
+    snapshot->record.tracks.push_back(
+        {update.due, update.update_weight, update.elapsed, track.state.update_count});
+    snapshot->tracks.push_back(std::move(track));
+  }
+  return snapshot;
+}
+
+void PushSession::End(const absl::StatusOr<PushResult>& result) {
+  std::vector<OpenedStream> streams;
+  Blocks unused;
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_.has_value()) return;
+    ended_ = result.ok() ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
+                                     absl::StrCat("step ", plan_.step, " is committed already"))
+                         : result.status();
+    streams.swap(streams_);
+    unused = TakeUnusedBlocksLocked();
+  }
+  for (const OpenedStream& stream : streams) stream.on_end(result);
+}
+
+}  // namespace ema

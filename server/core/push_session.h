@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Builds the next snapshot of a model while the chunks of one step arrive from all ranks.
+#ifndef EMA_SERVER_CORE_PUSH_SESSION_H_
+#define EMA_SERVER_CORE_PUSH_SESSION_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ema/manifest.h"
+#include "ema/v1/chunk_codec.h"
+#include "server/core/coverage.h"
+#include "server/core/snapshot.h"
+#include "server/core/track.h"
+#include "server/core/trainer_run.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// How a push ended, the same for all ranks.
+struct PushResult {
+  VersionRecord record;
+  bool duplicate = false;
+};
+// Called once, from any thread. It may take locks of its own, but not call its model.
+using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
+
+// What the header of a push says.
+struct PushStart {
+  int64_t run_epoch = 0;
+  int64_t rank = 0;
+  int64_t layout_digest = 0;
+  int64_t step = 0;
+  TrainingTime time;
+};
+
+// What the commit message of a push says.
+struct PushEnd {
+  int64_t chunk_count = 0;
+  int64_t total_bytes = 0;
+  uint32_t digest = 0;
+};
+
+// All shards of one step. Made and ended by its Model; held by the streams that feed it. Folds each
+// chunk at once into the next snapshot's blocks; the base snapshot cannot change, so folding a
+// chunk again gives the same bits.
+//
+// Thread-safe: any number of streams add chunks at once, to ranges that they have claimed. No lock
+// is held while folding.
+class PushSession {
+ public:
+  // What is fixed when the first header arrives.
+  struct Plan {
+    int64_t step = 0;
+    TrainingTime time;
+    std::vector<Schedule::Update> updates;  // As the model's tracks.
+  };
+  struct ModelView {  // What a session reads of its model; all outlive it or are shared.
+    std::shared_ptr<const Manifest> manifest;
+    std::shared_ptr<const std::vector<Track>> tracks;
+    std::shared_ptr<Device> device;
+  };
+
+  // Allocates the next blocks of the tracks that are due. `base` is null before the first commit.
+  // RESOURCE_EXHAUSTED: no memory; none stays allocated.
+  static absl::StatusOr<std::shared_ptr<PushSession>> Create(ModelView model,
+                                                             std::shared_ptr<const TrainerRun> run,
+                                                             SnapshotRef base, Plan plan);
+
+  const Plan& plan() const { return plan_; }
+  const TrainerRun& run() const { return *run_; }
+
+  // Makes a stream of `rank` the one that may add. That rank's stream before it ends: FENCED.
+  // Returns the new stream's number. `on_end` is called when the session ends, however it does.
+  // Fails with the session's end status if it has ended.
+  absl::StatusOr<int64_t> OpenStream(int64_t rank, PushCallback on_end) ABSL_LOCKS_EXCLUDED(mu_);
+  // Forgets the stream's `on_end`. What it covered stays.
+  void CloseStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Folds one chunk, whose data are `pieces` end to end (any alignment; elements may span pieces).
+  // A chunk that is covered already is compared, not folded. `device_stream` is the caller's own.
+  // INVALID_ARGUMENT: BAD_CHUNK, CHUNK_OVERLAP; NON_FINITE ends the session, and names tensor,
+  // index and rank. DATA_LOSS, CHUNK_CORRUPT: wrong checksum; the range counts as missing. ABORTED:
+  // FENCED, or what ended the session. UNAVAILABLE, RANGE_BUSY. INTERNAL: the device failed.
+  absl::Status AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
+                        absl::Span<const std::span<const std::byte>> pieces,
+                        DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Marks the rank as committed. True if it was the last one: the caller then publishes. Again with
+  // the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the message
+  // names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED: as AddChunk().
+  absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest,
+                                  DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
+
+  bool RankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Ranks that have not committed, at most `limit`.
+  std::vector<int64_t> MissingRanks(int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
+  // What of `rank`'s bytes is not covered, at most `limit` ranges.
+  std::vector<Coverage::Range> Missing(int64_t rank, int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Digest of each rank's bytes. REQUIRES: all ranks have committed.
+  std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::chrono::steady_clock::time_point last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The next snapshot, its record without version and incarnation. Null: the session has ended.
+  // REQUIRES: all ranks have committed.
+  std::shared_ptr<Snapshot> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Ends the session; the first call wins, later ones do nothing. Calls every open stream's
+  // `on_end`. Gives the blocks and the base back: at once, or when the folds that are running end.
+  void End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct RankState {
+    explicit RankState(int64_t total_bytes) : coverage(total_bytes) {}
+    Coverage coverage;
+    int64_t stream = 0;              // The one that may add; 0: none yet.
+    std::optional<uint32_t> digest;  // Once committed.
+  };
+  struct OpenedStream {
+    int64_t rank = 0;
+    int64_t stream = 0;
+    PushCallback on_end;
+  };
+  class Folder;
+  // What the folds work on.
+  struct Blocks {
+    SnapshotRef base;
+    // By track; empty for those that are not due. Each element is written by the stream that has
+    // claimed its range.
+    std::vector<std::vector<std::shared_ptr<Block>>> next;
+  };
+
+  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
+
+  // The blocks, if nobody needs them any more; to be destroyed without the lock.
+  Blocks TakeUnusedBlocksLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status FencedByNewerStream(int64_t rank) const;
+  absl::Status CheckRange(const RankLayout& layout, const ChunkHeader& header) const;
+
+  const ModelView model_;
+  const std::shared_ptr<const TrainerRun> run_;
+  const Plan plan_;
+  Blocks blocks_;  // Emptied under mu_ when the session has ended and no fold is running.
+
+  mutable absl::Mutex mu_;
+  std::vector<RankState> ranks_ ABSL_GUARDED_BY(mu_);
+  std::vector<OpenedStream> streams_ ABSL_GUARDED_BY(mu_);
+  int64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t committed_count_ ABSL_GUARDED_BY(mu_) = 0;
+  std::chrono::steady_clock::time_point last_progress_ ABSL_GUARDED_BY(mu_);
+  int64_t fold_count_ ABSL_GUARDED_BY(mu_) = 0;  // Running now.
+  std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_PUSH_SESSION_H_

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+
+namespace ema {
+
+RankPush::~RankPush() {
+  if (session_ != nullptr) session_->CloseStream(rank_, stream_);
+}
+
+absl::Status RankPush::AddChunk(const ChunkHeader& header,
+                                absl::Span<const std::span<const std::byte>> pieces) {
+  ++chunk_count_;
+  total_bytes_ += header.data_bytes;
+  if (session_ == nullptr)
+    return absl::OkStatus();  // Nothing to fold: the commit compares digests.
+  absl::Status status = session_->AddChunk(rank_, stream_, header, pieces, *device_stream_);
+  if (GetErrorReason(status) == ErrorReason::kNonFinite) model_->FailSession(session_, status);
+  return status;
+}
+
+absl::Status RankPush::Commit(const PushEnd& end) {
+  if (end.chunk_count != chunk_count_ || end.total_bytes != total_bytes_) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kCountMismatch,
+                     absl::StrCat("commit: chunk_count ", end.chunk_count, ", total_bytes ",
+                                  end.total_bytes, " given, but ", chunk_count_, " chunks with ",
+                                  total_bytes_, " bytes arrived on this stream"));
+  }
+  if (session_ == nullptr) {
+    if (end.digest != committed_digest_) {
+      return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
+                       absl::StrCat("step ", committed_.record.step,
+                                    " is committed already, with other content"));
+    }
+    on_end_(committed_);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<bool> last =
+      session_->CommitRank(rank_, stream_, end.digest, *device_stream_);
+  if (GetErrorReason(last.status()) == ErrorReason::kNonFinite) {
+    model_->FailSession(session_, last.status());
+  }
+  EMA_RETURN_IF_ERROR(last.status());
+  if (*last) model_->Publish(session_);
+  return absl::OkStatus();
+}
+
+}  // namespace ema

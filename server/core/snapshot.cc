@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/snapshot.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const Track& track,
+                                                 const TrackSnapshot& snapshot, int64_t offset,
+                                                 int64_t length_bytes) {
+  std::vector<HostPiece> pieces;
+  while (length_bytes > 0) {
+    const BlockRef& block = snapshot.blocks[offset / track.block_bytes()];
+    const int64_t in_block = offset % track.block_bytes();
+    const int64_t n = std::min(length_bytes, block->size_bytes() - in_block);
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view, device.HostView(block));
+    const std::span<const std::byte> bytes(view.get() + in_block, n);
+    pieces.push_back({std::move(view), bytes});
+    offset += n;
+    length_bytes -= n;
+  }
+  return pieces;
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Block>>> AllocateBlocks(Device& device,
+                                                                   const Track& track) {
+  std::vector<std::shared_ptr<Block>> blocks;
+  blocks.reserve(track.block_count());
+  for (int64_t i = 0; i < track.block_count(); ++i) {
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> block, device.Allocate(track.block_size(i)));
+    blocks.push_back(std::move(block));
+  }
+  return blocks;
+}
+
+absl::StatusOr<std::unique_ptr<TrackWriter>> TrackWriter::Create(Device& device,
+                                                                 const Track& track) {
+  EMA_ASSIGN_OR_RETURN(std::vector<std::shared_ptr<Block>> blocks, AllocateBlocks(device, track));
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStream> stream, device.NewStream());
+  for (const std::shared_ptr<Block>& block : blocks) {
+    EMA_RETURN_IF_ERROR(stream->Zero(block->data(), block->size_bytes()));
+  }
+  return std::unique_ptr<TrackWriter>(new TrackWriter(track, std::move(blocks), std::move(stream)));
+}
+
+absl::Status TrackWriter::Write(int64_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const std::shared_ptr<Block>& block = blocks_[offset / track_.block_bytes()];
+    const int64_t in_block = offset % track_.block_bytes();
+    const int64_t n = std::min(static_cast<int64_t>(bytes.size()), block->size_bytes() - in_block);
+    EMA_RETURN_IF_ERROR(stream_->CopyFromHost(block->data() + in_block, bytes.data(), n));
+    offset += n;
+    bytes = bytes.subspan(n);
+  }
+  // The caller may reuse its buffer for the next piece.
+  return stream_->Synchronize().status();
+}
+
+absl::StatusOr<std::vector<BlockRef>> TrackWriter::Finish() {
+  EMA_RETURN_IF_ERROR(stream_->Synchronize().status());
+  return std::vector<BlockRef>(blocks_.begin(), blocks_.end());
+}
+
+}  // namespace ema

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/trainer_run.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMaxWorldSize = 65536;
+constexpr size_t kMaxLaunchIdBytes = 128;
+
+absl::Status BadRequest(std::string message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TrainerRun>> TrainerRun::Create(const Manifest* manifest,
+                                                               std::string launch_id, int64_t epoch,
+                                                               int64_t world_size) {
+  if (launch_id.empty() || launch_id.size() > kMaxLaunchIdBytes) {
+    return BadRequest(absl::StrCat("launch_id: ", launch_id.size(), " bytes given, expected 1 to ",
+                                   kMaxLaunchIdBytes));
+  }
+  if (world_size < 1 || world_size > kMaxWorldSize) {
+    return BadRequest(
+        absl::StrCat("world_size: ", world_size, " given, expected 1 to ", kMaxWorldSize));
+  }
+  return std::unique_ptr<TrainerRun>(
+      new TrainerRun(manifest, std::move(launch_id), epoch, world_size));
+}
+
+TrainerRun::TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch,
+                       int64_t world_size)
+    : launch_id_(std::move(launch_id)), epoch_(epoch), coverage_(manifest), layouts_(world_size) {}
+
+absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layout) {
+  if (world_size != this->world_size()) {
+    return BadRequest(absl::StrCat("world_size: ", world_size,
+                                   " given, but the run was opened with ", this->world_size()));
+  }
+  if (rank < 0 || rank >= world_size) {
+    return BadRequest(absl::StrCat("rank: ", rank, " given, expected 0 to ", world_size - 1));
+  }
+  if (const RankLayout* joined = this->layout(rank); joined != nullptr) {
+    if (joined->digest() == layout.digest()) return absl::OkStatus();
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+                     absl::StrCat("rank ", rank, " has joined this run with another layout"));
+  }
+  if (joined_count_ + 1 < world_size) {
+    EMA_RETURN_IF_ERROR(coverage_.Add(rank, layout));
+  } else {
+    // The last rank's layout must close every hole: tried on a copy, so that a refusal changes
+    // nothing.
+    LayoutCoverage coverage = coverage_;
+    EMA_RETURN_IF_ERROR(coverage.Add(rank, layout));
+    EMA_RETURN_IF_ERROR(coverage.CheckComplete());
+  }
+  layouts_[rank] = std::make_unique<const RankLayout>(std::move(layout));
+  ++joined_count_;
+  return absl::OkStatus();
+}
+
+std::vector<int64_t> TrainerRun::MissingRanks(int64_t limit) const {
+  std::vector<int64_t> missing;
+  for (int64_t rank = 0; rank < world_size(); ++rank) {
+    if (layouts_[rank] != nullptr) continue;
+    if (static_cast<int64_t>(missing.size()) == limit) break;
+    missing.push_back(rank);
+  }
+  return missing;
+}
+
+}  // namespace ema

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One life of a trainer: which ranks it has, and what each of them pushes.
+#ifndef EMA_SERVER_CORE_TRAINER_RUN_H_
+#define EMA_SERVER_CORE_TRAINER_RUN_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ema/manifest.h"
+#include "ema/shard.h"
+
+namespace ema {
+
+// Collects the layouts of a run's ranks until they cover the manifest exactly once. Not
+// thread-safe: its model locks it. Once ready() it does not change any more.
+class TrainerRun {
+ public:
+  // `manifest` outlives the run. INVALID_ARGUMENT: launch_id or world_size out of range.
+  static absl::StatusOr<std::unique_ptr<TrainerRun>> Create(const Manifest* manifest,
+                                                            std::string launch_id, int64_t epoch,
+                                                            int64_t world_size);
+
+  // Joins a rank. The same layout again is OK. INVALID_ARGUMENT: rank or world_size does not fit,
+  // another layout than this rank joined with, LAYOUT_OVERLAP with another rank, or LAYOUT_HOLE
+  // when this is the last one. Nothing changes then.
+  absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
+
+  const std::string& launch_id() const { return launch_id_; }
+  int64_t epoch() const { return epoch_; }
+  int64_t world_size() const { return static_cast<int64_t>(layouts_.size()); }
+  bool ready() const { return joined_count_ == world_size(); }
+  // Ranks that have not joined, at most `limit`.
+  std::vector<int64_t> MissingRanks(int64_t limit) const;
+  // Null before the rank has joined.
+  const RankLayout* layout(int64_t rank) const { return layouts_[rank].get(); }
+
+ private:
+  TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size);
+
+  const std::string launch_id_;
+  const int64_t epoch_;
+  LayoutCoverage coverage_;
+  std::vector<std::unique_ptr<const RankLayout>> layouts_;  // By rank.
+  int64_t joined_count_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_TRAINER_RUN_H_

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/model_store.h"
+
+#include "tests/core/test_model.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+ModelConfig Config(const std::string& name, int64_t elements = 1000) {
+  ModelConfig config;
+  config.name = name;
+  config.manifest = MakeManifest({{"w", Dtype::kFloat32, {elements}}});
+  config.tracks = {{"ema", MakeSchedule("10ba")}};
+  return config;
+}
+
+class ModelStoreTest : public testing::Test {
+ protected:
+  ModelStore store_{TestDevice(), SmallBlocks()};
+};
+
+TEST_F(ModelStoreTest, CreatingTheSameModelAgainChangesNothing) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, store_.Create(Config("m")));
+  EXPECT_TRUE(first.created);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto second, store_.Create(Config("m")));
+  EXPECT_FALSE(second.created);
+  EXPECT_EQ(first.model, second.model);
+}
+
+TEST_F(ModelStoreTest, CreatingItDifferentlyNamesTheDifference) {
+  ASSERT_THAT(store_.Create(Config("m")), IsOk());
+  EXPECT_THAT(store_.Create(Config("m", 999)),
+              StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("float32[999]")));
+  ModelConfig config = Config("m");
+  config.tracks = {{"ema", MakeSchedule("20ba")}};
+  EXPECT_THAT(store_.Create(config), StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("20ba")));
+  config = Config("m");
+  config.max_pinned_versions = 5;
+  EXPECT_THAT(store_.Create(config), ReasonIs(ErrorReason::kModelDiffers));
+}
+
+TEST_F(ModelStoreTest, AModelBeyondTheBudgetIsRefusedAndTakesNothing) {
+  const int64_t total = store_.budget().total_bytes();
+  // (2 + 2 pinned versions) x 4 bytes.
+  const auto refused = store_.Create(Config("big", total / 16 + 1));
+  EXPECT_THAT(refused,
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("model \"big\" needs")));
+  EXPECT_THAT(refused, ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_EQ(store_.budget().reserved_bytes(), 0);
+  EXPECT_THAT(store_.Create(Config("big", total / 16)), IsOk());
+  EXPECT_THAT(store_.Create(Config("small")), ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_TRUE(store_.Delete("big"));
+  EXPECT_EQ(store_.budget().reserved_bytes(), 0);
+  EXPECT_THAT(store_.Create(Config("small")), IsOk());
+}
+
+TEST_F(ModelStoreTest, BadNamesTracksAndPinsAreRefused) {
+  for (const char* name : {"", "..", "a/b", " a", "a ", "-a", "a\n"}) {
+    EXPECT_THAT(store_.Create(Config(name)), ReasonIs(ErrorReason::kBadName)) << name;
+  }
+  ModelConfig config = Config("m");
+  config.tracks.clear();
+  EXPECT_THAT(store_.Create(config), ReasonIs(ErrorReason::kBadRequest));
+  config.tracks = {{"a", MakeSchedule("10ba")}, {"a", MakeSchedule("copy")}};
+  EXPECT_THAT(store_.Create(config), ReasonIs(ErrorReason::kBadName));
+  config = Config("m");
+  config.max_pinned_versions = 0;
+  EXPECT_THAT(store_.Create(config), ReasonIs(ErrorReason::kBadRequest));
+}
+
+TEST_F(ModelStoreTest, UnknownModelsAreNotFound) {
+  EXPECT_THAT(store_.Get("nope"), StatusIs(absl::StatusCode::kNotFound, HasSubstr("nope")));
+  EXPECT_THAT(store_.Get("no/pe"), ReasonIs(ErrorReason::kBadName));
+  EXPECT_FALSE(store_.Delete("nope"));
+}
+
+TEST_F(ModelStoreTest, DrainingRefusesWhatIsNew) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, store_.Create(Config("m")));
+  TestRank rank(created.model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  store_.Drain(absl::InfinitePast());
+  EXPECT_THAT(store_.Create(Config("n")), ReasonIs(ErrorReason::kDraining));
+  EXPECT_THAT(rank.Push(1, std::vector<std::byte>(4000)), ReasonIs(ErrorReason::kDraining));
+}
+
+}  // namespace
+}  // namespace ema

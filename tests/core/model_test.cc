@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/model.h"
+
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "tests/core/test_model.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int64_t kElements = 3000;  // Three blocks of 4 KiB.
+
+class ModelTest : public testing::Test {
+ protected:
+  ModelTest() : store_(TestDevice(), SmallBlocks()) {
+    ModelConfig config;
+    config.name = "m";
+    config.manifest =
+        MakeManifest({{"a", Dtype::kFloat32, {10, 100}}, {"b", Dtype::kFloat32, {2000}}});
+    config.tracks = {{"fast", MakeSchedule("10ba")},
+                     {"slow", MakeSchedule("100ba", "10ba")},
+                     {"raw", MakeSchedule("copy")}};
+    model_ = store_.Create(std::move(config))->model;
+  }
+
+  static std::vector<float> Values(int64_t seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    std::normal_distribution<float> normal;
+    std::vector<float> values(kElements);
+    for (float& value : values) value = normal(random);
+    return values;
+  }
+
+  std::vector<float> Read(const std::string& track, int64_t version = 0) {
+    return FloatsOf(*ReadAll(*model_, track, version));
+  }
+
+  static float Weight(double elapsed, double half_life) {
+    return static_cast<float>(-std::expm1(-std::log(2.0) * elapsed / half_life));
+  }
+
+  ModelStore store_;
+  std::shared_ptr<Model> model_;
+};
+
+TEST_F(ModelTest, FirstPushInitializesEveryTrack) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<float> values = Values(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank.Push(1, BytesOf(values)));
+  EXPECT_EQ(result.record.version, 1);
+  EXPECT_EQ(result.record.incarnation, 7);
+  EXPECT_EQ(result.record.step, 1);
+  EXPECT_FALSE(result.duplicate);
+  for (const TrackRecord& track : result.record.tracks) {
+    EXPECT_TRUE(track.updated);
+    EXPECT_EQ(track.update_weight, 1.0f);
+    EXPECT_EQ(track.update_count, 1);
+  }
+  for (const char* track : {"fast", "slow", "raw"}) EXPECT_EQ(Read(track), values) << track;
+}
+
+TEST_F(ModelTest, AveragesAgreeBitForBitWithTheDefinition) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<float> fast;
+  std::vector<float> slow;
+  int64_t fast_step = 0;
+  int64_t slow_step = 0;
+  for (const int64_t step : {1, 2, 5, 9, 10, 11, 19, 20, 45}) {
+    const std::vector<float> values = Values(step);
+    EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank.Push(step, BytesOf(values), 1000));
+    const bool slow_due = slow.empty() || step / 10 > slow_step / 10;
+    if (fast.empty()) {
+      fast = slow = values;
+    } else {
+      const float fast_weight = Weight(static_cast<double>(step - fast_step), 10);
+      const float slow_weight = Weight(static_cast<double>(step - slow_step), 100);
+      for (int64_t i = 0; i < kElements; ++i) {
+        fast[i] = std::fma(fast_weight, values[i] - fast[i], fast[i]);
+        if (slow_due) slow[i] = std::fma(slow_weight, values[i] - slow[i], slow[i]);
+      }
+      EXPECT_EQ(result.record.tracks[0].update_weight, fast_weight);
+    }
+    fast_step = step;
+    if (slow_due) slow_step = step;
+    EXPECT_EQ(result.record.tracks[1].updated, slow_due) << step;
+    EXPECT_EQ(Read("fast"), fast) << step;
+    EXPECT_EQ(Read("slow"), slow) << step;
+    EXPECT_EQ(Read("raw"), values) << step;
+  }
+}
+
+TEST_F(ModelTest, ATrackThatIsNotDueSharesItsBlocks) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->PinVersion(0));
+  ASSERT_THAT(rank.Push(2, BytesOf(Values(2))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef second, model_->PinVersion(0));
+  EXPECT_EQ(first->tracks[1].blocks, second->tracks[1].blocks);
+  EXPECT_NE(first->tracks[0].blocks, second->tracks[0].blocks);
+}
+
+TEST_F(ModelTest, NothingIsVisibleBeforeEveryRankHasCommitted) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  auto outcome = std::make_shared<PushOutcome>();
+  EXPECT_THAT(first.Open(1, outcome),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("ranks 1 of 2")));
+  ASSERT_THAT(second.Join(), IsOk());
+
+  const std::vector<std::byte> a(1000 * 4);
+  const std::vector<std::byte> b(2000 * 4);
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, outcome));
+  ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
+  EXPECT_EQ(outcome->calls, 0);
+  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kNoVersion));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, second.Push(1, b));
+  EXPECT_EQ(outcome->calls, 1);
+  EXPECT_EQ(outcome->result->record.version, result.record.version);
+}
+
+TEST_F(ModelTest, RefusedPushesLeaveTheAverageAsItWas) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  const std::vector<float> before = Read("fast");
+  const std::vector<std::byte> bytes = BytesOf(Values(2));
+  const auto total = static_cast<int64_t>(bytes.size());
+  auto outcome = std::make_shared<PushOutcome>();
+
+  {  // A damaged chunk; sent again, it is right.
+    EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(2, outcome));
+    const std::span<const std::byte> piece(bytes);
+    EXPECT_THAT(push->AddChunk({0, Crc32c(0, piece) ^ 1, total}, {piece}),
+                ReasonIs(ErrorReason::kChunkCorrupt));
+    EXPECT_THAT(TestRank::AddChunk(*push, bytes, 0, 400), IsOk());
+    EXPECT_THAT(TestRank::AddChunk(*push, bytes, 200, 400), ReasonIs(ErrorReason::kChunkOverlap));
+    EXPECT_THAT(TestRank::AddChunk(*push, bytes, 402, 400), ReasonIs(ErrorReason::kBadChunk));
+    EXPECT_THAT(push->AddChunk({total - 4, 0, 8}, {piece.subspan(0, 8)}),
+                ReasonIs(ErrorReason::kBadChunk));
+    EXPECT_THAT(push->AddChunk({-4, 0, 8}, {piece.subspan(0, 8)}),
+                ReasonIs(ErrorReason::kBadChunk));
+    EXPECT_THAT(push->AddChunk({0, 0, 0}, {}), ReasonIs(ErrorReason::kBadChunk));
+  }
+  {  // A commit with holes, with wrong counts, with a wrong digest.
+    EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(2, outcome));
+    EXPECT_THAT(push->Commit({1, 400, 0}), ReasonIs(ErrorReason::kCountMismatch));
+    const absl::Status hole = push->Commit({0, 0, 0});
+    EXPECT_THAT(hole, StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("tensor \"a\"")));
+    ASSERT_THAT(TestRank::AddChunk(*push, bytes, 400, total - 400), IsOk());
+    EXPECT_THAT(push->Commit({1, total - 400, 1}), ReasonIs(ErrorReason::kDigestMismatch));
+  }
+  EXPECT_EQ(Read("fast"), before);
+  EXPECT_EQ(model_->latest()->version, 1);
+  EXPECT_EQ(outcome->calls, 0);
+
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(2, outcome));
+  EXPECT_THAT(push->Commit({0, 0, Crc32c(0, bytes)}), IsOk());
+  EXPECT_EQ(outcome->result->record.version, 2);
+}
+
+TEST_F(ModelTest, NonFiniteValuesDropTheStepAndNameTensorElementAndRank) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  const std::vector<float> before = Read("fast");
+  for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+    std::vector<float> values = Values(2);
+    values[1000 + 77] = bad;
+    const auto result = rank.Push(2, BytesOf(values));
+    EXPECT_THAT(result, ReasonIs(ErrorReason::kNonFinite));
+    EXPECT_THAT(
+        result,
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 HasSubstr("tensor \"b\" holds NaN or infinity at element 77, pushed by rank 0")));
+  }
+  EXPECT_EQ(Read("fast"), before);
+  EXPECT_THAT(rank.Push(2, BytesOf(Values(2))), IsOk());
+}
+
+TEST_F(ModelTest, StaleStepsAndTimesThatGoBackAreRefused) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(5, BytesOf(Values(1))), IsOk());
+  EXPECT_THAT(rank.Push(4, BytesOf(Values(2))),
+              StatusIs(absl::StatusCode::kAborted, HasSubstr("step 4 is not after 5")));
+  EXPECT_THAT(rank.Push(-1, BytesOf(Values(2))), ReasonIs(ErrorReason::kBadRequest));
+  PushStart start = rank.Start(6);
+  start.time = AtBatch(4);
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kBadTime));
+  start.time = TrainingTime();
+  start.time.Set(TimeUnit::kSample, 100);
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kBadTime));
+}
+
+TEST_F(ModelTest, ACommittedStepPushedAgainIsADuplicateOnlyWithTheSameContent) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, rank.Push(1, BytesOf(Values(1)), 444));
+  EXPECT_TRUE(again.duplicate);
+  EXPECT_EQ(again.record.version, 1);
+  EXPECT_THAT(rank.Push(1, BytesOf(Values(2))), ReasonIs(ErrorReason::kStaleStep));
+  EXPECT_EQ(model_->latest()->version, 1);
+}
+
+TEST_F(ModelTest, ANewLaunchFencesTheOldOne) {
+  TestRank old_rank(model_, "old");
+  TestRank new_rank(model_, "new");
+  ASSERT_THAT(old_rank.Join(), IsOk());
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, old_rank.Open(1, outcome));
+  ASSERT_THAT(new_rank.Join(), IsOk());
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kFenced));
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  EXPECT_THAT(TestRank::AddChunk(*push, bytes, 0, 400), ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(old_rank.Push(2, bytes), ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(old_rank.Join(), ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(new_rank.Push(2, bytes), IsOk());
+}
+
+TEST_F(ModelTest, ARankThatBeginsALaterStepEndsTheOpenOne) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(second.Join(), IsOk());
+  const std::vector<std::byte> a(1000 * 4);
+  auto waiting = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, waiting));
+  ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
+  // Rank 0 has committed: for it the step is not over yet.
+  EXPECT_THAT(first.Open(2, std::make_shared<PushOutcome>()), ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_EQ(waiting->calls, 0);
+  EMA_ASSERT_OK_AND_ASSIGN(auto later, second.Open(2, std::make_shared<PushOutcome>()));
+  EXPECT_THAT(waiting->result, ReasonIs(ErrorReason::kStepAbandoned));
+  EXPECT_THAT(waiting->result, StatusIs(absl::StatusCode::kAborted, HasSubstr("rank 1")));
+}
+
+TEST_F(ModelTest, ARankThatCannotBeginALaterStepLeavesTheOpenOneAlone) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(second.Join(), IsOk());
+  const std::vector<std::byte> a(1000 * 4);
+  const std::vector<std::byte> b(model_->manifest().tensor(1).element_count() * 4);
+  auto waiting = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, waiting));
+  ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
+  // Without the unit that the tracks count in.
+  PushStart start = second.Start(2);
+  start.time = TrainingTime();
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kBadTime));
+  model_->RefuseNew(absl::UnavailableError("draining"));
+  EXPECT_THAT(second.Open(2, std::make_shared<PushOutcome>()),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("draining")));
+  EXPECT_EQ(waiting->calls, 0);
+  EXPECT_THAT(second.Push(1, b), IsOk());
+  EXPECT_EQ(waiting->result->record.version, 1);
+}
+
+TEST_F(ModelTest, RanksThatDisagreeOnTheTimeOfAStepAreTold) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(second.Join(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, std::make_shared<PushOutcome>()));
+  PushStart start = second.Start(1);
+  start.time = AtBatch(2);
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kPlanMismatch));
+}
+
+TEST_F(ModelTest, ANewerStreamOfARankFencesTheOlderAndKeepsWhatArrived) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  const auto total = static_cast<int64_t>(bytes.size());
+  auto fenced = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto older, rank.Open(1, fenced));
+  ASSERT_THAT(TestRank::AddChunk(*older, bytes, 0, 6000), IsOk());
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto newer, rank.Open(1, outcome));
+  EXPECT_THAT(fenced->result, ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(TestRank::AddChunk(*older, bytes, 6000, 400), ReasonIs(ErrorReason::kFenced));
+
+  EMA_ASSERT_OK_AND_ASSIGN(const auto state, model_->QueryPush(rank.run_epoch(), 1, 0, false));
+  EXPECT_EQ(state.state, Model::PushState::State::kOpen);
+  ASSERT_EQ(state.missing.size(), 1u);
+  EXPECT_EQ(state.missing[0].first.offset, 6000);
+  EXPECT_EQ(state.missing[0].first.length_bytes, total - 6000);
+  EXPECT_EQ(state.missing[0].second, "b");
+
+  ASSERT_THAT(TestRank::AddChunk(*newer, bytes, 6000, total - 6000), IsOk());
+  ASSERT_THAT(newer->Commit({1, total - 6000, Crc32c(0, bytes)}), IsOk());
+  EXPECT_EQ(outcome->result->record.version, 1);
+  EXPECT_EQ(Read("raw"), Values(1));
+}
+
+TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  EXPECT_EQ(model_->QueryPush(rank.run_epoch(), 1, 0, false)->state,
+            Model::PushState::State::kUnknown);
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(1, outcome));
+  EXPECT_EQ(model_->QueryPush(rank.run_epoch(), 1, 0, true)->state,
+            Model::PushState::State::kAbandoned);
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepAbandoned));
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto committed, model_->QueryPush(rank.run_epoch(), 1, 0, true));
+  EXPECT_EQ(committed.state, Model::PushState::State::kCommitted);
+  EXPECT_EQ(committed.record->version, 1);
+  EXPECT_THAT(model_->QueryPush(rank.run_epoch() + 1, 1, 0, false), ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(model_->QueryPush(rank.run_epoch(), 1, 5, false), ReasonIs(ErrorReason::kBadRequest));
+}
+
+TEST_F(ModelTest, ASessionWithoutProgressExpiresAndNamesTheMissingRanks) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(second.Join(), IsOk());
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, outcome));
+  const std::vector<std::byte> a(1000 * 4);
+  ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
+  const auto now = std::chrono::steady_clock::now();
+  model_->ExpireSession(now, std::chrono::seconds(30));
+  EXPECT_EQ(outcome->calls, 0);
+  model_->ExpireSession(now + std::chrono::seconds(31), std::chrono::seconds(30));
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kSessionExpired));
+  EXPECT_THAT(outcome->result, StatusIs(absl::StatusCode::kAborted, HasSubstr("missing ranks: 1")));
+}
+
+TEST_F(ModelTest, PinnedVersionsStayAndOthersGo) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef pinned, model_->PinVersion(1));
+  for (int64_t step = 2; step <= 6; ++step)
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+  EXPECT_EQ(Read("raw", 1), Values(1));
+  EXPECT_THAT(model_->PinVersion(2), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_EQ(Read("raw", 5), Values(5));
+  EXPECT_THAT(model_->PinVersion(7), ReasonIs(ErrorReason::kVersionNotYet));
+  EXPECT_THAT(model_->PinVersion(6, 8), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(model_->PinVersion(6, 7), IsOk());
+  pinned.reset();
+  for (int64_t step = 7; step <= 8; ++step)
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+  EXPECT_THAT(model_->PinVersion(1), ReasonIs(ErrorReason::kVersionNotKept));
+}
+
+TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<SnapshotRef> pins;
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+    pins.push_back(*model_->PinVersion(0));
+  }
+  ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
+  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->PinVersion(1), IsOk());  // Pinned already: counts once.
+  ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
+  pins.clear();
+  EXPECT_EQ(Read("raw"), Values(4));
+}
+
+TEST_F(ModelTest, AModelMadeAgainRepeatsNeitherVersionsNorRunEpochs) {
+  TestRank old_rank(model_, "old");
+  ASSERT_THAT(old_rank.Join(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult old_push, old_rank.Push(1, BytesOf(Values(1))));
+  ModelConfig config = model_->config();
+  ASSERT_TRUE(store_.Delete("m"));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again, store_.Create(std::move(config)));
+  TestRank new_rank(again.model, "new");
+  ASSERT_THAT(new_rank.Join(), IsOk());
+  EXPECT_GT(new_rank.run_epoch(), old_rank.run_epoch());
+  // The old trainer wakes up: its run is not this model's.
+  EXPECT_THAT(again.model->OpenPush(old_rank.Start(5000), [](const auto&) {}),
+              ReasonIs(ErrorReason::kFenced));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult new_push, new_rank.Push(1, BytesOf(Values(1))));
+  EXPECT_EQ(new_push.record.version, old_push.record.version);
+  EXPECT_GT(new_push.record.incarnation, old_push.record.incarnation);
+}
+
+TEST_F(ModelTest, ACrashThatLosesVersionsHidesNoneOfTheNext) {
+  // A reader has seen version 2 of this life; the next one goes on from a save of version 1.
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef saved, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult seen, rank.Push(2, BytesOf(Values(2))));
+  ModelConfig config = model_->config();
+  config.name = "restored";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto restored, store_.Create(std::move(config)));
+  restored.model->Restore(saved);
+  TestRank next(restored.model, "next");
+  ASSERT_THAT(next.Join(), IsOk());
+  ASSERT_THAT(next.Push(2, BytesOf(Values(3))), IsOk());
+  const auto records =
+      restored.model->RecordsAfter(seen.record.version, seen.record.incarnation, 10);
+  ASSERT_EQ(records.size(), 1u);
+  EXPECT_EQ(records[0].record.version, 2);
+  EXPECT_GT(records[0].record.incarnation, seen.record.incarnation);
+  EXPECT_THAT(restored.model->PinVersion(3, seen.record.incarnation),
+              ReasonIs(ErrorReason::kVersionNotKept));
+}
+
+TEST_F(ModelTest, TheSaveAtTheEndNeedsNoPin) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<SnapshotRef> held;
+  for (int64_t step = 1; step <= model_->config().max_pinned_versions; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(1))), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(held.emplace_back(), model_->PinVersion(0));
+  }
+  ASSERT_THAT(rank.Push(100, BytesOf(Values(4))), IsOk());
+  ASSERT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
+  model_->Drain(absl::UnavailableError("draining"), absl::InfinitePast());
+  ASSERT_NE(model_->NewestAfterDrain(), nullptr);
+  EXPECT_EQ(model_->NewestAfterDrain()->record.step, 100);
+}
+
+TEST_F(ModelTest, ReadersOutliveTheDeletedModel) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef pinned, model_->PinVersion(0));
+  EXPECT_TRUE(store_.Delete("m"));
+  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kModelNotFound));
+  EXPECT_THAT(rank.Push(2, BytesOf(Values(2))), ReasonIs(ErrorReason::kModelNotFound));
+  model_.reset();
+  EXPECT_EQ(
+      FloatsOf({pinned->tracks[2].blocks[0]->data(), pinned->tracks[2].blocks[0]->data() + 4}),
+      std::vector<float>{Values(1)[0]});
+}
+
+TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
+  int calls = 0;
+  const int64_t watcher = model_->Watch([&] { ++calls; });
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  for (int64_t step = 1; step <= 5; ++step)
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+  EXPECT_EQ(calls, 5);
+  model_->Unwatch(watcher);
+  ASSERT_THAT(rank.Push(6, BytesOf(Values(6))), IsOk());
+  EXPECT_EQ(calls, 5);
+  std::vector<int64_t> versions;
+  std::vector<int64_t> available;
+  for (const auto& entry : model_->RecordsAfter(2, 0, 100)) {
+    versions.push_back(entry.record.version);
+    if (entry.available) available.push_back(entry.record.version);
+  }
+  EXPECT_THAT(versions, ElementsAre(3, 4, 5, 6));
+  EXPECT_THAT(available, ElementsAre(4, 5, 6));
+}
+
+}  // namespace
+}  // namespace ema
