@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The half of CheckpointStore that finds checkpoints and loads them.
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/restore.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMaxLatestBytes = 256;
+
+absl::Status Corrupt(const std::string& problem) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
+}
+
+// `status` with "model "m", checkpoint "c": " before its message.
+absl::Status Locate(const absl::Status& status, const std::string& model,
+                    const std::string& checkpoint) {
+  const std::string message =
+      absl::StrCat("model \"", model, "\", checkpoint \"", checkpoint, "\": ", status.message());
+  const ErrorReason reason = GetErrorReason(status);
+  if (reason == ErrorReason::kUnspecified) return absl::Status(status.code(), message);
+  return MakeError(status.code(), reason, message);
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore& models) {
+  LoadReport report;
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
+  for (const std::string& name : names) {
+    const std::shared_ptr<Folder> folder = GetFolder(name);
+    absl::MutexLock lock(&folder->mu);
+    EMA_RETURN_IF_ERROR(LoadModel(name, *folder, models, report));
+  }
+  return report;
+}
+
+absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& folder,
+                                        ModelStore& models, LoadReport& report) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
+  if (!exists) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
+  for (const CheckpointId& id : ids) {
+    const std::string name = CheckpointName(id);
+    const absl::Status status = LoadCheckpoint(model_name, id, folder, models, report);
+    if (status.ok()) return absl::OkStatus();
+    if (!absl::IsDataLoss(status)) return Locate(status, model_name, name);
+    EMA_RETURN_IF_ERROR(Quarantine(folder, name));
+    report.quarantined.push_back({model_name, name, status});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
+                                             const Folder& folder, ModelStore& models,
+                                             LoadReport& report) {
+  const std::string name = CheckpointName(id);
+  const std::string path = JoinPath(folder.path, name);
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
+                       ReadCheckpointManifest(file_system_, path));
+  if (checkpoint.model_name != model_name || IdOf(checkpoint.record) != id) {
+    return Corrupt(absl::StrCat("manifest.json: it is of model \"", checkpoint.model_name, "\", ",
+                                CheckpointName(IdOf(checkpoint.record))));
+  }
+  EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, models.Create(ConfigOf(checkpoint)));
+  if (!created.created) {
+    return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug, "the model exists already");
+  }
+  absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
+      ReadCheckpoint(file_system_, path, checkpoint, *created.model);
+  if (!snapshot.ok()) {
+    models.Delete(model_name);
+    return snapshot.status();
+  }
+  created.model->Restore(*std::move(snapshot));
+  created.model->SetDurableStep(checkpoint.record.step);
+  report.loaded.push_back({model_name, name, checkpoint.record, checkpoint.total_bytes});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(const Folder& folder) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(folder.path));
+  std::vector<CheckpointId> ids;
+  for (const DirectoryEntry& entry : entries) {
+    if (const auto id = ParseCheckpointName(entry.name)) ids.push_back(*id);
+  }
+  std::sort(ids.begin(), ids.end(), std::greater<>());
+  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(folder));
+  if (latest.has_value()) {
+    const auto it = std::find(ids.begin(), ids.end(), *latest);
+    if (it != ids.end()) std::rotate(ids.begin(), it, it + 1);
+  }
+  return ids;
+}
+
+absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Folder& folder) {
+  const absl::StatusOr<std::string> text =
+      file_system_.ReadSmallFile(JoinPath(folder.path, kLatestFileName), kMaxLatestBytes);
+  // Anything that is wrong with the file itself counts as none: the names say the order, too.
+  if (absl::IsNotFound(text.status()) || absl::IsFailedPrecondition(text.status()) ||
+      absl::IsDataLoss(text.status())) {
+    return std::nullopt;
+  }
+  EMA_RETURN_IF_ERROR(text.status());
+  const std::optional<std::string> name = ParseLatest(*text);
+  if (!name.has_value()) return std::nullopt;
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, *name)));
+  if (!exists) return std::nullopt;
+  return ParseCheckpointName(*name);
+}
+
+absl::Status CheckpointStore::Quarantine(const Folder& folder, const std::string& name) {
+  absl::Status status;
+  int64_t count = 0;
+  do {
+    const std::string suffix = count == 0 ? "" : absl::StrCat("-", count);
+    status = file_system_.Rename(
+        JoinPath(folder.path, name),
+        JoinPath(folder.path, absl::StrCat(std::string(kCorruptPrefix), name, suffix)));
+    ++count;
+  } while (absl::IsAlreadyExists(status));
+  EMA_RETURN_IF_ERROR(status);
+  return Sync(folder.path);
+}
+
+absl::StatusOr<std::vector<std::string>> CheckpointStore::ModelNames() {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(ModelsPath()));
+  std::vector<std::string> names;
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.is_directory && ValidateName("model", entry.name).ok()) names.push_back(entry.name);
+  }
+  return names;
+}
+
+absl::StatusOr<int64_t> CheckpointStore::HighestIncarnation() {
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
+  int64_t highest = 0;
+  for (const std::string& name : names) {
+    const std::string path = GetFolder(name)->path;
+    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+    if (!exists) continue;
+    EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(*GetFolder(name)));
+    for (const CheckpointId& id : ids) highest = std::max(highest, id.incarnation);
+  }
+  return highest;
+}
+
+}  // namespace ema

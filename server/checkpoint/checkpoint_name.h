@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Names in a data directory: of checkpoints, and of what the start-up clears or passes over.
+#ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_NAME_H_
+#define EMA_SERVER_CHECKPOINT_CHECKPOINT_NAME_H_
+
+#include <compare>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "server/core/snapshot.h"
+
+namespace ema {
+
+// None of these can be the name of a model or a checkpoint.
+inline constexpr std::string_view kTemporaryPrefix = ".tmp-";
+inline constexpr std::string_view kCorruptPrefix = ".corrupt-";
+inline constexpr std::string_view kDeletedPrefix = ".deleted-";
+inline constexpr std::string_view kLatestFileName = "LATEST";
+
+// Which version a checkpoint holds. Ordered as versions are: by incarnation, then version.
+struct CheckpointId {
+  int64_t incarnation = 0;
+  int64_t version = 0;
+  int64_t step = 0;
+  friend auto operator<=>(const CheckpointId&, const CheckpointId&) = default;
+};
+
+CheckpointId IdOf(const VersionRecord& record);
+
+// "step-000000000040-version-1760000000-8": step, incarnation, version.
+std::string CheckpointName(const CheckpointId& id);
+// nullopt: `name` is not what CheckpointName() gives.
+std::optional<CheckpointId> ParseCheckpointName(std::string_view name);
+
+// Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
+std::string EncodeLatest(const std::string& name);
+std::optional<std::string> ParseLatest(std::string_view text);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_CHECKPOINT_NAME_H_

@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/checkpoint_store.h"
+
+#include <algorithm>
+#include <functional>
+#include <span>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/restore.h"
+
+namespace ema {
+namespace {
+
+constexpr std::string_view kLockFileName = "LOCK";
+constexpr std::string_view kIncarnationFileName = "INCARNATION";
+// For what a checkpoint holds besides the weights.
+constexpr int64_t kSpareBytes = int64_t{1} << 20;
+
+bool HasPrefix(std::string_view text, std::string_view prefix) {
+  return text.substr(0, prefix.size()) == prefix;
+}
+
+std::string WithPrefix(std::string_view prefix, std::string_view name) {
+  return std::string(prefix) + std::string(name);
+}
+
+absl::Status IgnoreAlreadyExists(const absl::Status& status) {
+  return absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
+}
+
+// Makes `path` and its parents, each one's name synced in its parent.
+absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
+  if (exists) return absl::OkStatus();
+  const size_t slash = path.find_last_of('/', path.find_last_not_of('/'));
+  const std::string parent = slash == 0                   ? std::string("/")
+                             : slash == std::string::npos ? std::string(".")
+                                                          : path.substr(0, slash);
+  EMA_RETURN_IF_ERROR(MakeDirectories(file_system, parent));
+  EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system.CreateDirectory(path)));
+  return file_system.SyncDirectory(parent);
+}
+
+// As clients of a save understand it: a folder that has gone or may not be written is no fault of
+// the call.
+absl::Status AsSaveError(const absl::Status& status) {
+  if (GetErrorReason(status) == ErrorReason::kUnspecified &&
+      (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
+       absl::IsPermissionDenied(status) || absl::IsDataLoss(status))) {
+    return absl::UnavailableError(status.message());
+  }
+  return status;
+}
+
+}  // namespace
+
+int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now); }
+
+absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(FileSystem& file_system,
+                                                                       const Options& options,
+                                                                       absl::Time now) {
+  if (options.data_dir.empty() || options.keep_count < 1) {
+    return absl::InvalidArgumentError("a data directory and a keep_count of 1 or more are needed");
+  }
+  std::unique_ptr<CheckpointStore> store(new CheckpointStore(file_system, options));
+  const absl::Status status = store->Start(now);
+  if (absl::IsAborted(status)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the data directory is used by another server: ", status.message()));
+  }
+  if (absl::IsPermissionDenied(status) || absl::IsNotFound(status)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the data directory cannot be used: ", status.message()));
+  }
+  EMA_RETURN_IF_ERROR(status);
+  return store;
+}
+
+absl::Status CheckpointStore::Start(absl::Time now) {
+  EMA_RETURN_IF_ERROR(MakeDirectories(file_system_, options_.data_dir));
+  EMA_ASSIGN_OR_RETURN(lock_, file_system_.Lock(JoinPath(options_.data_dir, kLockFileName)));
+  EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(ModelsPath())));
+  EMA_RETURN_IF_ERROR(ClearTemporary(options_.data_dir));
+  EMA_RETURN_IF_ERROR(ClearTemporary(ModelsPath()));
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
+  for (const std::string& name : names) {
+    EMA_RETURN_IF_ERROR(ClearTemporary(ModelPath(name)));
+    const std::string path = GetFolder(name)->path;
+    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+    if (exists) EMA_RETURN_IF_ERROR(ClearTemporary(path));
+  }
+  return RaiseIncarnation(now);
+}
+
+absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
+  // The clock keeps it growing when the directory is lost, the names of the checkpoints when the
+  // file is.
+  EMA_ASSIGN_OR_RETURN(const int64_t highest, HighestIncarnation());
+  int64_t incarnation = std::max(highest + 1, IncarnationWithoutStore(now));
+  const absl::StatusOr<std::string> text =
+      file_system_.ReadSmallFile(JoinPath(options_.data_dir, kIncarnationFileName), 64);
+  if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
+  int64_t stored = 0;
+  if (text.ok() && absl::SimpleAtoi(*text, &stored) && stored < INT64_MAX) {
+    incarnation = std::max(incarnation, stored + 1);
+  }
+  EMA_RETURN_IF_ERROR(
+      ReplaceFile(options_.data_dir, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
+  incarnation_ = incarnation;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
+                                                                  SnapshotRef snapshot) {
+  const std::shared_ptr<Folder> folder = GetFolder(model.config().name);
+  absl::MutexLock lock(&folder->mu);
+  // DeleteModel() may have come first; what it has set aside must not come back.
+  if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
+  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, *folder);
+  if (!result.ok()) return AsSaveError(result.status());
+  if (snapshot->record.step > model.durable_step()) model.SetDurableStep(snapshot->record.step);
+  return result;
+}
+
+absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& model,
+                                                                        const Snapshot& snapshot,
+                                                                        Folder& folder) {
+  EMA_RETURN_IF_ERROR(latch_.status());
+  if (folder.must_delete) EMA_RETURN_IF_ERROR(DeleteLocked(model.config().name, folder));
+  const CheckpointId id = IdOf(snapshot.record);
+  SaveResult result{.name = CheckpointName(id)};
+  if (folder.latest == id && folder.latest_bytes > 0) {
+    result.total_bytes = folder.latest_bytes;
+    return result;
+  }
+  EMA_RETURN_IF_ERROR(MakeDurable(model.config().name, folder));
+  EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindComplete(folder, result.name));
+  if (bytes.has_value()) {
+    result.total_bytes = *bytes;
+    // An earlier call, or server, may have ended between the rename and this.
+    EMA_RETURN_IF_ERROR(Sync(folder.path));
+  } else {
+    EMA_ASSIGN_OR_RETURN(result.total_bytes, WriteAndRename(model, snapshot, folder, result.name));
+  }
+  if (id >= folder.latest) {
+    if (id != folder.latest) {
+      EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLatestFileName, EncodeLatest(result.name)));
+    }
+    folder.latest = id;
+    folder.latest_bytes = result.total_bytes;
+  }
+  // This version is safe, whatever becomes of older ones; what could not be removed is tried again
+  // at the next save.
+  RemoveOld(folder, id).IgnoreError();
+  return result;
+}
+
+absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder& folder) {
+  if (folder.is_durable) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(ModelPath(model_name))));
+  EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(folder.path)));
+  EMA_RETURN_IF_ERROR(Sync(options_.data_dir));
+  EMA_RETURN_IF_ERROR(Sync(ModelsPath()));
+  EMA_RETURN_IF_ERROR(Sync(ModelPath(model_name)));
+  // A LATEST that was renamed just before the last server ended is on the disk after this.
+  EMA_RETURN_IF_ERROR(Sync(folder.path));
+  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(folder));
+  folder.latest = latest.value_or(CheckpointId{});
+  folder.latest_bytes = 0;
+  folder.is_durable = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folder& folder,
+                                                                     const std::string& name) {
+  const std::string path = JoinPath(folder.path, name);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+  if (!exists) return std::nullopt;
+  // It got its name when it was complete, so this fails only if somebody has changed it since.
+  const absl::StatusOr<CheckpointManifest> checkpoint = ReadCheckpointManifest(file_system_, path);
+  if (checkpoint.ok()) return checkpoint->total_bytes;
+  if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
+  EMA_RETURN_IF_ERROR(Quarantine(folder, name));
+  return std::nullopt;
+}
+
+absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
+                                                        const Folder& folder,
+                                                        const std::string& name) {
+  const int64_t needed_bytes = CheckpointDataBytes(model) + kSpareBytes;
+  EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
+  if (free_bytes < needed_bytes) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+                     absl::StrCat("model \"", model.config().name, "\": a checkpoint takes ",
+                                  needed_bytes, " bytes, the disk has ", free_bytes, " left"));
+  }
+  const std::string temporary = JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name));
+  EMA_RETURN_IF_ERROR(file_system_.RemoveTree(temporary));
+  absl::StatusOr<CheckpointManifest> written =
+      WriteCheckpoint(file_system_, latch_, temporary, model, snapshot);
+  if (!written.ok()) {
+    // Best effort: the start-up clears it, too.
+    file_system_.RemoveTree(temporary).IgnoreError();
+    return written.status();
+  }
+  EMA_RETURN_IF_ERROR(file_system_.Rename(temporary, JoinPath(folder.path, name)));
+  EMA_RETURN_IF_ERROR(Sync(folder.path));
+  return written->total_bytes;
+}
+
+absl::Status CheckpointStore::RemoveOld(const Folder& folder, const CheckpointId& saved) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(folder.path));
+  std::vector<CheckpointId> ids;
+  for (const DirectoryEntry& entry : entries) {
+    const std::optional<CheckpointId> id = ParseCheckpointName(entry.name);
+    if (id.has_value() && entry.is_directory) ids.push_back(*id);
+  }
+  std::sort(ids.begin(), ids.end(), std::greater<>());
+  for (size_t i = options_.keep_count; i < ids.size(); ++i) {
+    if (ids[i] == saved || ids[i] == folder.latest) continue;
+    const std::string name = CheckpointName(ids[i]);
+    EMA_RETURN_IF_ERROR(file_system_.Rename(
+        JoinPath(folder.path, name), JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name))));
+  }
+  return ClearTemporary(folder.path);
+}
+
+absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->mu);
+  folder->must_delete = true;
+  return AsSaveError(DeleteLocked(std::string(model_name), *folder));
+}
+
+absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder& folder) {
+  EMA_RETURN_IF_ERROR(latch_.status());
+  const std::string path = ModelPath(model_name);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+  if (exists) {
+    // A model may be deleted and created again many times in one life of the server.
+    absl::Status status;
+    int64_t count = 0;
+    do {
+      ++count;
+      status = file_system_.Rename(
+          path, ModelPath(absl::StrCat(std::string(kDeletedPrefix), incarnation_, "-", count, "-",
+                                       model_name)));
+    } while (absl::IsAlreadyExists(status));
+    EMA_RETURN_IF_ERROR(status);
+  }
+  folder.is_durable = false;
+  folder.latest = {};
+  folder.latest_bytes = 0;
+  // Also if it was not there: a call before may have renamed it without getting here.
+  EMA_RETURN_IF_ERROR(Sync(ModelsPath()));
+  folder.must_delete = false;
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::ReplaceFile(const std::string& directory, std::string_view name,
+                                          const std::string& text) {
+  const std::string temporary = JoinPath(directory, WithPrefix(kTemporaryPrefix, name));
+  if (const absl::Status status = file_system_.RemoveFile(temporary); !absl::IsNotFound(status)) {
+    EMA_RETURN_IF_ERROR(status);
+  }
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                       file_system_.NewWritableFile(temporary));
+  EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(text))));
+  EMA_RETURN_IF_ERROR(latch_.Check(file->Sync()));
+  EMA_RETURN_IF_ERROR(file->Close());
+  EMA_RETURN_IF_ERROR(file_system_.Rename(temporary, JoinPath(directory, name)));
+  return Sync(directory);
+}
+
+absl::Status CheckpointStore::ClearTemporary(const std::string& directory) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(directory));
+  bool is_synced = false;
+  for (const DirectoryEntry& entry : entries) {
+    if (!HasPrefix(entry.name, kTemporaryPrefix)) continue;
+    // Or a power failure could bring a half-removed checkpoint back under its old name.
+    if (!is_synced) EMA_RETURN_IF_ERROR(Sync(directory));
+    is_synced = true;
+    const std::string path = JoinPath(directory, entry.name);
+    EMA_RETURN_IF_ERROR(entry.is_directory ? file_system_.RemoveTree(path)
+                                           : file_system_.RemoveFile(path));
+  }
+  return absl::OkStatus();
+}
+
+std::shared_ptr<CheckpointStore::Folder> CheckpointStore::GetFolder(std::string_view model_name) {
+  absl::MutexLock lock(&mu_);
+  std::shared_ptr<Folder>& folder = folders_[std::string(model_name)];
+  if (folder == nullptr) {
+    folder = std::make_shared<Folder>(JoinPath(ModelPath(model_name), "checkpoints"));
+  }
+  return folder;
+}
+
+}  // namespace ema

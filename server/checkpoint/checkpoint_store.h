@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A server's data directory: versions of models that outlive it.
+//
+//   LOCK                                  held by the one server that uses the directory
+//   INCARNATION                           durable counter, raised at each start
+//   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C
+//   models/<model>/checkpoints/<name>/    manifest.json, tracks/<track>/model.safetensors
+//   .tmp-*                                (in any of these folders) unfinished or being removed;
+//                                         cleared at start
+//   .corrupt-<name>                       a checkpoint that failed verification, kept for a person
+//   models/.deleted-*-<model>             a deleted model, never loaded again
+//
+// Files: checkpoint_store.cc opens, saves and deletes; checkpoint_load.cc finds and loads.
+#ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
+#define EMA_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/file_system.h"
+#include "server/checkpoint/sync_latch.h"
+#include "server/core/model.h"
+#include "server/core/model_store.h"
+
+namespace ema {
+
+// The incarnation of a server without a data directory: seconds since 1970, so that it grows from
+// start to start.
+int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
+
+// Saves versions so that they survive the server and the machine's power, and loads them at the
+// next start.
+//
+// Thread-safe. Every call may block on the disk for as long as the model takes to write: not for a
+// thread that serves RPCs. A failed sync (fsync) latches the store read-only: from then on it saves
+// and deletes nothing, UNAVAILABLE with STORE_READ_ONLY, until the server is started again.
+class CheckpointStore {
+ public:
+  struct Options {
+    // Made if it is not there.
+    std::string data_dir;
+    // Checkpoints kept of each model, the newest ones. 1 or more.
+    int64_t keep_count = 3;
+  };
+
+  // Locks the directory, clears what a crash has left and raises the incarnation, durably.
+  // `file_system` outlives the store. INVALID_ARGUMENT: bad options. FAILED_PRECONDITION: another
+  // server uses the directory (the message says which), or it may not be written.
+  // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed. No lock is held after an error.
+  static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(FileSystem& file_system,
+                                                               const Options& options,
+                                                               absl::Time now = absl::Now());
+
+  // Frees the lock. REQUIRES: no call is running.
+  ~CheckpointStore() = default;
+
+  // Of this life of the server; above that of every earlier one. Constant.
+  int64_t incarnation() const { return incarnation_; }
+
+  struct Loaded {
+    std::string model;
+    std::string checkpoint;
+    VersionRecord record;
+    int64_t total_bytes = 0;
+  };
+  // A checkpoint that was set aside because a byte of it is wrong or missing.
+  struct Quarantined {
+    std::string model;
+    std::string checkpoint;
+    absl::Status problem;
+  };
+  struct LoadReport {
+    std::vector<Loaded> loaded;  // By model.
+    // A model that is here but not in `loaded` had no good checkpoint left.
+    std::vector<Quarantined> quarantined;
+  };
+
+  // Creates each model that has a checkpoint in `models`, and puts its newest good version in
+  // place, verifying every byte: the one that LATEST names, else the newest by name. Bad
+  // checkpoints are renamed and the next older one is tried. The model's next run epoch is above
+  // every earlier one. To be called once, after Open() and before `models` is served. An error that
+  // is not the fault of a checkpoint's bytes fails the call, so that no model silently starts anew;
+  // the message names model and checkpoint, and models loaded before it stay in `models`.
+  // FAILED_PRECONDITION: written by a newer server. RESOURCE_EXHAUSTED: the model does not fit.
+  // UNAVAILABLE: the disk failed.
+  absl::StatusOr<LoadReport> LoadAll(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
+
+  struct SaveResult {
+    std::string name;  // In the model's folder.
+    int64_t total_bytes = 0;
+  };
+
+  // Writes `snapshot`, a version of `model`, and sets model.SetDurableStep(). OK: it is on the
+  // disk, and is what will be loaded unless a newer one is saved. Saving what is saved already is
+  // OK and writes nothing. Saves of one model wait for each other; commits and readers do not wait
+  // for them. Holds `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL: works again when
+  // there is space. UNAVAILABLE, STORE_READ_ONLY. UNAVAILABLE: the disk failed.
+  // FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has
+  // been deleted. INTERNAL, DEVICE. After any of these the checkpoints from before are as they
+  // were.
+  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Sets a deleted model's checkpoints aside, durably; they are not loaded again. To be called
+  // after ModelStore::Delete() of it, and before a model of that name is created again. Waits for
+  // its running Save(). OK if there are none. Errors as Save(); then it is done before the next
+  // Save() of that name, or they are loaded at the next start.
+  absl::Status DeleteModel(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // OK, or the failed sync that has latched the store: UNAVAILABLE, STORE_READ_ONLY. Never blocks.
+  absl::Status health() const { return latch_.status(); }
+
+ private:
+  // One model's folder.
+  struct Folder {
+    explicit Folder(std::string checkpoints_path) : path(std::move(checkpoints_path)) {}
+
+    const std::string path;  // Of the checkpoints.
+    // Serializes what changes the folder: held while the disk is waited for.
+    absl::Mutex mu;
+    // It is there, and so are its parents, durably.
+    bool is_durable ABSL_GUARDED_BY(mu) = false;
+    // DeleteModel() has failed.
+    bool must_delete ABSL_GUARDED_BY(mu) = false;
+    // What LATEST names, durably; all zero: nothing.
+    CheckpointId latest ABSL_GUARDED_BY(mu);
+    int64_t latest_bytes ABSL_GUARDED_BY(mu) = 0;  // 0: not known.
+  };
+
+  CheckpointStore(FileSystem& file_system, const Options& options)
+      : file_system_(file_system), options_(options) {}
+
+  // Parts of Open().
+  absl::Status Start(absl::Time now);
+  absl::Status RaiseIncarnation(absl::Time now);
+  absl::StatusOr<int64_t> HighestIncarnation();
+
+  // Parts of LoadAll().
+  absl::Status LoadModel(const std::string& model_name, Folder& folder, ModelStore& models,
+                         LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
+                              const Folder& folder, ModelStore& models, LoadReport& report);
+  // Candidates of a folder, best first.
+  absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
+  absl::Status Quarantine(const Folder& folder, const std::string& name);
+
+  // Parts of Save() and DeleteModel().
+  absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot, Folder& folder)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status MakeDurable(const std::string& model_name, Folder& folder)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // The bytes of a checkpoint that is complete; nullopt: there is none of that name.
+  absl::StatusOr<std::optional<int64_t>> FindComplete(const Folder& folder,
+                                                      const std::string& name);
+  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,
+                                         const Folder& folder, const std::string& name);
+  absl::Status RemoveOld(const Folder& folder, const CheckpointId& saved)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status DeleteLocked(const std::string& model_name, Folder& folder)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+
+  // What LATEST names, if that is there.
+  absl::StatusOr<std::optional<CheckpointId>> ReadLatest(const Folder& folder);
+  // Replaces a file, durably and at once.
+  absl::Status ReplaceFile(const std::string& directory, std::string_view name,
+                           const std::string& text);
+  // Removes all that begins with kTemporaryPrefix.
+  absl::Status ClearTemporary(const std::string& directory);
+  absl::Status Sync(const std::string& directory) {
+    return latch_.Check(file_system_.SyncDirectory(directory));
+  }
+  // Directories with a model's name.
+  absl::StatusOr<std::vector<std::string>> ModelNames();
+
+  std::string ModelsPath() const { return JoinPath(options_.data_dir, "models"); }
+  std::string ModelPath(std::string_view name) const { return JoinPath(ModelsPath(), name); }
+  std::shared_ptr<Folder> GetFolder(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
+
+  FileSystem& file_system_;
+  const Options options_;
+  std::unique_ptr<FileLock> lock_;  // Constant after Open(), as incarnation_.
+  int64_t incarnation_ = 0;
+  SyncLatch latch_;
+
+  absl::Mutex mu_;  // Never held across a call of file_system_.
+  std::map<std::string, std::shared_ptr<Folder>, std::less<>> folders_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_

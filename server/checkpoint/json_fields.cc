@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/json_fields.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+absl::Status CorruptManifest(const std::string& problem) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   absl::StrCat("manifest.json: ", problem));
+}
+
+std::optional<Json> ParseStrictJson(std::string_view text) {
+  constexpr int kMaxDepth = 8;
+  bool is_bad = false;
+  std::vector<absl::flat_hash_set<std::string>> keys;  // Of the open objects.
+  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    using Event = Json::parse_event_t;
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end && !keys.empty()) keys.pop_back();
+    if (depth > kMaxDepth) is_bad = true;
+    if (event == Event::key && !keys.empty() &&
+        !keys.back().insert(parsed.get<std::string>()).second) {
+      is_bad = true;
+    }
+    return !is_bad;
+  };
+  // The parser takes a zero byte for the end.
+  if (text.find('\0') != std::string_view::npos) return std::nullopt;
+  Json json = Json::parse(text.begin(), text.end(), check, /*allow_exceptions=*/false);
+  if (is_bad || !json.is_object()) return std::nullopt;
+  return json;
+}
+
+std::string FormatChecksum(uint32_t crc) { return absl::StrFormat("%08x", crc); }
+
+std::optional<uint32_t> ParseChecksum(std::string_view text) {
+  uint32_t value = 0;
+  if (text.size() != kChecksumDigits) return std::nullopt;
+  // SimpleHexAtoi() would allow signs, spaces, capitals and "0x": two texts of one checksum.
+  if (text.find_first_not_of("0123456789abcdef") != std::string_view::npos) return std::nullopt;
+  if (!absl::SimpleHexAtoi(absl::string_view(text.data(), text.size()), &value)) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+absl::StatusOr<Fields> Fields::Of(const Json& json, std::string where) {
+  if (!json.is_object()) return CorruptManifest(absl::StrCat(where, " is not an object"));
+  return Fields(json, std::move(where));
+}
+
+absl::StatusOr<const Json*> Fields::Get(const std::string& key) const {
+  const auto it = json_.find(key);
+  if (it == json_.end()) return CorruptManifest(absl::StrCat(where_, key, " is missing"));
+  return &*it;
+}
+
+absl::StatusOr<Fields> Fields::Object(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  return Of(*json, absl::StrCat(where_, key, "."));
+}
+
+absl::StatusOr<const Json*> Fields::Array(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  if (!json->is_array()) return IsNot(key, "an array");
+  return json;
+}
+
+absl::StatusOr<int64_t> Fields::Integer(const std::string& key, int64_t least) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  const bool fits = json->is_number_integer() &&
+                    !(json->is_number_unsigned() && json->get<uint64_t>() > INT64_MAX);
+  if (!fits || json->get<int64_t>() < least) {
+    return IsNot(key, absl::StrCat("an integer of ", least, " or more"));
+  }
+  return json->get<int64_t>();
+}
+
+absl::StatusOr<double> Fields::Number(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  if (!json->is_number()) return IsNot(key, "a number");
+  return json->get<double>();
+}
+
+absl::StatusOr<bool> Fields::Boolean(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  if (!json->is_boolean()) return IsNot(key, "a boolean");
+  return json->get<bool>();
+}
+
+absl::StatusOr<std::string> Fields::String(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
+  if (!json->is_string()) return IsNot(key, "a string");
+  return json->get<std::string>();
+}
+
+absl::StatusOr<uint32_t> Fields::Checksum(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const std::string text, String(key));
+  if (const std::optional<uint32_t> crc = ParseChecksum(text)) return *crc;
+  return IsNot(key, "a CRC32C");
+}
+
+absl::Status Fields::Bad(const absl::Status& status) const {
+  return CorruptManifest(absl::StrCat(where_, " ", status.message()));
+}
+
+absl::Status Fields::IsNot(const std::string& key, const std::string& what) const {
+  return CorruptManifest(absl::StrCat(where_, key, " is not ", what));
+}
+
+}  // namespace ema

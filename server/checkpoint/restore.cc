@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/restore.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/safetensors.h"
+
+namespace ema {
+namespace {
+
+// Read, verified and copied at once; fits in most machines' last cache.
+constexpr int64_t kReadBytes = int64_t{4} << 20;
+
+absl::Status Corrupt(const std::string& problem) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
+}
+
+// A file of a checkpoint that is missing, short or no regular file is the checkpoint's fault; all
+// else is the disk's.
+absl::Status BlameCheckpoint(const absl::Status& status) {
+  if (absl::IsNotFound(status) || absl::IsDataLoss(status) || absl::IsFailedPrecondition(status)) {
+    return Corrupt(std::string(status.message()));
+  }
+  return status;
+}
+
+// Checks the header of a track's file: its checksum, and that it holds the manifest's tensors in
+// the track's dtypes. Gives the tensors' file offsets, as the manifest's tensors.
+absl::StatusOr<std::vector<int64_t>> ReadHeader(const RandomAccessFile& file,
+                                                const CheckpointTrack& saved, const Track& track,
+                                                const Manifest& manifest) {
+  if (file.size_bytes() != saved.file_bytes) {
+    return Corrupt(
+        absl::StrCat("its file has ", file.size_bytes(), " bytes, expected ", saved.file_bytes));
+  }
+  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(file);
+  if (absl::IsInvalidArgument(header.status())) {
+    return Corrupt(std::string(header.status().message()));
+  }
+  if (!header.ok()) return BlameCheckpoint(header.status());
+  std::string bytes(header->header_bytes, '\0');
+  if (const absl::Status status = file.Read(0, std::as_writable_bytes(std::span(bytes)));
+      !status.ok()) {
+    return BlameCheckpoint(status);
+  }
+  if (Crc32c(0, std::as_bytes(std::span(bytes))) != saved.header_crc32c) {
+    return Corrupt("the checksum of its header is wrong");
+  }
+  if (static_cast<int64_t>(header->tensors.size()) != manifest.tensor_count()) {
+    return Corrupt(absl::StrCat("its file has ", header->tensors.size(), " tensors, expected ",
+                                manifest.tensor_count()));
+  }
+  std::vector<int64_t> offsets(manifest.tensor_count());
+  for (const SafetensorsTensor& tensor : header->tensors) {
+    const std::optional<int64_t> i = manifest.Find(tensor.spec.name);
+    if (!i.has_value() || tensor.spec.shape != manifest.tensor(*i).shape ||
+        tensor.spec.dtype != track.layout().entry(*i).dtype) {
+      return Corrupt(absl::StrCat("tensor \"", tensor.spec.name, "\": its file has ",
+                                  tensor.spec.TypeString(), ", the manifest does not"));
+    }
+    offsets[*i] = header->header_bytes + tensor.begin;
+  }
+  return offsets;
+}
+
+absl::Status ReadTensor(const RandomAccessFile& file, int64_t file_offset, uint32_t expected_crc,
+                        const StorageLayout::Entry& entry, TrackWriter& writer,
+                        std::vector<std::byte>& buffer) {
+  uint32_t crc = 0;
+  for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
+    const std::span<std::byte> bytes =
+        std::span(buffer).first(std::min(kReadBytes, entry.length_bytes - done));
+    if (const absl::Status status = file.Read(file_offset + done, bytes); !status.ok()) {
+      return BlameCheckpoint(status);
+    }
+    crc = Crc32c(crc, bytes);
+    EMA_RETURN_IF_ERROR(writer.Write(entry.offset + done, bytes));
+  }
+  if (crc != expected_crc) return Corrupt("its checksum is wrong");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::string& file_path,
+                                           const CheckpointTrack& saved, const Track& track,
+                                           Model& model) {
+  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(file_path);
+  if (!file.ok()) return BlameCheckpoint(file.status());
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> offsets,
+                       ReadHeader(**file, saved, track, model.manifest()));
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TrackWriter> writer,
+                       TrackWriter::Create(model.device(), track));
+  std::vector<std::byte> buffer(
+      std::min<int64_t>(kReadBytes, std::max<int64_t>(saved.file_bytes, 1)));
+  for (int64_t i = 0; i < model.manifest().tensor_count(); ++i) {
+    const absl::Status status = ReadTensor(**file, offsets[i], saved.tensor_crc32c[i],
+                                           track.layout().entry(i), *writer, buffer);
+    if (absl::IsDataLoss(status)) {
+      return Corrupt(
+          absl::StrCat("tensor \"", model.manifest().tensor(i).name, "\": ", status.message()));
+    }
+    EMA_RETURN_IF_ERROR(status);
+  }
+  TrackSnapshot snapshot;
+  snapshot.state = saved.state;
+  EMA_ASSIGN_OR_RETURN(snapshot.blocks, writer->Finish());
+  return snapshot;
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
+                                                          const std::string& path) {
+  const absl::StatusOr<std::string> text =
+      file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
+  if (!text.ok()) return BlameCheckpoint(text.status());
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(*text));
+  if (const absl::Status status = ConfigOf(checkpoint).Validate(); !status.ok()) {
+    return Corrupt(absl::StrCat("manifest.json: ", status.message()));
+  }
+  return checkpoint;
+}
+
+ModelConfig ConfigOf(const CheckpointManifest& checkpoint) {
+  ModelConfig config;
+  config.name = checkpoint.model_name;
+  config.manifest = std::make_shared<const Manifest>(checkpoint.manifest);
+  for (const CheckpointTrack& track : checkpoint.tracks) config.tracks.push_back(track.config);
+  config.max_pinned_versions = checkpoint.max_pinned_versions;
+  return config;
+}
+
+absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
+                                                         const std::string& path,
+                                                         const CheckpointManifest& checkpoint,
+                                                         Model& model) {
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->record = checkpoint.record;
+  for (size_t t = 0; t < model.tracks().size(); ++t) {
+    const Track& track = model.tracks()[t];
+    absl::StatusOr<TrackSnapshot> restored = RestoreTrack(
+        file_system, TrackFilePath(path, track.name()), checkpoint.tracks[t], track, model);
+    if (absl::IsDataLoss(restored.status())) {
+      return Corrupt(absl::StrCat("track \"", track.name(), "\": ", restored.status().message()));
+    }
+    EMA_RETURN_IF_ERROR(restored.status());
+    snapshot->tracks.push_back(*std::move(restored));
+  }
+  return snapshot;
+}
+
+}  // namespace ema

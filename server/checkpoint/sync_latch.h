@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Remembers the first failed fsync.
+#ifndef EMA_SERVER_CHECKPOINT_SYNC_LATCH_H_
+#define EMA_SERVER_CHECKPOINT_SYNC_LATCH_H_
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/error_reason.h"
+
+namespace ema {
+
+// After a failed fsync the kernel may have dropped the data and will report success the next time
+// (as PostgreSQL learned in 2018), so nothing that is written later can be called durable.
+// Thread-safe; never blocks for long.
+class SyncLatch {
+ public:
+  // Passes `sync_status` on, and latches if it is an error: the result is then UNAVAILABLE,
+  // STORE_READ_ONLY. RESOURCE_EXHAUSTED does not latch: of a full disk, what could not be synced is
+  // still temporary and is removed; without a free descriptor, nothing was tried.
+  absl::Status Check(const absl::Status& sync_status) ABSL_LOCKS_EXCLUDED(mu_) {
+    if (sync_status.ok() || absl::IsResourceExhausted(sync_status)) return sync_status;
+    absl::MutexLock lock(&mu_);
+    if (latched_.ok()) {
+      latched_ = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
+                           absl::StrCat("the checkpoint store is read-only until the server is "
+                                        "started again: ",
+                                        sync_status.message()));
+    }
+    return latched_;
+  }
+
+  // OK, or what has latched.
+  absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return latched_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  absl::Status latched_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_SYNC_LATCH_H_

@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/checkpoint_store.h"
+
+#include <cstdlib>
+#include <string>
+#include <thread>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/checkpoint/safetensors.h"
+#include "server/checkpoint/sync_latch.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_checkpoints.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+const absl::Time kNow = absl::FromUnixSeconds(1'760'000'000);
+
+std::unique_ptr<CheckpointStore> OpenStore(FileSystem& files, absl::Time now = kNow) {
+  auto store = CheckpointStore::Open(files, {.data_dir = "/data"}, now);
+  EXPECT_THAT(store, IsOk());
+  return *std::move(store);
+}
+
+std::string CheckpointsPath(const std::string& model) {
+  return absl::StrCat("/data/models/", model, "/checkpoints");
+}
+
+// Names in a model's folder that are checkpoints.
+std::vector<std::string> Saved(FakeFileSystem& files, const std::string& model = "m") {
+  std::vector<std::string> names;
+  const auto entries = files.ListDirectory(CheckpointsPath(model));
+  EXPECT_THAT(entries, IsOk());
+  for (const DirectoryEntry& entry : *entries) {
+    if (absl::StartsWith(entry.name, "step-")) names.push_back(entry.name);
+  }
+  return names;
+}
+
+// A server's start with what `files` has.
+struct Restarted {
+  static ModelStore::Options WithIncarnation(int64_t incarnation) {
+    ModelStore::Options options = SmallBlocks();
+    options.model.incarnation = incarnation;
+    return options;
+  }
+
+  explicit Restarted(FileSystem& files, absl::Time now = kNow)
+      : store(OpenStore(files, now)), models(TestDevice(), WithIncarnation(store->incarnation())) {
+    auto loaded = store->LoadAll(models);
+    EXPECT_THAT(loaded, IsOk());
+    if (loaded.ok()) report = *std::move(loaded);
+  }
+
+  std::unique_ptr<CheckpointStore> store;
+  ModelStore models;
+  CheckpointStore::LoadReport report;
+};
+
+TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
+  std::string directory = testing::TempDir() + "/ema_store_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const CheckpointStore::Options options = {.data_dir = directory + "/new/data"};
+  TestVersions versions(3);
+  std::string name;
+  {
+    EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+    EXPECT_EQ(versions.model->durable_step(), 0);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Save(*versions.model, versions[3]));
+    name = saved.name;
+    EXPECT_EQ(name, "step-000000000030-version-7-3");
+    EXPECT_EQ(versions.model->durable_step(), 30);
+    int64_t file_bytes = 0;
+    for (const char* track : {"fast", "slow", "raw"}) {
+      EMA_ASSERT_OK_AND_ASSIGN(
+          const auto file,
+          PosixFileSystem().OpenFile(absl::StrCat(options.data_dir, "/models/m/checkpoints/", name,
+                                                  "/tracks/", track, "/model.safetensors")));
+      EMA_ASSERT_OK_AND_ASSIGN(const SafetensorsHeader header, ReadSafetensorsHeader(*file));
+      EXPECT_EQ(header.metadata.at("ema.track"), track);
+      EXPECT_EQ(header.metadata.at("ema.step"), "30");
+      EXPECT_EQ(header.metadata.at("format"), "pt");
+      EXPECT_EQ(header.header_bytes % 64, 0);
+      for (const SafetensorsTensor& tensor : header.tensors) {
+        EXPECT_EQ(tensor.begin % DtypeSize(tensor.spec.dtype), 0) << tensor.spec.name;
+      }
+      file_bytes += file->size_bytes();
+    }
+    EXPECT_EQ(saved.total_bytes, file_bytes);
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+  ModelStore models(TestDevice(), SmallBlocks());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto report, store->LoadAll(models));
+  ASSERT_EQ(report.loaded.size(), 1u);
+  EXPECT_THAT(report.quarantined, IsEmpty());
+  EXPECT_EQ(report.loaded[0].model, "m");
+  EXPECT_EQ(report.loaded[0].checkpoint, name);
+  EXPECT_EQ(report.loaded[0].record.step, 30);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto model, models.Get("m"));
+  ExpectSameVersion(*model, *versions.model, *versions[3]);
+  EXPECT_EQ(model->durable_step(), 30);
+  PosixFileSystem().RemoveTree(directory).IgnoreError();
+}
+
+TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  EXPECT_THAT(OpenStore(files)->Save(*versions.model, versions[2]), IsOk());
+  Restarted server(files);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
+  // Every epoch that an earlier life can have given is fenced.
+  EXPECT_GE(model->run_epoch(), server.store->incarnation());
+  const std::vector<std::byte> weights = RandomWeights(model->manifest(), 33);
+  TestRank restarted(model, "launch 2");
+  ASSERT_THAT(restarted.Join(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult after, restarted.Push(30, weights));
+  TestRank uninterrupted(versions.model, "launch 2");
+  ASSERT_THAT(uninterrupted.Join(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult expected, uninterrupted.Push(30, weights));
+  EXPECT_EQ(after.record.version, expected.record.version);
+  for (const char* track : {"fast", "slow", "raw"}) {
+    EXPECT_EQ(*ReadAll(*model, track), *ReadAll(*versions.model, track)) << track;
+  }
+}
+
+TEST(CheckpointStoreTest, SavingAVersionAgainWritesNothing) {
+  FakeFileSystem files;
+  TestVersions versions(1);
+  auto store = OpenStore(files);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, store->Save(*versions.model, versions[1]));
+  files.set_hook([](const std::string& operation, const std::string&) {
+    EXPECT_THAT(operation, Not(testing::AnyOf("create", "append", "rename", "remove")));
+    return absl::OkStatus();
+  });
+  for (int i = 0; i < 2; ++i) {
+    EMA_ASSERT_OK_AND_ASSIGN(const auto again, store->Save(*versions.model, versions[1]));
+    EXPECT_EQ(again.name, first.name);
+    EXPECT_EQ(again.total_bytes, first.total_bytes);
+    // The next server does not know of it, but finds it.
+    store.reset();
+    files.set_hook(nullptr);
+    store = OpenStore(files);
+  }
+}
+
+TEST(CheckpointStoreTest, KeepsTheNewestThree) {
+  FakeFileSystem files;
+  TestVersions versions(5);
+  auto store = OpenStore(files);
+  for (int64_t version = 1; version <= 5; ++version) {
+    ASSERT_THAT(store->Save(*versions.model, versions[version]), IsOk());
+  }
+  EXPECT_THAT(Saved(files),
+              testing::ElementsAre("step-000000000030-version-7-3", "step-000000000040-version-7-4",
+                                   "step-000000000050-version-7-5"));
+  for (const std::string& path : files.AllPaths()) EXPECT_THAT(path, Not(HasSubstr(".tmp-")));
+}
+
+TEST(CheckpointStoreTest, AnOlderVersionSavedLateIsNotTheLatest) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  {
+    auto store = OpenStore(files);
+    ASSERT_THAT(store->Save(*versions.model, versions[2]), IsOk());
+    ASSERT_THAT(store->Save(*versions.model, versions[1]), IsOk());
+    EXPECT_EQ(versions.model->durable_step(), 20);
+    // Both are on the disk.
+    EXPECT_EQ(Saved(*files.AfterCrash(PowerLoss::kNothing)).size(), 2u);
+  }
+  Restarted server(files);
+  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+}
+
+TEST(CheckpointStoreTest, SavesOfManyModelsAndThreadsDoNotMix) {
+  std::string directory = testing::TempDir() + "/ema_store_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const CheckpointStore::Options options = {.data_dir = directory};
+  TestVersions a(2, "a");
+  TestVersions b(2, "b");
+  {
+    EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+    std::vector<std::thread> threads;
+    for (TestVersions* versions : {&a, &b}) {
+      for (int64_t version = 1; version <= 2; ++version) {
+        for (int i = 0; i < 2; ++i) {
+          threads.emplace_back([&store, versions, version] {
+            EXPECT_THAT(store->Save(*versions->model, (*versions)[version]), IsOk());
+          });
+        }
+      }
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+  ModelStore models(TestDevice(), SmallBlocks());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto report, store->LoadAll(models));
+  ASSERT_EQ(report.loaded.size(), 2u);
+  ExpectSameVersion(**models.Get("a"), *a.model, *a[2]);
+  ExpectSameVersion(**models.Get("b"), *b.model, *b[2]);
+  PosixFileSystem().RemoveTree(directory).IgnoreError();
+}
+
+// A data directory with versions 1 and 2 of "m".
+class DamageTest : public testing::Test {
+ protected:
+  DamageTest() : versions_(2) {
+    auto store = OpenStore(files_);
+    for (int64_t version = 1; version <= 2; ++version) {
+      EXPECT_THAT(store->Save(*versions_.model, versions_[version]), IsOk());
+    }
+  }
+
+  static std::string PathOf(int64_t version) {
+    return absl::StrCat(CheckpointsPath("m"), "/step-0000000000", version, "0-version-7-", version);
+  }
+
+  void ExpectLoads(int64_t version) {
+    Restarted server(files_);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
+    ExpectSameVersion(*model, *versions_.model, *versions_[version]);
+  }
+
+  // Expects that version 2 is set aside with this problem, and 1 loaded.
+  void ExpectQuarantine(const std::string& problem) {
+    Restarted server(files_);
+    ASSERT_EQ(server.report.quarantined.size(), 1u);
+    EXPECT_EQ(server.report.quarantined[0].model, "m");
+    EXPECT_EQ(server.report.quarantined[0].checkpoint, "step-000000000020-version-7-2");
+    EXPECT_THAT(server.report.quarantined[0].problem,
+                AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(problem)),
+                      ReasonIs(ErrorReason::kCheckpointCorrupt)));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
+    ExpectSameVersion(*model, *versions_.model, *versions_[1]);
+    EXPECT_THAT(
+        files_.AllPaths(),
+        Contains(absl::StrCat(CheckpointsPath("m"), "/.corrupt-step-000000000020-version-7-2")));
+  }
+
+  FakeFileSystem files_;
+  TestVersions versions_;
+};
+
+TEST_F(DamageTest, EveryChangedByteIsDetectedAndTheOlderVersionIsLoaded) {
+  // Bytes of each class; a changed byte in any of them is covered by the same checksum.
+  const std::string manifest = PathOf(2) + "/manifest.json";
+  for (const std::string& file : {manifest, PathOf(2) + "/tracks/fast/model.safetensors",
+                                  PathOf(2) + "/tracks/slow/model.safetensors",
+                                  PathOf(2) + "/tracks/raw/model.safetensors"}) {
+    const int64_t size = static_cast<int64_t>(files_.FileBytes(file).size());
+    for (int64_t at = 0; at < size; at += at < 1200 ? 7 : 509) {
+      auto files = files_.AfterCrash(PowerLoss::kNone);
+      std::string& bytes = files->FileBytes(file);
+      bytes[at] = static_cast<char>(bytes[at] ^ (1 << (at % 8)));
+      Restarted server(*files);
+      ASSERT_EQ(server.report.quarantined.size(), 1u) << file << " " << at;
+      ASSERT_EQ(server.report.loaded.size(), 1u) << file << " " << at;
+      ASSERT_EQ(server.report.loaded[0].record.version, 1) << file << " " << at;
+    }
+  }
+}
+
+TEST_F(DamageTest, AChangedTensorIsNamed) {
+  std::string& bytes = files_.FileBytes(PathOf(2) + "/tracks/raw/model.safetensors");
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  ExpectQuarantine("track \"raw\": tensor \"u8\": its checksum is wrong");
+}
+
+TEST_F(DamageTest, AShortFileIsNamed) {
+  files_.FileBytes(PathOf(2) + "/tracks/raw/model.safetensors").pop_back();
+  ExpectQuarantine("track \"raw\": its file has");
+}
+
+TEST_F(DamageTest, AMissingFileIsNamed) {
+  ASSERT_THAT(files_.RemoveFile(PathOf(2) + "/tracks/raw/model.safetensors"), IsOk());
+  ExpectQuarantine("track \"raw\": ");
+}
+
+TEST_F(DamageTest, AMissingManifestIsNamed) {
+  ASSERT_THAT(files_.RemoveFile(PathOf(2) + "/manifest.json"), IsOk());
+  ExpectQuarantine("manifest.json");
+}
+
+TEST_F(DamageTest, ACheckpointUnderAnotherVersionsNameIsNotLoaded) {
+  ASSERT_THAT(files_.RemoveTree(PathOf(2)), IsOk());
+  ASSERT_THAT(files_.Rename(PathOf(1), PathOf(2)), IsOk());
+  Restarted server(files_);
+  EXPECT_EQ(server.report.quarantined.size(), 1u);
+  EXPECT_THAT(server.report.loaded, IsEmpty());
+  EXPECT_THAT(server.models.List(), IsEmpty());
+}
+
+TEST_F(DamageTest, WithoutAGoodLatestFileTheNewestNameIsLoaded) {
+  files_.FileBytes(CheckpointsPath("m") + "/LATEST")[10] ^= 1;
+  ExpectLoads(2);
+  ASSERT_THAT(files_.RemoveFile(CheckpointsPath("m") + "/LATEST"), IsOk());
+  ExpectLoads(2);
+}
+
+TEST_F(DamageTest, TheLatestFileDecides) {
+  files_.FileBytes(CheckpointsPath("m") + "/LATEST") =
+      EncodeLatest("step-000000000010-version-7-1");
+  ExpectLoads(1);
+}
+
+TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
+  for (int64_t version = 1; version <= 2; ++version) {
+    files_.FileBytes(PathOf(version) + "/manifest.json")[100] ^= 1;
+  }
+  {
+    Restarted server(files_);
+    EXPECT_EQ(server.report.quarantined.size(), 2u);
+    EXPECT_THAT(server.report.loaded, IsEmpty());
+    EXPECT_THAT(server.store->Save(*versions_.model, versions_[1]), IsOk());
+  }
+  ExpectLoads(1);
+}
+
+TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
+  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 2}";
+  auto store = OpenStore(files_);
+  ModelStore models(TestDevice(), SmallBlocks());
+  EXPECT_THAT(store->LoadAll(models),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
+                             HasSubstr("format_version 2"))));
+}
+
+TEST_F(DamageTest, AModelThatDoesNotFitStopsTheStart) {
+  auto store = OpenStore(files_);
+  ModelStore::Options options = SmallBlocks();
+  options.memory_bytes = 1000;
+  ModelStore models(TestDevice(), options);
+  EXPECT_THAT(store->LoadAll(models),
+              AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("model \"m\"")),
+                    ReasonIs(ErrorReason::kMemoryBudget)));
+}
+
+TEST(CheckpointStoreTest, ADeletedModelIsNotLoadedAndNotSavedAgain) {
+  FakeFileSystem files;
+  TestVersions versions(3);
+  {
+    auto store = OpenStore(files);
+    for (const int64_t version : {1, 2}) {
+      ASSERT_THAT(store->Save(*versions.model, versions[version]), IsOk());
+    }
+    ASSERT_TRUE(versions.models.Delete("m"));
+    ASSERT_THAT(store->DeleteModel("m"), IsOk());
+    EXPECT_THAT(store->Save(*versions.model, versions[3]),
+                AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("m")),
+                      ReasonIs(ErrorReason::kModelNotFound)));
+    // Another model of that name starts from nothing, and can be deleted, too.
+    TestVersions others(1);
+    ASSERT_THAT(store->Save(*others.model, others[1]), IsOk());
+    EXPECT_THAT(Saved(files), testing::ElementsAre("step-000000000010-version-7-1"));
+    ASSERT_TRUE(others.models.Delete("m"));
+    ASSERT_THAT(store->DeleteModel("m"), IsOk());
+    EXPECT_THAT(store->DeleteModel("m"), IsOk());
+  }
+  Restarted server(files);
+  EXPECT_THAT(server.report.loaded, IsEmpty());
+  EXPECT_THAT(server.report.quarantined, IsEmpty());
+  const std::string deleted = absl::StrCat("/data/models/.deleted-1760000000000000-");
+  EXPECT_THAT(files.AllPaths(),
+              Contains(deleted + "1-m/checkpoints/step-000000000020-version-7-2"));
+  EXPECT_THAT(files.AllPaths(),
+              Contains(deleted + "2-m/checkpoints/step-000000000010-version-7-1"));
+}
+
+TEST(CheckpointStoreTest, ADeletionThatFailedComesBeforeTheNextSave) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  auto store = OpenStore(files);
+  ASSERT_THAT(store->Save(*versions.model, versions[2]), IsOk());
+  ASSERT_TRUE(versions.models.Delete("m"));
+  files.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "rename" ? absl::UnavailableError("I/O error") : absl::OkStatus();
+  });
+  EXPECT_THAT(store->DeleteModel("m"), StatusIs(absl::StatusCode::kUnavailable, "I/O error"));
+  files.set_hook(nullptr);
+  TestVersions others(1);
+  ASSERT_THAT(store->Save(*others.model, others[1]), IsOk());
+  EXPECT_THAT(Saved(files), testing::ElementsAre("step-000000000010-version-7-1"));
+}
+
+TEST(CheckpointStoreTest, ATensorThatTheFormatCannotHoldIsNamed) {
+  FakeFileSystem files;
+  ModelStore models(TestDevice(), SmallBlocks());
+  ModelConfig config;
+  config.name = "m";
+  config.manifest = MakeManifest({{"__metadata__", Dtype::kFloat32, {1}}});
+  config.tracks = {{"raw", MakeSchedule("copy")}};
+  const auto model = models.Create(std::move(config))->model;
+  TestRank rank(model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf({1.0f})), IsOk());
+  EXPECT_THAT(OpenStore(files)->Save(*model, *model->PinVersion(0)),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("\"__metadata__\"")));
+}
+
+TEST(CheckpointStoreTest, ASecondServerIsRefused) {
+  FakeFileSystem files;
+  auto store = OpenStore(files);
+  EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = "/data"}),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("used by another server")));
+  store.reset();
+  EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = "/data"}), IsOk());
+}
+
+TEST(CheckpointStoreTest, OptionsAreChecked) {
+  FakeFileSystem files;
+  EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = ""}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("data directory")));
+  EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 0}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("keep_count")));
+}
+
+TEST(IncarnationTest, GrowsWithEveryStart) {
+  FakeFileSystem files;
+  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(100))->incarnation(), 100);
+  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(100))->incarnation(), 101);
+  // Also when the clock goes back.
+  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(50))->incarnation(), 102);
+  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(500))->incarnation(), 500);
+  EXPECT_EQ(IncarnationWithoutStore(absl::FromUnixMicros(500)), 500);
+}
+
+TEST(SyncLatchTest, LatchesOnAFailedFsyncAndOnNothingElse) {
+  SyncLatch latch;
+  EXPECT_THAT(latch.Check(absl::ResourceExhaustedError("too many open files")),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
+  EXPECT_THAT(latch.status(), IsOk());
+  EXPECT_THAT(latch.Check(absl::UnavailableError("I/O error")),
+              ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(latch.Check(absl::OkStatus()), IsOk());
+  EXPECT_THAT(latch.status(), ReasonIs(ErrorReason::kStoreReadOnly));
+}
+
+TEST(IncarnationTest, GrowsWhenItsFileIsLost) {
+  FakeFileSystem files;
+  TestVersions versions(1);
+  EXPECT_THAT(OpenStore(files)->Save(*versions.model, versions[1]), IsOk());
+  for (const char* bad : {"", "x", "-5\n", "99999999999999999999\n", "9223372036854775807\n"}) {
+    files.FileBytes("/data/INCARNATION") = bad;
+    EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(3))->incarnation(), kTestIncarnation + 1)
+        << bad;
+  }
+}
+
+}  // namespace
+}  // namespace ema

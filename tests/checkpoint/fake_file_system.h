@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A file system in memory that remembers what has been synced, for tests: any operation can be made
+// to fail, and the power can go at any moment.
+#ifndef EMA_TESTS_CHECKPOINT_FAKE_FILE_SYSTEM_H_
+#define EMA_TESTS_CHECKPOINT_FAKE_FILE_SYSTEM_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "server/checkpoint/file_system.h"
+
+namespace ema {
+
+// What is left of things that were not synced when the power goes.
+enum class PowerLoss {
+  kNone,       // All of it: only the process was killed.
+  kNothing,    // None.
+  kNamesOnly,  // All names, but the files have only the bytes that were synced.
+  kAnything,   // Any part of it, by the seed: names in any order, whole files, a torn part of them,
+               // or zeros.
+};
+
+// Not thread-safe, but for single-threaded tests of thread-safe classes.
+class FakeFileSystem final : public FileSystem {
+ public:
+  // Called before each operation, with its name ("create", "append", "sync", "close", "open",
+  // "read", "rename", "syncdir", "mkdir", "list", "remove", "exists", "free", "lock") and path. If
+  // it gives an error the operation fails with that; half of an append's bytes are written then.
+  using Hook = std::function<absl::Status(const std::string& operation, const std::string& path)>;
+  void set_hook(Hook hook) { hook_ = std::move(hook); }
+  void set_free_bytes(int64_t bytes) { free_bytes_ = bytes; }
+
+  // The files as they are after the machine has gone down now. Locks are free, the hook is gone.
+  std::unique_ptr<FakeFileSystem> AfterCrash(PowerLoss loss, uint32_t seed = 0) const;
+
+  // The bytes of a file, to look at or to damage. REQUIRES: it is there.
+  std::string& FileBytes(const std::string& path);
+  // All files and directories, as paths.
+  std::vector<std::string> AllPaths() const;
+
+  absl::StatusOr<std::unique_ptr<WritableFile>> NewWritableFile(const std::string& path) override;
+  absl::StatusOr<std::unique_ptr<RandomAccessFile>> OpenFile(const std::string& path) override;
+  absl::Status Rename(const std::string& from, const std::string& to) override;
+  absl::Status SyncDirectory(const std::string& path) override;
+  absl::Status CreateDirectory(const std::string& path) override;
+  absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(const std::string& path) override;
+  absl::Status RemoveFile(const std::string& path) override;
+  // One operation ("remove") for each name that goes.
+  absl::Status RemoveTree(const std::string& path) override;
+  absl::StatusOr<bool> Exists(const std::string& path) override;
+  absl::StatusOr<int64_t> FreeBytes(const std::string& path) override;
+  absl::StatusOr<std::unique_ptr<FileLock>> Lock(const std::string& path) override;
+
+ private:
+  class Writer;
+  class Reader;
+  class Holder;
+
+  // A file or a directory. Numbered, so that a copy of the whole can be made.
+  struct Node {
+    bool is_directory = false;
+    std::string bytes;
+    std::string synced_bytes;
+    std::map<std::string, int64_t> names;  // In a directory: numbers of nodes.
+  };
+  // A change of one directory: happens as a whole or not at all.
+  struct Change {
+    int64_t directory = 0;
+    std::vector<std::pair<std::string, std::optional<int64_t>>> names;
+    bool is_synced = false;
+  };
+
+  absl::Status Call(const std::string& operation, const std::string& path) const;
+  std::optional<int64_t> Find(const std::string& path) const;
+  // The directory that holds `path`, and its name there.
+  absl::StatusOr<std::pair<int64_t, std::string>> FindParent(const std::string& path) const;
+  void Apply(int64_t directory, std::vector<std::pair<std::string, std::optional<int64_t>>> names);
+  absl::Status RemoveNode(const std::string& path);
+
+  std::vector<Node> nodes_ = {{.is_directory = true}};  // The first is the root.
+  std::vector<Change> changes_;                         // Since the beginning.
+  std::set<std::string> locks_;
+  int64_t free_bytes_ = int64_t{1} << 40;
+  Hook hook_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_TESTS_CHECKPOINT_FAKE_FILE_SYSTEM_H_
