@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/admin_service.h"
+
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kDefaultMaxPinnedVersions = 2;
+
+}  // namespace
+
+void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+                          const std::function<void(std::function<void()>)>& worker) {
+#define EMA_LISTEN(method, executor)                                                           \
+  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
+      rpc, queue,                                                                              \
+      [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
+            grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
+            grpc::ServerCompletionQueue* q,                                                    \
+            void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
+      [this](const v1::method##Request& request) { return method(request); }, executor)
+  EMA_LISTEN(CreateModel, nullptr);
+  EMA_LISTEN(GetModel, nullptr);
+  EMA_LISTEN(ListModels, nullptr);
+  EMA_LISTEN(DeleteModel, worker);
+  EMA_LISTEN(OpenRun, nullptr);
+  EMA_LISTEN(QueryPush, nullptr);
+  EMA_LISTEN(ListVersions, nullptr);
+  EMA_LISTEN(CreateCheckpoint, worker);
+#undef EMA_LISTEN
+}
+
+absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(
+    const v1::CreateModelRequest& request) {
+  EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request, kDefaultMaxPinnedVersions));
+  EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, store_->Create(std::move(config)));
+  v1::CreateModelResponse response;
+  *response.mutable_model() = ToProto(*created.model, /*with_manifest=*/true);
+  response.set_created(created.created);
+  return response;
+}
+
+absl::StatusOr<v1::GetModelResponse> AdminService::GetModel(const v1::GetModelRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  v1::GetModelResponse response;
+  *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
+  return response;
+}
+
+absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListModelsRequest&) {
+  v1::ListModelsResponse response;
+  for (const std::shared_ptr<Model>& model : store_->List()) {
+    *response.add_models() = ToProto(*model, /*with_manifest=*/false);
+  }
+  return response;
+}
+
+absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
+    const v1::DeleteModelRequest& request) {
+  EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
+  store_->Delete(request.model());
+  // Also if it was not there: a call before may have failed here.
+  EMA_RETURN_IF_ERROR(checkpoints_.forget(request.model()));
+  return v1::DeleteModelResponse();
+}
+
+absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  if (request.manifest_digest() != model->manifest().digest()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kLayoutMismatch,
+        absl::StrCat("manifest_digest: ", request.manifest_digest(), " given, model \"",
+                     request.model(), "\" has ", model->manifest().digest()));
+  }
+  EMA_ASSIGN_OR_RETURN(const Model::JoinResult joined,
+                       model->JoinRun(request.launch_id(), request.rank(), request.world_size(),
+                                      FromProto(request.layout())));
+  v1::OpenRunResponse response;
+  response.set_run_epoch(joined.run_epoch);
+  response.set_layout_digest(joined.layout_digest);
+  response.set_ready(joined.ready);
+  response.mutable_missing_ranks()->Assign(joined.missing_ranks.begin(),
+                                           joined.missing_ranks.end());
+  if (joined.latest.has_value()) {
+    *response.mutable_latest() = ToProto(*joined.latest, model->tracks());
+  }
+  return response;
+}
+
+absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPushRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const Model::PushState state,
+                       model->QueryPush(request.run_epoch(), request.step(), request.rank(),
+                                        request.abandon_if_unfinished()));
+  v1::QueryPushResponse response;
+  switch (state.state) {
+    case Model::PushState::State::kUnknown:
+      response.set_state(v1::QueryPushResponse::STATE_UNKNOWN);
+      break;
+    case Model::PushState::State::kOpen:
+      response.set_state(v1::QueryPushResponse::STATE_OPEN);
+      break;
+    case Model::PushState::State::kCommitted:
+      response.set_state(v1::QueryPushResponse::STATE_COMMITTED);
+      *response.mutable_version() = ToProto(*state.record, model->tracks());
+      break;
+    case Model::PushState::State::kAbandoned:
+      response.set_state(v1::QueryPushResponse::STATE_ABANDONED);
+      break;
+  }
+  response.set_rank_committed(state.rank_committed);
+  for (const auto& [range, tensor] : state.missing) {
+    v1::QueryPushResponse::Range* const out = response.add_missing();
+    out->set_offset(range.offset);
+    out->set_length_bytes(range.length_bytes);
+    out->set_tensor(tensor);
+  }
+  response.mutable_missing_ranks()->Assign(state.missing_ranks.begin(), state.missing_ranks.end());
+  return response;
+}
+
+absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
+    const v1::ListVersionsRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  v1::ListVersionsResponse response;
+  // One message must hold them.
+  constexpr size_t kMaxBytes = 4 << 20;
+  size_t bytes = 0;
+  for (const Model::RecordEntry& entry : model->RecordsAfter(
+           request.after_version(), /*incarnation=*/0, std::numeric_limits<int64_t>::max())) {
+    v1::ListVersionsResponse::Entry* const out = response.add_versions();
+    *out->mutable_version() = ToProto(entry.record, model->tracks());
+    out->set_available(entry.available);
+    bytes += out->ByteSizeLong();
+    if (bytes > kMaxBytes) break;
+  }
+  return response;
+}
+
+absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
+    const v1::CreateCheckpointRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const CheckpointHooks::Saved saved, checkpoints_.save(*model));
+  v1::CreateCheckpointResponse response;
+  *response.mutable_version() = ToProto(saved.record, model->tracks());
+  response.set_checkpoint(saved.name);
+  response.set_total_bytes(saved.total_bytes);
+  return response;
+}
+
+}  // namespace ema

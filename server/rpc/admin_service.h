@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The calls with one request and one response.
+#ifndef EMA_SERVER_RPC_ADMIN_SERVICE_H_
+#define EMA_SERVER_RPC_ADMIN_SERVICE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "server/core/model.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// What the calls need of layers that `rpc` does not know. May block; called on a worker thread.
+struct CheckpointHooks {
+  struct Saved {
+    VersionRecord record;
+    std::string name;
+    int64_t total_bytes = 0;
+  };
+  std::function<absl::StatusOr<Saved>(Model&)> save;
+  // After a model has been deleted, so that a restart does not bring it back.
+  std::function<absl::Status(std::string_view model)> forget;
+};
+
+// Answers every unary call of the service. Thread-safe, without state of its own.
+class AdminService {
+ public:
+  AdminService(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints)
+      : store_(std::move(store)), checkpoints_(std::move(checkpoints)) {}
+
+  // Waits for the next call of each method on `queue`. `worker` runs what may block on a disk; this
+  // outlives the queue.
+  void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+              const std::function<void(std::function<void()>)>& worker);
+
+ private:
+  absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
+  absl::StatusOr<v1::GetModelResponse> GetModel(const v1::GetModelRequest& request);
+  absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request);
+  absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
+  absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
+  absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
+  absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
+  absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
+      const v1::CreateCheckpointRequest& request);
+
+  const std::shared_ptr<ModelStore> store_;
+  const CheckpointHooks checkpoints_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_ADMIN_SERVICE_H_

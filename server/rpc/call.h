@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What all calls on our completion queues share: tags, admission, stall checks, one-response calls.
+#ifndef EMA_SERVER_RPC_CALL_H_
+#define EMA_SERVER_RPC_CALL_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+#include "ema/v1/ema_service.grpc.pb.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "server/core/model_store.h"
+#include "server/rpc/grpc_status.h"
+
+namespace ema {
+
+// The calls with one request and one response, on completion queues.
+template <typename Base>
+using AsyncUnary = v1::EmaService::WithAsyncMethod_CreateModel<
+    v1::EmaService::WithAsyncMethod_GetModel<v1::EmaService::WithAsyncMethod_ListModels<
+        v1::EmaService::WithAsyncMethod_DeleteModel<v1::EmaService::WithAsyncMethod_OpenRun<
+            v1::EmaService::WithAsyncMethod_QueryPush<v1::EmaService::WithAsyncMethod_ListVersions<
+                v1::EmaService::WithAsyncMethod_CreateCheckpoint<Base>>>>>>>>;
+// The service with every method on completion queues; the data plane takes and gives raw bytes.
+using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
+    v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<v1::EmaService::Service>>>>;
+
+// What a completion queue gives back. Each queue has one thread, so all completions of a call run
+// on one thread.
+class CompletionTag {
+ public:
+  virtual void Complete(bool ok) = 0;
+
+ protected:
+  ~CompletionTag() = default;
+};
+
+// A tag that calls a member function, and keeps its call alive while the operation is under way.
+template <typename Call>
+class MemberTag final : public CompletionTag {
+ public:
+  explicit MemberTag(void (Call::*handler)(bool)) : handler_(handler) {}
+  // To be passed to gRPC as the tag. REQUIRES: not armed.
+  void* Arm(std::shared_ptr<Call> call) {
+    call_ = std::move(call);
+    return static_cast<CompletionTag*>(this);
+  }
+  // For a tag that gRPC will never give back.
+  void Disarm() { call_.reset(); }
+  void Complete(bool ok) override {
+    const std::shared_ptr<Call> call = std::move(call_);
+    ((*call).*handler_)(ok);
+  }
+
+ private:
+  void (Call::*const handler_)(bool);
+  std::shared_ptr<Call> call_;
+};
+
+// A call that may wait for its peer. Its completions are on one thread; CheckStalled() is called
+// from another.
+class StreamCall {
+ public:
+  // Ends the call if it has waited for its peer for `timeout`.
+  void CheckStalled(std::chrono::steady_clock::time_point now,
+                    std::chrono::steady_clock::duration timeout) {
+    const int64_t since = waiting_since_.load(std::memory_order_relaxed);
+    if (since != 0 && now.time_since_epoch().count() - since > timeout.count()) EndStalled();
+  }
+
+ protected:
+  ~StreamCall() = default;
+  virtual void EndStalled() = 0;
+  void SetWaiting(bool waiting) {
+    waiting_since_.store(waiting ? std::chrono::steady_clock::now().time_since_epoch().count() : 0,
+                         std::memory_order_relaxed);
+  }
+
+ private:
+  // Ticks of the steady clock; 0: not waiting. Relaxed: a stall may be seen one check later.
+  std::atomic<int64_t> waiting_since_ = 0;
+};
+
+// Admits data streams up to a limit, and ends those that stall. Thread-safe.
+class StreamAdmission {
+ public:
+  StreamAdmission(std::string kind, int64_t limit) : kind_(std::move(kind)), limit_(limit) {}
+
+  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS. OK: `call` is checked for stalls until Leave().
+  absl::Status Enter(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (static_cast<int64_t>(calls_.size()) >= limit_) {
+      absl::Status status =
+          MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                    absl::StrCat("the server has ", limit_, " ", kind_,
+                                 " streams open, as many as it may have"));
+      SetRetryDelay(status, absl::Milliseconds(50));
+      return status;
+    }
+    calls_.insert(call);
+    return absl::OkStatus();
+  }
+  // Again, or without Enter(): does nothing.
+  void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    calls_.erase(call);
+  }
+  void CheckStalled(std::chrono::steady_clock::time_point now,
+                    std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    for (StreamCall* const call : calls_) call->CheckStalled(now, timeout);
+  }
+
+ private:
+  const std::string kind_;
+  const int64_t limit_;
+  absl::Mutex mu_;
+  absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
+};
+
+// Counts the calls that are under way. Thread-safe.
+class CallsInFlight {
+ public:
+  // One call, for as long as the result is held.
+  std::shared_ptr<void> Enter() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    ++count_;
+    return std::shared_ptr<void>(nullptr, [this](void*) {
+      absl::MutexLock leave(&mu_);
+      --count_;
+    });
+  }
+  // Waits until there is none, at most until `deadline`.
+  void AwaitNone(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return count_ == 0; };
+    mu_.AwaitWithDeadline(absl::Condition(&none), deadline);
+  }
+
+ private:
+  absl::Mutex mu_;
+  int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// What calls need of their server; outlives them.
+struct RpcContext {
+  AsyncService service;
+  grpc::health::v1::Health::AsyncService health;
+  std::shared_ptr<ModelStore> store;
+  StreamAdmission pushes;
+  StreamAdmission pulls;
+  CallsInFlight calls;
+};
+
+// A call with one request and one response.
+template <typename Request, typename Response>
+class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, Response>> {
+ public:
+  using Writer = grpc::ServerAsyncResponseWriter<Response>;
+  // Asks gRPC for the next call of this method.
+  using Accept = std::function<void(grpc::ServerContext*, Request*, Writer*,
+                                    grpc::ServerCompletionQueue*, void* tag)>;
+  using Handler = std::function<absl::StatusOr<Response>(const Request&)>;
+  // Runs a handler that may block somewhere else than on the queue's thread; null: here.
+  using Executor = std::function<void(std::function<void()>)>;
+
+  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Accept& accept,
+                     const Handler& handler, const Executor& executor) {
+    std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, accept, handler, executor));
+    void* const tag = call->accepted_.Arm(call);
+    accept(&call->context_, &call->request_, &call->writer_, queue, tag);
+  }
+
+ private:
+  UnaryCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Accept accept, Handler handler,
+            Executor executor)
+      : rpc_(rpc),
+        queue_(queue),
+        accept_(std::move(accept)),
+        handler_(std::move(handler)),
+        executor_(std::move(executor)) {}
+
+  void OnAccepted(bool ok) {
+    if (!ok) return;  // Shutting down.
+    in_flight_ = rpc_->calls.Enter();
+    Listen(rpc_, queue_, accept_, handler_, executor_);
+    auto answer = [self = this->shared_from_this()] { self->Answer(); };
+    executor_ ? executor_(std::move(answer)) : answer();
+  }
+  void Answer() {
+    const absl::StatusOr<Response> response = handler_(request_);
+    void* const tag = finished_.Arm(this->shared_from_this());
+    if (response.ok()) {
+      writer_.Finish(*response, grpc::Status::OK, tag);
+    } else {
+      writer_.FinishWithError(ToGrpcStatus(response.status(), context_), tag);
+    }
+  }
+  void OnFinished(bool) {}
+
+  RpcContext* const rpc_;
+  grpc::ServerCompletionQueue* const queue_;
+  std::shared_ptr<void> in_flight_;
+  const Accept accept_;
+  const Handler handler_;
+  const Executor executor_;
+  grpc::ServerContext context_;
+  Request request_;
+  Writer writer_{&context_};
+  MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};
+  MemberTag<UnaryCall> finished_{&UnaryCall::OnFinished};
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_CALL_H_

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one place where our errors become gRPC's.
+#ifndef EMA_SERVER_RPC_GRPC_STATUS_H_
+#define EMA_SERVER_RPC_GRPC_STATUS_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/status.h>
+
+#include "absl/status/status.h"
+
+namespace ema {
+
+// The status to finish a call with. Puts the reason and the retry delay into `context`'s trailer
+// "ema-error-detail-bin" as an ema.v1.ErrorDetail. REQUIRES: the call has not been finished. Call
+// once per call.
+grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContext& context);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_GRPC_STATUS_H_

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One Pull call: a pinned version as raw messages.
+#ifndef EMA_SERVER_RPC_PULL_CALL_H_
+#define EMA_SERVER_RPC_PULL_CALL_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "server/core/model.h"
+#include "server/core/snapshot.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Writes header, chunks and trailer, one message at a time. Chunks refer to the snapshot's own
+// memory: no copy. Keeps itself alive while gRPC can still call it; the version stays pinned until
+// gRPC has let go of the last chunk.
+class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
+ public:
+  // Waits for the next Pull on `queue`, and for the one after when it has come.
+  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+  ~PullCall();
+
+ private:
+  PullCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+
+  void OnAccepted(bool ok);
+  void OnWritten(bool ok);
+  void OnFinished(bool) {}
+  void EndStalled() override;
+
+  absl::Status Start();
+  absl::Status WriteChunk();
+  void WriteHeader();
+  void WriteTrailer();
+  void Write(const grpc::ByteBuffer& message);
+  void Finish(const absl::Status& status);
+
+  RpcContext* const rpc_;
+  grpc::ServerCompletionQueue* const queue_;
+  std::shared_ptr<void> in_flight_;
+  grpc::ServerContext context_;
+  grpc::ByteBuffer request_;
+  grpc::ServerAsyncWriter<grpc::ByteBuffer> writer_{&context_};
+  MemberTag<PullCall> accepted_{&PullCall::OnAccepted};
+  MemberTag<PullCall> written_{&PullCall::OnWritten};
+  MemberTag<PullCall> finished_{&PullCall::OnFinished};
+
+  std::shared_ptr<Model> model_;
+  SnapshotRef snapshot_;
+  int64_t track_ = 0;
+  int64_t total_bytes_ = 0;
+  int64_t sent_bytes_ = 0;
+  int64_t chunk_count_ = 0;
+  uint32_t digest_ = 0;
+  bool trailer_written_ = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_PULL_CALL_H_

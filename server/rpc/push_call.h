@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One Push call: from raw messages to the session of its step.
+#ifndef EMA_SERVER_RPC_PUSH_CALL_H_
+#define EMA_SERVER_RPC_PUSH_CALL_H_
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/core/model.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Reads header, chunks and commit; folds each chunk straight from the receive buffer; answers when
+// the session ends. Keeps itself alive while gRPC or a session can still call it.
+class PushCall final : public StreamCall, public std::enable_shared_from_this<PushCall> {
+ public:
+  // Waits for the next Push on `queue`, and for the one after when it has come.
+  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+  ~PushCall();
+
+ private:
+  PushCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+
+  void OnAccepted(bool ok);
+  void OnRead(bool ok);
+  void OnFinished(bool ok);
+  void EndStalled() override;
+  // The session has ended. From any thread.
+  void OnEnd(const absl::StatusOr<PushResult>& result);
+
+  void Read();
+  absl::Status HandleMessage();
+  absl::Status HandleHeader(const v1::PushHeader& header);
+  absl::Status HandleChunk(const ChunkHeader& header,
+                           std::span<const std::span<const std::byte>> pieces);
+  absl::Status HandleCommit(const v1::PushCommit& commit);
+  // Answers, once: later calls do nothing.
+  void Finish(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
+
+  RpcContext* const rpc_;
+  grpc::ServerCompletionQueue* const queue_;
+  std::shared_ptr<void> in_flight_;
+  grpc::ServerContext context_;
+  grpc::ServerAsyncReader<grpc::ByteBuffer, grpc::ByteBuffer> reader_{&context_};
+  MemberTag<PushCall> accepted_{&PushCall::OnAccepted};
+  MemberTag<PushCall> read_{&PushCall::OnRead};
+  MemberTag<PushCall> finished_{&PushCall::OnFinished};
+
+  // Only on the queue's thread. Vectors are reused: nothing is allocated per chunk.
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<RankPush> push_;
+  bool committed_ = false;
+  grpc::ByteBuffer message_;
+  std::vector<grpc::Slice> slices_;
+  std::vector<std::span<const std::byte>> pieces_;
+
+  absl::Mutex mu_;
+  bool finishing_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_PUSH_CALL_H_

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gRPC server: its settings, threads and life.
+#ifndef EMA_SERVER_RPC_RPC_SERVER_H_
+#define EMA_SERVER_RPC_RPC_SERVER_H_
+
+#include <grpcpp/server.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/core/model_store.h"
+#include "server/rpc/admin_service.h"
+#include "server/rpc/call.h"
+#include "server/rpc/listener.h"
+
+namespace ema {
+
+// Owns the listener, the completion queues with one thread each, a worker for calls that block on a
+// disk, and a thread that ends what has stalled.
+class RpcServer {
+ public:
+  struct Options {
+    std::string listen_address = "127.0.0.1:50051";
+    // Completion queues. One is fastest where trainer and server share two cores.
+    int thread_count = 1;
+    // Each may hold a receive window of up to kMaxWindowBytes.
+    int64_t max_push_streams = 32;
+    int64_t max_pull_streams = 64;
+    // A step's session ends when nothing has arrived for so long; must exceed the ranks'
+    // differences in speed.
+    absl::Duration session_timeout = absl::Seconds(30);
+    // A stream ends when its peer has sent or taken nothing for so long.
+    absl::Duration stall_timeout = absl::Seconds(30);
+  };
+
+  // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
+  static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
+
+  // Serves when it returns. Errors as Listener::Bind(), or INTERNAL: gRPC did not start.
+  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(std::shared_ptr<ModelStore> store,
+                                                          CheckpointHooks checkpoints,
+                                                          const Options& options);
+  ~RpcServer();  // Shutdown(now) if it has not been called.
+
+  int port() const { return listener_->port(); }
+
+  // What health checks answer; true from Start() on.
+  void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
+
+  // Stops accepting, ends what is running at `deadline`, joins all threads. Blocks.
+  void Shutdown(absl::Time deadline);
+
+ private:
+  RpcServer(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints, const Options& options);
+
+  absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
+      const grpc::health::v1::HealthCheckRequest& request) const;
+  void ServeQueue(grpc::ServerCompletionQueue* queue);
+  void RunWorker() ABSL_LOCKS_EXCLUDED(mu_);
+  void CheckStalled() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const Options options_;
+  RpcContext rpc_;
+  AdminService admin_;
+  std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
+  std::unique_ptr<Listener> listener_;
+  std::vector<std::unique_ptr<grpc::ServerCompletionQueue>> queues_;
+  std::unique_ptr<grpc::Server> server_;
+  std::vector<std::thread> queue_threads_;  // As queues_.
+  std::vector<std::thread> threads_;        // The others.
+
+  absl::Mutex mu_;
+  std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_RPC_SERVER_H_

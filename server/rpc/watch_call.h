@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One Watch call: the records of a model's commits as they happen.
+#ifndef EMA_SERVER_RPC_WATCH_CALL_H_
+#define EMA_SERVER_RPC_WATCH_CALL_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/core/model.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Holds no records: it remembers the last version that it sent and asks the model for the next one.
+// So a slow watcher costs no memory; what the model has forgotten meanwhile is counted as skipped.
+// Keeps itself alive while gRPC or the model can still call it.
+class WatchCall final : public std::enable_shared_from_this<WatchCall> {
+ public:
+  // Waits for the next Watch on `queue`, and for the one after when it has come.
+  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+
+ private:
+  WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+
+  void OnAccepted(bool ok);
+  void OnWritten(bool ok);
+  void OnFinished(bool ok);
+  void OnDone(bool ok);
+
+  // Sends the next record if there is one and nothing is being sent; ends the call if its model is
+  // closed. From any thread.
+  void Advance() ABSL_LOCKS_EXCLUDED(mu_);
+  void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  RpcContext* const rpc_;
+  grpc::ServerCompletionQueue* const queue_;
+  std::shared_ptr<void> in_flight_;
+  grpc::ServerContext context_;
+  v1::WatchRequest request_;
+  grpc::ServerAsyncWriter<v1::WatchResponse> writer_{&context_};
+  MemberTag<WatchCall> accepted_{&WatchCall::OnAccepted};
+  MemberTag<WatchCall> written_{&WatchCall::OnWritten};
+  MemberTag<WatchCall> finished_{&WatchCall::OnFinished};
+  MemberTag<WatchCall> done_{&WatchCall::OnDone};
+
+  std::shared_ptr<Model> model_;  // Constant once accepted.
+  int64_t watcher_ = 0;           // Only on the queue's thread.
+
+  absl::Mutex mu_;
+  // What the reader has. Incarnation 0: the one of the first record that is sent.
+  int64_t last_version_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t last_incarnation_ ABSL_GUARDED_BY(mu_) = 0;
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool left_ ABSL_GUARDED_BY(mu_) = false;  // The reader.
+  bool finishing_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_WATCH_CALL_H_

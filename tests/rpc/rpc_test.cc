@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The published contract, spoken by a plain gRPC client.
+#include <thread>
+
+#include "absl/time/clock.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class RpcTest : public RpcFixture {
+ protected:
+  void SetUp() override { StartServer(); }
+};
+
+TEST_F(RpcTest, PushedWeightsArePulledBackAsAverages) {
+  CreateAndOpen();
+  v1::PushResponse response;
+  ASSERT_TRUE(PushFilled(1, 8.0f, &response).status.ok());
+  EXPECT_EQ(response.version().version(), 1);
+  EXPECT_EQ(response.applied_step(), 1);
+  EXPECT_EQ(response.durable_step(), 0);
+  ASSERT_TRUE(PushFilled(2, 4.0f, &response).status.ok());
+  EXPECT_EQ(response.version().tracks(0).update_weight(), 0.5f);
+
+  const Pulled ema = Pull("ema");
+  ASSERT_TRUE(ema.result.status.ok()) << ema.result.status.error_message();
+  EXPECT_TRUE(ema.complete);
+  EXPECT_EQ(ema.header.version().step(), 2);
+  EXPECT_EQ(ema.header.tensors(0).spec().name(), "w");
+  EXPECT_EQ(ema.data, Filled(6.0f));
+  EXPECT_EQ(Pull("raw").data, Filled(4.0f));
+  EXPECT_EQ(Pull("ema", 1).data, Filled(8.0f));
+}
+
+TEST_F(RpcTest, ErrorsCarryCodeReasonAndAMessageThatNamesTheThing) {
+  CreateAndOpen();
+  EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_NO_VERSION);
+  v1::PushResponse response;
+  ASSERT_TRUE(PushFilled(1, 1.0f, &response).status.ok());
+
+  CallResult result = Pull("nope").result;
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  EXPECT_THAT(result.status.error_message(), HasSubstr("\"nope\"; it has ema, raw"));
+  EXPECT_EQ(Pull("ema", 0, "nope").result.detail.reason(), v1::ERROR_REASON_MODEL_NOT_FOUND);
+  EXPECT_EQ(Pull("ema", 9).result.detail.reason(), v1::ERROR_REASON_VERSION_NOT_YET);
+  EXPECT_EQ(Pull("ema", -1).result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+
+  result = PushFilled(1, 2.0f, &response);
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::ABORTED);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_STALE_STEP);
+  EXPECT_EQ(Pull("raw").data, Filled(1.0f));
+}
+
+TEST_F(RpcTest, BadSchedulesAreRefusedAtCreateModelWithTheFieldAndARightExample) {
+  for (const std::string half_life : {"0ba", "inf", "-1ba", "1000", "", "nanba", "10 parsecs"}) {
+    v1::CreateModelRequest request = CreateRequest();
+    request.mutable_tracks(0)->mutable_schedule()->mutable_half_life()->set_half_life(half_life);
+    grpc::ClientContext context;
+    v1::CreateModelResponse response;
+    const CallResult result = Result(stub_->CreateModel(&context, request, &response), context);
+    EXPECT_EQ(result.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << half_life;
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_SCHEDULE) << half_life;
+    EXPECT_THAT(result.status.error_message(), HasSubstr("half_life")) << half_life;
+    EXPECT_THAT(result.status.error_message(), HasSubstr("ba\"")) << half_life;
+  }
+  EXPECT_TRUE(store_->List().empty());
+}
+
+TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
+  CreateAndOpen();
+  grpc::ClientContext list_context;
+  v1::ListModelsResponse list;
+  ASSERT_TRUE(stub_->ListModels(&list_context, {}, &list).ok());
+  ASSERT_EQ(list.models_size(), 1);
+  EXPECT_EQ(list.models(0).manifest().tensors_size(), 0);
+  v1::GetModelRequest get;
+  get.set_model("m");
+  grpc::ClientContext get_context;
+  v1::GetModelResponse model;
+  ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
+  EXPECT_EQ(model.model().manifest().tensors(0).shape(0), kElements);
+  EXPECT_EQ(model.model().tracks(0).schedule().half_life().half_life(), "1ba");
+  EXPECT_EQ(model.model().partitions_size(), 1);
+  EXPECT_EQ(model.model().reserved_bytes(), 4 * 2 * 4 * kElements);
+  for (int i = 0; i < 2; ++i) {
+    v1::DeleteModelRequest request;
+    request.set_model("m");
+    grpc::ClientContext context;
+    v1::DeleteModelResponse response;
+    EXPECT_TRUE(stub_->DeleteModel(&context, request, &response).ok());
+  }
+  EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_MODEL_NOT_FOUND);
+}
+
+TEST_F(RpcTest, ADeletionThatFailedOnTheDiskIsTriedAgainByTheNext) {
+  CreateAndOpen();
+  const auto delete_model = [&] {
+    v1::DeleteModelRequest request;
+    request.set_model("m");
+    v1::DeleteModelResponse response;
+    grpc::ClientContext context;
+    return stub_->DeleteModel(&context, request, &response).error_code();
+  };
+  forget_status_ = absl::UnavailableError("I/O error");
+  EXPECT_EQ(delete_model(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_MODEL_NOT_FOUND);
+  // The model is gone from memory, but only now from the disk.
+  forget_status_ = absl::UnavailableError("I/O error");
+  EXPECT_EQ(delete_model(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(delete_model(), grpc::StatusCode::OK);
+}
+
+TEST_F(RpcTest, WatchersGetEveryCommitInOrderAndTheEndOfTheModel) {
+  CreateAndOpen();
+  v1::WatchRequest request;
+  request.set_model("m");
+  grpc::ClientContext context;
+  auto reader = stub_->Watch(&context, request);
+  reader->WaitForInitialMetadata();  // From here on nothing is missed.
+  for (int64_t step = 1; step <= 5; ++step) {
+    v1::PushResponse response;
+    ASSERT_TRUE(PushFilled(step, 1.0f, &response).status.ok());
+  }
+  std::vector<int64_t> versions;
+  v1::WatchResponse response;
+  while (versions.size() < 5 && reader->Read(&response)) {
+    versions.push_back(response.version().version());
+    EXPECT_EQ(response.skipped_count(), 0);
+  }
+  EXPECT_THAT(versions, ElementsAre(1, 2, 3, 4, 5));
+  store_->Delete("m");
+  EXPECT_FALSE(reader->Read(&response));
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::NOT_FOUND);
+
+  grpc::ClientContext unknown_context;
+  request.set_model("nope");
+  auto unknown = stub_->Watch(&unknown_context, request);
+  EXPECT_FALSE(unknown->Read(&response));
+  EXPECT_EQ(unknown->Finish().error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(RpcTest, AWatchBeginsWhereItIsTold) {
+  CreateAndOpen();
+  v1::PushResponse response;
+  for (int64_t step = 1; step <= 3; ++step) {
+    ASSERT_TRUE(PushFilled(step, 1.0f, &response).status.ok());
+  }
+  const int64_t incarnation = response.version().incarnation();
+  const auto first_version = [&](std::optional<int64_t> after, int64_t of_incarnation) {
+    v1::WatchRequest request;
+    request.set_model("m");
+    if (after.has_value()) request.set_after_version(*after);
+    request.set_incarnation(of_incarnation);
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    auto reader = stub_->Watch(&context, request);
+    reader->WaitForInitialMetadata();
+    if (!after.has_value()) {
+      EXPECT_TRUE(PushFilled(4, 1.0f, &response).status.ok());
+    }
+    v1::WatchResponse first;
+    EXPECT_TRUE(reader->Read(&first));
+    EXPECT_EQ(first.skipped_count(), 0);
+    context.TryCancel();
+    return first.version().version();
+  };
+  EXPECT_EQ(first_version(0, 0), 1);
+  EXPECT_EQ(first_version(2, 0), 3);
+  EXPECT_EQ(first_version(2, incarnation), 3);
+  EXPECT_EQ(first_version(2, incarnation - 1), 1);
+  EXPECT_EQ(first_version(std::nullopt, 0), 4);
+}
+
+TEST_F(RpcTest, AWatcherThatLeavesIsForgotten) {
+  CreateAndOpen();
+  {
+    v1::WatchRequest request;
+    request.set_model("m");
+    grpc::ClientContext context;
+    auto reader = stub_->Watch(&context, request);
+    reader->WaitForInitialMetadata();
+    context.TryCancel();
+    EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  v1::PushResponse response;
+  EXPECT_TRUE(PushFilled(1, 1.0f, &response).status.ok());
+}
+
+TEST_F(RpcTest, QueryPushTellsWhatIsMissingAndAbandons) {
+  CreateAndOpen();
+  const std::string data = Filled(3.0f);
+  v1::PushResponse response;
+  EXPECT_EQ(Push({Header(1), Chunk(400, data.substr(400, 800))}, &response).detail.reason(),
+            v1::ERROR_REASON_NO_COMMIT);
+  v1::QueryPushRequest request;
+  request.set_model("m");
+  request.set_run_epoch(run_.run_epoch());
+  request.set_step(1);
+  v1::QueryPushResponse progress;
+  {
+    grpc::ClientContext context;
+    ASSERT_TRUE(stub_->QueryPush(&context, request, &progress).ok());
+  }
+  EXPECT_EQ(progress.state(), v1::QueryPushResponse::STATE_OPEN);
+  ASSERT_EQ(progress.missing_size(), 2);
+  EXPECT_EQ(progress.missing(0).length_bytes(), 400);
+  EXPECT_EQ(progress.missing(1).offset(), 1200);
+  EXPECT_EQ(progress.missing(1).tensor(), "w");
+  // Only what is missing is sent again.
+  v1::PushRequest commit = Commit(2, data);
+  commit.mutable_commit()->set_total_bytes(static_cast<int64_t>(data.size()) - 800);
+  ASSERT_TRUE(
+      Push({Header(1), Chunk(0, data.substr(0, 400)), Chunk(1200, data.substr(1200)), commit},
+           &response)
+          .status.ok());
+  EXPECT_EQ(Pull("raw").data, data);
+  request.set_abandon_if_unfinished(true);
+  grpc::ClientContext context;
+  ASSERT_TRUE(stub_->QueryPush(&context, request, &progress).ok());
+  EXPECT_EQ(progress.state(), v1::QueryPushResponse::STATE_COMMITTED);
+}
+
+TEST_F(RpcTest, APortInUseIsSaidClearly) {
+  RpcServer::Options options;
+  options.listen_address = address_;
+  const auto second = RpcServer::Start(store_, {}, options);
+  EXPECT_THAT(second, StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("--listen")));
+  options.listen_address = "no-port";
+  EXPECT_THAT(RpcServer::Start(store_, {}, options),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("host:port")));
+}
+
+TEST_F(RpcTest, StoppingEndsWatchersAndPushesWithoutACrash) {
+  CreateAndOpen();
+  v1::WatchRequest request;
+  request.set_model("m");
+  grpc::ClientContext watch_context;
+  auto watch = stub_->Watch(&watch_context, request);
+  watch->WaitForInitialMetadata();
+  grpc::ClientContext push_context;
+  v1::PushResponse response;
+  auto push = stub_->Push(&push_context, &response);
+  ASSERT_TRUE(push->Write(Header(1)));
+  store_->Drain(absl::InfinitePast());
+  store_->Close();
+  server_->Shutdown(absl::Now() + absl::Seconds(5));
+  EXPECT_EQ(push->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(watch->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+}  // namespace
+}  // namespace ema
