@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ops/options.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+
+namespace ema {
+namespace {
+
+constexpr int kUsageExitCode = 2;
+
+// "--data-dir" -> "EMA_DATA_DIR".
+std::string EnvironmentName(const std::string& flag) {
+  std::string name = absl::StrCat("EMA_", absl::AsciiStrToUpper(flag.substr(2)));
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
+CLI::Option* AddText(CLI::App& app, const std::string& flag, std::string& value,
+                     const std::string& help) {
+  return app.add_option(flag, value, help)->envname(EnvironmentName(flag))->capture_default_str();
+}
+
+CLI::Option* AddCount(CLI::App& app, const std::string& flag, int64_t& value, int64_t least,
+                      const std::string& help) {
+  return app.add_option(flag, value, help)
+      ->envname(EnvironmentName(flag))
+      ->capture_default_str()
+      ->check(CLI::Range(least, int64_t{1} << 20));
+}
+
+CLI::Option* AddDuration(CLI::App& app, const std::string& flag, absl::Duration& value,
+                         absl::Duration least, const std::string& help) {
+  const auto set = [&value, flag, least](const std::string& text) {
+    if (!absl::ParseDuration(text, &value) || value < least || value > absl::Hours(24 * 365)) {
+      throw CLI::ValidationError(
+          flag, absl::StrCat("\"", text, "\" is not a duration of ", absl::FormatDuration(least),
+                             " or more, such as 30s or 1m30s"));
+    }
+  };
+  return app.add_option_function<std::string>(flag, set, help)
+      ->envname(EnvironmentName(flag))
+      ->type_name("DURATION")
+      ->default_str(absl::FormatDuration(value));
+}
+
+CLI::Option* AddBytes(CLI::App& app, const std::string& flag, int64_t& value,
+                      const std::string& help) {
+  const auto set = [&value, flag](const std::string& text) {
+    const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
+    if (!bytes.ok()) throw CLI::ValidationError(flag, std::string(bytes.status().message()));
+    value = *bytes;
+  };
+  return app.add_option_function<std::string>(flag, set, help)
+      ->envname(EnvironmentName(flag))
+      ->type_name("BYTES")
+      ->default_str(absl::StrCat(value));
+}
+
+// Empty if `text` is host:port.
+std::string CheckListen(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  int port = -1;
+  if (colon != std::string::npos && colon > 0) {
+    const char* const end = text.data() + text.size();
+    const std::from_chars_result result = std::from_chars(text.data() + colon + 1, end, port);
+    if (result.ec != std::errc() || result.ptr != end) port = -1;
+  }
+  if (port >= 0 && port <= 65535) return "";
+  return absl::StrCat("\"", text, "\" is not host:port, such as 127.0.0.1:50051 or [::]:0");
+}
+
+// Empty if blocks of `text` bytes are allowed.
+std::string CheckBlockBytes(const std::string& text) {
+  constexpr int64_t kGranule = 4096;
+  const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
+  if (bytes.ok() && *bytes > 0 && *bytes % kGranule == 0) return "";
+  return absl::StrCat("--block-bytes: \"", text, "\" is not a multiple of ", kGranule, " bytes");
+}
+
+void AddOptions(CLI::App& app, ServerOptions& o) {
+  AddText(app, "--listen", o.listen, "Address to serve gRPC on; port 0 takes any free one")
+      ->type_name("HOST:PORT")
+      ->check(CheckListen);
+  AddText(app, "--port-file", o.port_file,
+          "Write the bound port to this file, at once, when serving. Empty: do not")
+      ->type_name("FILE");
+  AddText(app, "--device", o.device, "Where averages live: auto or cpu")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"auto", "cpu"}));
+  AddBytes(app, "--memory-bytes", o.memory_bytes,
+           "Memory for all models together, such as 512M or 4G. 0: 80 % of what the receive "
+           "windows of push streams leave");
+  AddText(
+      app, "--data-dir", o.data_dir,
+      "Directory of the checkpoints, made if need be; used by one server. Empty: no checkpoints")
+      ->type_name("DIR");
+  AddCount(app, "--threads", o.thread_count, 0,
+           "Threads that serve RPCs. 0: half of the processors, at least 1")
+      ->type_name("N");
+  AddCount(app, "--max-push-streams", o.max_push_streams, 1, "Pushes that may run at once")
+      ->type_name("N");
+  AddCount(app, "--max-pull-streams", o.max_pull_streams, 1, "Pulls that may run at once")
+      ->type_name("N");
+  AddDuration(app, "--session-timeout", o.session_timeout, absl::Milliseconds(1),
+              "End a push that makes no progress for so long");
+  AddDuration(app, "--stream-timeout", o.stream_timeout, absl::Milliseconds(1),
+              "End a push or pull whose peer sends or takes nothing for so long");
+  AddDuration(app, "--drain-grace", o.drain_grace, absl::ZeroDuration(),
+              "After SIGTERM, wait so long for running calls");
+  AddText(app, "--log-level", o.log_level, "Least severe events to log: debug, info, warn, error")
+      ->type_name("LEVEL")
+      ->check(CLI::IsMember({"debug", "info", "warn", "error"}));
+  AddBytes(app, "--block-bytes", o.block_bytes, "Size of a block of weights")
+      ->check(CheckBlockBytes)
+      ->group("");  // Not in --help.
+}
+
+}  // namespace
+
+ParsedOptions ParseOptions(int argc, const char* const* argv) {
+  ParsedOptions parsed;
+  CLI::App app(
+      "EMA Server: keeps exponential moving averages of a model's weights outside the training "
+      "job.\nEach option can be given by the environment variable shown with it; the command line "
+      "wins.",
+      "ema-server");
+  app.set_version_flag("--version", "ema-server " EMA_VERSION, "Print the version and exit");
+  app.get_formatter()->column_width(36);
+  AddOptions(app, parsed.options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream out;
+    std::ostringstream problem;
+    parsed.exit_code = app.exit(error, out, problem) == 0 ? 0 : kUsageExitCode;
+    parsed.should_exit = true;
+    parsed.text = parsed.exit_code == 0 ? out.str() : problem.str();
+    return parsed;
+  }
+  if (parsed.options.thread_count == 0) {
+    parsed.options.thread_count = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
+  }
+  return parsed;
+}
+
+absl::StatusOr<int64_t> ParseByteCount(std::string_view text) {
+  constexpr std::array<char, 4> kUnits = {'k', 'm', 'g', 't'};
+  constexpr int64_t kLimit = int64_t{1} << 62;
+  const absl::Status bad = absl::InvalidArgumentError(absl::StrCat(
+      "\"", std::string(text), "\" is not a number of bytes, such as 1048576, 512M or 4G"));
+  int64_t bytes = 0;
+  const char* const end = text.data() + text.size();
+  const std::from_chars_result result = std::from_chars(text.data(), end, bytes);
+  if (result.ec != std::errc() || bytes < 0 || bytes >= kLimit) return bad;
+  std::string unit = absl::AsciiStrToLower(std::string(result.ptr, end - result.ptr));
+  if (unit.size() == 3 && unit.substr(1) == "ib") unit.resize(1);
+  if (unit.size() == 2 && unit[1] == 'b') unit.resize(1);
+  if (unit.empty() || unit == "b") return bytes;
+  const auto found = std::find(kUnits.begin(), kUnits.end(), unit[0]);
+  if (unit.size() != 1 || found == kUnits.end()) return bad;
+  for (auto it = kUnits.begin(); it <= found; ++it) {
+    if (__builtin_mul_overflow(bytes, int64_t{1024}, &bytes) || bytes >= kLimit) return bad;
+  }
+  return bytes;
+}
+
+absl::Status WritePortFile(const std::string& path, int port) {
+  const std::string temporary = path + ".tmp";
+  std::ofstream file(temporary, std::ios::trunc);
+  file << port << '\n';
+  file.close();
+  if (!file.fail() && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  const int error = errno;
+  std::remove(temporary.c_str());
+  return absl::UnavailableError(
+      absl::StrCat("cannot write the port file: ", std::generic_category().message(error)));
+}
+
+}  // namespace ema

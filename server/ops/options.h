@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an operator can set: command line, then EMA_* environment, then defaults.
+#ifndef EMA_SERVER_OPS_OPTIONS_H_
+#define EMA_SERVER_OPS_OPTIONS_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace ema {
+
+// Each has a flag of the same name (`--data-dir`, `--threads` for thread_count) and an environment
+// variable (`EMA_DATA_DIR`); --help documents them.
+struct ServerOptions {
+  std::string listen = "127.0.0.1:50051";  // host:port; port 0: any free one.
+  std::string port_file;        // Empty: none. Where the bound port is written when serving.
+  std::string device = "auto";  // "auto" or "cpu".
+  int64_t memory_bytes = 0;     // For all models. 0: 80 % of what receive windows leave of it.
+  std::string data_dir;         // Empty: no checkpoints.
+  int64_t thread_count = 0;     // Completion-queue threads; 1 or more after ParseOptions().
+  int64_t max_push_streams = 32;
+  int64_t max_pull_streams = 64;
+  absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
+  absl::Duration stream_timeout =
+      absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.
+  absl::Duration drain_grace = absl::Seconds(25);  // For running calls, after SIGTERM.
+  std::string log_level = "info";                  // "debug", "info", "warn" or "error".
+  int64_t block_bytes = int64_t{32} << 20;         // For tests; not in --help.
+};
+
+struct ParsedOptions {
+  ServerOptions options;
+  // Set after --help, --version or a usage error: the process should print `text` (to stdout if
+  // exit_code is 0, else to stderr) and exit.
+  bool should_exit = false;
+  int exit_code = 0;  // 2: usage error.
+  std::string text;
+};
+
+// Reads argv, then the environment. Errors are in the result. Not safe against a concurrent
+// setenv().
+ParsedOptions ParseOptions(int argc, const char* const* argv);
+
+// Bytes in "4096", "512K", "512M", "4G" or "1T": powers of 1024; "4GiB" and "4gb" mean the same.
+// INVALID_ARGUMENT: anything else, or 2^62 and more.
+absl::StatusOr<int64_t> ParseByteCount(std::string_view text);
+
+// Writes `port` and a line end to `path`, by a temporary file beside it and a rename, so that a
+// reader sees all or nothing. UNAVAILABLE: it cannot be written; no temporary file is left.
+absl::Status WritePortFile(const std::string& path, int port);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_OPS_OPTIONS_H_

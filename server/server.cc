@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/server.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/file_system.h"
+#include "server/ops/logging.h"
+
+namespace ema {
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
+  const absl::Time begin = absl::Now();
+  std::unique_ptr<Server> server(new Server(options));
+
+  // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
+                       MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
+  ModelStore::Options store_options;
+  const int64_t total_bytes = device->total_memory_bytes();
+  const int64_t window_bytes = options.max_push_streams * RpcServer::kMaxWindowBytes;
+  store_options.memory_bytes =
+      options.memory_bytes > 0 ? options.memory_bytes
+                               : (total_bytes - std::min(window_bytes, total_bytes / 2)) / 5 * 4;
+  store_options.model.block_bytes = options.block_bytes;
+  store_options.model.incarnation = IncarnationWithoutStore(begin);
+  if (!options.data_dir.empty()) {
+    EMA_ASSIGN_OR_RETURN(server->checkpoints_,
+                         CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir}));
+    store_options.model.incarnation = server->checkpoints_->incarnation();
+  }
+  server->store_ = std::make_shared<ModelStore>(device, store_options);
+  LogInfo(
+      absl::StrCat("memory: ", store_options.memory_bytes, " bytes of ", device->name(),
+                   " for models (each: its tracks' bytes x (2 + max_pinned_versions)), and up to ",
+                   window_bytes, " bytes of receive windows of push streams"));
+  if (server->checkpoints_ != nullptr) {
+    EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report,
+                         server->checkpoints_->LoadAll(*server->store_));
+    for (const CheckpointStore::Quarantined& bad : report.quarantined) {
+      LogError(absl::StrCat("model ", bad.model, ": checkpoint ", bad.checkpoint,
+                            " is set aside: ", bad.problem.ToString()));
+    }
+    for (const CheckpointStore::Loaded& loaded : report.loaded) {
+      LogInfo(absl::StrCat("model ", loaded.model, ": step ", loaded.record.step, ", version ",
+                           loaded.record.version, " loaded from ", loaded.checkpoint));
+    }
+  }
+
+  RpcServer::Options rpc_options;
+  rpc_options.listen_address = options.listen;
+  rpc_options.thread_count = static_cast<int>(options.thread_count);
+  rpc_options.max_push_streams = options.max_push_streams;
+  rpc_options.max_pull_streams = options.max_pull_streams;
+  rpc_options.session_timeout = options.session_timeout;
+  rpc_options.stall_timeout = options.stream_timeout;
+  CheckpointHooks hooks;
+  hooks.save = [server = server.get()](Model& model) { return server->SaveNewest(model); };
+  hooks.forget = [server = server.get()](std::string_view model) {
+    return server->checkpoints_ != nullptr ? server->checkpoints_->DeleteModel(model)
+                                           : absl::OkStatus();
+  };
+  EMA_ASSIGN_OR_RETURN(server->rpc_,
+                       RpcServer::Start(server->store_, std::move(hooks), rpc_options));
+  LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(),
+                       ", incarnation ", store_options.model.incarnation, ", ready after ",
+                       absl::FormatDuration(absl::Now() - begin)));
+  if (!options.port_file.empty()) {
+    EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
+  }
+  return server;
+}
+
+absl::StatusOr<CheckpointHooks::Saved> Server::SaveNewest(Model& model) {
+  if (checkpoints_ == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                     "the server was started without --data-dir, so it keeps no checkpoints");
+  }
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.PinVersion(0));
+  return Save(model, snapshot);
+}
+
+absl::StatusOr<CheckpointHooks::Saved> Server::Save(Model& model, const SnapshotRef& snapshot) {
+  EMA_ASSIGN_OR_RETURN(CheckpointStore::SaveResult saved, checkpoints_->Save(model, snapshot));
+  LogInfo(absl::StrCat("model ", model.config().name, ": step ", snapshot->record.step,
+                       ", version ", snapshot->record.version, " saved as ", saved.name));
+  return CheckpointHooks::Saved{snapshot->record, std::move(saved.name), saved.total_bytes};
+}
+
+absl::Status Server::Drain() {
+  const absl::Time deadline = absl::Now() + options_.drain_grace;
+  rpc_->SetServing(false);
+  store_->Drain(deadline);
+  absl::Status result;
+  if (checkpoints_ != nullptr) {
+    for (const std::shared_ptr<Model>& model : store_->List()) {
+      const SnapshotRef newest = model->NewestAfterDrain();
+      if (newest == nullptr) continue;
+      if (const auto saved = Save(*model, newest); !saved.ok()) {
+        LogError(absl::StrCat("model ", model->config().name,
+                              ": not saved: ", saved.status().ToString()));
+        result.Update(saved.status());
+      }
+    }
+  }
+  store_->Close();
+  rpc_->Shutdown(deadline);
+  return result;
+}
+
+}  // namespace ema

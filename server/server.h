@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Wires device, models, checkpoints and RPCs together.
+#ifndef EMA_SERVER_SERVER_H_
+#define EMA_SERVER_SERVER_H_
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/core/model_store.h"
+#include "server/ops/options.h"
+#include "server/rpc/rpc_server.h"
+
+namespace ema {
+
+// One EMA server: Start, serve, Drain.
+class Server {
+ public:
+  // Loads the newest checkpoints and serves. The message of an error says what to do.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+
+  int port() const { return rpc_->port(); }
+
+  // Health turns NOT_SERVING; sessions that are open may commit, for at most the drain grace; then
+  // every model's newest version is saved (if there is a data directory) and running pulls get what
+  // is left of the grace. Blocks. The first error of a save, which the process should exit with;
+  // all else is done all the same.
+  absl::Status Drain();
+
+ private:
+  explicit Server(const ServerOptions& options) : options_(options) {}
+
+  absl::StatusOr<CheckpointHooks::Saved> SaveNewest(Model& model);
+  // REQUIRES: there is a data directory.
+  absl::StatusOr<CheckpointHooks::Saved> Save(Model& model, const SnapshotRef& snapshot);
+
+  const ServerOptions options_;
+  std::unique_ptr<CheckpointStore> checkpoints_;  // Null without a data directory.
+  std::shared_ptr<ModelStore> store_;
+  std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_SERVER_H_

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ops/options.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+ParsedOptions Parse(std::vector<const char*> arguments) {
+  arguments.insert(arguments.begin(), "ema-server");
+  return ParseOptions(static_cast<int>(arguments.size()), arguments.data());
+}
+
+TEST(OptionsTest, DefaultsServeOnLoopbackWithoutCheckpoints) {
+  const ParsedOptions parsed = Parse({});
+  EXPECT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.listen, "127.0.0.1:50051");
+  EXPECT_EQ(parsed.options.data_dir, "");
+  EXPECT_EQ(parsed.options.device, "auto");
+  EXPECT_EQ(parsed.options.memory_bytes, 0);
+  EXPECT_GE(parsed.options.thread_count, 1);
+}
+
+TEST(OptionsTest, FlagsAreRead) {
+  const ParsedOptions parsed = Parse({"--listen",
+                                      "[::]:0",
+                                      "--port-file",
+                                      "p",
+                                      "--device",
+                                      "cpu",
+                                      "--memory-bytes",
+                                      "4G",
+                                      "--data-dir=d",
+                                      "--threads",
+                                      "3",
+                                      "--max-push-streams",
+                                      "5",
+                                      "--max-pull-streams",
+                                      "6",
+                                      "--session-timeout",
+                                      "1m30s",
+                                      "--stream-timeout",
+                                      "500ms",
+                                      "--drain-grace",
+                                      "0s",
+                                      "--log-level",
+                                      "debug",
+                                      "--block-bytes",
+                                      "8K"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  const ServerOptions& o = parsed.options;
+  EXPECT_EQ(o.listen, "[::]:0");
+  EXPECT_EQ(o.port_file, "p");
+  EXPECT_EQ(o.device, "cpu");
+  EXPECT_EQ(o.memory_bytes, int64_t{4} << 30);
+  EXPECT_EQ(o.data_dir, "d");
+  EXPECT_EQ(o.thread_count, 3);
+  EXPECT_EQ(o.max_push_streams, 5);
+  EXPECT_EQ(o.max_pull_streams, 6);
+  EXPECT_EQ(o.session_timeout, absl::Seconds(90));
+  EXPECT_EQ(o.stream_timeout, absl::Milliseconds(500));
+  EXPECT_EQ(o.drain_grace, absl::ZeroDuration());
+  EXPECT_EQ(o.log_level, "debug");
+  EXPECT_EQ(o.block_bytes, 8192);
+}
+
+TEST(OptionsTest, TheEnvironmentIsReadAndFlagsWin) {
+  setenv("EMA_MEMORY_BYTES", "512M", 1);
+  setenv("EMA_LISTEN", "0.0.0.0:1", 1);
+  const ParsedOptions parsed = Parse({"--listen", "localhost:2"});
+  setenv("EMA_MEMORY_BYTES", "much", 1);
+  const ParsedOptions bad = Parse({});
+  unsetenv("EMA_MEMORY_BYTES");
+  unsetenv("EMA_LISTEN");
+  EXPECT_EQ(parsed.options.memory_bytes, int64_t{512} << 20);
+  EXPECT_EQ(parsed.options.listen, "localhost:2");
+  EXPECT_EQ(bad.exit_code, 2);
+  EXPECT_THAT(bad.text, HasSubstr("\"much\" is not a number of bytes"));
+}
+
+struct BadCase {
+  std::string name;
+  std::vector<const char*> arguments;
+  std::string message;
+};
+
+class BadOptionsTest : public testing::TestWithParam<BadCase> {};
+
+TEST_P(BadOptionsTest, ExitWith2AndSayWhy) {
+  const ParsedOptions parsed = Parse(GetParam().arguments);
+  EXPECT_TRUE(parsed.should_exit);
+  EXPECT_EQ(parsed.exit_code, 2);
+  EXPECT_THAT(parsed.text, HasSubstr(GetParam().message));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Options, BadOptionsTest,
+    testing::Values(
+        BadCase{"UnknownFlag", {"--bogus"}, "--bogus"}, BadCase{"Positional", {"extra"}, "extra"},
+        BadCase{"MissingValue", {"--listen"}, "--listen"},
+        BadCase{"ListenWithoutPort", {"--listen", "localhost"}, "is not host:port"},
+        BadCase{"ListenWithoutHost", {"--listen", ":50051"}, "is not host:port"},
+        BadCase{"ListenPortTooLarge", {"--listen", "a:65536"}, "is not host:port"},
+        BadCase{"ListenPortIsText", {"--listen", "a:1x"}, "is not host:port"},
+        BadCase{"Device", {"--device", "tpu"}, "tpu"},
+        BadCase{"Bytes", {"--memory-bytes", "4X"}, "\"4X\" is not a number of bytes"},
+        BadCase{"BytesNegative", {"--memory-bytes=-1"}, "\"-1\" is not a number of bytes"},
+        BadCase{"Threads", {"--threads=-1"}, "--threads"},
+        BadCase{"NoStreams", {"--max-push-streams", "0"}, "--max-push-streams"},
+        BadCase{"DurationWithoutUnit", {"--session-timeout", "30"}, "such as 30s"},
+        BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration of 1ms or more"},
+        BadCase{"DurationInfinite", {"--drain-grace", "inf"}, "\"inf\" is not a duration"},
+        BadCase{"LogLevel", {"--log-level", "loud"}, "loud"},
+        BadCase{"BlockBytes", {"--block-bytes", "1000"}, "--block-bytes"}),
+    [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
+
+TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
+  const ParsedOptions parsed = Parse({"--help"});
+  EXPECT_TRUE(parsed.should_exit);
+  EXPECT_EQ(parsed.exit_code, 0);
+  for (const char* text :
+       {"--listen HOST:PORT=127.0.0.1:50051 (Env:EMA_LISTEN)",
+        "--port-file FILE (Env:EMA_PORT_FILE)", "(Env:EMA_DEVICE)",
+        "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)", "(Env:EMA_DATA_DIR)", "(Env:EMA_THREADS)",
+        "=32 (Env:EMA_MAX_PUSH_STREAMS)", "=64 (Env:EMA_MAX_PULL_STREAMS)",
+        "=30s (Env:EMA_SESSION_TIMEOUT)", "=30s (Env:EMA_STREAM_TIMEOUT)",
+        "=25s (Env:EMA_DRAIN_GRACE)", "=info (Env:EMA_LOG_LEVEL)", "--version"}) {
+    EXPECT_THAT(parsed.text, HasSubstr(text));
+  }
+  EXPECT_THAT(parsed.text, Not(HasSubstr("block-bytes")));
+}
+
+TEST(OptionsTest, VersionIsPrinted) {
+  const ParsedOptions parsed = Parse({"--version"});
+  EXPECT_TRUE(parsed.should_exit);
+  EXPECT_EQ(parsed.exit_code, 0);
+  EXPECT_THAT(parsed.text, testing::StartsWith("ema-server "));
+}
+
+TEST(ParseByteCountTest, KnowsPowersOf1024) {
+  EXPECT_THAT(ParseByteCount("0"), IsOkAndHolds(0));
+  EXPECT_THAT(ParseByteCount("4096"), IsOkAndHolds(4096));
+  EXPECT_THAT(ParseByteCount("12B"), IsOkAndHolds(12));
+  EXPECT_THAT(ParseByteCount("512k"), IsOkAndHolds(512 << 10));
+  EXPECT_THAT(ParseByteCount("3MiB"), IsOkAndHolds(3 << 20));
+  EXPECT_THAT(ParseByteCount("4gb"), IsOkAndHolds(int64_t{4} << 30));
+  EXPECT_THAT(ParseByteCount("2T"), IsOkAndHolds(int64_t{2} << 40));
+  for (const char* bad : {"", "x", "G", "4P", "1.5G", "-1", "+1", " 1", "1 G", "1ib", "1kk",
+                          "99999999999999999999", "4611686018427387904", "8388608T"}) {
+    EXPECT_THAT(ParseByteCount(bad), StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(bad)));
+  }
+}
+
+TEST(WritePortFileTest, ReplacesTheFile) {
+  const std::string path = testing::TempDir() + "/ema_port_file";
+  for (const int port : {50051, 7}) {
+    ASSERT_THAT(WritePortFile(path, port), IsOk());
+    std::ifstream file(path);
+    int read = 0;
+    file >> read;
+    EXPECT_EQ(read, port);
+  }
+  EXPECT_FALSE(std::ifstream(path + ".tmp").good());
+  std::remove(path.c_str());
+  EXPECT_THAT(WritePortFile(testing::TempDir() + "/no/such/folder/port", 1),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("No such file")));
+}
+
+}  // namespace
+}  // namespace ema
