@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/chunk_plan.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "ema/v1/chunk_codec.h"
+#include "server/base/crc32c.h"
+
+namespace ema::client_internal {
+namespace {
+
+// Below this a copy costs less than a slice and the two more buffers of a sendmsg().
+constexpr int64_t kCopyBelowBytes = 4096;
+
+}  // namespace
+
+ChunkPlan::ChunkPlan(const RankLayout& layout, int64_t chunk_bytes) {
+  const int64_t total_bytes = layout.total_bytes();
+  starts_.reserve(total_bytes / chunk_bytes + 2);
+  starts_.push_back(0);
+  while (starts_.back() < total_bytes) {
+    int64_t end = std::min(total_bytes, starts_.back() + chunk_bytes);
+    while (!layout.IsElementBoundary(end)) --end;
+    starts_.push_back(end);
+  }
+}
+
+std::vector<int64_t> ChunkPlan::AllChunks() const {
+  std::vector<int64_t> chunks(chunk_count());
+  std::iota(chunks.begin(), chunks.end(), 0);
+  return chunks;
+}
+
+std::vector<int64_t> ChunkPlan::ChunksIn(absl::Span<const PushProgress::Range> ranges) const {
+  std::vector<int64_t> chunks;
+  for (const PushProgress::Range& range : ranges) {
+    if (range.length_bytes <= 0) continue;
+    const auto after = std::upper_bound(starts_.begin(), starts_.end(), range.offset);
+    int64_t chunk = std::max<int64_t>(after - starts_.begin() - 1, 0);
+    for (; chunk < chunk_count() && starts_[chunk] < range.offset + range.length_bytes; ++chunk) {
+      chunks.push_back(chunk);
+    }
+  }
+  std::sort(chunks.begin(), chunks.end());
+  chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
+  return chunks;
+}
+
+ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan,
+                         absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate)
+    : layout_(layout), plan_(plan), shards_(shards), gate_(gate), crcs_(plan->chunk_count()) {}
+
+// Calls `visit(piece)` for each stretch of the chunk that is contiguous in memory, in order.
+template <typename Visitor>
+void ChunkWriter::ForEachPiece(int64_t chunk, Visitor visit) const {
+  int64_t offset = plan_->offset(chunk);
+  const int64_t end = offset + plan_->length_bytes(chunk);
+  for (int64_t shard = layout_->FindShard(offset); offset < end; ++shard) {
+    const int64_t in_shard = offset - layout_->shard_start(shard);
+    const int64_t length = std::min(end, layout_->shard_start(shard + 1)) - offset;
+    if (length > 0) visit(shards_[shard].subspan(in_shard, length));
+    offset += length;
+  }
+}
+
+uint32_t ChunkWriter::Checksum(int64_t chunk) {
+  Crc crc;
+  ForEachPiece(chunk,
+               [&crc](std::span<const std::byte> piece) { crc.value = Crc32c(crc.value, piece); });
+  crc.known = true;
+  crcs_[chunk] = crc;
+  return crc.value;
+}
+
+void ChunkWriter::FlushCopied() {
+  if (copied_.empty()) return;
+  slices_.emplace_back(copied_.data(), copied_.size());
+  copied_.clear();
+}
+
+std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk) {
+  if (!gate_->BeginRead()) return std::nullopt;
+  grpc::ByteBuffer message = Encode(chunk);
+  gate_->EndRead();
+  return message;
+}
+
+grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
+  const ChunkPrefix prefix = EncodeChunkPrefix({.offset = plan_->offset(chunk),
+                                                .crc32c = Checksum(chunk),
+                                                .data_bytes = plan_->length_bytes(chunk)});
+  copied_.assign(prefix.bytes.begin(), prefix.bytes.begin() + prefix.size);
+  ForEachPiece(chunk, [this](std::span<const std::byte> piece) {
+    if (static_cast<int64_t>(piece.size()) < kCopyBelowBytes) {
+      copied_.insert(copied_.end(), piece.begin(), piece.end());
+      return;
+    }
+    FlushCopied();
+    gate_->AddSlice();
+    // gRPC takes a void*, but only reads.
+    slices_.emplace_back(const_cast<std::byte*>(piece.data()), piece.size(),
+                         &WeightsGate::DropSlice, gate_);
+  });
+  FlushCopied();
+  grpc::ByteBuffer message(slices_.data(), slices_.size());
+  slices_.clear();
+  return message;
+}
+
+std::optional<uint32_t> ChunkWriter::Digest() {
+  uint32_t digest = 0;
+  for (int64_t chunk = 0; chunk < plan_->chunk_count(); ++chunk) {
+    if (!crcs_[chunk].known) {
+      if (!gate_->BeginRead()) return std::nullopt;
+      Checksum(chunk);
+      gate_->EndRead();
+    }
+    digest = Crc32cCombine(digest, crcs_[chunk].value, plan_->length_bytes(chunk));
+  }
+  return digest;
+}
+
+}  // namespace ema::client_internal

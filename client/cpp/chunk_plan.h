@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a rank's bytes are cut into chunks, and the messages that carry these.
+#ifndef EMA_CLIENT_CPP_CHUNK_PLAN_H_
+#define EMA_CLIENT_CPP_CHUNK_PLAN_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "client/cpp/weights_gate.h"
+#include "ema/client.h"
+#include "ema/shard.h"
+
+namespace ema::client_internal {
+
+// The cut of one layout: always the same, so that a chunk that is sent again has the bounds it had.
+// Immutable.
+class ChunkPlan {
+ public:
+  // As many bytes in each chunk as fit into `chunk_bytes` and end between elements. REQUIRES:
+  // chunk_bytes >= 8.
+  ChunkPlan(const RankLayout& layout, int64_t chunk_bytes);
+
+  int64_t chunk_count() const { return static_cast<int64_t>(starts_.size()) - 1; }
+  int64_t offset(int64_t chunk) const { return starts_[chunk]; }
+  int64_t length_bytes(int64_t chunk) const { return starts_[chunk + 1] - starts_[chunk]; }
+
+  std::vector<int64_t> AllChunks() const;
+  // Those with at least one byte in `ranges`, in order, each once.
+  std::vector<int64_t> ChunksIn(absl::Span<const PushProgress::Range> ranges) const;
+
+ private:
+  std::vector<int64_t> starts_;  // And the end.
+};
+
+// Makes the messages of one push. The weights go by reference: each large piece is a slice that
+// `gate` counts until gRPC has dropped it; pieces below 4 KiB are copied, which is cheaper than a
+// slice. For one thread.
+class ChunkWriter {
+ public:
+  // All outlive this object; `gate` and what `shards` point to also the messages.
+  ChunkWriter(const RankLayout* layout, const ChunkPlan* plan,
+              absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate);
+
+  // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. Absent: the
+  // weights have been released.
+  std::optional<grpc::ByteBuffer> Write(int64_t chunk);
+
+  // CRC32C of all the rank's bytes. Reads none, if every chunk has been written. Absent: the
+  // weights would have to be read, but have been released.
+  std::optional<uint32_t> Digest();
+
+ private:
+  template <typename Visitor>
+  void ForEachPiece(int64_t chunk, Visitor visit) const;
+  grpc::ByteBuffer Encode(int64_t chunk);
+  uint32_t Checksum(int64_t chunk);
+  void FlushCopied();
+
+  const RankLayout* const layout_;
+  const ChunkPlan* const plan_;
+  const absl::Span<const std::span<const std::byte>> shards_;
+  WeightsGate* const gate_;
+
+  struct Crc {
+    uint32_t value = 0;
+    bool known = false;
+  };
+  std::vector<Crc> crcs_;            // By chunk.
+  std::vector<grpc::Slice> slices_;  // Kept for their capacity, like the next one.
+  std::vector<std::byte> copied_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_CHUNK_PLAN_H_

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The unary calls.
+#include "ema/client.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/client_impl.h"
+#include "client/cpp/convert.h"
+#include "client/cpp/fork_guard.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::FromProto;
+using client_internal::ToProto;
+
+namespace {
+
+constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
+// An element has at most 8, and a chunk ends between elements.
+constexpr int64_t kMinChunkBytes = 8;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address) {
+  return Create(address, Options());
+}
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
+                                                       const Options& options) {
+  EMA_ASSIGN_OR_RETURN(client_internal::Address parsed, client_internal::Address::Parse(address));
+  if (options.chunk_bytes < kMinChunkBytes || options.chunk_bytes > kMaxChunkBytes) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("chunk_bytes ", options.chunk_bytes, ": must be from ",
+                                  kMinChunkBytes, " to ", kMaxChunkBytes));
+  }
+  EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
+  auto impl = std::make_shared<Impl>(std::move(parsed), options);
+  return std::unique_ptr<Client>(new Client(std::move(impl)));
+}
+
+Client::Client(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Client::~Client() {
+  if (impl_->fork_guard().forked()) client_internal::KeepForEver(std::move(impl_));
+}
+
+absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view model,
+                                                              const Manifest& manifest,
+                                                              absl::Span<const TrackSpec> tracks,
+                                                              int64_t max_pinned_versions,
+                                                              absl::Duration timeout) {
+  v1::CreateModelRequest request;
+  request.set_model(std::string(model));
+  ToProto(manifest, request.mutable_manifest());
+  for (const TrackSpec& track : tracks) ToProto(track, request.add_tracks());
+  request.set_max_pinned_versions(max_pinned_versions);
+  v1::CreateModelResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, &response, timeout));
+  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
+  EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
+  return CreateModelResult{std::move(info), response.created()};
+}
+
+absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
+  v1::GetModelRequest request;
+  request.set_model(std::string(model));
+  v1::GetModelResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, &response, timeout));
+  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
+  return FromProto(response.model());
+}
+
+absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout) {
+  v1::ListModelsResponse response;
+  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListModels,
+                                   v1::ListModelsRequest(), &response, timeout));
+  std::vector<ModelInfo> models;
+  models.reserve(response.models_size());
+  for (const v1::Model& model : response.models()) {
+    EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(model));
+    models.push_back(std::move(info));
+  }
+  return models;
+}
+
+absl::Status Client::DeleteModel(std::string_view model, absl::Duration timeout) {
+  v1::DeleteModelRequest request;
+  request.set_model(std::string(model));
+  v1::DeleteModelResponse response;
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteModel, request, &response, timeout);
+}
+
+absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::string_view model,
+                                                                        int64_t after_version,
+                                                                        absl::Duration timeout) {
+  v1::ListVersionsRequest request;
+  request.set_model(std::string(model));
+  std::vector<ListedVersion> versions;
+  while (true) {
+    request.set_after_version(after_version);
+    v1::ListVersionsResponse response;
+    EMA_RETURN_IF_ERROR(
+        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListVersions, request, &response, timeout));
+    if (response.versions().empty() ||
+        response.versions().rbegin()->version().version() <= after_version) {
+      return versions;
+    }
+    for (const v1::ListVersionsResponse::Entry& entry : response.versions()) {
+      versions.push_back({FromProto(entry.version()), entry.available()});
+    }
+    after_version = versions.back().version.number;
+  }
+}
+
+absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
+                                                                  absl::Duration timeout) {
+  v1::CreateCheckpointRequest request;
+  request.set_model(std::string(model));
+  v1::CreateCheckpointResponse response;
+  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request,
+                                   &response, timeout));
+  return CheckpointResult{FromProto(response.version()), response.checkpoint(),
+                          response.total_bytes()};
+}
+
+}  // namespace ema

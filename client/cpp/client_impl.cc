@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/client_impl.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/retry.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
+    absl::Time deadline, Interrupt* interrupt) {
+  EMA_RETURN_IF_ERROR(fork_guard_.Check());
+  std::shared_ptr<Connection> dead;  // Destroyed without the lock.
+  {
+    absl::MutexLock lock(&mu_);
+    while (dialing_) {
+      // Not under the lock: asking may run the user's code.
+      mu_.Unlock();
+      const bool is_fired = interrupt->fired();
+      mu_.Lock();
+      if (is_fired) return absl::CancelledError("interrupted");
+      if (absl::Now() >= deadline) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("server ", dialer_.address().ToString(), ": no answer in time"));
+      }
+      const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !dialing_; };
+      mu_.AwaitWithDeadline(absl::Condition(&is_free),
+                            std::min(deadline, absl::Now() + Interrupt::kPollInterval));
+    }
+    if (connection_ != nullptr && connection_->alive()) return connection_;
+    dead = std::exchange(connection_, nullptr);
+    dialing_ = true;
+  }
+  absl::StatusOr<std::shared_ptr<Connection>> opened =
+      Connection::Open(dialer_, deadline, interrupt);
+  absl::MutexLock lock(&mu_);
+  dialing_ = false;
+  if (opened.ok()) connection_ = *opened;
+  return opened;
+}
+
+absl::Status Client::Impl::Try(absl::Time deadline, Interrupt* interrupt,
+                               absl::FunctionRef<absl::Status(Call&)> attempt) {
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection, Connect(deadline, interrupt));
+  Call call(std::move(connection), deadline, interrupt);
+  return attempt(call);
+}
+
+absl::Status Client::Impl::Retry(absl::Time deadline, Interrupt* interrupt,
+                                 absl::FunctionRef<absl::Status(Call&)> attempt) {
+  client_internal::Backoff backoff;
+  absl::Status last_error;
+  while (true) {
+    absl::Status status = Try(deadline, interrupt, attempt);
+    // That there was no server says more than that time ran out.
+    if (status.code() == absl::StatusCode::kDeadlineExceeded && !last_error.ok()) return last_error;
+    if (!client_internal::IsRetryable(status)) return status;
+    const absl::Duration delay = backoff.Next(status);
+    if (absl::Now() + delay >= deadline) return status;
+    last_error = std::move(status);
+    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+}  // namespace ema

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a client's calls share: the connection, made and replaced when needed, and the rule of
+// retries.
+#ifndef EMA_CLIENT_CPP_CLIENT_IMPL_H_
+#define EMA_CLIENT_CPP_CLIENT_IMPL_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/connection.h"
+#include "client/cpp/dial.h"
+#include "client/cpp/fork_guard.h"
+#include "client/cpp/interrupt.h"
+#include "ema/client.h"
+
+namespace ema {
+
+// Thread-safe. Shared by a client and its runs.
+class Client::Impl {
+ public:
+  using Call = client_internal::Call;
+  using Connection = client_internal::Connection;
+  using Interrupt = client_internal::Interrupt;
+
+  Impl(client_internal::Address address, const Options& options)
+      : options_(options), dialer_(std::move(address)) {}
+
+  const Options& options() const { return options_; }
+  // `timeout` from now; zero: the default one.
+  absl::Time Deadline(absl::Duration timeout) const {
+    return absl::Now() + (timeout == absl::ZeroDuration() ? options_.timeout : timeout);
+  }
+  const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
+
+  // The connection, made anew if there is none that lives. Errors as client_internal::Dialer's.
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(absl::Time deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // One call without retries.
+  absl::Status Try(absl::Time deadline, Interrupt* interrupt,
+                   absl::FunctionRef<absl::Status(Call&)> attempt);
+
+  // Again and again, while the error is one that goes away by itself and the deadline allows. The
+  // last such error if time runs out.
+  absl::Status Retry(absl::Time deadline, Interrupt* interrupt,
+                     absl::FunctionRef<absl::Status(Call&)> attempt);
+
+  // A unary call, with retries.
+  template <typename Request, typename Response>
+  using UnaryMethod = std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> (
+      v1::EmaService::Stub::*)(grpc::ClientContext*, const Request&, grpc::CompletionQueue*);
+  template <typename Request, typename Response>
+  absl::Status Unary(UnaryMethod<Request, Response> prepare, const Request& request,
+                     Response* response, absl::Time deadline, Interrupt* interrupt) {
+    return Retry(deadline, interrupt,
+                 [&](Call& call) { return UnaryOnce(prepare, request, response, call); });
+  }
+  // The same for a call of the user's, in whose thread it runs.
+  template <typename Request, typename Response>
+  absl::Status Unary(UnaryMethod<Request, Response> prepare, const Request& request,
+                     Response* response, absl::Duration timeout) {
+    Interrupt interrupt(&options_.is_interrupted);
+    return Unary(prepare, request, response, Deadline(timeout), &interrupt);
+  }
+  // One try, on a call that has been made.
+  template <typename Request, typename Response>
+  static absl::Status UnaryOnce(UnaryMethod<Request, Response> prepare, const Request& request,
+                                Response* response, Call& call) {
+    // Not gRPC's blocking form: that cannot ask the interrupt meanwhile.
+    grpc::CompletionQueue queue;
+    auto reader = (call.connection().stub().*prepare)(call.context(), request, &queue);
+    reader->StartCall();
+    grpc::Status status;
+    reader->Finish(response, &status, reader.get());
+    call.Await(&queue);
+    queue.Shutdown();
+    return call.Result(status);
+  }
+
+ private:
+  const client_internal::ForkGuard fork_guard_;
+  const Options options_;
+
+  absl::Mutex mu_;  // Not held while dialing.
+  bool dialing_ ABSL_GUARDED_BY(mu_) = false;
+  client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
+  std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_CLIENT_CPP_CLIENT_IMPL_H_

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/connection.h"
+
+#include <fcntl.h>
+#include <grpcpp/create_channel_posix.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/convert.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+constexpr int kMaxMessageBytes = 8 << 20;  // As the server's.
+// How long an operation of a cancelled call may take to end, before the connection is given up.
+constexpr absl::Duration kCancelGrace = absl::Milliseconds(100);
+
+grpc::ChannelArguments ChannelSettings(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, address);
+  arguments.SetUserAgentPrefix("ema-client");
+  return arguments;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, absl::Time deadline,
+                                                             Interrupt* interrupt) {
+  const std::string text = dialer.address().ToString();
+  absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
+  if (!fd.ok()) {
+    return absl::Status(fd.status().code(),
+                        absl::StrCat("server ", text, ": ", fd.status().message()));
+  }
+  const int own_fd = fcntl(*fd, F_DUPFD_CLOEXEC, 0);
+  if (own_fd < 0) {
+    const int error = errno;
+    close(*fd);
+    return absl::UnavailableError(absl::StrCat("server ", text, ": ", std::strerror(error)));
+  }
+  // Takes *fd.
+  std::shared_ptr<grpc::Channel> channel =
+      grpc::CreateCustomInsecureChannelFromFd(text, *fd, ChannelSettings(text));
+  return std::shared_ptr<Connection>(new Connection(text, own_fd, std::move(channel)));
+}
+
+Connection::Connection(std::string address, int fd, std::shared_ptr<grpc::Channel> channel)
+    : address_(std::move(address)),
+      fd_(fd),
+      channel_(std::move(channel)),
+      stub_(channel_),
+      generic_stub_(channel_) {}
+
+Connection::~Connection() { close(fd_); }
+
+bool Connection::alive() const {
+  if (broken()) return false;
+  // gRPC tells of a dead connection only when a call fails, so the kernel is asked.
+  tcp_info info = {};
+  socklen_t size = sizeof(info);
+  return getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+         info.tcpi_state == TCP_ESTABLISHED;
+}
+
+bool Connection::broken() const {
+  absl::MutexLock lock(&mu_);
+  return broken_;
+}
+
+void Connection::Break() {
+  std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
+  {
+    absl::MutexLock lock(&mu_);
+    broken_ = true;
+    contexts = contexts_;
+  }
+  // A write that waits for the peer's window fails at once, and drops its slices.
+  shutdown(fd_, SHUT_RDWR);
+  for (const auto& context : contexts) context->TryCancel();
+}
+
+void Connection::Add(std::shared_ptr<grpc::ClientContext> context) {
+  grpc::ClientContext* const added = context.get();
+  bool broken = false;
+  {
+    absl::MutexLock lock(&mu_);
+    contexts_.push_back(std::move(context));
+    broken = broken_;
+  }
+  if (broken) added->TryCancel();
+}
+
+void Connection::Remove(const grpc::ClientContext* context) {
+  absl::MutexLock lock(&mu_);
+  const auto found = std::find_if(contexts_.begin(), contexts_.end(),
+                                  [context](const auto& other) { return other.get() == context; });
+  if (found != contexts_.end()) contexts_.erase(found);
+}
+
+Call::Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrupt* interrupt)
+    : connection_(std::move(connection)),
+      context_(std::make_shared<grpc::ClientContext>()),
+      deadline_(deadline),
+      interrupt_(interrupt) {
+  context_->set_deadline(absl::ToChronoTime(deadline));
+  connection_->Add(context_);
+  interrupt_->SetCall(context_);
+}
+
+Call::~Call() {
+  interrupt_->SetCall(nullptr);
+  connection_->Remove(context_.get());
+}
+
+void Call::Cancel() {
+  cancel_time_ = std::min(cancel_time_, absl::Now());
+  context_->TryCancel();
+}
+
+Call::Event Call::Await(grpc::CompletionQueue* queue, absl::Time give_up) {
+  void* tag = nullptr;
+  bool ok = false;
+  while (true) {
+    const absl::Time now = absl::Now();
+    if (now >= deadline_ || interrupt_->fired()) cancel_time_ = std::min(cancel_time_, now);
+    // gRPC does not end a write that the kernel has begun to take, not even of a cancelled call.
+    if (now >= cancel_time_ + kCancelGrace) connection_->Break();
+    const absl::Time until = std::min(give_up, now + Interrupt::kPollInterval);
+    switch (queue->AsyncNext(&tag, &ok, absl::ToChronoTime(until))) {
+      case grpc::CompletionQueue::GOT_EVENT:
+        return ok ? Event::kOk : Event::kFailed;
+      case grpc::CompletionQueue::SHUTDOWN:
+        return Event::kFailed;
+      case grpc::CompletionQueue::TIMEOUT:
+        if (until == give_up) return Event::kTimeout;
+    }
+  }
+}
+
+absl::Status Call::Result(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  const auto& trailer = context_->GetServerTrailingMetadata();
+  if (const auto detail = trailer.find(kErrorDetailKey); detail != trailer.end()) {
+    return ErrorFromDetail(status, {detail->second.data(), detail->second.size()});
+  }
+  const std::string message =
+      absl::StrCat("server ", connection_->address(), ": ", status.error_message());
+  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("server ", connection_->address(), ": no answer in time"));
+  }
+  if (status.error_code() == grpc::StatusCode::CANCELLED) {
+    if (interrupt_->fired()) return absl::CancelledError("interrupted");
+    if (connection_->broken()) {
+      return absl::UnavailableError(absl::StrCat(message, " (the connection was given up)"));
+    }
+  }
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) connection_->Break();
+  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), message);
+}
+
+}  // namespace ema::client_internal

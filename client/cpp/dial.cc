@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/dial.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+// For one of a host's addresses: a lost SYN is sent again after 1 and 3 seconds.
+constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
+// How long a name service is waited for when the host has been found before.
+constexpr absl::Duration kFindAgainTimeout = absl::Milliseconds(500);
+// How soon a fired interrupt is noticed.
+constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
+// How long sent bytes may stay unacknowledged, or the peer's window closed. As long as gRPC waits
+// for the answer to a keepalive.
+constexpr unsigned kUserTimeoutMs = 20'000;
+
+// One question to the name service. getaddrinfo() can be neither bounded nor ended, so a thread of
+// its own asks, and whoever waits may go before it.
+struct Lookup {
+  const Address address;
+  absl::Mutex mu;
+  bool done ABSL_GUARDED_BY(mu) = false;
+  int error ABSL_GUARDED_BY(mu) = 0;
+  std::shared_ptr<const addrinfo> found ABSL_GUARDED_BY(mu);
+
+  explicit Lookup(Address a) : address(std::move(a)) {}
+
+  void Ask() {
+    addrinfo hints = {};
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    addrinfo* list = nullptr;
+    const int result = getaddrinfo(address.host.c_str(), address.port.c_str(), &hints, &list);
+    absl::MutexLock lock(&mu);
+    if (result == 0)
+      found = std::shared_ptr<const addrinfo>(list, [list](auto*) { freeaddrinfo(list); });
+    error = result;
+    done = true;
+  }
+};
+
+bool IsLoopback(const sockaddr* address) {
+  if (address->sa_family == AF_INET) {
+    sockaddr_in v4;
+    std::memcpy(&v4, address, sizeof(v4));
+    return (ntohl(v4.sin_addr.s_addr) >> 24) == 127;
+  }
+  if (address->sa_family == AF_INET6) {
+    sockaddr_in6 v6;
+    std::memcpy(&v6, address, sizeof(v6));
+    const bool is_mapped_v4 = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr);
+    return IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr) || (is_mapped_v4 && v6.sin6_addr.s6_addr[12] == 127);
+  }
+  return false;
+}
+
+void SetOptions(int fd, const sockaddr* peer) {
+  // Each only makes things better, so a system that lacks one does without.
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof(kUserTimeoutMs));
+  // Before connect(): a socket that has begun with bbr goes on being paced.
+  if (IsLoopback(peer)) setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+}
+
+absl::Status Unavailable(std::string_view text, int error) {
+  return absl::UnavailableError(absl::StrCat(std::string(text), ": ", std::strerror(error)));
+}
+
+// OK: `fd` is connected.
+absl::Status Connect(int fd, const addrinfo& address, absl::Time deadline, Interrupt* interrupt) {
+  if (connect(fd, address.ai_addr, address.ai_addrlen) == 0) return absl::OkStatus();
+  if (errno != EINPROGRESS) return Unavailable("cannot connect", errno);
+  const absl::Time give_up = std::min(deadline, absl::Now() + kConnectTimeout);
+  pollfd waiter = {.fd = fd, .events = POLLOUT, .revents = 0};
+  while (poll(&waiter, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) <= 0) {
+    if (interrupt->fired()) return absl::CancelledError("interrupted");
+    if (absl::Now() >= deadline) return absl::DeadlineExceededError("no answer in time");
+    if (absl::Now() >= give_up) return Unavailable("cannot connect", ETIMEDOUT);
+  }
+  int error = 0;
+  socklen_t size = sizeof(error);
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  return error == 0 ? absl::OkStatus() : Unavailable("cannot connect", error);
+}
+
+bool IsHostCharacter(char c) {
+  return c > ' ' && c != 0x7f && c != '/' && c != '[' && c != ']' && c != '@';
+}
+
+}  // namespace
+
+absl::StatusOr<Address> Address::Parse(std::string_view text) {
+  const absl::Status error = MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+      absl::StrCat("address \"", std::string(text),
+                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\""));
+  const size_t colon = text.rfind(':');
+  if (colon == std::string_view::npos) return error;
+  std::string_view host = text.substr(0, colon);
+  const std::string port(text.substr(colon + 1));
+  const bool is_bracketed = host.size() >= 2 && host.front() == '[' && host.back() == ']';
+  if (is_bracketed) host = host.substr(1, host.size() - 2);
+  const bool has_colon = host.find(':') != std::string_view::npos;
+  int number = 0;
+  if (host.empty() || has_colon != is_bracketed ||
+      !std::all_of(host.begin(), host.end(), IsHostCharacter) ||
+      port.find_first_not_of("0123456789") != std::string::npos ||
+      !absl::SimpleAtoi(port, &number) || number < 1 || number > 65535) {
+    return error;
+  }
+  return Address{std::string(host), absl::StrCat(number)};
+}
+
+std::string Address::ToString() const {
+  const bool is_v6 = host.find(':') != std::string::npos;
+  return is_v6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
+}
+
+absl::Status Dialer::Find(absl::Time deadline, Interrupt* interrupt) {
+  const auto lookup = std::make_shared<Lookup>(address_);
+  std::thread([lookup] { lookup->Ask(); }).detach();
+  const absl::Time give_up =
+      found_ == nullptr ? deadline : std::min(deadline, absl::Now() + kFindAgainTimeout);
+  absl::MutexLock lock(&lookup->mu);
+  while (!lookup->mu.AwaitWithDeadline(absl::Condition(&lookup->done),
+                                       std::min(give_up, absl::Now() + kPollInterval))) {
+    // Not under the lock: asking may run the user's code.
+    lookup->mu.Unlock();
+    const bool is_fired = interrupt->fired();
+    lookup->mu.Lock();
+    if (is_fired) return absl::CancelledError("interrupted");
+    if (absl::Now() < give_up) continue;
+    if (found_ != nullptr) return absl::OkStatus();
+    return absl::DeadlineExceededError(
+        absl::StrCat("the name service does not answer for host \"", address_.host, "\""));
+  }
+  if (lookup->error == 0) found_ = lookup->found;
+  if (found_ != nullptr) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("cannot find host \"", address_.host, "\": ", gai_strerror(lookup->error)));
+}
+
+absl::StatusOr<int> Dialer::Dial(absl::Time deadline, Interrupt* interrupt) {
+  EMA_RETURN_IF_ERROR(Find(deadline, interrupt));
+  absl::Status status = absl::UnavailableError("the host has no address");
+  for (const addrinfo* next = found_.get(); next != nullptr; next = next->ai_next) {
+    const int fd = socket(next->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+      status = Unavailable("cannot make a socket", errno);
+      continue;
+    }
+    SetOptions(fd, next->ai_addr);
+    status = Connect(fd, *next, deadline, interrupt);
+    if (status.ok()) return fd;
+    close(fd);
+    if (status.code() != absl::StatusCode::kUnavailable) return status;
+  }
+  return status;
+}
+
+}  // namespace ema::client_internal

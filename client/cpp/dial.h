@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// TCP connections of our own making, which gRPC then speaks over.
+#ifndef EMA_CLIENT_CPP_DIAL_H_
+#define EMA_CLIENT_CPP_DIAL_H_
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/cpp/interrupt.h"
+
+struct addrinfo;
+
+namespace ema::client_internal {
+
+struct Address {
+  std::string host;
+  std::string port;
+
+  // Reads "host:port", "[v6]:port". INVALID_ARGUMENT, BAD_REQUEST: anything else.
+  static absl::StatusOr<Address> Parse(std::string_view text);
+  std::string ToString() const;
+};
+
+// Makes connections to one address. For one thread at a time.
+class Dialer {
+ public:
+  explicit Dialer(Address address) : address_(std::move(address)) {}
+
+  const Address& address() const { return address_; }
+
+  // A connected socket, with Nagle's algorithm off, and the congestion control changed to reno if
+  // the peer is on this machine: bbr, the default of some systems, paces loopback to two thirds of
+  // its speed. The caller owns it. UNAVAILABLE: no such host, or nobody there. DEADLINE_EXCEEDED.
+  // CANCELLED: `interrupt` was fired.
+  absl::StatusOr<int> Dial(absl::Time deadline, Interrupt* interrupt);
+
+ private:
+  // Looks the host up each time, because a server that was restarted may be elsewhere. While the
+  // name service does not answer, what it said last counts.
+  absl::Status Find(absl::Time deadline, Interrupt* interrupt);
+
+  const Address address_;
+  std::shared_ptr<const addrinfo> found_;  // Null: not found yet.
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_DIAL_H_

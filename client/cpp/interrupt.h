@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How what one thread waits for is ended early.
+#ifndef EMA_CLIENT_CPP_INTERRUPT_H_
+#define EMA_CLIENT_CPP_INTERRUPT_H_
+
+#include <functional>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace grpc {
+class ClientContext;
+}  // namespace grpc
+
+namespace ema::client_internal {
+
+// Ends the gRPC call and the waits of one thread, for good: because another thread calls Fire(), or
+// because a function says so that the waiting thread asks. All but Fire() belong to the waiting
+// thread.
+class Interrupt {
+ public:
+  // How long a wait may last before the function is asked again.
+  static constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
+
+  // `poll` outlives this object; null, or an empty function: it is not asked.
+  explicit Interrupt(const std::function<bool()>* poll = nullptr)
+      : poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
+
+  // Cancels the call that runs and every later one. Not to be called with a lock held that a
+  // slice's destroy callback takes: gRPC may run those inside.
+  void Fire() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Asks the function.
+  bool fired() ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits. False, at once: fired.
+  bool Sleep(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The call that Fire() cancels; null: none.
+  void SetCall(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  const std::function<bool()>* const poll_;
+  absl::Mutex mu_;
+  bool fired_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<grpc::ClientContext> context_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_INTERRUPT_H_

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/convert.h"
+#include "client/cpp/push_stream.h"
+#include "client/cpp/retry.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::Connection;
+using client_internal::PushStream;
+
+namespace {
+
+// For the message that drops a step: the server has it at once, or is not there.
+constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
+// How long a trainer whose max_wait is over waits for that message.
+constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
+// How long the kernel may take the slices of a push that has failed, before the connection is given
+// up.
+constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
+// How long a trainer is held while no stream to the server is open: enough to connect again after a
+// cut, and no more, because a server that is gone may stay so.
+constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
+constexpr std::chrono::milliseconds kPollInterval(5);
+// Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
+// itself.
+constexpr int kMaxOddFailures = 4;
+
+// True: `error` comes from a server that is there and takes this run's pushes, if not this one now.
+bool ShowsServer(const absl::Status& error) {
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kUnspecified:
+    case ErrorReason::kDraining:
+    case ErrorReason::kFenced:
+    case ErrorReason::kRunIncomplete:
+      return false;
+    default:
+      return true;
+  }
+}
+
+}  // namespace
+
+PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
+                        const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+                        absl::Time deadline)
+    : run_(std::move(run)),
+      step_(step),
+      time_(time),
+      shards_(std::move(shards)),
+      start_(absl::Now()),
+      deadline_(deadline),
+      writer_(&run_->layout(), &run_->chunks(), shards_, &gate_),
+      chunks_to_send_(run_->chunks().AllChunks()) {}
+
+PendingPush::Impl::~Impl() {
+  if (thread_.joinable()) thread_.join();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
+}
+
+void PendingPush::Impl::Start() {
+  thread_ = std::thread([this] { RunThread(); });
+}
+
+void PendingPush::Impl::RunThread() {
+  absl::StatusOr<Version> result = Push();
+  gate_.HaveRead();
+  DropSlices();
+  if (!result.ok()) result = DropStep(result.status());
+  connection_.reset();
+  if (result.ok()) run_->OnCommit(*result);
+  absl::MutexLock lock(&mu_);
+  result_ = std::move(result);
+}
+
+absl::StatusOr<Version> PendingPush::Impl::Push() {
+  client_internal::Backoff backoff;
+  while (true) {
+    absl::StatusOr<Version> version = Attempt();
+    if (version.ok() || !MayRetry(version.status())) return version;
+    const absl::Duration delay = backoff.Next(version.status());
+    if (absl::Now() + delay >= deadline_) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(version.status()),
+                       absl::StrCat(Name(), " did not succeed in time; last error: ",
+                                    version.status().message()));
+    }
+    SetCutOff(!ShowsServer(version.status()));
+    // Holds the trainer, if it has not gone on, until it is clear what has to be sent again.
+    (void)gate_.WantToRead();
+    if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+absl::StatusOr<Version> PendingPush::Impl::Attempt() {
+  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  if (has_begun_) {
+    EMA_ASSIGN_OR_RETURN(const std::optional<Version> version, FindWhatIsMissing());
+    if (version.has_value()) return *version;
+  }
+  return Send();
+}
+
+absl::StatusOr<std::optional<Version>> PendingPush::Impl::FindWhatIsMissing() {
+  EMA_ASSIGN_OR_RETURN(const PushProgress progress,
+                       run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
+                                       &interrupt_, /*retry=*/true));
+  if (progress.state == PushProgress::State::kCommitted) return progress.version;
+  if (progress.state == PushProgress::State::kOpen) {
+    chunks_to_send_ = run_->chunks().ChunksIn(progress.missing);
+  } else {
+    chunks_to_send_ = run_->chunks().AllChunks();
+  }
+  // A header and a commit alone attach this rank again to a step that has all its bytes. Nothing is
+  // read for that, so it is right after the release, too.
+  if (!chunks_to_send_.empty() && !gate_.WantToRead()) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                     absl::StrCat(Name(),
+                                  ": the connection broke before all bytes had arrived, "
+                                  "and the weights had been released"));
+  }
+  return std::optional<Version>();
+}
+
+absl::StatusOr<Version> PendingPush::Impl::Send() {
+  EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
+  client_internal::Call call(connection_, deadline_, &interrupt_);
+  has_begun_ = true;
+  SetCutOff(false);
+  stream_count_.fetch_add(1, std::memory_order_relaxed);
+  PushStream stream(&call, &queue_);
+
+  v1::PushRequest message;
+  v1::PushHeader* const header = message.mutable_header();
+  header->set_model(run_->model());
+  header->set_run_epoch(run_->run_epoch());
+  header->set_rank(run_->rank());
+  header->set_layout_digest(run_->layout().digest());
+  header->set_step(step_);
+  client_internal::ToProto(time_, header->mutable_time());
+  bool is_whole = stream.Write(message);
+
+  int64_t sent_bytes = 0;
+  for (const int64_t chunk : chunks_to_send_) {
+    if (!is_whole) break;
+    // Made while the chunk before is being sent.
+    const std::optional<grpc::ByteBuffer> encoded = writer_.Write(chunk);
+    if (!encoded.has_value()) return stream.Cancel();
+    is_whole = stream.Write(*encoded);
+    if (!is_whole) break;
+    sent_bytes += run_->chunks().length_bytes(chunk);
+    sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
+  }
+  v1::PushCommit* const commit = message.mutable_commit();
+  if (is_whole) {
+    const std::optional<uint32_t> digest = writer_.Digest();
+    if (!digest.has_value()) return stream.Cancel();
+    gate_.HaveRead();
+    commit->set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));
+    commit->set_total_bytes(sent_bytes);
+    commit->set_digest(*digest);
+  }
+  EMA_ASSIGN_OR_RETURN(const v1::PushResponse response, stream.Finish(message));
+  return client_internal::FromProto(response.version());
+}
+
+bool PendingPush::Impl::MayRetry(const absl::Status& error) {
+  if (interrupt_.fired()) return false;
+  if (client_internal::IsRetryable(error)) return true;
+  if (error.code() == absl::StatusCode::kDeadlineExceeded) return false;
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kRunIncomplete:
+      run_->Rejoin();
+      return true;
+    case ErrorReason::kFenced:
+      // Also what a server says that was restarted and has forgotten the run: joining again tells.
+      if (!run_->rejoins() || std::exchange(has_rejoined_, true)) return false;
+      run_->Rejoin();
+      return true;
+    case ErrorReason::kChunkCorrupt:
+    case ErrorReason::kPushIncomplete:
+      break;
+    case ErrorReason::kUnspecified:
+      // The server always gives a reason: gRPC has ended the stream.
+      if (error.code() != absl::StatusCode::kInternal &&
+          error.code() != absl::StatusCode::kUnknown &&
+          error.code() != absl::StatusCode::kCancelled) {
+        return false;
+      }
+      break;
+    default:
+      return false;
+  }
+  return ++odd_failure_count_ <= kMaxOddFailures;
+}
+
+void PendingPush::Impl::DropSlices() {
+  const absl::Time give_up = absl::Now() + kDropSlicesGrace;
+  while (gate_.HasSlices()) {
+    if (connection_ != nullptr && absl::Now() >= give_up) {
+      connection_->Break();
+      connection_.reset();
+    }
+    // gRPC works in the threads that wait for it only.
+    void* tag = nullptr;
+    bool ok = false;
+    queue_.AsyncNext(&tag, &ok, std::chrono::system_clock::now() + kPollInterval);
+  }
+}
+
+absl::StatusOr<Version> PendingPush::Impl::DropStep(const absl::Status& error) {
+  const bool is_abandoned = interrupt_.fired();
+  // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
+  // begun.
+  const bool is_lost_here = GetErrorReason(error) == ErrorReason::kStepAbandoned && has_begun_;
+  if (is_abandoned || is_lost_here || (has_begun_ && error.code() != absl::StatusCode::kAborted)) {
+    client_internal::Interrupt never;
+    const absl::Time give_up = absl::Now() + kAbandonTimeout;
+    std::vector<int64_t> missing_ranks;
+    if (error.code() == absl::StatusCode::kDeadlineExceeded) {
+      const absl::StatusOr<PushProgress> progress =
+          run_->QueryPush(step_, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
+      if (progress.ok()) missing_ranks = progress->missing_ranks;
+    }
+    const absl::StatusOr<PushProgress> progress =
+        run_->QueryPush(step_, /*abandon_if_unfinished=*/true, give_up, &never, /*retry=*/false);
+    if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
+      return *progress->version;
+    }
+    if (!missing_ranks.empty()) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
+                       absl::StrCat(Name(), " took too long; ranks that had not committed: ",
+                                    absl::StrJoin(missing_ranks, ", ")));
+    }
+  }
+  if (!is_abandoned) return error;
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                   absl::StrCat(Name(), ": abandoned by this rank"));
+}
+
+std::string PendingPush::Impl::Name() const {
+  return absl::StrCat("model \"", run_->model(), "\": push of step ", step_, " by rank ",
+                      run_->rank());
+}
+
+void PendingPush::Impl::SetCutOff(bool is_cut_off) {
+  absl::MutexLock lock(&mu_);
+  cut_off_since_ = is_cut_off ? std::min(cut_off_since_, absl::Now()) : absl::InfiniteFuture();
+}
+
+bool PendingPush::Impl::IsCutOff() const {
+  absl::MutexLock lock(&mu_);
+  return absl::Now() - cut_off_since_ >= kCutOffGrace;
+}
+
+bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
+  absl::MutexLock lock(&mu_);
+  const auto has_result = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
+  return mu_.AwaitWithTimeout(absl::Condition(&has_result), max_wait);
+}
+
+bool PendingPush::Impl::WaitReleased(absl::Duration max_wait) {
+  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  const absl::Time give_up = absl::Now() + max_wait;
+  do {
+    const absl::Duration left = give_up - absl::Now();
+    if (gate_.TryRelease(std::min(left, client_internal::Interrupt::kPollInterval))) return true;
+  } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
+  gate_.ForceRelease();
+  interrupt_.Fire();
+  gate_.AwaitUnread();
+  AwaitDone(kAbandonGrace);
+  return false;
+}
+
+absl::StatusOr<Version> PendingPush::Impl::Wait() {
+  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  while (!AwaitDone(client_internal::Interrupt::kPollInterval)) {
+    if (interrupt.fired()) return absl::CancelledError("interrupted");
+  }
+  absl::MutexLock lock(&mu_);
+  return *result_;
+}
+
+bool PendingPush::Impl::WaitDone(absl::Duration max_wait) const {
+  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  const absl::Time give_up = absl::Now() + max_wait;
+  do {
+    const absl::Duration left = give_up - absl::Now();
+    if (AwaitDone(std::min(left, client_internal::Interrupt::kPollInterval))) return true;
+  } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
+  return false;
+}
+
+bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }
+
+void PendingPush::Impl::Abandon() {
+  gate_.ForceRelease();
+  if (!done()) interrupt_.Fire();
+  AwaitDone(absl::InfiniteDuration());
+}
+
+PendingPush::Stats PendingPush::Impl::stats() const {
+  const absl::Time left = gate_.left_time();
+  return {.total_bytes = run_->layout().total_bytes(),
+          .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
+          .stream_count = stream_count_.load(std::memory_order_relaxed),
+          .send_time = std::min(left, absl::Now()) - start_};
+}
+
+}  // namespace ema

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One push, from its start to its end, in a thread of its own.
+#ifndef EMA_CLIENT_CPP_PUSH_H_
+#define EMA_CLIENT_CPP_PUSH_H_
+
+#include <grpcpp/completion_queue.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/chunk_plan.h"
+#include "client/cpp/interrupt.h"
+#include "client/cpp/run_core.h"
+#include "client/cpp/weights_gate.h"
+#include "ema/client.h"
+
+namespace ema {
+
+// Thread-safe. Owned by the PendingPush and by its run; the last of them joins the thread.
+//
+// What the thread does: wait until the run is ready; send header, chunks, commit; wait for the
+// reply. When that breaks, ask QueryPush what has arrived, and send what is missing, or, once the
+// weights are released, at most the commit. When it fails for good, wait until gRPC holds no slice,
+// and drop the step on the server.
+class PendingPush::Impl {
+ public:
+  Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
+       std::vector<std::span<const std::byte>> shards, absl::Time deadline);
+  ~Impl();  // REQUIRES: done(), or never started.
+
+  void Start();
+
+  const client_internal::ForkGuard& fork_guard() const { return run_->client().fork_guard(); }
+  // As PendingPush; not to be called in a forked child.
+  bool WaitReleased(absl::Duration max_wait);
+  absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
+  bool WaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
+  bool done() const ABSL_LOCKS_EXCLUDED(mu_);
+  void Abandon();
+  Stats stats() const;
+
+ private:
+  // All below but AwaitDone() and IsCutOff() belong to the thread.
+  void RunThread();
+  // Tries until it succeeds or fails for good.
+  absl::StatusOr<Version> Push();
+  absl::StatusOr<Version> Attempt();
+  // Header, `chunks_to_send_`, commit.
+  absl::StatusOr<Version> Send();
+  // True: what failed with `error` may succeed next time.
+  bool MayRetry(const absl::Status& error);
+  // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
+  // ABORTED, STEP_ABANDONED: what is missing may not be read any more.
+  absl::StatusOr<std::optional<Version>> FindWhatIsMissing();
+  // After an error: waits until gRPC holds no slice; gives the connection up if that takes long.
+  void DropSlices();
+  // Drops the step on the server. What the push ends with: `error`, or the version if the step had
+  // been committed.
+  absl::StatusOr<Version> DropStep(const absl::Status& error);
+  bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
+  void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
+  // True: there has been no stream, nor a server that asks to wait, for so long that the trainer is
+  // not held any more.
+  bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::string Name() const;
+
+  const std::shared_ptr<client_internal::RunCore> run_;
+  const int64_t step_;
+  const TrainingTime time_;
+  const std::vector<std::span<const std::byte>> shards_;
+  const absl::Time start_;
+  const absl::Time deadline_;
+  client_internal::WeightsGate gate_;
+  client_internal::Interrupt interrupt_;
+
+  // Relaxed: figures for stats().
+  std::atomic<int64_t> sent_bytes_ = 0;
+  std::atomic<int64_t> stream_count_ = 0;
+
+  // The thread's own.
+  client_internal::ChunkWriter writer_;
+  grpc::CompletionQueue queue_;
+  std::shared_ptr<client_internal::Connection> connection_;  // Of the last stream.
+  std::vector<int64_t> chunks_to_send_;
+  bool has_begun_ = false;  // The server may know of the step.
+  bool has_rejoined_ = false;
+  int odd_failure_count_ = 0;
+
+  mutable absl::Mutex mu_;
+  std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
+  absl::Time cut_off_since_ ABSL_GUARDED_BY(mu_) = start_;  // InfiniteFuture: it is not.
+
+  std::thread thread_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_CLIENT_CPP_PUSH_H_

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/fork_guard.h"
+#include "client/cpp/push.h"
+#include "client/cpp/run_core.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::RunCore;
+
+class Run::Impl {
+ public:
+  explicit Impl(std::shared_ptr<RunCore> core) : core_(std::move(core)) {}
+
+  RunCore& core() { return *core_; }
+  bool forked() const { return core_->client().fork_guard().forked(); }
+
+  absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
+      int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+      absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  absl::Status CheckShards(const std::vector<std::span<const std::byte>>& shards) const;
+
+  const std::shared_ptr<RunCore> core_;
+  absl::Mutex mu_;
+  std::shared_ptr<PendingPush::Impl> push_ ABSL_GUARDED_BY(mu_);  // The last one.
+};
+
+absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>>& shards) const {
+  const RankLayout& layout = core_->layout();
+  const auto error = [](std::string_view message) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
+  };
+  if (shards.size() != layout.shards().size()) {
+    return error(absl::StrCat("rank ", core_->rank(), " has ", layout.shards().size(),
+                              " shards, but ", shards.size(), " were given"));
+  }
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const int64_t expected_bytes = layout.shard_start(i + 1) - layout.shard_start(i);
+    if (static_cast<int64_t>(shards[i].size()) != expected_bytes) {
+      const TensorSpec& tensor = core_->manifest().tensor(layout.shards()[i].tensor_index);
+      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
+                                tensor.TypeString(), ") has ", expected_bytes, " bytes, but ",
+                                shards[i].size(), " were given"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
+    int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+    absl::Time deadline) {
+  EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
+  EMA_RETURN_IF_ERROR(CheckShards(shards));
+  EMA_RETURN_IF_ERROR(time.Validate());
+  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), deadline);
+  std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
+  absl::MutexLock lock(&mu_);
+  if (push_ != nullptr && !push_->done()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kSessionBusy,
+        absl::StrCat(
+            "rank ", core_->rank(), " of model \"", core_->model(),
+            "\" is still pushing: wait for that push, or abandon it, before the next one"));
+  }
+  previous = std::exchange(push_, push);
+  push->Start();
+  return push;
+}
+
+void Run::Impl::EndPush() {
+  std::shared_ptr<PendingPush::Impl> push;
+  {
+    absl::MutexLock lock(&mu_);
+    push = std::exchange(push_, nullptr);
+  }
+  if (push != nullptr) push->Abandon();
+}
+
+absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
+                                                     const RunOptions& options,
+                                                     absl::Duration timeout) {
+  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<RunCore> core,
+                       RunCore::Open(impl_, model, options, impl_->Deadline(timeout), &interrupt));
+  return std::unique_ptr<Run>(new Run(std::make_shared<Run::Impl>(std::move(core))));
+}
+
+Run::Run(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Run::~Run() {
+  if (impl_->forked()) {
+    client_internal::KeepForEver(std::move(impl_));
+  } else {
+    impl_->EndPush();
+  }
+}
+
+const Manifest& Run::manifest() const { return impl_->core().manifest(); }
+const RankLayout& Run::layout() const { return impl_->core().layout(); }
+int64_t Run::rank() const { return impl_->core().rank(); }
+
+// A forked child must not take the locks behind these: the parent may have held them.
+int64_t Run::run_epoch() const { return impl_->forked() ? 0 : impl_->core().run_epoch(); }
+
+std::optional<Version> Run::latest() const {
+  return impl_->forked() ? std::nullopt : impl_->core().latest();
+}
+
+absl::StatusOr<bool> Run::IsDue(const TrainingTime& now) const {
+  EMA_RETURN_IF_ERROR(impl_->core().client().fork_guard().Check());
+  return impl_->core().IsDue(now);
+}
+
+absl::Status Run::WaitReady(absl::Duration timeout) {
+  Client::Impl& client = impl_->core().client();
+  EMA_RETURN_IF_ERROR(client.fork_guard().Check());
+  client_internal::Interrupt interrupt(&client.options().is_interrupted);
+  return impl_->core().WaitReady(client.Deadline(timeout), &interrupt);
+}
+
+absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
+    int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+    absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<PendingPush::Impl> push,
+      impl_->StartPush(step, time, std::move(shards), impl_->core().client().Deadline(timeout)));
+  return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
+}
+
+absl::StatusOr<Version> Run::Push(int64_t step, const TrainingTime& time,
+                                  std::vector<std::span<const std::byte>> shards,
+                                  absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push,
+                       StartPush(step, time, std::move(shards), timeout));
+  return push->Wait();
+}
+
+absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfinished) {
+  Client::Impl& client = impl_->core().client();
+  client_internal::Interrupt interrupt(&client.options().is_interrupted);
+  return impl_->core().QueryPush(step, abandon_if_unfinished, client.Deadline(absl::ZeroDuration()),
+                                 &interrupt,
+                                 /*retry=*/true);
+}
+
+PendingPush::PendingPush(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+PendingPush::~PendingPush() {
+  if (impl_->fork_guard().forked()) {
+    client_internal::KeepForEver(std::move(impl_));
+  } else {
+    impl_->Abandon();
+  }
+}
+
+// The memory of a forked child is its own: nothing is read from it.
+bool PendingPush::WaitReleased(absl::Duration max_wait) {
+  return impl_->fork_guard().forked() || impl_->WaitReleased(max_wait);
+}
+
+absl::StatusOr<Version> PendingPush::Wait() {
+  EMA_RETURN_IF_ERROR(impl_->fork_guard().Check());
+  return impl_->Wait();
+}
+
+bool PendingPush::WaitDone(absl::Duration max_wait) {
+  return impl_->fork_guard().forked() || impl_->WaitDone(max_wait);
+}
+
+bool PendingPush::done() const { return impl_->fork_guard().forked() || impl_->done(); }
+
+void PendingPush::Abandon() {
+  if (!impl_->fork_guard().forked()) impl_->Abandon();
+}
+
+PendingPush::Stats PendingPush::stats() const {
+  return impl_->fork_guard().forked() ? Stats() : impl_->stats();
+}
+
+}  // namespace ema

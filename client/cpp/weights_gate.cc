@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/weights_gate.h"
+
+namespace ema::client_internal {
+
+bool WeightsGate::WantToRead() {
+  absl::MutexLock lock(&mu_);
+  if (is_released_) return false;
+  is_wanted_ = true;
+  return true;
+}
+
+void WeightsGate::HaveRead() {
+  absl::MutexLock lock(&mu_);
+  is_wanted_ = false;
+}
+
+bool WeightsGate::BeginRead() {
+  absl::MutexLock lock(&mu_);
+  if (is_released_) return false;
+  is_reading_ = true;
+  return true;
+}
+
+void WeightsGate::EndRead() {
+  absl::MutexLock lock(&mu_);
+  is_reading_ = false;
+  last_use_ = absl::Now();
+}
+
+void WeightsGate::AddSlice() {
+  absl::MutexLock lock(&mu_);
+  ++slice_count_;
+}
+
+void WeightsGate::DropSlice(void* gate) {
+  WeightsGate* const self = static_cast<WeightsGate*>(gate);
+  // Nothing may follow the unlock: whoever waits for the last slice may then destroy the gate.
+  absl::MutexLock lock(&self->mu_);
+  if (--self->slice_count_ == 0) self->last_use_ = absl::Now();
+}
+
+bool WeightsGate::HasSlices() const {
+  absl::MutexLock lock(&mu_);
+  return slice_count_ != 0;
+}
+
+bool WeightsGate::TryRelease(absl::Duration max_wait) {
+  absl::MutexLock lock(&mu_);
+  const bool has_left =
+      mu_.AwaitWithTimeout(absl::Condition(this, &WeightsGate::HasLeft), max_wait);
+  if (has_left) is_released_ = true;
+  return has_left;
+}
+
+void WeightsGate::ForceRelease() {
+  absl::MutexLock lock(&mu_);
+  is_released_ = true;
+}
+
+void WeightsGate::AwaitUnread() {
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(this, &WeightsGate::IsUnread));
+}
+
+absl::Time WeightsGate::left_time() const {
+  absl::MutexLock lock(&mu_);
+  return HasLeft() ? last_use_ : absl::InfiniteFuture();
+}
+
+}  // namespace ema::client_internal

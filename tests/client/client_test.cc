@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The unary calls, the connection and its retries.
+#include "ema/client.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "client/cpp/dial.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/tcp_proxy.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+Manifest OneTensor() { return *Manifest::Create({{.name = "w", .shape = {4}}}); }
+
+struct AddressCase {
+  const char* text;
+  const char* canonical;  // Null: refused.
+};
+class AddressTest : public testing::TestWithParam<AddressCase> {};
+TEST_P(AddressTest, Parse) {
+  const absl::StatusOr<client_internal::Address> address =
+      client_internal::Address::Parse(GetParam().text);
+  if (GetParam().canonical == nullptr) {
+    EXPECT_THAT(address, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("host:port")));
+    EXPECT_THAT(Client::Create(GetParam().text), ReasonIs(ErrorReason::kBadRequest));
+  } else {
+    ASSERT_THAT(address, IsOk());
+    EXPECT_EQ(address->ToString(), GetParam().canonical);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(
+    All, AddressTest,
+    testing::Values(AddressCase{"localhost:50051", "localhost:50051"},
+                    AddressCase{"10.0.0.1:080", "10.0.0.1:80"}, AddressCase{"[::1]:7", "[::1]:7"},
+                    AddressCase{"ema.svc.cluster.local:65535", "ema.svc.cluster.local:65535"},
+                    AddressCase{"", nullptr}, AddressCase{"host", nullptr},
+                    AddressCase{":50051", nullptr}, AddressCase{"host:", nullptr},
+                    AddressCase{"host:0", nullptr}, AddressCase{"host:65536", nullptr},
+                    AddressCase{"host:5x", nullptr}, AddressCase{"host: 5", nullptr},
+                    AddressCase{"host:-5", nullptr}, AddressCase{"::1:50051", nullptr},
+                    AddressCase{"[::1]", nullptr}, AddressCase{"[host]:1", nullptr},
+                    AddressCase{"ema://host:1", nullptr}, AddressCase{"unix:/tmp/x", nullptr},
+                    AddressCase{"a b:1", nullptr}));
+
+TEST(ClientOptionsTest, RefusesChunkSizesThatDoNotWork) {
+  for (const int64_t bytes : {int64_t{0}, int64_t{7}, (int64_t{4} << 20) + 1}) {
+    EXPECT_THAT(Client::Create("h:1", {.chunk_bytes = bytes}),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("chunk_bytes")));
+  }
+}
+
+class ClientTest : public testing::Test {
+ protected:
+  void SetUp() override { EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address())); }
+
+  FakeServer server_{OneTensor()};
+  std::unique_ptr<Client> client_;
+};
+
+TEST_F(ClientTest, ModelsComeAsTheyAre) {
+  const absl::StatusOr<Client::CreateModelResult> created = client_->CreateModel(
+      "m", OneTensor(), std::vector<TrackSpec>{{"ema", *Schedule::Parse("100ba")}});
+  ASSERT_THAT(created, IsOk());
+  EXPECT_TRUE(created->created);
+  const absl::StatusOr<ModelInfo> model = client_->GetModel("m");
+  ASSERT_THAT(model, IsOk());
+  EXPECT_EQ(model->manifest, OneTensor());
+  EXPECT_EQ(model->tracks[0].schedule.ToString(), "half_life 100ba, update_interval 10ba");
+  const absl::StatusOr<std::vector<ModelInfo>> models = client_->ListModels();
+  ASSERT_THAT(models, IsOk());
+  EXPECT_EQ(models->at(0).manifest.tensor_count(), 0);
+}
+
+TEST_F(ClientTest, RetriesWhileTheServerIsUnavailable) {
+  server_.unary_errors = {
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "draining"),
+      absl::UnavailableError("broken"),
+      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams, "full")};
+  EXPECT_THAT(client_->GetModel("m"), IsOk());
+}
+
+TEST_F(ClientTest, DoesNotRetryWhatStaysWrong) {
+  server_.unary_errors = {
+      MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound, "none"),
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "ro")};
+  EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kModelNotFound));
+  EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(client_->GetModel("m"), IsOk());
+}
+
+TEST_F(ClientTest, ReportsTheErrorItRetriedUntilTheEnd) {
+  server_.unary_errors.assign(
+      1000, MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "draining"));
+  const absl::Time start = absl::Now();
+  EXPECT_THAT(client_->GetModel("m", absl::Milliseconds(200)), ReasonIs(ErrorReason::kDraining));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+TEST_F(ClientTest, RefusesAModelOnSeveralServers) {
+  server_.edit_model = [](v1::Model& model) { model.add_partitions()->set_address("b:1"); };
+  EXPECT_THAT(client_->GetModel("m"),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("2 partitions")));
+  EXPECT_THAT(client_->OpenRun("m", {}),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("2 partitions")));
+  EXPECT_THAT(client_->ListModels(), IsOk());
+}
+
+TEST_F(ClientTest, FindsARestartedServerSoon) {
+  ASSERT_THAT(client_->GetModel("m"), IsOk());
+  server_.Stop();
+  std::thread restart([&] {
+    absl::SleepFor(absl::Milliseconds(300));
+    server_.Start();
+  });
+  const absl::Time start = absl::Now();
+  EXPECT_THAT(client_->GetModel("m"), IsOk());
+  EXPECT_LT(absl::Now() - start, absl::Seconds(3));
+  restart.join();
+}
+
+TEST_F(ClientTest, AllCallsShareOneConnection) {
+  TcpProxy proxy(server_.port());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(proxy.address()));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      for (int j = 0; j < 10; ++j) EXPECT_THAT(client->GetModel("m"), IsOk());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(proxy.connection_count(), 1);
+}
+
+TEST_F(ClientTest, ConnectsAgainAfterTheConnectionWasCut) {
+  TcpProxy proxy(server_.port());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(proxy.address()));
+  for (int i = 1; i <= 3; ++i) {
+    ASSERT_THAT(client->GetModel("m"), IsOk());
+    EXPECT_EQ(proxy.connection_count(), i);
+    proxy.CutAll();
+    proxy.AwaitCut();
+  }
+}
+
+TEST(NoServerTest, IsUnavailable) {
+  // A port that is free: its last user has gone.
+  const std::string address = FakeServer(OneTensor()).address();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(address));
+  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(200)),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr(address)));
+}
+
+TEST(NoServerTest, UnknownHostsAreUnavailable) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create("no-such-host.invalid:50051"));
+  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(50)),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("no-such-host.invalid")));
+}
+
+TEST(NoServerTest, ASilentServerEndsWithTheDeadline) {
+  FakeServer server(OneTensor());
+  TcpProxy proxy(server.port());
+  proxy.SetStalled(true);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(proxy.address()));
+  const absl::Time start = absl::Now();
+  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(200)),
+              StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no answer")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+TEST(InterruptTest, EndsAWaitForAnAnswer) {
+  FakeServer server(OneTensor());
+  TcpProxy proxy(server.port());
+  proxy.SetStalled(true);
+  const absl::Time start = absl::Now();
+  const auto client = Client::Create(proxy.address(), {.is_interrupted = [&] {
+                                       return absl::Now() - start > absl::Milliseconds(100);
+                                     }});
+  ASSERT_THAT(client, IsOk());
+  EXPECT_THAT((*client)->GetModel("m"),
+              StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+}
+
+TEST(InterruptTest, EndsAWaitForAServer) {
+  const std::string address = FakeServer(OneTensor()).address();
+  const absl::Time start = absl::Now();
+  const auto client = Client::Create(
+      address, {.is_interrupted = [&] { return absl::Now() - start > absl::Milliseconds(100); }});
+  ASSERT_THAT(client, IsOk());
+  EXPECT_THAT((*client)->GetModel("m"),
+              StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/convert.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ema/error_reason.h"
+#include "ema/v1/error.pb.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::client_internal {
+namespace {
+
+using ::testing::HasSubstr;
+
+TrackSpec Track(std::string name, std::string_view rule,
+                std::optional<std::string_view> interval = {}) {
+  Schedule schedule = *Schedule::Parse(rule);
+  if (interval.has_value()) {
+    schedule = *Schedule::Create(schedule.rule(), *TrainingDuration::Parse(*interval));
+  }
+  return {std::move(name), schedule};
+}
+
+v1::Model TestModel() {
+  const Manifest manifest = *Manifest::Create(
+      {{.name = "a", .dtype = Dtype::kBFloat16, .shape = {3, 4}}, {.name = "b", .shape = {}}});
+  v1::Model model;
+  model.set_name("m");
+  ToProto(manifest, model.mutable_manifest());
+  model.set_manifest_digest(manifest.digest());
+  model.add_partitions()->set_tensor_count(2);
+  ToProto(Track("fast", "200ba"), model.add_tracks());
+  model.set_reserved_bytes(77);
+  return model;
+}
+
+TEST(ConvertTest, SchedulesComeBackAsTheyWere) {
+  const std::vector<TrackSpec> tracks = {
+      Track("copy", "copy"),
+      Track("half_life", "200ba"),
+      Track("interval", "2000ba", "10ba"),
+      Track("share", "0.1dur"),
+      Track("time", "1h30m"),
+      Track("epochs", "2ep", "3ba"),
+      {"smoothing", *Schedule::Create(ConstantDecayRule{0.999})}};
+  for (const TrackSpec& track : tracks) {
+    SCOPED_TRACE(track.name);
+    v1::Track proto;
+    ToProto(track, &proto);
+    const absl::StatusOr<TrackSpec> back = FromProto(proto);
+    ASSERT_THAT(back, IsOk());
+    EXPECT_EQ(back->name, track.name);
+    EXPECT_EQ(back->schedule, track.schedule) << back->schedule.ToString();
+  }
+}
+
+TEST(ConvertTest, AnIntervalOfZeroIsTheDefault) {
+  v1::Track proto;
+  proto.mutable_schedule()->mutable_half_life()->set_half_life("0.1dur");
+  proto.mutable_schedule()->set_update_interval("0dur");
+  const absl::StatusOr<TrackSpec> track = FromProto(proto);
+  ASSERT_THAT(track, IsOk());
+  EXPECT_EQ(track->schedule.update_interval().value, 0);
+}
+
+TEST(ConvertTest, AnUnknownRuleAsksForANewerClient) {
+  EXPECT_THAT(FromProto(v1::Track()),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("newer client")));
+}
+
+TEST(ConvertTest, TrainingTimeKeepsWhatIsAbsentAbsent) {
+  TrainingTime time;
+  time.Set(TimeUnit::kBatch, 40);
+  time.Set(TimeUnit::kToken, 9007199254740992.0);
+  time.Set(TimeUnit::kProgress, 0.25);
+  time.Set(TimeUnit::kSecond, 1.5);
+  v1::TrainingTime proto;
+  ToProto(time, &proto);
+  EXPECT_EQ(proto.batch(), 40);
+  EXPECT_FALSE(proto.has_epoch());
+  EXPECT_EQ(FromProto(proto), time);
+}
+
+TEST(ConvertTest, ModelsKeepTheirManifest) {
+  const v1::Model proto = TestModel();
+  EXPECT_THAT(CheckPartitions(proto), IsOk());
+  const absl::StatusOr<ModelInfo> info = FromProto(proto);
+  ASSERT_THAT(info, IsOk());
+  EXPECT_EQ(info->manifest.tensor(0).TypeString(), "bfloat16[3, 4]");
+  EXPECT_EQ(info->manifest.tensor(1).shape.size(), 0U);
+  EXPECT_EQ(info->reserved_bytes, 77);
+  EXPECT_FALSE(info->latest.has_value());
+}
+
+TEST(ConvertTest, AModelWithoutManifestHasNoTensors) {
+  v1::Model proto = TestModel();
+  proto.clear_manifest();
+  const absl::StatusOr<ModelInfo> info = FromProto(proto);
+  ASSERT_THAT(info, IsOk());
+  EXPECT_EQ(info->manifest.tensor_count(), 0);
+}
+
+TEST(ConvertTest, RefusesModelsThatLieElsewhere) {
+  v1::Model proto = TestModel();
+  proto.add_partitions()->set_address("other:50051");
+  EXPECT_THAT(CheckPartitions(proto),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("\"m\"")));
+  proto.clear_partitions();
+  EXPECT_THAT(CheckPartitions(proto),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("0 partitions")));
+  proto.add_partitions()->set_address("other:50051");
+  EXPECT_THAT(CheckPartitions(proto),
+              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("newer")));
+}
+
+TEST(ConvertTest, MalformedModelsAreTheServersFault) {
+  v1::Model digest = TestModel();
+  digest.set_manifest_digest(1);
+  EXPECT_THAT(FromProto(digest), StatusIs(absl::StatusCode::kInternal, HasSubstr("digest")));
+  v1::Model doubled = TestModel();
+  *doubled.mutable_manifest()->add_tensors() = doubled.manifest().tensors(0);
+  EXPECT_THAT(FromProto(doubled), StatusIs(absl::StatusCode::kInternal, HasSubstr("manifest")));
+  v1::Model dtype = TestModel();
+  dtype.mutable_manifest()->mutable_tensors(0)->set_dtype(static_cast<v1::Dtype>(77));
+  EXPECT_THAT(FromProto(dtype), StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("77")));
+}
+
+TEST(ConvertTest, PullHeadersMustFitTheirBytes) {
+  v1::PullHeader header;
+  header.set_total_bytes(100);
+  v1::PullHeader::Tensor* const tensor = header.add_tensors();
+  tensor->mutable_spec()->set_name("a");
+  tensor->mutable_spec()->set_dtype(v1::DTYPE_FLOAT32);
+  tensor->mutable_spec()->add_shape(10);
+  tensor->set_offset(60);
+  tensor->set_length_bytes(40);
+  EXPECT_THAT(FromProto(header), IsOk());
+  for (const int64_t offset : {-1, 61, 1000}) {
+    tensor->set_offset(offset);
+    EXPECT_THAT(FromProto(header), StatusIs(absl::StatusCode::kInternal, HasSubstr("\"a\"")));
+  }
+  tensor->set_offset(0);
+  tensor->set_length_bytes(44);
+  EXPECT_THAT(FromProto(header), StatusIs(absl::StatusCode::kInternal, HasSubstr("\"a\"")));
+}
+
+TEST(ConvertTest, ErrorsKeepReasonAndDelay) {
+  v1::ErrorDetail detail;
+  detail.set_reason(v1::ERROR_REASON_TOO_MANY_STREAMS);
+  detail.set_retry_delay_ms(250);
+  const grpc::Status status(grpc::StatusCode::RESOURCE_EXHAUSTED, "full");
+  const absl::Status error = ErrorFromDetail(status, detail.SerializeAsString());
+  EXPECT_THAT(error, StatusIs(absl::StatusCode::kResourceExhausted, "full"));
+  EXPECT_THAT(error, ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_EQ(GetRetryDelay(error), absl::Milliseconds(250));
+
+  const absl::Status unreadable = ErrorFromDetail(status, "\xff\xff\xff");
+  EXPECT_THAT(unreadable, StatusIs(absl::StatusCode::kResourceExhausted, "full"));
+  EXPECT_THAT(unreadable, ReasonIs(ErrorReason::kUnspecified));
+}
+
+TEST(ConvertTest, PushStatesAreChecked) {
+  v1::QueryPushResponse proto;
+  EXPECT_THAT(FromProto(proto), StatusIs(absl::StatusCode::kInternal, HasSubstr("state")));
+  proto.set_state(v1::QueryPushResponse::STATE_COMMITTED);
+  EXPECT_THAT(FromProto(proto), StatusIs(absl::StatusCode::kInternal, HasSubstr("version")));
+  proto.mutable_version()->set_version(3);
+  const absl::StatusOr<PushProgress> progress = FromProto(proto);
+  ASSERT_THAT(progress, IsOk());
+  EXPECT_EQ(progress->version->number, 3);
+}
+
+}  // namespace
+}  // namespace ema::client_internal

@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/client/fake_server.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/convert.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/v1/error.pb.h"
+#include "server/base/crc32c.h"
+
+namespace ema {
+namespace {
+
+constexpr absl::Duration kPatience = absl::Seconds(20);
+
+std::span<const std::byte> AsBytes(const std::string& text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+}  // namespace
+
+grpc::Status WithDetail(grpc::ServerContext* context, const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  // Without a reason: as if the transport had failed.
+  if (GetErrorReason(status) != ErrorReason::kUnspecified) {
+    v1::ErrorDetail detail;
+    detail.set_reason(static_cast<v1::ErrorReason>(GetErrorReason(status)));
+    detail.set_retry_delay_ms(absl::ToInt64Milliseconds(GetRetryDelay(status)));
+    context->AddTrailingMetadata("ema-error-detail-bin", detail.SerializeAsString());
+  }
+  return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+}
+
+FakeServer::FakeServer(Manifest manifest) : manifest_(std::move(manifest)) { Start(); }
+
+FakeServer::~FakeServer() { Stop(); }
+
+std::string FakeServer::address() const { return absl::StrCat("127.0.0.1:", port_); }
+
+void FakeServer::Start() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = false;
+  }
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(absl::StrCat("127.0.0.1:", port_), grpc::InsecureServerCredentials(),
+                           &port_);
+  builder.SetMaxReceiveMessageSize(8 << 20);
+  builder.RegisterService(this);
+  server_ = builder.BuildAndStart();
+}
+
+void FakeServer::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  if (server_ == nullptr) return;
+  server_->Shutdown(std::chrono::system_clock::now());
+  server_->Wait();
+  server_.reset();
+}
+
+void FakeServer::ForgetRuns() {
+  absl::MutexLock lock(&mu_);
+  launch_id_.clear();
+  layouts_.clear();
+  steps_.clear();
+}
+
+void FakeServer::Release() {
+  absl::MutexLock lock(&mu_);
+  released_ = true;
+}
+
+void FakeServer::SetLatest(const v1::VersionRecord& record) {
+  absl::MutexLock lock(&mu_);
+  latest_ = record;
+}
+
+std::vector<FakeServer::SeenPush> FakeServer::pushes() const {
+  absl::MutexLock lock(&mu_);
+  return pushes_;
+}
+
+bool FakeServer::AwaitPushes(size_t count) const {
+  absl::MutexLock lock(&mu_);
+  const auto is_reached = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return pushes_.size() >= count; };
+  return mu_.AwaitWithTimeout(absl::Condition(&is_reached), kPatience);
+}
+
+std::vector<v1::QueryPushRequest> FakeServer::queries() const {
+  absl::MutexLock lock(&mu_);
+  return queries_;
+}
+
+std::vector<v1::WatchRequest> FakeServer::watches() const {
+  absl::MutexLock lock(&mu_);
+  return watches_;
+}
+
+std::vector<v1::PullRequest> FakeServer::pulls() const {
+  absl::MutexLock lock(&mu_);
+  return pulls_;
+}
+
+int64_t FakeServer::open_run_count() const {
+  absl::MutexLock lock(&mu_);
+  return open_run_count_;
+}
+
+std::string FakeServer::StepBytes(int64_t step, int64_t rank) const {
+  absl::MutexLock lock(&mu_);
+  std::string bytes;
+  const auto found = steps_.find(step);
+  if (found == steps_.end()) return bytes;
+  const auto found_rank = found->second.ranks.find(rank);
+  if (found_rank == found->second.ranks.end()) return bytes;
+  for (const auto& [offset, data] : found_rank->second.chunks) bytes += data;
+  return bytes;
+}
+
+bool FakeServer::IsCommitted(int64_t step) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = steps_.find(step);
+  return found != steps_.end() && found->second.committed_count == world_size;
+}
+
+absl::Status FakeServer::TakeUnaryError() {
+  absl::MutexLock lock(&mu_);
+  const size_t index = unary_count_++;
+  return index < unary_errors.size() ? unary_errors[index] : absl::OkStatus();
+}
+
+v1::Model FakeServer::MakeModel() {
+  v1::Model model;
+  model.set_name("m");
+  client_internal::ToProto(manifest_, model.mutable_manifest());
+  model.set_manifest_digest(manifest_.digest());
+  v1::Track* const track = model.add_tracks();
+  track->set_name("ema");
+  track->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
+  track->mutable_schedule()->set_update_interval("10ba");
+  model.add_partitions()->set_tensor_count(manifest_.tensor_count());
+  model.set_max_pinned_versions(2);
+  {
+    absl::MutexLock lock(&mu_);
+    if (latest_.version() != 0) *model.mutable_latest() = latest_;
+  }
+  if (edit_model) edit_model(model);
+  return model;
+}
+
+grpc::Status FakeServer::CreateModel(grpc::ServerContext* context, const v1::CreateModelRequest*,
+                                     v1::CreateModelResponse* response) {
+  if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
+  *response->mutable_model() = MakeModel();
+  response->set_created(true);
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetModelRequest*,
+                                  v1::GetModelResponse* response) {
+  if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
+  *response->mutable_model() = MakeModel();
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::ListModels(grpc::ServerContext* context, const v1::ListModelsRequest*,
+                                    v1::ListModelsResponse* response) {
+  if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
+  *response->add_models() = MakeModel();
+  response->mutable_models(0)->clear_manifest();
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::ListVersions(grpc::ServerContext*, const v1::ListVersionsRequest*,
+                                      v1::ListVersionsResponse* response) {
+  for (const v1::VersionRecord& record : listed_versions) {
+    *response->add_versions()->mutable_version() = record;
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRunRequest* request,
+                                 v1::OpenRunResponse* response) {
+  std::vector<Shard> shards;
+  for (const v1::Shard& shard : request->layout().shards()) {
+    shards.push_back({.tensor_index = shard.tensor_index(),
+                      .offsets = {shard.offsets().begin(), shard.offsets().end()},
+                      .extents = {shard.extents().begin(), shard.extents().end()}});
+  }
+  absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, std::move(shards));
+  if (!layout.ok()) return WithDetail(context, layout.status());
+  absl::MutexLock lock(&mu_);
+  ++open_run_count_;
+  if (fenced) {
+    return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                                         "launch_id has been fenced"));
+  }
+  if (launch_id_ != request->launch_id()) {
+    launch_id_ = request->launch_id();
+    ++run_epoch_;
+    layouts_.clear();
+  }
+  response->set_layout_digest(layout->digest());
+  layouts_.insert_or_assign(request->rank(), *std::move(layout));
+  response->set_run_epoch(run_epoch_);
+  response->set_ready(open_run_count_ > not_ready_count);
+  if (!response->ready()) response->add_missing_ranks(7);
+  if (latest_.version() != 0) *response->mutable_latest() = latest_;
+  return grpc::Status::OK;
+}
+
+void FakeServer::Hold(grpc::ServerContext* context) {
+  absl::MutexLock lock(&mu_);
+  const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return released_ || stopping_; };
+  while (!context->IsCancelled() &&
+         !mu_.AwaitWithTimeout(absl::Condition(&is_over), absl::Milliseconds(2))) {
+  }
+}
+
+absl::Status FakeServer::AddChunk(const v1::PushHeader& header, const v1::PushChunk& chunk) {
+  absl::MutexLock lock(&mu_);
+  if (Crc32c(0, AsBytes(chunk.data())) != chunk.crc32c()) {
+    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt, "crc32c");
+  }
+  steps_[header.step()].ranks[header.rank()].chunks[chunk.offset()] = chunk.data();
+  return absl::OkStatus();
+}
+
+absl::Status FakeServer::Commit(const v1::PushHeader& header, const v1::PushCommit& commit,
+                                int64_t chunk_count) {
+  absl::MutexLock lock(&mu_);
+  Step& step = steps_[header.step()];
+  RankBytes& rank = step.ranks[header.rank()];
+  std::string bytes;
+  for (const auto& [offset, data] : rank.chunks) {
+    if (offset != static_cast<int64_t>(bytes.size())) break;
+    bytes += data;
+  }
+  if (static_cast<int64_t>(bytes.size()) != layouts_.at(header.rank()).total_bytes()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPushIncomplete,
+                     "bytes are missing");
+  }
+  if (commit.chunk_count() != chunk_count) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kCountMismatch, "counts");
+  }
+  if (commit.digest() != Crc32c(0, AsBytes(bytes))) {
+    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch, "digest");
+  }
+  if (!std::exchange(rank.committed, true)) ++step.committed_count;
+  if (step.committed_count == world_size && step.record.version() == 0) {
+    step.record.set_incarnation(1);
+    step.record.set_version(latest_.version() + 1);
+    step.record.set_step(header.step());
+    *step.record.mutable_time() = header.time();
+    v1::TrackRecord* const track = step.record.add_tracks();
+    track->set_track("ema");
+    track->set_updated(true);
+    track->set_update_count(step.record.version());
+    latest_ = step.record;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FakeServer::Answer(grpc::ServerContext* context, const v1::PushHeader& header,
+                                v1::PushResponse* response) {
+  absl::MutexLock lock(&mu_);
+  const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    const Step& step = steps_[header.step()];
+    return stopping_ || step.abandoned || step.record.version() != 0;
+  };
+  while (!mu_.AwaitWithTimeout(absl::Condition(&is_over), absl::Milliseconds(2))) {
+    if (context->IsCancelled()) return absl::CancelledError("cancelled");
+  }
+  if (stopping_) return absl::UnavailableError("stopping");
+  if (steps_[header.step()].abandoned) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned");
+  }
+  *response->mutable_version() = steps_[header.step()].record;
+  return absl::OkStatus();
+}
+
+grpc::Status FakeServer::Push(grpc::ServerContext* context,
+                              grpc::ServerReader<v1::PushRequest>* reader,
+                              v1::PushResponse* response) {
+  v1::PushRequest message;
+  if (!reader->Read(&message) || !message.has_header()) {
+    return grpc::Status(grpc::StatusCode::CANCELLED, "no header");
+  }
+  const v1::PushHeader header = message.header();
+  PushScript script;
+  size_t index = 0;
+  absl::Status error;
+  {
+    absl::MutexLock lock(&mu_);
+    index = pushes_.size();
+    pushes_.push_back({.header = header});
+    if (index < push_scripts.size()) script = push_scripts[index];
+    if (header.run_epoch() != run_epoch_ || launch_id_.empty()) {
+      error = MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "run_epoch");
+    } else if (script.refuse.ok()) {
+      steps_[header.step()];
+    }
+  }
+  if (!error.ok()) return WithDetail(context, error);
+  if (!script.refuse.ok()) return WithDetail(context, script.refuse);
+  if (script.hold_chunks) Hold(context);
+
+  int64_t chunk_count = 0;
+  while (true) {
+    if (chunk_count == script.break_after_chunks) return WithDetail(context, script.break_status);
+    if (!reader->Read(&message)) {
+      return WithDetail(context, MakeError(absl::StatusCode::kInvalidArgument,
+                                           ErrorReason::kNoCommit, "no commit"));
+    }
+    if (message.has_commit()) break;
+    const v1::PushChunk& chunk = message.chunk();
+    {
+      absl::MutexLock lock(&mu_);
+      pushes_[index].chunks.emplace_back(chunk.offset(), chunk.data().size());
+    }
+    if (chunk_count == script.corrupt_chunk) {
+      error = MakeError(absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt, "crc32c");
+    } else {
+      error = AddChunk(header, chunk);
+    }
+    if (!error.ok()) return WithDetail(context, error);
+    ++chunk_count;
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    pushes_[index].has_commit = true;
+    pushes_[index].commit = message.commit();
+  }
+  if (script.lose_commit) return WithDetail(context, script.break_status);
+  if (error = Commit(header, message.commit(), chunk_count); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  if (script.lose_reply) return WithDetail(context, script.break_status);
+  if (script.hold_reply) Hold(context);
+  return WithDetail(context, Answer(context, header, response));
+}
+
+grpc::Status FakeServer::QueryPush(grpc::ServerContext* context,
+                                   const v1::QueryPushRequest* request,
+                                   v1::QueryPushResponse* response) {
+  if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
+  absl::MutexLock lock(&mu_);
+  queries_.push_back(*request);
+  if (request->run_epoch() != run_epoch_ || launch_id_.empty()) {
+    return WithDetail(context,
+                      MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "run_epoch"));
+  }
+  const auto found = steps_.find(request->step());
+  if (found == steps_.end() || found->second.abandoned) {
+    response->set_state(v1::QueryPushResponse::STATE_UNKNOWN);
+    return grpc::Status::OK;
+  }
+  Step& step = found->second;
+  if (step.record.version() != 0) {
+    response->set_state(v1::QueryPushResponse::STATE_COMMITTED);
+    *response->mutable_version() = step.record;
+    return grpc::Status::OK;
+  }
+  if (request->abandon_if_unfinished()) {
+    step.abandoned = true;
+    response->set_state(v1::QueryPushResponse::STATE_ABANDONED);
+    return grpc::Status::OK;
+  }
+  response->set_state(v1::QueryPushResponse::STATE_OPEN);
+  const RankBytes& rank = step.ranks[request->rank()];
+  response->set_rank_committed(rank.committed);
+  response->add_missing_ranks(1);
+  int64_t end = 0;
+  const auto add_missing = [&](int64_t until) {
+    if (until == end) return;
+    auto* const range = response->add_missing();
+    range->set_offset(end);
+    range->set_length_bytes(until - end);
+  };
+  for (const auto& [offset, data] : rank.chunks) {
+    add_missing(offset);
+    end = offset + static_cast<int64_t>(data.size());
+  }
+  add_missing(layouts_.at(request->rank()).total_bytes());
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullRequest* request,
+                              grpc::ServerWriter<v1::PullResponse>* writer) {
+  PullScript script;
+  {
+    absl::MutexLock lock(&mu_);
+    const size_t index = pulls_.size();
+    pulls_.push_back(*request);
+    if (index < pull_scripts.size()) script = pull_scripts[index];
+  }
+  if (!script.refuse.ok()) return WithDetail(context, script.refuse);
+  v1::PullResponse message;
+  v1::PullHeader* const header = message.mutable_header();
+  header->mutable_version()->set_incarnation(3);
+  header->mutable_version()->set_version(42);
+  header->set_total_bytes(static_cast<int64_t>(pulled_bytes.size()));
+  auto* const tensor = header->add_tensors();
+  tensor->mutable_spec()->set_name("bytes");
+  tensor->mutable_spec()->set_dtype(v1::DTYPE_UINT8);
+  tensor->mutable_spec()->add_shape(static_cast<int64_t>(pulled_bytes.size()));
+  tensor->set_length_bytes(static_cast<int64_t>(pulled_bytes.size()));
+  writer->Write(message);
+
+  int64_t chunk_count = 0;
+  for (size_t offset = 0; offset < pulled_bytes.size(); offset += pull_chunk_bytes) {
+    if (chunk_count == script.break_after_chunks) {
+      return WithDetail(context, absl::UnavailableError("the pull broke"));
+    }
+    v1::PullChunk* const chunk = message.mutable_chunk();
+    chunk->set_offset(static_cast<int64_t>(offset));
+    chunk->set_data(pulled_bytes.substr(offset, pull_chunk_bytes));
+    chunk->set_crc32c(Crc32c(0, AsBytes(chunk->data())));
+    if (chunk_count == script.corrupt_chunk) (*chunk->mutable_data())[5] ^= 1;
+    ++chunk_count;
+    if (script.skip_chunk && chunk_count == 2) continue;
+    if (script.other_field_order) {
+      v1::PullResponse extended = message;
+      // An unknown field after the known ones.
+      extended.GetReflection()->MutableUnknownFields(&extended)->AddVarint(99, 1);
+      writer->Write(extended);
+    } else {
+      writer->Write(message);
+    }
+  }
+  if (script.no_trailer) return grpc::Status::OK;
+  v1::PullTrailer* const trailer = message.mutable_trailer();
+  trailer->set_chunk_count(chunk_count + (script.wrong_count ? 1 : 0));
+  trailer->set_total_bytes(static_cast<int64_t>(pulled_bytes.size()));
+  trailer->set_digest(Crc32c(0, AsBytes(pulled_bytes)) ^ (script.wrong_digest ? 1 : 0));
+  writer->Write(message);
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
+                               grpc::ServerWriter<v1::WatchResponse>* writer) {
+  WatchScript script;
+  {
+    absl::MutexLock lock(&mu_);
+    const size_t index = watches_.size();
+    watches_.push_back(*request);
+    if (index < watch_scripts.size()) script = watch_scripts[index];
+  }
+  for (const v1::VersionRecord& version : script.versions) {
+    v1::WatchResponse message;
+    *message.mutable_version() = version;
+    writer->Write(message);
+  }
+  if (script.hold) Hold(context);
+  return WithDetail(context, script.end);
+}
+
+}  // namespace ema

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <limits>
+
+#include "ema/client.h"
+#include "tests/client/fake_server.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+v1::VersionRecord Record(int64_t incarnation, int64_t version) {
+  v1::VersionRecord record;
+  record.set_incarnation(incarnation);
+  record.set_version(version);
+  return record;
+}
+
+class WatchTest : public testing::Test {
+ protected:
+  void SetUp() override { EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address())); }
+
+  absl::Status Watch(std::optional<int64_t> after, size_t count,
+                     absl::Duration timeout = absl::Seconds(20)) {
+    return client_->Watch(
+        "m", after,
+        [this, count](const Version& version, int64_t) {
+          seen_.push_back(version.number);
+          return seen_.size() < count;
+        },
+        timeout);
+  }
+
+  FakeServer server_{*Manifest::Create({{.name = "w", .shape = {4}}})};
+  std::unique_ptr<Client> client_;
+  std::vector<int64_t> seen_;
+};
+
+TEST_F(WatchTest, GivesEveryCommitUntilToldToStop) {
+  server_.watch_scripts = {{.versions = {Record(1, 4), Record(1, 5), Record(1, 6)}, .hold = true}};
+  EXPECT_THAT(Watch(3, 2), IsOk());
+  EXPECT_THAT(seen_, ElementsAre(4, 5));
+  EXPECT_EQ(server_.watches()[0].after_version(), 3);
+  EXPECT_EQ(server_.watches()[0].incarnation(), 0);
+}
+
+TEST_F(WatchTest, GoesOnWhereItWas) {
+  server_.watch_scripts = {
+      {.versions = {Record(1, 4)}},
+      {.end = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "x")},
+      {.versions = {Record(1, 5)}, .hold = true}};
+  EXPECT_THAT(Watch(3, 2), IsOk());
+  EXPECT_THAT(seen_, ElementsAre(4, 5));
+  EXPECT_EQ(server_.watches()[2].after_version(), 4);
+  EXPECT_EQ(server_.watches()[2].incarnation(), 1);
+}
+
+TEST_F(WatchTest, SkipsWhatItHasSeenBeforeARestart) {
+  server_.watch_scripts = {{.versions = {Record(1, 4), Record(1, 5)}},
+                           {.versions = {Record(1, 4), Record(1, 5), Record(2, 6)}, .hold = true}};
+  EXPECT_THAT(Watch(3, 3), IsOk());
+  EXPECT_THAT(seen_, ElementsAre(4, 5, 6));
+}
+
+TEST_F(WatchTest, FromNowOnMeansFromTheCall) {
+  server_.SetLatest(Record(3, 9));
+  server_.watch_scripts = {{}, {.versions = {Record(3, 10)}, .hold = true}};
+  EXPECT_THAT(Watch(std::nullopt, 1), IsOk());
+  EXPECT_EQ(server_.watches()[1].after_version(), 9);
+  EXPECT_EQ(server_.watches()[1].incarnation(), 3);
+}
+
+TEST_F(WatchTest, FromNowOnBeforeTheFirstCommitMissesNone) {
+  server_.watch_scripts = {{}, {.versions = {Record(3, 1), Record(3, 2)}, .hold = true}};
+  EXPECT_THAT(Watch(std::nullopt, 2), IsOk());
+  EXPECT_THAT(seen_, ElementsAre(1, 2));
+  EXPECT_TRUE(server_.watches()[0].has_after_version());
+  EXPECT_EQ(server_.watches()[0].after_version(), 0);
+}
+
+TEST_F(WatchTest, EndsWithoutCommitsAfterTheTimeOut) {
+  server_.watch_scripts = {{.hold = true}};
+  const absl::Time start = absl::Now();
+  EXPECT_THAT(Watch(1, 1, absl::Milliseconds(150)),
+              StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for 150ms")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_THAT(seen_, IsEmpty());
+}
+
+TEST_F(WatchTest, TheTimeOutCountsWhileTheServerIsAway) {
+  server_.Stop();
+  EXPECT_THAT(Watch(1, 1, absl::Milliseconds(150)),
+              StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("refused")));
+}
+
+TEST_F(WatchTest, EndsWithTheModel) {
+  server_.watch_scripts = {
+      {.versions = {Record(1, 2)},
+       .end = MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound, "deleted")}};
+  EXPECT_THAT(Watch(1, 5), ReasonIs(ErrorReason::kModelNotFound));
+  EXPECT_THAT(seen_, ElementsAre(2));
+}
+
+TEST_F(WatchTest, AnInterruptEndsIt) {
+  server_.watch_scripts = {{.hold = true}};
+  const absl::Time start = absl::Now();
+  const auto client = Client::Create(server_.address(), {.is_interrupted = [&] {
+                                       return absl::Now() - start > absl::Milliseconds(100);
+                                     }});
+  ASSERT_THAT(client, IsOk());
+  EXPECT_THAT((*client)->Watch("m", 1, [](const Version&, int64_t) { return true; }),
+              StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+}
+
+}  // namespace
+}  // namespace ema

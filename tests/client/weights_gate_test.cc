@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/weights_gate.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "absl/time/clock.h"
+
+namespace ema::client_internal {
+namespace {
+
+TEST(WeightsGateTest, IsClosedUntilEverythingHasBeenReadAndDropped) {
+  WeightsGate gate;
+  EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
+  ASSERT_TRUE(gate.BeginRead());
+  gate.AddSlice();
+  gate.EndRead();
+  gate.HaveRead();
+  EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
+  EXPECT_EQ(gate.left_time(), absl::InfiniteFuture());
+  WeightsGate::DropSlice(&gate);
+  EXPECT_TRUE(gate.TryRelease(absl::ZeroDuration()));
+  EXPECT_LE(gate.left_time(), absl::Now());
+}
+
+TEST(WeightsGateTest, NothingIsReadOnceReleased) {
+  WeightsGate gate;
+  gate.HaveRead();
+  ASSERT_TRUE(gate.TryRelease(absl::ZeroDuration()));
+  EXPECT_FALSE(gate.WantToRead());
+  EXPECT_FALSE(gate.BeginRead());
+}
+
+TEST(WeightsGateTest, MayBeReadAgainBeforeTheRelease) {
+  WeightsGate gate;
+  gate.HaveRead();
+  EXPECT_TRUE(gate.WantToRead());
+  EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
+  EXPECT_TRUE(gate.BeginRead());
+  gate.EndRead();
+}
+
+TEST(WeightsGateTest, AForcedReleaseWaitsForTheReadUnderWay) {
+  WeightsGate gate;
+  ASSERT_TRUE(gate.BeginRead());
+  gate.AddSlice();
+  gate.ForceRelease();
+  EXPECT_FALSE(gate.BeginRead());
+  std::atomic<bool> is_unread = false;
+  std::thread trainer([&] {
+    gate.AwaitUnread();
+    is_unread = true;
+  });
+  gate.EndRead();
+  EXPECT_FALSE(is_unread);
+  WeightsGate::DropSlice(&gate);
+  trainer.join();
+  EXPECT_TRUE(is_unread);
+}
+
+TEST(WeightsGateTest, WaitsNoLongerThanAsked) {
+  WeightsGate gate;
+  const absl::Time start = absl::Now();
+  EXPECT_FALSE(gate.TryRelease(absl::Milliseconds(20)));
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(20));
+}
+
+}  // namespace
+}  // namespace ema::client_internal
