@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/commands.h"
+
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "client/cli/pulled_file.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/file_system.h"
+#include "server/checkpoint/safetensors.h"
+
+namespace ema::cli {
+namespace {
+
+void Print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+// Names and messages are UTF-8 by contract; what is not is shown, not thrown about.
+std::string Dump(const Json& json, int indent) {
+  return json.dump(indent, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+void PrintJson(const Json& json) { Print(Dump(json, 2)); }
+
+absl::StatusOr<Manifest> ManifestOfFile(const std::string& path) {
+  // Caches of models are full of links, which our file system does not follow.
+  std::error_code error;
+  const std::string real_path = std::filesystem::canonical(path, error).string();
+  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file =
+      PosixFileSystem().OpenFile(error ? path : real_path);
+  absl::Status status = file.status();
+  if (status.ok()) {
+    absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(**file);
+    if (header.ok()) {
+      std::vector<TensorSpec> tensors;
+      tensors.reserve(header->tensors.size());
+      for (SafetensorsTensor& tensor : header->tensors) tensors.push_back(std::move(tensor.spec));
+      return Manifest::Create(std::move(tensors));
+    }
+    status = header.status();
+  }
+  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+}
+
+}  // namespace
+
+absl::Status Create(const Session& session, const CreateOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const Manifest manifest, ManifestOfFile(options.file));
+  EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult result,
+                       session.client->CreateModel(options.model, manifest, options.tracks,
+                                                   options.max_pinned_versions, session.timeout));
+  if (session.json) {
+    PrintJson({{"created", result.created}, {"model", ToJson(result.model)}});
+  } else {
+    Print(absl::StrCat(result.created ? "created " : "exists already: ", result.model.name, ", ",
+                       result.model.manifest.tensor_count(), " tensors, ",
+                       FormatBytes(result.model.reserved_bytes), " reserved\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status List(const Session& session) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<ModelInfo> models,
+                       session.client->ListModels(session.timeout));
+  if (!session.json) {
+    Print(models.empty() ? "no models\n" : ModelTable(models));
+    return absl::OkStatus();
+  }
+  Json list = Json::array();
+  for (const ModelInfo& model : models) list.push_back(ToJson(model));
+  PrintJson(Json::object({{"models", std::move(list)}}));
+  return absl::OkStatus();
+}
+
+absl::Status Describe(const Session& session, const std::string& model) {
+  EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
+  if (session.json) {
+    PrintJson(ToJson(info));
+  } else {
+    Print(DescribeModel(info));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Versions(const Session& session, const std::string& model) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<Client::ListedVersion> versions,
+                       session.client->ListVersions(model, 0, session.timeout));
+  if (!session.json) {
+    Print(versions.empty() ? "nothing committed yet\n" : VersionTable(versions));
+    return absl::OkStatus();
+  }
+  Json list = Json::array();
+  for (const Client::ListedVersion& entry : versions) {
+    Json json = ToJson(entry.version);
+    json["available"] = entry.available;
+    list.push_back(std::move(json));
+  }
+  PrintJson(Json::object({{"versions", std::move(list)}}));
+  return absl::OkStatus();
+}
+
+absl::Status Watch(const Session& session, const WatchOptions& options) {
+  // A watch waits for a server for ever: that there is one now shows here.
+  EMA_RETURN_IF_ERROR(session.client->GetModel(options.model, session.timeout).status());
+  int64_t left = options.count;
+  const auto on_version = [&](const Version& version, int64_t skipped) {
+    if (session.json) {
+      Json json = ToJson(version);
+      json["skipped"] = skipped;
+      Print(Dump(json, -1));
+    } else {
+      Print(absl::StrCat(
+          DescribeVersion(version),
+          skipped > 0 ? absl::StrCat("  (", skipped, " versions before it were gone)\n") : ""));
+    }
+    return options.count == 0 || --left > 0;
+  };
+  return session.client->Watch(options.model, options.after, on_version,
+                               session.has_timeout ? session.timeout : absl::InfiniteDuration());
+}
+
+absl::Status Pull(const Session& session, const PullOptions& options) {
+  PulledFile file(options.file);
+  int64_t total_bytes = 0;
+  absl::StatusOr<PullInfo> info;
+  {
+    ProgressBar bar(!session.json);
+    info = session.client->Pull(
+        options.model, options.track, options.version,
+        [&](const PullInfo& coming) {
+          total_bytes = coming.total_bytes;
+          return file.Reserve(coming, {{"model", options.model},
+                                       {"track", options.track},
+                                       {"step", absl::StrCat(coming.version.step)},
+                                       {"version", absl::StrCat(coming.version.number)}});
+        },
+        session.timeout, [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
+  }
+  EMA_RETURN_IF_ERROR(info.status());
+  EMA_RETURN_IF_ERROR(file.Commit());
+  if (session.json) {
+    PrintJson({{"file", options.file},
+               {"model", options.model},
+               {"track", options.track},
+               {"version", ToJson(info->version)},
+               {"tensor_count", info->tensors.size()},
+               {"total_bytes", info->total_bytes}});
+  } else {
+    Print(absl::StrCat(options.file, ": version ", info->version.number, " (step ",
+                       info->version.step, ") of ", options.model, "/", options.track, ", ",
+                       info->tensors.size(), " tensors, ", FormatBytes(info->total_bytes), "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Checkpoint(const Session& session, const std::string& model) {
+  // A disk takes longer than other calls.
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointResult result,
+                       session.client->CreateCheckpoint(
+                           model, session.has_timeout ? session.timeout : absl::Minutes(10)));
+  if (session.json) {
+    PrintJson({{"checkpoint", result.checkpoint},
+               {"version", ToJson(result.version)},
+               {"total_bytes", result.total_bytes}});
+  } else {
+    Print(absl::StrCat("checkpoint ", result.checkpoint, ": version ", result.version.number,
+                       " (step ", result.version.step, "), ", FormatBytes(result.total_bytes),
+                       ", on the disk\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Delete(const Session& session, const std::string& model) {
+  EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, session.timeout));
+  if (session.json) {
+    PrintJson(Json::object({{"deleted", model}}));
+  } else {
+    Print(absl::StrCat("deleted ", model, "\n"));
+  }
+  return absl::OkStatus();
+}
+
+void PrintError(const absl::Status& status, bool json) {
+  const std::string code = absl::StatusCodeToString(status.code());
+  const std::string message(status.message());
+  const ErrorReason reason = GetErrorReason(status);
+  if (json) {
+    const Json error = {
+        {"code", code},
+        {"reason",
+         reason == ErrorReason::kUnspecified ? Json() : Json(std::string(ErrorReasonName(reason)))},
+        {"message", message}};
+    std::fputs(Dump(Json::object({{"error", error}}), -1).c_str(), stderr);
+    return;
+  }
+  std::fprintf(stderr, "emactl: %s [%s]\n", message.c_str(),
+               reason == ErrorReason::kUnspecified ? code.c_str()
+                                                   : std::string(ErrorReasonName(reason)).c_str());
+}
+
+}  // namespace ema::cli

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The commands of emactl. Each prints its result to stdout; an error is the caller's to print.
+#ifndef EMA_CLIENT_CLI_COMMANDS_H_
+#define EMA_CLIENT_CLI_COMMANDS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "ema/client.h"
+
+namespace ema::cli {
+
+// What all commands share.
+struct Session {
+  Client* client = nullptr;
+  bool json = false;  // One JSON document; `watch`: one a line.
+  absl::Duration timeout = absl::Seconds(60);
+  bool has_timeout = false;  // The user gave one.
+};
+
+struct CreateOptions {
+  std::string model;
+  std::string file;  // Safetensors; only its header is read.
+  std::vector<TrackSpec> tracks;
+  int64_t max_pinned_versions = 0;
+};
+absl::Status Create(const Session& session, const CreateOptions& options);
+
+absl::Status List(const Session& session);
+absl::Status Describe(const Session& session, const std::string& model);
+absl::Status Versions(const Session& session, const std::string& model);
+
+struct WatchOptions {
+  std::string model;
+  std::optional<int64_t> after;
+  int64_t count = 0;  // 0: no end.
+};
+// Waits for ever, or as long as the user's time-out for each commit.
+absl::Status Watch(const Session& session, const WatchOptions& options);
+
+struct PullOptions {
+  std::string model;
+  std::string track;
+  int64_t version = 0;
+  std::string file;
+};
+absl::Status Pull(const Session& session, const PullOptions& options);
+
+absl::Status Checkpoint(const Session& session, const std::string& model);
+absl::Status Delete(const Session& session, const std::string& model);
+
+// To stderr: "emactl: message", or with `json` {"error": {...}}.
+void PrintError(const absl::Status& status, bool json);
+
+}  // namespace ema::cli
+
+#endif  // EMA_CLIENT_CLI_COMMANDS_H_

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// emactl: makes, lists, watches and pulls the models of an EMA server.
+#include <malloc.h>
+#include <signal.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "client/cli/commands.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/track_option.h"
+#include "ema/client.h"
+
+namespace {
+
+using ema::cli::Session;
+
+constexpr char kFooter[] =
+    "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track or version; 4 "
+    "refused\n"
+    "(invalid, exists otherwise, not in this state, no room); 5 no server, or no answer in time; "
+    "130\n"
+    "interrupted. An error goes to stderr; with --json as {\"error\": {code, reason, message}}.\n";
+
+volatile sig_atomic_t interrupted = 0;
+void OnSignal(int) { interrupted = 1; }
+
+// Ctrl-C ends the wait, so that a half-written file is removed.
+void CatchSignals() {
+  struct sigaction action = {};
+  action.sa_handler = &OnSignal;
+  action.sa_flags = SA_RESETHAND;  // The second one kills.
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+// A check for CLI11: its error, or "".
+std::string CheckTrack(const std::string& text) {
+  const auto track = ema::cli::ParseTrackOption(text);
+  return track.ok() ? "" : std::string(track.status().message());
+}
+
+std::string CheckDuration(const std::string& text) {
+  absl::Duration duration;
+  return absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()
+             ? ""
+             : "must be a time above 0, such as 500ms, 60s or 5m";
+}
+
+// What the command line says.
+struct Options {
+  std::string server = "127.0.0.1:50051";
+  bool json = false;
+  std::string timeout = "60s";
+  std::string model;
+  bool yes = false;
+  std::vector<std::string> tracks;
+  ema::cli::CreateOptions create;
+  ema::cli::WatchOptions watch;
+  ema::cli::PullOptions pull;
+};
+
+// Declares the commands. The one that is given is stored in `run`.
+void AddCommands(CLI::App& app, Options& options,
+                 std::function<absl::Status(const Session&)>& run) {
+  const auto add = [&](const char* name, const char* help,
+                       std::function<absl::Status(const Session&)> command) {
+    CLI::App* const sub = app.add_subcommand(name, help);
+    sub->callback([&run, command = std::move(command)] { run = command; });
+    return sub;
+  };
+  const auto add_model = [](CLI::App* sub, std::string& model) {
+    sub->add_option("model", model, "Name of the model")->required();
+  };
+
+  CLI::App* sub = add("create", "Make a model", [&](const Session& session) {
+    for (const std::string& text : options.tracks) {
+      options.create.tracks.push_back(*ema::cli::ParseTrackOption(text));
+    }
+    return ema::cli::Create(session, options.create);
+  });
+  add_model(sub, options.create.model);
+  sub->add_option("--from", options.create.file,
+                  "Safetensors file with tensors of the model's names, dtypes and shapes")
+      ->required();
+  sub->add_option("--track", options.tracks,
+                  "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=smoothing:0.99; with "
+                  ",interval=10ba behind it if it is not to be updated at every batch; repeatable")
+      ->required()
+      ->take_all()
+      ->check(CheckTrack);
+  sub->add_option("--max-pinned", options.create.max_pinned_versions,
+                  "Versions that readers may hold at once (default: the server's)")
+      ->check(CLI::Range(1, 64));
+
+  add("list", "List the models", [](const Session& session) { return ema::cli::List(session); });
+
+  sub = add("describe", "Show a model's tracks and tensors",
+            [&](const Session& session) { return ema::cli::Describe(session, options.model); });
+  add_model(sub, options.model);
+
+  sub = add("versions", "List a model's versions",
+            [&](const Session& session) { return ema::cli::Versions(session, options.model); });
+  add_model(sub, options.model);
+
+  sub = add("watch", "Print every commit as it happens",
+            [&](const Session& session) { return ema::cli::Watch(session, options.watch); });
+  add_model(sub, options.watch.model);
+  sub->add_option("--after", options.watch.after,
+                  "Begin after this version; 0: with the oldest (default: now)")
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--count", options.watch.count, "End after so many commits")
+      ->check(CLI::PositiveNumber);
+
+  sub = add("pull", "Write the weights of a track to a safetensors file",
+            [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
+  add_model(sub, options.pull.model);
+  sub->add_option("--track", options.pull.track, "Name of the track")->required();
+  sub->add_option("--version", options.pull.version, "Version (default: the newest)")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("-o,--output", options.pull.file, "File to write")->required();
+
+  sub = add("checkpoint", "Save the newest version on the server",
+            [&](const Session& session) { return ema::cli::Checkpoint(session, options.model); });
+  add_model(sub, options.model);
+
+  sub = add("delete", "Forget a model; its checkpoints stay on the disk",
+            [&](const Session& session) { return ema::cli::Delete(session, options.model); });
+  add_model(sub, options.model);
+  sub->add_flag("--yes", options.yes, "Really")->required();
+}
+
+}  // namespace
+
+// What CLI11 throws before it parses is a wrong declaration above, which may end the program.
+// NOLINTNEXTLINE(bugprone-exception-escape)
+int main(int argc, char** argv) {
+  // Pulled bytes come in 64 KiB slices, for which glibc would give the top of the heap back and
+  // fault it in again.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 64 << 20);
+
+  Options options;
+  std::function<absl::Status(const Session&)> run;
+  CLI::App app("Makes, lists, watches and pulls the models of an EMA server.", "emactl");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.fallthrough();  // Global options may also stand behind the command.
+  app.add_option("--server", options.server, "Address of the server")
+      ->envname("EMA_SERVER")
+      ->capture_default_str();
+  app.add_flag("--json", options.json, "Print JSON");
+  const CLI::Option* const timeout =
+      app.add_option("--timeout", options.timeout, "How long a call may take")
+          ->check(CheckDuration)
+          ->capture_default_str();
+  AddCommands(app, options, run);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? ema::cli::kExitOk : ema::cli::kExitUsage;
+  }
+
+  CatchSignals();
+  Session session{.json = options.json, .has_timeout = timeout->count() > 0};
+  absl::ParseDuration(options.timeout, &session.timeout);
+  const auto client = ema::Client::Create(
+      options.server,
+      {.timeout = session.timeout, .is_interrupted = [] { return interrupted != 0; }});
+  if (!client.ok()) {
+    ema::cli::PrintError(client.status(), options.json);
+    return ema::cli::kExitUsage;
+  }
+  session.client = client->get();
+  const absl::Status status = run(session);
+  if (!status.ok()) ema::cli::PrintError(status, options.json);
+  return ema::cli::ExitCode(status);
+}

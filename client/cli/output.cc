@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/output.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/progress.h"
+
+namespace ema::cli {
+namespace {
+
+std::string LocalTime(absl::Time time) {
+  return absl::FormatTime("%Y-%m-%d %H:%M:%S", time, absl::LocalTimeZone());
+}
+
+Json ToJson(const TrainingTime& time) {
+  Json json = Json::object();
+  const auto put = [&](const char* name, TimeUnit unit, bool is_count) {
+    const std::optional<double> value = time.Get(unit);
+    if (!value.has_value()) return;
+    if (is_count) {
+      json[name] = static_cast<int64_t>(*value);
+    } else {
+      json[name] = *value;
+    }
+  };
+  put("batch", TimeUnit::kBatch, true);
+  put("epoch", TimeUnit::kEpoch, true);
+  put("sample", TimeUnit::kSample, true);
+  put("token", TimeUnit::kToken, true);
+  put("iteration", TimeUnit::kIteration, true);
+  put("progress", TimeUnit::kProgress, false);
+  put("seconds", TimeUnit::kSecond, false);
+  return json;
+}
+
+std::string JoinTracks(const ModelInfo& model) {
+  return absl::StrJoin(model.tracks, ", ", [](std::string* out, const TrackSpec& track) {
+    absl::StrAppend(out, track.name);
+  });
+}
+
+std::string LatestVersion(const ModelInfo& model) {
+  return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
+}
+
+}  // namespace
+
+Json ToJson(const Version& version) {
+  Json tracks = Json::array();
+  for (const TrackVersion& track : version.tracks) {
+    tracks.push_back({{"track", track.track},
+                      {"updated", track.updated},
+                      {"update_weight", track.update_weight},
+                      {"elapsed", track.elapsed},
+                      {"update_count", track.update_count}});
+  }
+  return {{"incarnation", version.incarnation},
+          {"version", version.number},
+          {"step", version.step},
+          {"time", ToJson(version.time)},
+          {"run_epoch", version.run_epoch},
+          {"commit_time",
+           absl::FormatTime(absl::RFC3339_full, version.commit_time, absl::UTCTimeZone())},
+          {"tracks", std::move(tracks)}};
+}
+
+Json ToJson(const TensorSpec& spec) {
+  return {
+      {"name", spec.name}, {"dtype", std::string(DtypeName(spec.dtype))}, {"shape", spec.shape}};
+}
+
+Json ToJson(const TrackSpec& track) {
+  Json json = Json::object({{"name", track.name}});
+  const Schedule::Rule& rule = track.schedule.rule();
+  if (const auto* half_life = std::get_if<HalfLifeRule>(&rule)) {
+    json["half_life"] = half_life->half_life.ToString();
+  } else if (const auto* constant = std::get_if<ConstantDecayRule>(&rule)) {
+    json["smoothing"] = constant->smoothing;
+  } else {
+    json["copy"] = true;
+  }
+  const TrainingDuration interval = track.schedule.update_interval();
+  json["update_interval"] = interval.value > 0 ? Json(interval.ToString()) : Json();
+  return json;
+}
+
+Json ToJson(const ModelInfo& model) {
+  Json tracks = Json::array();
+  for (const TrackSpec& track : model.tracks) tracks.push_back(ToJson(track));
+  Json json = {{"name", model.name},
+               {"tracks", std::move(tracks)},
+               {"max_pinned_versions", model.max_pinned_versions},
+               {"reserved_bytes", model.reserved_bytes},
+               {"run_epoch", model.run_epoch},
+               {"latest", model.latest.has_value() ? ToJson(*model.latest) : Json()}};
+  if (model.manifest.tensor_count() == 0) return json;
+  Json tensors = Json::array();
+  for (const TensorSpec& tensor : model.manifest.tensors()) tensors.push_back(ToJson(tensor));
+  json["total_bytes"] = model.manifest.total_bytes();
+  json["tensors"] = std::move(tensors);
+  return json;
+}
+
+std::string Table::ToString() const {
+  std::vector<size_t> widths(rows_[0].size());
+  for (const auto& row : rows_) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows_) {
+    for (size_t i = 0; i + 1 < row.size(); ++i) {
+      absl::StrAppend(&text, row[i], std::string(widths[i] - row[i].size() + 2, ' '));
+    }
+    absl::StrAppend(&text, row.back(), "\n");
+  }
+  return text;
+}
+
+std::string DescribeUpdates(const Version& version) {
+  std::vector<std::string> updates;
+  for (const TrackVersion& track : version.tracks) {
+    if (!track.updated) continue;
+    updates.push_back(track.update_weight == 1
+                          ? track.track
+                          : absl::StrFormat("%s (w %.4g)", track.track, track.update_weight));
+  }
+  return updates.empty() ? "-" : absl::StrJoin(updates, ", ");
+}
+
+std::string DescribeVersion(const Version& version) {
+  return absl::StrCat(LocalTime(version.commit_time), "  version ", version.number, "  step ",
+                      version.step, "  ", version.time.ToString(), "  updated ",
+                      DescribeUpdates(version), "\n");
+}
+
+std::string ModelTable(const std::vector<ModelInfo>& models) {
+  Table table({"MODEL", "VERSION", "STEP", "RESERVED", "TRACKS"});
+  for (const ModelInfo& model : models) {
+    table.Add({model.name, LatestVersion(model),
+               model.latest.has_value() ? absl::StrCat(model.latest->step) : "-",
+               FormatBytes(model.reserved_bytes), JoinTracks(model)});
+  }
+  return table.ToString();
+}
+
+std::string VersionTable(const std::vector<Client::ListedVersion>& versions) {
+  Table table({"VERSION", "STEP", "COMMITTED", "PULLABLE", "UPDATED"});
+  for (const Client::ListedVersion& entry : versions) {
+    table.Add({absl::StrCat(entry.version.number), absl::StrCat(entry.version.step),
+               LocalTime(entry.version.commit_time), entry.available ? "yes" : "no",
+               DescribeUpdates(entry.version)});
+  }
+  return table.ToString();
+}
+
+std::string DescribeModel(const ModelInfo& model) {
+  std::string text = absl::StrCat(
+      "model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
+      FormatBytes(model.manifest.total_bytes()), " as pushed; ", FormatBytes(model.reserved_bytes),
+      " reserved; at most ", model.max_pinned_versions, " versions pinned\n");
+  if (model.latest.has_value()) {
+    absl::StrAppend(&text, "latest: ", DescribeVersion(*model.latest));
+  } else {
+    absl::StrAppend(&text, "nothing committed yet\n");
+  }
+  Table tracks({"TRACK", "SCHEDULE"});
+  for (const TrackSpec& track : model.tracks) {
+    tracks.Add({track.name, track.schedule.ToString()});
+  }
+  Table tensors({"TENSOR", "TYPE", "SIZE"});
+  for (const TensorSpec& tensor : model.manifest.tensors()) {
+    tensors.Add({tensor.name, tensor.TypeString(), FormatBytes(tensor.byte_count())});
+  }
+  return absl::StrCat(text, "\n", tracks.ToString(), "\n", tensors.ToString());
+}
+
+}  // namespace ema::cli

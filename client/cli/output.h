@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What emactl prints: tables for people, JSON for programs.
+#ifndef EMA_CLIENT_CLI_OUTPUT_H_
+#define EMA_CLIENT_CLI_OUTPUT_H_
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "ema/client.h"
+
+namespace ema::cli {
+
+using Json = nlohmann::ordered_json;
+
+Json ToJson(const Version& version);
+Json ToJson(const TensorSpec& spec);
+Json ToJson(const TrackSpec& track);
+// Without the tensors if the manifest is empty.
+Json ToJson(const ModelInfo& model);
+
+// Aligned columns, two spaces between them; the first row is the heading.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> heading) { rows_.push_back(std::move(heading)); }
+  void Add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
+  std::string ToString() const;
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+// Such as "fast (w 0.0069), raw": the tracks that the version updated.
+std::string DescribeUpdates(const Version& version);
+std::string DescribeModel(const ModelInfo& model);
+std::string ModelTable(const std::vector<ModelInfo>& models);
+std::string VersionTable(const std::vector<Client::ListedVersion>& versions);
+// One line, for `watch`.
+std::string DescribeVersion(const Version& version);
+
+}  // namespace ema::cli
+
+#endif  // EMA_CLIENT_CLI_OUTPUT_H_

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A safetensors file that a pull writes straight into.
+#ifndef EMA_CLIENT_CLI_PULLED_FILE_H_
+#define EMA_CLIENT_CLI_PULLED_FILE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/client.h"
+
+namespace ema::cli {
+
+// Grows as "<path>.tmp-<pid>" beside its target, and takes its place when it is complete: a reader
+// sees the old file, or the new one. The pulled bytes land in the mapped file, so a model of any
+// size fits. Not thread-safe.
+class PulledFile {
+ public:
+  explicit PulledFile(std::string path) : path_(std::move(path)) {}
+  ~PulledFile();  // Removes the temporary file.
+  PulledFile(const PulledFile&) = delete;
+  PulledFile& operator=(const PulledFile&) = delete;
+
+  // Makes the file, with room for all, and returns the memory for the pulled bytes. REQUIRES:
+  // called once. UNKNOWN: the system's error, such as a full disk.
+  absl::StatusOr<std::span<std::byte>> Reserve(const PullInfo& info,
+                                               const std::map<std::string, std::string>& metadata);
+
+  // Returns when the file is on the disk under its name. REQUIRES: the memory is filled.
+  absl::Status Commit();
+
+ private:
+  // Closes the gaps between tensors that a pull has and the format has not.
+  void CloseGaps();
+  absl::Status SystemError(const std::string& what) const;
+
+  const std::string path_;
+  std::string temporary_path_;
+  int fd_ = -1;
+  std::span<std::byte> mapping_;
+  int64_t header_bytes_ = 0;
+  int64_t file_bytes_ = 0;  // Of the complete file, without gaps.
+  std::vector<PulledTensor> tensors_;
+};
+
+}  // namespace ema::cli
+
+#endif  // EMA_CLIENT_CLI_PULLED_FILE_H_
