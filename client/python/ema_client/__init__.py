@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EMA Server's client: trainers push their weights, evaluators pull the averages.
+
+In a training loop, on every rank:
+
+    >>> ema = ema_client.attach(model, optimizer, "ema://host:50051/digits", half_life="200ba")
+    >>> ...
+    >>> ema.close()
+
+Anywhere else:
+
+    >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
+    >>> with ema_client.averaged(model, "ema://host:50051/digits"):
+    ...     evaluate(model)
+    >>> for version in ema_client.watch("ema://host:50051/digits"):
+    ...     ...
+
+One level lower, for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
+"""
+
+from ema_client._attach import attach
+from ema_client._attachment import Attachment, Stats
+from ema_client._averaged import averaged
+from ema_client._client import Client
+from ema_client._errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    EmaError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from ema_client._read import pull, watch
+from ema_client._run import PendingPush, Run
+from ema_client._types import (
+    Checkpoint,
+    ListedVersion,
+    ModelInfo,
+    PushStats,
+    Shard,
+    TensorSpec,
+    Track,
+    TrackVersion,
+    TrainingTime,
+    Version,
+    Weights,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "AlreadyExistsError",
+    "Attachment",
+    "CancelledError",
+    "Checkpoint",
+    "Client",
+    "DataLossError",
+    "DeadlineExceededError",
+    "EmaError",
+    "FailedPreconditionError",
+    "InternalError",
+    "InvalidArgumentError",
+    "ListedVersion",
+    "ModelInfo",
+    "NotFoundError",
+    "OutOfRangeError",
+    "PendingPush",
+    "PermissionDeniedError",
+    "PushStats",
+    "ResourceExhaustedError",
+    "Run",
+    "Shard",
+    "Stats",
+    "TensorSpec",
+    "Track",
+    "TrackVersion",
+    "TrainingTime",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "Version",
+    "Weights",
+    "attach",
+    "averaged",
+    "pull",
+    "watch",
+]

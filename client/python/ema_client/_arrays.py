@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of any framework as the extension module reads them, and pulled bytes as arrays."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
+from ema_client._types import TensorSpec
+
+Framework = Literal["auto", "torch", "numpy"]
+# (name, dtype, shape, offset, length_bytes)
+Placed = tuple[str, str, Sequence[int], int, int]
+# What NumPy may do to pulled values that go into an array of another dtype.
+_CASTING: Literal["same_kind"] = "same_kind"
+
+
+def _is_instance(value: object, module: str, name: str) -> bool:
+    # A value of a framework that has not been imported cannot exist.
+    framework = sys.modules.get(module)
+    return framework is not None and isinstance(value, getattr(framework, name))
+
+
+def read(name: str, value: Any) -> _ema.Array:
+    """Reads `value` in place. What is not contiguous, or not in host memory, is copied first."""
+    dtype = ""
+    if _is_instance(value, "torch", "Tensor"):
+        value = value.detach().cpu().contiguous()
+    elif _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):
+        numpy = sys.modules["numpy"]
+        value = numpy.asarray(value, order="C")
+        if value.dtype.name == "bfloat16":
+            # ml_dtypes; NumPy itself has no name for it that DLPack or the buffer protocol knows.
+            dtype = "bfloat16"
+            value = value.view(numpy.uint16)
+    elif hasattr(value, "block_until_ready"):
+        value.block_until_ready()
+    return _ema.Array(name, value, dtype)
+
+
+def read_all(weights: Mapping[str, Any]) -> list[_ema.Array]:
+    return [read(name, value) for name, value in weights.items()]
+
+
+def spec_of(name: str, value: Any) -> _ema.Spec:
+    """Name, dtype and shape; does not touch the elements."""
+    if isinstance(value, TensorSpec):
+        return name, value.dtype, value.shape
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return name, str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    return read(name, value).spec
+
+
+def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
+    """Raises InvalidArgumentError that lists every missing and unexpected name."""
+    expected, given = list(expected), list(given)
+    missing = sorted(set(expected) - set(given))
+    unexpected = sorted(set(given) - set(expected))
+    if not missing and not unexpected:
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing: {', '.join(missing)}")
+    if unexpected:
+        parts.append(f"unexpected: {', '.join(unexpected)}")
+    raise InvalidArgumentError(
+        f"{what}: names do not match; {'; '.join(parts)}", reason="BAD_LAYOUT"
+    )
+
+
+def choose_framework(framework: Framework) -> Literal["torch", "numpy"]:
+    if framework == "auto":
+        return "torch" if importlib.util.find_spec("torch") is not None else "numpy"
+    return framework
+
+
+def build(placed: Sequence[Placed], buffer: Any, *, framework: Framework) -> dict[str, Any]:
+    """Tensors that share the pulled buffer: nothing is copied."""
+    if choose_framework(framework) == "torch":
+        return _build_torch(placed, buffer)
+    return _build_numpy(placed, buffer)
+
+
+def _build_torch(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:
+    import torch
+
+    tensors: dict[str, Any] = {}
+    for name, dtype_name, shape, offset, length_bytes in placed:
+        dtype = getattr(torch, dtype_name)
+        if length_bytes == 0:
+            tensors[name] = torch.empty(tuple(shape), dtype=dtype)
+        else:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
+            tensors[name] = flat.view(tuple(shape))
+    return tensors
+
+
+def _build_numpy(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:
+    import numpy
+
+    tensors: dict[str, Any] = {}
+    for name, dtype_name, shape, offset, length_bytes in placed:
+        dtype = _bfloat16() if dtype_name == "bfloat16" else numpy.dtype(dtype_name)
+        if length_bytes == 0:
+            tensors[name] = numpy.empty(tuple(shape), dtype=dtype)
+        else:
+            flat = numpy.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
+            tensors[name] = flat.reshape(tuple(shape))
+    return tensors
+
+
+def _bfloat16() -> Any:
+    if importlib.util.find_spec("ml_dtypes") is None:
+        raise ImportError(
+            "NumPy has no bfloat16 of its own: install ml_dtypes, or pull with framework='torch'"
+        )
+    return importlib.import_module("ml_dtypes").bfloat16
+
+
+def copy_into(out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Writes `tensors` into the arrays of `out` in place, casting to their dtypes.
+
+    Nothing is written if a name or a shape does not match, or a dtype cannot be cast.
+    """
+    check_names("out", expected=tensors, given=out)
+    is_torch = all(_is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
+    kind = ("torch", "Tensor") if is_torch else ("numpy", "ndarray")
+    wrong = [name for name in tensors if not _is_instance(out[name], *kind)]
+    if wrong:
+        raise InvalidArgumentError(
+            f"out: not a {'.'.join(kind)}: {', '.join(wrong)}", reason="BAD_LAYOUT"
+        )
+    wrong = [
+        f"{name}: {tuple(out[name].shape)} for {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if tuple(out[name].shape) != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"out: wrong shapes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
+    wrong = [
+        f"{name}: {out[name].dtype} for {tensor.dtype}"
+        for name, tensor in tensors.items()
+        if not _can_cast(tensor, out[name])
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"out: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
+    for name, tensor in tensors.items():
+        if is_torch:
+            import torch
+
+            with torch.no_grad():
+                out[name].copy_(tensor)
+        else:
+            import numpy
+
+            numpy.copyto(out[name], tensor, casting=_CASTING)
+
+
+def _can_cast(tensor: Any, target: Any) -> bool:
+    if _is_instance(tensor, "torch", "Tensor"):
+        return True  # copy_ casts between all dtypes.
+    import numpy
+
+    return bool(target.flags.writeable) and numpy.can_cast(
+        tensor.dtype, target.dtype, casting=_CASTING
+    )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attach`: three lines in a training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pickle
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client import _arrays, _ema
+from ema_client._attachment import Attachment, OnError
+from ema_client._client import Client
+from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._ranks import Ranks
+from ema_client._run import Run
+from ema_client._torch_model import NamedTensors, check_whole, named_tensors, unwrap
+from ema_client._types import TimeLike, TrackLike, schedule_of, time_dict
+from ema_client._url import split_url
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    url: str,
+    *,
+    half_life: str | None = None,
+    update_interval: str | None = None,
+    tracks: Mapping[str, TrackLike] | None = None,
+    start_step: int | None = None,
+    time: Callable[[int], TimeLike] | None = None,
+    process_group: Any = None,
+    max_pinned_versions: int = 0,
+    max_wait_s: float = 30.0,
+    timeout_s: float = 60.0,
+    on_error: OnError = "skip",
+) -> Attachment:
+    """Streams a model's weights to an EMA Server while it trains.
+
+    To be called on every rank. Makes the model on the server if it is not there. From then on each
+    `optimizer.step()` counts as a batch, and when an update is due a push starts after it: every rank
+    sends an even share of the parameters, rank 0 also the buffers (BatchNorm's statistics differ
+    between ranks). Parameters are read in place, not copied; the next `optimizer.step()` waits until
+    their bytes have left. Whoever else writes weights between steps (load_state_dict, clipping of
+    weights) must call the attachment's `wait_released()` first.
+
+    A server that goes away costs the steps that are due meanwhile, and about a second. When it is
+    back, pushes start again; a server that has forgotten the model gets it made anew.
+
+    Args:
+        model: the model; DistributedDataParallel and torch.compile are looked through. With
+            torch.distributed initialized, all ranks must hold the same parameters, whole: FSDP and
+            DTensor are not supported yet.
+        optimizer: the one that changes the parameters. Parameters that it does not hold are copied
+            before they are sent, because someone else may change them: another optimizer, or the
+            forward pass (a momentum encoder).
+        url: "ema://host:port/model".
+        half_life: of the track "ema", such as "200ba".
+        update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
+        tracks: more tracks, as for `Client.create_model`.
+        start_step: optimizer steps done before. None: goes on after the model's newest version.
+        time: gives the training time after so many steps, the same on all ranks; needed for tracks in
+            units other than batches. None: steps are batches.
+        process_group: of torch.distributed. None: the default one.
+        max_pinned_versions: as for `Client.create_model`.
+        max_wait_s: seconds that our hooks let one step of the training wait at most.
+        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up.
+        on_error: what becomes of a step that cannot be pushed: "skip" it with a warning (the next update
+            counts the longer time, so the half-life stays right), or "raise".
+
+    Returns:
+        The attachment; call its `close()` when training ends, or use it in a `with` statement.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or the ranks do not hold the same parameters.
+        EmaError: the set-up failed. What fails on any rank raises on every rank.
+
+    Example:
+        >>> ema = ema_client.attach(
+        ...     model, optimizer, "ema://host:50051/digits", half_life="200ba", update_interval="5ba"
+        ... )
+        >>> ...  # the training loop, unchanged
+        >>> ema.close()
+    """
+    ranks = Ranks.current(process_group)
+    # A rank that raised at once would let the others wait for it, so failures are passed on.
+    plan: _Plan | None = None
+    run: Run | None = None
+    launch: _Launch | None = None
+    failure: Exception | None = None
+    latest_step = 0
+    try:
+        schedules = _schedules(half_life, update_interval, tracks)
+        now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
+        for schedule in schedules.values():
+            schedule.is_due(None, now)  # Raises if a unit that it needs is not counted.
+        module = unwrap(model)
+        check_whole(module)
+        plan = _Plan.make(
+            url, ranks, named_tensors(module), schedules, max_pinned_versions, timeout_s
+        )
+        if ranks.rank == 0:
+            plan.create(timeout_s)
+            launch = _Launch(secrets.token_hex(16), plan.fingerprints())
+    except Exception as raised:
+        failure = raised
+    launch = ranks.broadcast(launch)
+    try:
+        # Without a launch, rank 0 says below what is wrong.
+        if plan is not None and launch is not None:
+            plan.check_replicas(launch)
+            run = plan.open_run(launch, timeout_s)
+            latest_step = 0 if run.latest is None else run.latest.step
+    except Exception as raised:
+        failure = raised
+    # All have joined when this returns, so the first push finds the run complete.
+    outcomes: list[tuple[Exception | None, int]] = ranks.gather((_portable(failure), latest_step))
+    for failed, _ in outcomes:
+        if failed is not None:
+            if plan is not None:
+                plan.client.close()
+            raise failed
+    assert plan is not None and run is not None and launch is not None
+    return Attachment(
+        client=plan.client,
+        open_run=functools.partial(plan.open_run_anew, launch),
+        run=run,
+        model_name=plan.model_name,
+        module=module,
+        optimizer=optimizer,
+        schedules=schedules,
+        start_step=outcomes[0][1] if start_step is None else start_step,
+        time_of=time,
+        max_wait_s=max_wait_s,
+        timeout_s=timeout_s,
+        on_error=on_error,
+    )
+
+
+def _schedules(
+    half_life: str | None, update_interval: str | None, tracks: Mapping[str, TrackLike] | None
+) -> dict[str, _ema.Schedule]:
+    all_tracks: dict[str, TrackLike] = {} if half_life is None else {"ema": half_life}
+    all_tracks.update(tracks or {})
+    if not all_tracks:
+        raise InvalidArgumentError("half_life or tracks is needed", reason="BAD_SCHEDULE")
+    if half_life is not None and tracks is not None and "ema" in tracks:
+        raise InvalidArgumentError(
+            'half_life is the track "ema", which is in tracks too', reason="BAD_SCHEDULE"
+        )
+    return {
+        name: schedule_of(name, track, update_interval=update_interval)
+        for name, track in all_tracks.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """What rank 0 tells the others."""
+
+    id: str
+    fingerprints: list[tuple[str, str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What one rank needs to make the model and to join its run."""
+
+    client: Client
+    model_name: str
+    ranks: Ranks
+    tensors: NamedTensors
+    schedules: Mapping[str, _ema.Schedule]
+    max_pinned_versions: int
+
+    @classmethod
+    def make(
+        cls,
+        url: str,
+        ranks: Ranks,
+        tensors: NamedTensors,
+        schedules: Mapping[str, _ema.Schedule],
+        max_pinned_versions: int,
+        timeout_s: float,
+    ) -> _Plan:
+        address, model_name = split_url(url)
+        client = Client(address, timeout_s=timeout_s)
+        return cls(client, model_name, ranks, tensors, schedules, max_pinned_versions)
+
+    def create(self, timeout_s: float) -> None:
+        specs = [_arrays.spec_of(name, tensor) for name, tensor in self.tensors.all().items()]
+        self.client._client.create_model(
+            self.model_name,
+            specs,
+            list(self.schedules.items()),
+            self.max_pinned_versions,
+            timeout_s,
+        )
+
+    def fingerprints(self) -> list[tuple[str, str, int]]:
+        return [] if self.ranks.world_size == 1 else self.tensors.fingerprints()
+
+    def check_replicas(self, launch: _Launch) -> None:
+        for own, first in itertools.zip_longest(self.fingerprints(), launch.fingerprints):
+            if own == first:
+                continue
+            here = "nothing" if own is None else f"{own[0]} ({own[1]})"
+            there = "nothing" if first is None else f"{first[0]} ({first[1]})"
+            values = " with other values" if here == there else ""
+            raise InvalidArgumentError(
+                f'model "{self.model_name}": the ranks are not replicas: rank {self.ranks.rank} has '
+                f"{here}{values} where rank 0 has {there}",
+                reason="BAD_LAYOUT",
+            )
+
+    def open_run(self, launch: _Launch, timeout_s: float) -> Run:
+        run = self.client.open_run(
+            self.model_name,
+            launch_id=launch.id,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            rank0_only=list(self.tensors.buffers),
+            rejoins=False,
+            timeout_s=timeout_s,
+        )
+        _arrays.check_names(
+            f'rank {self.ranks.rank}: model "{self.model_name}"',
+            expected=[spec.name for spec in run.tensors],
+            given=self.tensors.all(),
+        )
+        return run
+
+    def open_run_anew(self, launch: _Launch, timeout_s: float) -> Run:
+        """The same after the server was away. NotFoundError: rank 0 has not made the model yet."""
+        try:
+            return self.open_run(launch, timeout_s)
+        except NotFoundError:
+            # The server keeps no data, and was restarted.
+            if self.ranks.rank != 0:
+                raise
+        self.create(timeout_s)
+        return self.open_run(launch, timeout_s)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or what can be said of it if it cannot be sent to another rank."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))
+    return error

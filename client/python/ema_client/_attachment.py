@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `attach` returns: it follows an optimizer and pushes the weights when an update is due."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from ema_client import _ema
+from ema_client._client import Client
+from ema_client._errors import DeadlineExceededError, EmaError, UnavailableError
+from ema_client._run import PendingPush, Run
+from ema_client._torch_model import named_tensors
+from ema_client._types import TimeLike, Version, time_dict
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+
+# For a server that is away, in a thread of its own: how long a try to join again may take, and what
+# lies between two.
+_REJOIN_TIMEOUT_S = 2.0
+_REJOIN_INTERVAL_S = 0.25
+# What a push ends with that has found the server restarted.
+_FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
+# How long a reply is waited for after a push that failed: the ranks may have come back at different
+# steps, and then it never comes. Long enough for all to meet at the next one.
+_OUT_OF_STEP_WAIT_S = 1.0
+# How long an interpreter that ends without close() waits for the last push.
+_EXIT_WAIT_S = 1.0
+
+OnError = Literal["skip", "raise"]
+
+# Attachments that push. `averaged` must not write into weights that one of them still reads.
+live: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an attachment has done, on this rank.
+
+    Attributes:
+        pushes: steps that became a version.
+        skipped: steps that were due and did not: the server was away, or another rank was.
+        sent_bytes: handed to the network, resends included.
+        wait_seconds: how long our hooks have held up the training loop.
+    """
+
+    pushes: int
+    skipped: int
+    sent_bytes: int
+    wait_seconds: float
+
+
+class Attachment:
+    """Follows an optimizer: counts its steps and pushes the weights of those that are due.
+
+    Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
+    while the next forward and backward run; `optimizer.step()` waits for it, at most
+    `max_wait_s`, before it changes them. Whoever else writes weights between steps
+    (load_state_dict, clipping of weights) must call `wait_released` first. A forked child (a
+    DataLoader worker) does nothing.
+
+    When the server is away, a thread joins the run again, on every rank, and pushes start again when
+    all have: no training thread waits for the server or, but for the reply to a push, for another rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        open_run: Callable[[float], Run],
+        run: Run,
+        model_name: str,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedules: Mapping[str, _ema.Schedule],
+        start_step: int,
+        time_of: Callable[[int], TimeLike] | None,
+        max_wait_s: float,
+        timeout_s: float,
+        on_error: OnError,
+    ) -> None:
+        self._client = client
+        self._open_run = (
+            open_run  # Takes a time-out. For another thread, after the server was away.
+        )
+        self._run = run
+        self._model_name = model_name
+        self._module = module
+        self._schedules = dict(schedules)
+        self._step = start_step
+        self._time_of = time_of
+        self._max_wait_s = max_wait_s
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+
+        self._pid = os.getpid()
+        self._closed = False
+        self._version = run.latest
+        self._pending: PendingPush | None = None
+        self._pending_step = 0
+        self._pushes = 0
+        self._skipped = 0
+        self._sent_bytes = 0
+        self._wait_seconds = 0.0
+        # False: the last push failed, so ranks may push at different steps.
+        self._in_step = True
+        # The reply to the pending push has been waited for.
+        self._has_waited = False
+        # What is left of max_wait_s for the hooks of this step.
+        self._budget_s = max_wait_s
+        # For on_error "raise": what the next hook raises.
+        self._error: EmaError | None = None
+
+        # Written by the thread that joins again; `_away` last.
+        self._away = False
+        self._is_fenced = False
+        self._rejoining: threading.Thread | None = None
+        self._stop = threading.Event()
+
+        # When each track was due last. Counted here and not taken from the server's replies: all
+        # ranks must try at the same steps, whatever became of the pushes before.
+        self._last_due: dict[str, dict[str, float] | None] = dict.fromkeys(self._schedules)
+        if self._version is not None:
+            last = time_dict(self._version.time, step=self._version.step)
+            self._last_due = dict.fromkeys(self._schedules, last)
+        self._pushed_names = frozenset(shard.name for shard in run.shards)
+        self._optimizer = optimizer
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+        live.add(self)
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, outside any wrapper."""
+        return self._module
+
+    @property
+    def version(self) -> Version | None:
+        """The last version that came of this run's pushes; before the first, the model's newest."""
+        self._harvest()
+        return self._version
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    @property
+    def stats(self) -> Stats:
+        self._harvest()
+        return Stats(
+            pushes=self._pushes,
+            skipped=self._skipped,
+            sent_bytes=self._sent_bytes,
+            wait_seconds=self._wait_seconds,
+        )
+
+    def wait_released(self) -> None:
+        """Waits until no push reads the weights in place any more, at most `max_wait_s`."""
+        self._wait_released(self._max_wait_s)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Waits for the last push, at most `timeout_s`, and lets the optimizer and the server go.
+
+        May be called again. Never raises an EmaError: a push that fails now is a skipped one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        live.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        if os.getpid() != self._pid:
+            return
+        if self._pending is not None:
+            timeout_s = self._timeout_s if timeout_s is None else timeout_s
+            if self._pending.wait_done(max_wait_s=timeout_s):
+                self._harvest()
+            else:
+                self._drop(f"it had not ended {timeout_s} s after the last step")
+        self._stop.set()
+        if self._rejoining is not None:
+            # One try may be under way.
+            self._rejoining.join(3 * _REJOIN_TIMEOUT_S)
+        self._run.close()
+        self._client.close()
+
+    def _is_ours(self) -> bool:
+        return not self._closed and os.getpid() == self._pid
+
+    def _before_step(self, *_: Any) -> None:
+        if self._is_ours():
+            start = time.monotonic()
+            self._wait_released(self._max_wait_s)
+            self._budget_s = max(0.0, self._max_wait_s - (time.monotonic() - start))
+            self._wait_seconds += time.monotonic() - start
+            self._raise_error()
+
+    def _after_step(self, *_: Any) -> None:
+        if self._is_ours():
+            start = time.monotonic()
+            self._step += 1
+            self._harvest()
+            try:
+                self._push_if_due()
+            except EmaError as error:
+                self._skip(self._step, error)
+            self._wait_seconds += time.monotonic() - start
+            self._raise_error()
+
+    def _wait_released(self, max_wait_s: float) -> None:
+        if self._pending is None or os.getpid() != self._pid:
+            return
+        start = time.monotonic()
+        if not self._pending.wait_released(max_wait_s=max_wait_s):
+            self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
+
+    def _push_if_due(self) -> None:
+        now = self._now()
+        due = [
+            track
+            for track, schedule in self._schedules.items()
+            if schedule.is_due(self._last_due[track], now)
+        ]
+        if not due:
+            return
+        for track in due:
+            self._last_due[track] = now
+        if self._away or self._is_fenced or not self._previous_has_ended():
+            self._skipped += 1
+            return
+        self._pending = self._run.start_push(
+            step=self._step, weights=self._weights(), time=now, timeout_s=self._timeout_s
+        )
+        self._pending_step = self._step
+        self._has_waited = False
+
+    def _previous_has_ended(self) -> bool:
+        """Waits for the reply to the pending push: a rank must not start another before it.
+
+        Once: if it has not come by then, the steps that are due meanwhile are skipped at once.
+        """
+        if self._pending is None:
+            return True
+        if not self._has_waited:
+            self._has_waited = True
+            limit_s = self._budget_s
+            if not self._in_step:
+                limit_s = min(limit_s, _OUT_OF_STEP_WAIT_S)
+            start = time.monotonic()
+            if not self._pending.wait_done(max_wait_s=limit_s):
+                waited_s = time.monotonic() - start
+                self._note(
+                    self._step,
+                    DeadlineExceededError(
+                        f"the push of step {self._pending_step} had not ended after {waited_s:.1f} s"
+                    ),
+                )
+        self._harvest()
+        return self._pending is None and not self._away
+
+    def _now(self) -> dict[str, float]:
+        time_like = None if self._time_of is None else self._time_of(self._step)
+        return time_dict(time_like, step=self._step)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """What this rank pushes: parameters in place, copies of what may change before the next step."""
+        tensors = named_tensors(self._module)
+        optimized = {
+            id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
+        }
+        weights: dict[str, torch.Tensor] = {}
+        for name, parameter in tensors.parameters.items():
+            if name in self._pushed_names:
+                weights[name] = parameter.detach()
+                # Somebody else may change it, without asking us: another optimizer, or the forward
+                # pass (a key encoder that follows the model).
+                if id(parameter) not in optimized:
+                    weights[name] = weights[name].clone()
+        for name, buffer in tensors.buffers.items():
+            if name in self._pushed_names:
+                weights[name] = buffer.detach().clone()
+        return weights
+
+    def _harvest(self) -> None:
+        """Takes the result of the pending push if there is one."""
+        push = self._pending
+        if push is None or os.getpid() != self._pid or not push.done:
+            return
+        self._pending = None
+        self._sent_bytes += push.stats.sent_bytes
+        try:
+            self._version = push.wait()
+        except EmaError as error:
+            self._skip(self._pending_step, error)
+            return
+        self._pushes += 1
+        self._in_step = True
+        _logger.debug("step %d is version %d", self._pending_step, self._version.number)
+
+    def _drop(self, problem: str) -> None:
+        """Gives the pending push up, which reads no weights any more."""
+        push = self._pending
+        if push is None:
+            return
+        self._pending = None
+        self._sent_bytes += push.stats.sent_bytes
+        self._skip(self._pending_step, DeadlineExceededError(problem), lost=push)
+
+    def _skip(self, step: int, error: EmaError, *, lost: PendingPush | None = None) -> None:
+        """Counts a step that was not pushed; goes away from a server that seems to be away."""
+        self._skipped += 1
+        self._in_step = False
+        self._note(step, error)
+        is_away = isinstance(error, (UnavailableError, DeadlineExceededError))
+        if self._closed:
+            if lost is not None:
+                lost.abandon()
+        elif is_away or error.reason in _FORGOTTEN:
+            self._away = True
+            self._rejoining = threading.Thread(target=self._rejoin, args=(lost,), name="ema-rejoin")
+            self._rejoining.start()
+
+    def _note(self, step: int, error: EmaError) -> None:
+        if self._on_error == "raise":
+            self._error = error
+        _logger.warning(
+            'model "%s": push of step %d skipped, the average goes on with the next: %s',
+            self._model_name,
+            step,
+            error,
+        )
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _rejoin(self, lost: PendingPush | None) -> None:
+        """Joins the run again and waits until all ranks have; in a thread of its own."""
+        if lost is not None:
+            lost.abandon()
+        problem = ""
+        while True:
+            try:
+                run = self._open_run(_REJOIN_TIMEOUT_S)
+                run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
+                break
+            except EmaError as error:
+                if error.reason == "FENCED":
+                    # The server knows this launch: a newer one has taken over.
+                    self._is_fenced = True
+                    _logger.warning(
+                        'model "%s": a newer run pushes now; this one does not any more',
+                        self._model_name,
+                    )
+                    return
+                if str(error) != problem:
+                    problem = str(error)
+                    _logger.info('model "%s": not pushing yet: %s', self._model_name, problem)
+            # A program that has forgotten close() ends all the same.
+            if self._stop.wait(_REJOIN_INTERVAL_S) or not threading.main_thread().is_alive():
+                return
+        self._run.close()
+        self._run = run
+        _logger.info('model "%s": pushing again', self._model_name)
+        self._away = False
+
+    def _end_at_exit(self) -> None:
+        if self._pending is None or self._closed or os.getpid() != self._pid:
+            return
+        if not self._pending.wait_done(max_wait_s=_EXIT_WAIT_S):
+            self._pending.abandon()
+        self._pending = None
+
+
+def _at_exit(reference: weakref.ref[Attachment]) -> None:
+    attachment = reference()
+    if attachment is not None:
+        attachment._end_at_exit()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`averaged`: a model with its averaged weights, for as long as a `with` statement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ema_client import _arrays, _attachment
+from ema_client._client import Client
+from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._torch_model import named_tensors, unwrap
+from ema_client._types import Version
+from ema_client._url import split_url
+
+if TYPE_CHECKING:
+    import torch
+
+
+@contextlib.contextmanager
+def averaged(
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: int | Version = 0,
+    timeout_s: float = 60.0,
+) -> Iterator[Version]:
+    """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
+
+    The tensors stay the same objects; values are cast to their dtypes. The model's own values come back bit for bit, also
+    after an exception. Costs a copy of the model while it lasts.
+
+    Args:
+        model: the model; DistributedDataParallel and torch.compile are looked through.
+        url: "ema://host:port/model".
+        track: which average. None: the only track that is not a copy, else "ema".
+        version: a number or a record; 0: the newest.
+        timeout_s: seconds for the pull.
+
+    Yields:
+        The version that is in the model.
+
+    Raises:
+        InvalidArgumentError: names or shapes do not match; nothing was changed.
+        EmaError: the pull failed; nothing was changed.
+
+    Example:
+        >>> with ema_client.averaged(model, "ema://host:50051/digits"):
+        ...     evaluate(model)
+    """
+    address, model_name = split_url(url)
+    with Client(address, timeout_s=timeout_s) as client:
+        if track is None:
+            track = _only_average(client, model_name)
+        weights = client.pull(model_name, track=track, version=version, framework="torch")
+    module = unwrap(model)
+    tensors = named_tensors(module).all()
+    _arrays.check_names(f'model "{model_name}"', expected=weights, given=tensors)
+    wrong = [
+        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
+        for name, tensor in tensors.items()
+        if tensor.shape != weights[name].shape
+    ]
+    if wrong:
+        raise InvalidArgumentError(
+            f'model "{model_name}": shapes do not match; {"; ".join(wrong)}', reason="BAD_LAYOUT"
+        )
+    for attachment in list(_attachment.live):
+        if attachment.module is module:
+            # A push reads the weights where they lie.
+            attachment.wait_released()
+
+    own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    try:
+        _write(tensors, weights)
+        yield weights.version
+    finally:
+        _write(tensors, own)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
+
+
+def _only_average(client: Client, model_name: str) -> str:
+    tracks = client.model(model_name).tracks
+    averages = [name for name, track in tracks.items() if not track.is_copy]
+    if len(averages) == 1:
+        return averages[0]
+    if "ema" in averages:
+        return "ema"
+    raise NotFoundError(
+        f'model "{model_name}": which track? There are {", ".join(tracks)}',
+        reason="TRACK_NOT_FOUND",
+    )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection to a server."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from ema_client import _arrays, _ema
+from ema_client._arrays import Framework
+from ema_client._errors import InvalidArgumentError, OutOfRangeError
+from ema_client._run import Run
+from ema_client._types import (
+    Checkpoint,
+    ListedVersion,
+    ModelInfo,
+    Shard,
+    TrackLike,
+    Version,
+    Weights,
+    model_from,
+    schedule_of,
+    version_from,
+)
+from ema_client._url import with_port
+
+
+class Client:
+    """A connection to one server. Thread-safe. Connects on first use.
+
+    All calls raise a subclass of EmaError, and KeyboardInterrupt while they wait. A process that forks
+    must not use it in the child.
+
+    Args:
+        address: "host:port".
+        timeout_s: seconds for every call that is not given its own.
+
+    Example:
+        >>> with ema_client.Client("host:50051") as client:
+        ...     client.create_model("m", weights, tracks={"ema": "200ba", "raw": "copy"})
+        ...     with client.open_run("m") as run:
+        ...         version = run.push(step=10, weights=weights)
+        ...     average = client.pull("m", track="ema", version=version.number)
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._client = _ema.Client(with_port(address), timeout_s)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the connection go, when the last of its runs has gone too."""
+        self._client.close()
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def create_model(
+        self,
+        name: str,
+        weights: Mapping[str, Any],
+        *,
+        tracks: Mapping[str, TrackLike],
+        max_pinned_versions: int = 0,
+        timeout_s: float | None = None,
+    ) -> ModelInfo:
+        """Makes a model and reserves its memory. The same call again is OK and changes nothing.
+
+        Args:
+            name: letters, digits, `.`, `_`, `-`; at most 128.
+            weights: arrays (or TensorSpecs) by name, in the order that all bytes will follow; only
+                their dtypes and shapes are looked at.
+            tracks: the averages by name. Each is a half-life ("200ba"), "copy", a Track, or a dict
+                with half_life, smoothing or copy, and update_interval.
+            max_pinned_versions: versions that readers may hold at once; 0: the server's default.
+            timeout_s: seconds.
+
+        Raises:
+            InvalidArgumentError: a name, tensor or track is refused.
+            AlreadyExistsError: the model exists and differs; the message says in what.
+            ResourceExhaustedError: it does not fit the server's memory budget.
+        """
+        specs = [_arrays.spec_of(tensor, value) for tensor, value in weights.items()]
+        schedules = [
+            (track, schedule_of(track, rule, update_interval=None))
+            for track, rule in tracks.items()
+        ]
+        fields, _ = self._client.create_model(
+            name, specs, schedules, max_pinned_versions, self._timeout(timeout_s)
+        )
+        return model_from(fields)
+
+    def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """What the server has of a model. NotFoundError: nothing."""
+        return model_from(self._client.get_model(name, self._timeout(timeout_s)))
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """All models, without their tensors."""
+        return tuple(map(model_from, self._client.list_models(self._timeout(timeout_s))))
+
+    def delete_model(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Forgets a model; one that is not there is OK. Its checkpoints stay on the disk."""
+        self._client.delete_model(name, self._timeout(timeout_s))
+
+    def versions(
+        self, name: str, *, after: int = 0, timeout_s: float | None = None
+    ) -> tuple[ListedVersion, ...]:
+        """The records that the server still has after version `after`, oldest first."""
+        return tuple(
+            ListedVersion(version_from(version), available)
+            for version, available in self._client.list_versions(
+                name, after, self._timeout(timeout_s)
+            )
+        )
+
+    def create_checkpoint(self, name: str, *, timeout_s: float = 600.0) -> Checkpoint:
+        """Saves the newest version, all tracks. When it returns, they are on the server's disk."""
+        version, checkpoint, total_bytes = self._client.create_checkpoint(name, timeout_s)
+        return Checkpoint(version_from(version), checkpoint, total_bytes)
+
+    def open_run(
+        self,
+        name: str,
+        *,
+        launch_id: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        shards: Sequence[Shard] | None = None,
+        rank0_only: Collection[str] = (),
+        rejoins: bool = True,
+        timeout_s: float | None = None,
+    ) -> Run:
+        """Joins a run: one life of a trainer. A new launch_id fences the run before.
+
+        Args:
+            name: the model.
+            launch_id: new for each life of the trainer, the same on all its ranks. None: a random
+                one; right for one rank only.
+            rank, world_size: which rank this is, and of how many.
+            shards: what this rank pushes. None: an even share, as if all ranks held all tensors.
+            rank0_only: tensors that differ between ranks (BatchNorm's statistics): they come from
+                rank 0 and count in its share. Looked at only without `shards`.
+            rejoins: a push that finds a restarted server, which knows of no runs, joins again and
+                waits for the other ranks. False: it ends, FENCED.
+            timeout_s: seconds.
+
+        Raises:
+            InvalidArgumentError: a shard does not fit its tensor, or overlaps another rank's.
+            AbortedError: the launch_id is of a run that has been fenced.
+        """
+        if launch_id is None:
+            if world_size != 1:
+                raise InvalidArgumentError(
+                    "launch_id: with more than one rank, all must give the same",
+                    reason="BAD_REQUEST",
+                )
+            launch_id = secrets.token_hex(16)
+        timeout = self._timeout(timeout_s)
+        tuples: list[_ema.ShardTuple] | None = None
+        if shards is not None or world_size != 1:
+            specs: list[_ema.Spec] = self._client.get_model(name, timeout)["tensors"]
+            if shards is None:
+                tuples = _ema.even_share(specs, list(rank0_only), rank, world_size)
+            else:
+                index = {spec[0]: i for i, spec in enumerate(specs)}
+                unknown = sorted({shard.name for shard in shards} - index.keys())
+                if unknown:
+                    raise InvalidArgumentError(
+                        f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
+                    )
+                tuples = [(index[s.name], s.offsets, s.extents) for s in shards]
+        run = self._client.open_run(name, launch_id, rank, world_size, tuples, rejoins, timeout)
+        return Run(run, timeout_s=self._timeout_s)
+
+    def pull(
+        self,
+        name: str,
+        *,
+        track: str,
+        version: int | Version = 0,
+        out: Mapping[str, Any] | None = None,
+        framework: Framework = "auto",
+        on_progress: Callable[[int], object] | None = None,
+        timeout_s: float | None = None,
+    ) -> Weights:
+        """Reads one track of one version, checked by its digest.
+
+        Args:
+            name: the model.
+            track: which average.
+            version: a number or a record; 0: the newest.
+            out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
+                dtypes; exactly the model's names. Untouched if the pull fails. The pulled bytes are
+                in memory beside them until they have been written.
+            framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
+            on_progress: called with the bytes so far.
+            timeout_s: seconds.
+
+        Returns:
+            Tensors by name, which share one buffer that is theirs alone; its `version` says what was
+            pulled. With `out`, that dict's tensors.
+
+        Raises:
+            NotFoundError: no such model or track.
+            FailedPreconditionError: nothing has been committed yet.
+            OutOfRangeError: the version is not kept any more, or not committed yet.
+            InvalidArgumentError: `out` has other names or shapes, or dtypes that the values cannot
+                be cast to.
+        """
+        number = version.number if isinstance(version, Version) else version
+        fields, placed, buffer = self._client.pull(
+            name, track, number, self._timeout(timeout_s), on_progress
+        )
+        pulled = version_from(fields)
+        if isinstance(version, Version) and pulled.incarnation != version.incarnation:
+            # The server was restarted and has counted up to the same number again.
+            if pulled.step != version.step:
+                raise OutOfRangeError(
+                    f'model "{name}": version {number} of incarnation {version.incarnation} was '
+                    f"lost at a restart",
+                    reason="VERSION_NOT_KEPT",
+                )
+        if out is None:
+            tensors = _arrays.build(placed, buffer, framework=framework)
+        else:
+            # The server's bytes are one piece; they are scattered from there.
+            is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
+            tensors = _arrays.build(placed, buffer, framework="torch" if is_torch else "numpy")
+            _arrays.copy_into(out, tensors)
+            tensors = {tensor: out[tensor] for tensor in tensors}
+        return Weights(tensors, version=pulled, track=track)
+
+    def watch(
+        self, name: str, *, after: int | None = None, timeout_s: float | None = None
+    ) -> Iterator[Version]:
+        """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
+
+        Args:
+            name: the model.
+            after: a version's number; 0: with the oldest record. None: from now on.
+            timeout_s: seconds without a commit after which DeadlineExceededError is raised. None:
+                waits for ever.
+
+        Raises:
+            NotFoundError: no such model, or it was deleted.
+        """
+        watcher = self._client.watch(name, after, math.inf if timeout_s is None else timeout_s)
+        return _iterate(watcher)
+
+
+def _iterate(watcher: _ema.Watcher) -> Iterator[Version]:
+    try:
+        while True:
+            version, skipped = watcher.next()
+            yield version_from(version, skipped=skipped)
+    finally:
+        watcher.stop()
+
+
+__all__ = ["Client"]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failed call raises: one class per gRPC code."""
+
+from __future__ import annotations
+
+
+class EmaError(Exception):
+    """A call failed.
+
+    Attributes:
+        code: the gRPC code, such as "ABORTED".
+        reason: why, stable and machine-readable (ErrorReason in proto/ema/v1/error.proto), such as
+            "STALE_STEP"; "" if none was given. Branch on the class and on this, never on the text.
+    """
+
+    code = "UNKNOWN"
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        message = str(self.args[0]) if self.args else ""
+        return f"{message} [{self.reason}]" if self.reason else message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A trainer sends it from one rank to the others.
+        return _rebuild, (type(self), self.args[0] if self.args else "", self.reason)
+
+
+class CancelledError(EmaError):
+    code = "CANCELLED"
+
+
+class InvalidArgumentError(EmaError, ValueError):
+    """The call is wrong and fails again: fix it."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class DeadlineExceededError(EmaError, TimeoutError):
+    code = "DEADLINE_EXCEEDED"
+
+
+class NotFoundError(EmaError, LookupError):
+    """There is no such model or track."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExistsError(EmaError):
+    """The model exists, and differs from what was asked for."""
+
+    code = "ALREADY_EXISTS"
+
+
+class PermissionDeniedError(EmaError):
+    code = "PERMISSION_DENIED"
+
+
+class UnauthenticatedError(EmaError):
+    code = "UNAUTHENTICATED"
+
+
+class ResourceExhaustedError(EmaError):
+    """A budget or a limit of the server is reached: back off."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class FailedPreconditionError(EmaError):
+    """The state has to change first, for example: nothing has been committed yet."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class AbortedError(EmaError):
+    """This step is lost; go on with the next one."""
+
+    code = "ABORTED"
+
+
+class OutOfRangeError(EmaError):
+    """The version is not kept any more, or not committed yet."""
+
+    code = "OUT_OF_RANGE"
+
+
+class UnimplementedError(EmaError):
+    code = "UNIMPLEMENTED"
+
+
+class InternalError(EmaError):
+    code = "INTERNAL"
+
+
+class UnavailableError(EmaError, ConnectionError):
+    """No server there, or it is going away: try again later."""
+
+    code = "UNAVAILABLE"
+
+
+class DataLossError(EmaError):
+    """Bytes were damaged on the way."""
+
+    code = "DATA_LOSS"
+
+
+_CLASSES: dict[str, type[EmaError]] = {
+    cls.code: cls
+    for cls in (
+        CancelledError,
+        InvalidArgumentError,
+        DeadlineExceededError,
+        NotFoundError,
+        AlreadyExistsError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+        ResourceExhaustedError,
+        FailedPreconditionError,
+        AbortedError,
+        OutOfRangeError,
+        UnimplementedError,
+        InternalError,
+        UnavailableError,
+        DataLossError,
+    )
+}
+
+
+def _rebuild(cls: type[EmaError], message: str, reason: str) -> EmaError:
+    return cls(message, reason=reason)
+
+
+def from_status(code: str, reason: str, message: bytes) -> EmaError:
+    """Makes the error of a status; called by the extension module."""
+    return _CLASSES.get(code, EmaError)(message.decode("utf-8", "replace"), reason=reason)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pull` and `watch` by URL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ema_client._arrays import Framework
+from ema_client._client import Client
+from ema_client._types import Version, Weights
+from ema_client._url import split_url
+
+
+def pull(
+    url: str,
+    *,
+    track: str,
+    version: int | Version = 0,
+    out: Mapping[str, Any] | None = None,
+    framework: Framework = "auto",
+    timeout_s: float = 60.0,
+) -> Weights:
+    """Reads one track of one version of the model at `url`; see `Client.pull`.
+
+    Example:
+        >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
+        >>> model.load_state_dict(weights, strict=False)
+    """
+    address, model_name = split_url(url)
+    with Client(address, timeout_s=timeout_s) as client:
+        return client.pull(model_name, track=track, version=version, out=out, framework=framework)
+
+
+def watch(
+    url: str, *, after: int | None = None, timeout_s: float | None = None
+) -> Iterator[Version]:
+    """Yields every commit of the model at `url` as it happens; see `Client.watch`.
+
+    Example:
+        >>> for version in ema_client.watch("ema://host:50051/digits"):
+        ...     weights = ema_client.pull("ema://host:50051/digits", track="ema", version=version)
+    """
+    address, model_name = split_url(url)
+    with Client(address) as client:
+        yield from client.watch(model_name, after=after, timeout_s=timeout_s)

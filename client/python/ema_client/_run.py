@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a run, and a push that goes on in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from ema_client import _arrays, _ema
+from ema_client._errors import FailedPreconditionError
+from ema_client._types import (
+    PushStats,
+    Shard,
+    TensorSpec,
+    TimeLike,
+    Version,
+    specs_from,
+    time_dict,
+    version_from,
+)
+
+
+class PendingPush:
+    """A push that runs in the background; made by `Run.start_push`.
+
+    The arrays are read in place: they must not change until `wait_released` has returned or the
+    push has ended. The object keeps a reference to them as long.
+    """
+
+    def __init__(self, push: _ema.PendingPush) -> None:
+        self._push = push
+
+    @property
+    def done(self) -> bool:
+        """True when `wait` would not block."""
+        return self._push.done
+
+    @property
+    def stats(self) -> PushStats:
+        return PushStats(**self._push.stats)
+
+    def wait_released(self, *, max_wait_s: float) -> bool:
+        """Waits until no byte of the arrays will be read any more; then they may change.
+
+        Args:
+            max_wait_s: seconds to wait at most; while there is no stream to the server (it is gone,
+                or ranks have not joined), one second at most.
+
+        Returns:
+            True: all bytes have left, or the push has ended. False: it took too long; the step was
+            abandoned, and nothing reads the arrays any more.
+        """
+        return self._push.wait_released(max_wait_s)
+
+    def wait_done(self, *, max_wait_s: float) -> bool:
+        """Waits for the end, as long as `wait_released`; True: it has come, and `wait` will not block."""
+        return self._push.wait_done(max_wait_s)
+
+    def wait(self) -> Version:
+        """Waits for the end, at most as long as the push's time-out.
+
+        Returns:
+            The version that the step became: the same on all ranks.
+
+        Raises:
+            EmaError: the step did not commit; the average is unchanged.
+        """
+        return version_from(self._push.wait())
+
+    def abandon(self) -> None:
+        """Drops the step unless it has committed; nothing reads the arrays any more after this."""
+        self._push.abandon()
+
+
+class Run:
+    """One rank of a run; made by `Client.open_run`. One push at a time.
+
+    Example:
+        >>> with client.open_run("m") as run:
+        ...     version = run.push(step=10, weights=weights)
+    """
+
+    def __init__(self, run: _ema.Run, *, timeout_s: float) -> None:
+        self._run: _ema.Run | None = run
+        self._timeout_s = timeout_s
+        self._tensors = tuple(specs_from(run.tensors))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the run go. A push that is running ends as by `PendingPush.abandon`."""
+        self._run = None
+
+    def _get(self) -> _ema.Run:
+        if self._run is None:
+            raise FailedPreconditionError("the run is closed", reason="BAD_REQUEST")
+        return self._run
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The model's tensors in manifest order."""
+        return self._tensors
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank pushes."""
+        return tuple(
+            Shard(self._tensors[index].name, tuple(offsets), tuple(extents))
+            for index, offsets, extents in self._get().shards
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank sends in a push."""
+        return self._get().total_bytes
+
+    @property
+    def rank(self) -> int:
+        return self._get().rank
+
+    @property
+    def run_epoch(self) -> int:
+        return self._get().run_epoch
+
+    @property
+    def latest(self) -> Version | None:
+        """The newest version when the run was opened, or that the last push made."""
+        latest = self._get().latest
+        return None if latest is None else version_from(latest)
+
+    def wait_ready(self, *, timeout_s: float | None = None) -> None:
+        """Waits until all ranks have joined. DeadlineExceededError names those that have not."""
+        self._get().wait_ready(self._timeout_s if timeout_s is None else timeout_s)
+
+    def is_due(self, time: TimeLike = None, *, step: int = 0) -> bool:
+        """True if a push at `time` would update a track; the same on all ranks."""
+        return self._get().is_due(time_dict(time, step=step))
+
+    def start_push(
+        self,
+        *,
+        step: int,
+        weights: Mapping[str, Any],
+        time: TimeLike = None,
+        timeout_s: float | None = None,
+    ) -> PendingPush:
+        """Starts to push one step in the background.
+
+        Args:
+            step: the trainer's step; larger than the last one.
+            weights: arrays by name, of anything that speaks DLPack or the buffer protocol (PyTorch,
+                NumPy, JAX, ...). Each is a whole tensor (a contiguous piece of it is this rank's
+                share), or just the rank's shard of it. They are read in place; an array that is
+                not contiguous is copied first.
+            time: training time at the step. None: the step is the batch.
+            timeout_s: seconds for everything, the wait for other ranks included.
+
+        Raises:
+            InvalidArgumentError: arrays do not match the model; lists every one that does not.
+            FailedPreconditionError: the push before is still running.
+        """
+        push = self._get().start_push(
+            step,
+            time_dict(time, step=step),
+            _arrays.read_all(weights),
+            self._timeout_s if timeout_s is None else timeout_s,
+        )
+        return PendingPush(push)
+
+    def push(
+        self,
+        *,
+        step: int,
+        weights: Mapping[str, Any],
+        time: TimeLike = None,
+        timeout_s: float | None = None,
+    ) -> Version:
+        """Pushes one step and waits until it is committed. Arguments as for `start_push`.
+
+        Returns:
+            The record of the version: number, step, and the weight applied per track.
+
+        Raises:
+            EmaError: the step did not commit; the average is unchanged.
+        """
+        push = self.start_push(step=step, weights=weights, time=time, timeout_s=timeout_s)
+        return push.wait()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a torch.nn.Module, by the names that its state_dict has outside any wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+from ema_client._errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+# torch.compile puts it before the names of what it has compiled.
+_COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """Parameters (tied ones once, under the first name) and persistent buffers, by name."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
+
+    def fingerprints(self) -> list[tuple[str, str, int]]:
+        """Name, dtype and shape of each tensor; of parameters also the sum of their bits."""
+        return [
+            (
+                name,
+                f"{tensor.dtype}{list(tensor.shape)}",
+                _bit_sum(tensor) if name in self.parameters else 0,
+            )
+            for name, tensor in self.all().items()
+        ]
+
+
+def _bit_sum(tensor: torch.Tensor) -> int:
+    import torch
+
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    flat = tensor.detach().reshape(-1)
+    return int(flat.view(words.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+
+
+def check_whole(module: torch.nn.Module) -> None:
+    """Refuses modules whose parameters are in pieces on several ranks."""
+    for name, part in module.named_modules():
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
+            raise InvalidArgumentError(
+                f'module "{name}": FullyShardedDataParallel is not supported yet',
+                reason="BAD_LAYOUT",
+            )
+    for name, parameter in module.named_parameters():
+        if any(cls.__name__ == "DTensor" for cls in type(parameter).__mro__):
+            raise InvalidArgumentError(
+                f'parameter "{name}": DTensor is not supported yet', reason="BAD_LAYOUT"
+            )
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
+    import torch
+
+    while True:
+        if isinstance(
+            module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
+        ):
+            inner: object = module.module
+        else:
+            inner = getattr(module, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return module
+        module = inner
+
+
+def named_tensors(module: torch.nn.Module) -> NamedTensors:
+    """Collects the tensors of `module`, which is not wrapped."""
+    persistent = module.state_dict(keep_vars=True).keys()
+    return NamedTensors(
+        parameters={
+            name.replace(_COMPILED_PREFIX, ""): parameter
+            for name, parameter in module.named_parameters()
+        },
+        buffers={
+            name.replace(_COMPILED_PREFIX, ""): buffer
+            for name, buffer in module.named_buffers()
+            if name in persistent
+        },
+    )

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema://host:port/model`."""
+
+from __future__ import annotations
+
+import re
+
+from ema_client._errors import InvalidArgumentError
+
+DEFAULT_PORT = 50051
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Splits `ema://host:port/model` into address and model; the port may be left out (50051)."""
+    match = re.fullmatch(r"ema://([^/\s]+)/([^/\s]+)", url)
+    if match is None:
+        raise InvalidArgumentError(
+            f'url "{url}": must be like ema://host:50051/model', reason="BAD_REQUEST"
+        )
+    return with_port(match[1]), match[2]
+
+
+def with_port(address: str) -> str:
+    """Removes `ema://`, adds the default port."""
+    address = address.removeprefix("ema://").rstrip("/")
+    # Of an IPv6 address the colons are inside brackets.
+    if re.search(r":\d+$", address) and not address.endswith("]"):
+        return address
+    if ":" in address and not address.endswith("]"):
+        return address
+    return f"{address}:{DEFAULT_PORT}"

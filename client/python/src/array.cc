@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/python/src/array.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace nb = nanobind;
+
+namespace ema::python {
+namespace {
+
+// std::string: the distribution's absl::string_view is not std::string_view.
+absl::Status BadArray(std::string_view name, const std::string& what) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat("array \"", std::string(name), "\": ", what));
+}
+
+std::optional<Dtype> FromDlpack(nb::dlpack::dtype type) {
+  if (type.lanes != 1) return std::nullopt;
+  switch (static_cast<nb::dlpack::dtype_code>(type.code)) {
+    case nb::dlpack::dtype_code::Float:
+      if (type.bits == 16) return Dtype::kFloat16;
+      if (type.bits == 32) return Dtype::kFloat32;
+      if (type.bits == 64) return Dtype::kFloat64;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Bfloat:
+      if (type.bits == 16) return Dtype::kBFloat16;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Int:
+      if (type.bits == 8) return Dtype::kInt8;
+      if (type.bits == 16) return Dtype::kInt16;
+      if (type.bits == 32) return Dtype::kInt32;
+      if (type.bits == 64) return Dtype::kInt64;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::UInt:
+      if (type.bits == 8) return Dtype::kUInt8;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Bool:
+      if (type.bits == 8) return Dtype::kBool;
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool IsContiguous(const nb::ndarray<nb::ro>& array) {
+  if (array.size() == 0) return true;  // Whatever its strides are.
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i > 0; --i) {
+    if (array.shape(i - 1) != 1 && array.stride(i - 1) != stride) return false;
+    stride *= static_cast<int64_t>(array.shape(i - 1));
+  }
+  return true;
+}
+
+// The shard's place in its tensor's row-major elements; nullopt if it is not one contiguous piece.
+std::optional<int64_t> FirstElement(const TensorSpec& spec, const Shard& shard) {
+  size_t dim = 0;
+  while (dim < spec.shape.size() && shard.extents[dim] == 1) ++dim;
+  for (size_t i = dim + 1; i < spec.shape.size(); ++i) {
+    if (shard.extents[i] != spec.shape[i]) return std::nullopt;
+  }
+  int64_t first = 0;
+  for (size_t i = 0; i < spec.shape.size(); ++i) first = first * spec.shape[i] + shard.offsets[i];
+  return first;
+}
+
+// "a, b and 3 more"
+std::string ListNames(const std::vector<std::string>& names) {
+  constexpr size_t kMostNames = 50;
+  if (names.size() <= kMostNames) return absl::StrJoin(names, ", ");
+  return absl::StrCat(absl::StrJoin(names.begin(), names.begin() + kMostNames, ", "), " and ",
+                      names.size() - kMostNames, " more");
+}
+
+}  // namespace
+
+absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object,
+                                  std::string_view dtype) {
+  Array result;
+  if (!nb::try_cast(nb::borrow(object), result.owner, /*convert=*/false)) {
+    return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
+                                       " cannot be read through DLPack or the buffer protocol"));
+  }
+  const auto& array = result.owner;
+  if (array.device_type() != nb::device::cpu::value) {
+    return BadArray(name, "is not in host memory");
+  }
+  if (!IsContiguous(array)) return BadArray(name, "is not row-major and contiguous");
+  std::optional<Dtype> own = FromDlpack(array.dtype());
+  if (!dtype.empty()) {
+    EMA_ASSIGN_OR_RETURN(const Dtype meant, ParseDtype(dtype));
+    if (DtypeSize(meant) != static_cast<int64_t>(array.itemsize())) {
+      return BadArray(name, absl::StrCat("elements of ", array.itemsize(), " bytes are no ",
+                                         std::string(dtype)));
+    }
+    own = meant;
+  }
+  if (!own.has_value()) {
+    return BadArray(name,
+                    absl::StrCat("its dtype (DLPack code ", int{array.dtype().code}, ", ",
+                                 int{array.dtype().bits}, " bits) is not one of the server's"));
+  }
+  result.spec.name = std::string(name);
+  result.spec.dtype = *own;
+  for (size_t i = 0; i < array.ndim(); ++i) {
+    result.spec.shape.push_back(static_cast<int64_t>(array.shape(i)));
+  }
+  result.bytes = {static_cast<const std::byte*>(array.data()), array.nbytes()};
+  return result;
+}
+
+absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
+    const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays) {
+  std::vector<std::string> unexpected;
+  std::vector<std::string> missing;
+  std::vector<std::string> wrong;
+  std::vector<const Array*> by_tensor(manifest.tensor_count(), nullptr);
+  std::vector<int64_t> shards_of(manifest.tensor_count(), 0);
+  for (const Shard& shard : layout.shards()) ++shards_of[shard.tensor_index];
+  for (const Array* array : arrays) {
+    if (const auto index = manifest.Find(array->spec.name)) {
+      by_tensor[*index] = array;
+    } else {
+      unexpected.push_back(array->spec.name);
+    }
+  }
+
+  std::vector<std::span<const std::byte>> result;
+  const Shard* last = nullptr;
+  for (const Shard& shard : layout.shards()) {
+    const TensorSpec& spec = manifest.tensor(shard.tensor_index);
+    const bool first_of_tensor = last == nullptr || last->tensor_index != shard.tensor_index;
+    last = &shard;
+    const Array* array = by_tensor[shard.tensor_index];
+    if (array == nullptr) {
+      if (first_of_tensor) missing.push_back(spec.name);
+      continue;
+    }
+    const bool is_whole = array->spec.shape == spec.shape;
+    const bool is_shard = shards_of[shard.tensor_index] == 1 && array->spec.shape == shard.extents;
+    if (array->spec.dtype != spec.dtype || (!is_whole && !is_shard)) {
+      if (first_of_tensor) {
+        wrong.push_back(absl::StrCat("\"", spec.name, "\": ", spec.TypeString(), " in the model, ",
+                                     array->spec.TypeString(), " given"));
+      }
+      continue;
+    }
+    if (is_shard) {
+      result.push_back(array->bytes);
+      continue;
+    }
+    const auto first = FirstElement(spec, shard);
+    if (!first.has_value()) {
+      wrong.push_back(absl::StrCat("\"", spec.name, "\": the shard at [",
+                                   absl::StrJoin(shard.offsets, ", "), "] of extents [",
+                                   absl::StrJoin(shard.extents, ", "),
+                                   "] is not contiguous in the tensor: give just the shard"));
+      continue;
+    }
+    const int64_t size = DtypeSize(spec.dtype);
+    result.push_back(array->bytes.subspan(*first * size, shard.element_count() * size));
+  }
+
+  if (missing.empty() && unexpected.empty() && wrong.empty()) return result;
+  std::vector<std::string> parts;
+  if (!missing.empty()) parts.push_back(absl::StrCat("missing: ", ListNames(missing)));
+  if (!unexpected.empty()) {
+    parts.push_back(absl::StrCat("not in the model: ", ListNames(unexpected)));
+  }
+  if (!wrong.empty()) {
+    parts.push_back(absl::StrCat("wrong: ", ListNames(wrong)));
+  }
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+                   absl::StrCat("arrays do not match the model; ", absl::StrJoin(parts, "; ")));
+}
+
+}  // namespace ema::python

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Arrays that Python hands over, read where they lie.
+#ifndef EMA_CLIENT_PYTHON_SRC_ARRAY_H_
+#define EMA_CLIENT_PYTHON_SRC_ARRAY_H_
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ema/manifest.h"
+#include "ema/shard.h"
+#include "ema/tensor_spec.h"
+
+namespace ema::python {
+
+// A named array in host memory, row-major and contiguous, and the reference that keeps its memory.
+// To be copied and destroyed with the GIL held.
+struct Array {
+  TensorSpec spec;
+  std::span<const std::byte> bytes;
+  nanobind::ndarray<nanobind::ro> owner;
+
+  // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
+  // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
+  // INVALID_ARGUMENT: not such an array, not in host memory, not contiguous, or of a dtype that the
+  // server does not keep; the message names the array.
+  static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
+                                    std::string_view dtype);
+};
+
+// The bytes of a rank's shards, found in `arrays` by name, in the layout's order. An array is the
+// whole tensor (the shard is then a contiguous piece of it) or the one shard of it that the rank
+// holds. INVALID_ARGUMENT, BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype
+// and shape. Arrays of tensors that the rank does not push are checked and left alone.
+absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
+    const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays);
+
+}  // namespace ema::python
+
+#endif  // EMA_CLIENT_PYTHON_SRC_ARRAY_H_

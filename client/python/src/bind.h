@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What module.cc puts together.
+#ifndef EMA_CLIENT_PYTHON_SRC_BIND_H_
+#define EMA_CLIENT_PYTHON_SRC_BIND_H_
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "ema/client.h"
+
+namespace ema::python {
+
+void BindTypes(nanobind::module_& module);   // Array, Schedule, even_share
+void BindRun(nanobind::module_& module);     // Run, PendingPush
+void BindClient(nanobind::module_& module);  // Client, Watcher
+
+// The Python object of a run. `client` stays alive as long as it.
+nanobind::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run);
+
+}  // namespace ema::python
+
+#endif  // EMA_CLIENT_PYTHON_SRC_BIND_H_

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Client and Watcher.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/python/src/bind.h"
+#include "client/python/src/convert.h"
+#include "client/python/src/python_error.h"
+#include "client/python/src/watcher.h"
+#include "ema/error_reason.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT: the only way to "name"_a.
+
+namespace ema::python {
+namespace {
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Buffer = std::unique_ptr<std::byte[], Free>;
+
+// As much as SIMD code likes to have tensors aligned.
+constexpr size_t kAlignment = 64;
+
+class PyClient {
+ public:
+  PyClient(const std::string& address, double timeout_s) : address_(address) {
+    Client::Options options;
+    options.timeout = ToDuration(timeout_s);
+    options.is_interrupted = SignalRaised;
+    client_ = Unwrap(Client::Create(address, options));
+  }
+  PyClient(const PyClient&) = delete;
+  PyClient& operator=(const PyClient&) = delete;
+  ~PyClient() { Close(); }
+
+  void Close() {
+    // Taken out under the GIL: from then on other threads find the client closed.
+    std::shared_ptr<Client> client = std::move(client_);
+    nb::gil_scoped_release release;
+    client.reset();
+  }
+
+  nb::tuple CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
+                        const std::vector<std::tuple<std::string, Schedule>>& tracks,
+                        int64_t max_pinned_versions, double timeout_s) {
+    const Manifest manifest = ToManifest(specs);
+    std::vector<TrackSpec> track_specs;
+    for (const auto& [name, schedule] : tracks) track_specs.push_back({name, schedule});
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const auto result = CallWithoutGil([&] {
+      return client->CreateModel(model, manifest, track_specs, max_pinned_versions, timeout);
+    });
+    return nb::make_tuple(FromModel(result.model), result.created);
+  }
+
+  nb::dict GetModel(const std::string& model, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromModel(CallWithoutGil([&] { return client->GetModel(model, timeout); }));
+  }
+
+  nb::list ListModels(double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    nb::list result;
+    for (const ModelInfo& model : CallWithoutGil([&] { return client->ListModels(timeout); })) {
+      result.append(FromModel(model));
+    }
+    return result;
+  }
+
+  void DeleteModel(const std::string& model, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    CallWithoutGil([&] { return client->DeleteModel(model, timeout); });
+  }
+
+  nb::list ListVersions(const std::string& model, int64_t after, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    nb::list result;
+    for (const auto& [version, available] :
+         CallWithoutGil([&] { return client->ListVersions(model, after, timeout); })) {
+      result.append(nb::make_tuple(FromVersion(version), available));
+    }
+    return result;
+  }
+
+  nb::tuple CreateCheckpoint(const std::string& model, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const auto result = CallWithoutGil([&] { return client->CreateCheckpoint(model, timeout); });
+    return nb::make_tuple(FromVersion(result.version), nb::cast(result.checkpoint),
+                          result.total_bytes);
+  }
+
+  nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
+                     int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
+                     bool rejoins, double timeout_s) {
+    Client::RunOptions options{.launch_id = launch_id,
+                               .rank = rank,
+                               .world_size = world_size,
+                               .shards = std::nullopt,
+                               .rejoins = rejoins};
+    if (shards.has_value()) {
+      options.shards.emplace();
+      for (const auto& [index, offsets, extents] : *shards) {
+        options.shards->push_back({index, offsets, extents});
+      }
+    }
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    auto run = CallWithoutGil([&] { return client->OpenRun(model, options, timeout); });
+    return WrapRun(client, std::move(run));
+  }
+
+  // (version, [(name, dtype, shape, offset, length)], buffer)
+  nb::tuple Pull(const std::string& model, const std::string& track, int64_t version,
+                 double timeout_s, const std::optional<nb::callable>& on_progress) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    Buffer buffer;
+    const auto allocate = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
+      const auto size = static_cast<size_t>(info.total_bytes);
+      const size_t whole = (size + kAlignment) / kAlignment * kAlignment;
+      buffer.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
+      if (buffer == nullptr) {
+        return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
+      }
+      return std::span<std::byte>(buffer.get(), size);
+    };
+    std::function<void(int64_t)> progress;
+    bool has_raised = false;
+    if (on_progress.has_value()) {
+      progress = [&](int64_t byte_count) {
+        if (has_raised) return;
+        nb::gil_scoped_acquire acquire;
+        const nb::object result = nb::steal(
+            PyObject_CallFunction(on_progress->ptr(), "L", static_cast<long long>(byte_count)));
+        has_raised = !result.is_valid();
+      };
+    }
+    const PullInfo info = CallWithoutGil(
+        [&] { return client->Pull(model, track, version, allocate, timeout, progress); });
+
+    nb::list tensors;
+    for (const PulledTensor& tensor : info.tensors) {
+      const auto [name, dtype, shape] = FromSpec(tensor.spec);
+      tensors.append(
+          nb::make_tuple(name, dtype, nb::cast(shape), tensor.offset, tensor.length_bytes));
+    }
+    std::byte* const data = buffer.release();
+    nb::capsule owner(data, [](void* memory) noexcept { std::free(memory); });
+    nb::ndarray<nb::memview, uint8_t, nb::ndim<1>> bytes(
+        data, {static_cast<size_t>(info.total_bytes)}, owner);
+    return nb::make_tuple(FromVersion(info.version), tensors, nb::cast(bytes));
+  }
+
+  std::unique_ptr<Watcher> Watch(const std::string& model, std::optional<int64_t> after,
+                                 double timeout_s) {
+    Get();
+    return Unwrap(Watcher::Start(address_, model, after, ToDuration(timeout_s)));
+  }
+
+ private:
+  std::shared_ptr<Client> Get() const {
+    if (client_ == nullptr) {
+      ThrowStatus(MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                            "the client is closed"));
+    }
+    return client_;
+  }
+
+  const std::string address_;
+  std::shared_ptr<Client> client_;  // Under the GIL; null when closed.
+};
+
+nb::tuple Next(Watcher& watcher) {
+  const Watcher::Item item = CallWithoutGil([&] { return watcher.Next(); });
+  return nb::make_tuple(FromVersion(item.version), item.skipped);
+}
+
+}  // namespace
+
+void BindClient(nb::module_& module) {
+  nb::class_<Watcher>(module, "Watcher")
+      .def("next", &Next)
+      .def("stop", &Watcher::Stop, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<PyClient>(module, "Client")
+      .def(nb::init<const std::string&, double>(), "address"_a, "timeout_s"_a)
+      .def("close", &PyClient::Close)
+      .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
+           "max_pinned_versions"_a, "timeout_s"_a)
+      .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
+      .def("list_models", &PyClient::ListModels, "timeout_s"_a)
+      .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)
+      .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
+      .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "timeout_s"_a)
+      .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
+           "shards"_a.none(), "rejoins"_a, "timeout_s"_a)
+      .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "timeout_s"_a,
+           "on_progress"_a.none())
+      .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);
+}
+
+}  // namespace ema::python

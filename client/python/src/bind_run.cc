@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Run and PendingPush: one rank's pushes.
+#include <nanobind/nanobind.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "client/python/src/array.h"
+#include "client/python/src/bind.h"
+#include "client/python/src/convert.h"
+#include "client/python/src/python_error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT: the only way to "name"_a.
+
+namespace ema::python {
+namespace {
+
+// A push that runs, and the arrays it reads.
+class PyPendingPush {
+ public:
+  PyPendingPush(std::unique_ptr<PendingPush> push, std::vector<Array> arrays)
+      : push_(std::move(push)), arrays_(std::move(arrays)) {}
+  PyPendingPush(const PyPendingPush&) = delete;
+  PyPendingPush& operator=(const PyPendingPush&) = delete;
+
+  ~PyPendingPush() {
+    // In a forked child the threads that end the push do not exist.
+    if (getpid() != pid_) {
+      (void)push_.release();
+      return;
+    }
+    nb::gil_scoped_release release;
+    push_.reset();
+  }
+
+  bool WaitReleased(double max_wait_s) {
+    const absl::Duration max_wait = ToDuration(max_wait_s);
+    const bool released =
+        CallWithoutGil([&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait)); });
+    // Either way nothing reads them any more.
+    arrays_.clear();
+    return released;
+  }
+
+  bool WaitDone(double max_wait_s) {
+    const absl::Duration max_wait = ToDuration(max_wait_s);
+    return CallWithoutGil([&] { return absl::StatusOr<bool>(push_->WaitDone(max_wait)); });
+  }
+
+  nb::dict Wait() {
+    const Version version = CallWithoutGil([&] { return push_->Wait(); });
+    arrays_.clear();
+    return FromVersion(version);
+  }
+
+  void Abandon() {
+    CallWithoutGil([&] {
+      push_->Abandon();
+      return absl::OkStatus();
+    });
+    arrays_.clear();
+  }
+
+  bool done() const { return push_->done(); }
+
+  nb::dict stats() const {
+    const PendingPush::Stats stats = push_->stats();
+    nb::dict result;
+    result["total_bytes"] = stats.total_bytes;
+    result["sent_bytes"] = stats.sent_bytes;
+    result["stream_count"] = stats.stream_count;
+    result["send_seconds"] = absl::ToDoubleSeconds(stats.send_time);
+    return result;
+  }
+
+ private:
+  const pid_t pid_ = getpid();
+  std::unique_ptr<PendingPush> push_;
+  std::vector<Array> arrays_;  // Under the GIL.
+};
+
+class PyRun {
+ public:
+  PyRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run)
+      : client_(std::move(client)), run_(std::move(run)) {}
+  PyRun(const PyRun&) = delete;
+  PyRun& operator=(const PyRun&) = delete;
+
+  ~PyRun() {
+    nb::gil_scoped_release release;
+    run_.reset();
+    client_.reset();
+  }
+
+  const Run& run() const { return *run_; }
+
+  PyPendingPush* StartPush(int64_t step, const nb::dict& time,
+                           const std::vector<const Array*>& arrays, double timeout_s) {
+    const TrainingTime training_time = ToTime(time);
+    const absl::Duration timeout = ToDuration(timeout_s);
+    std::vector<std::span<const std::byte>> shards =
+        Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
+    std::vector<Array> kept;
+    kept.reserve(arrays.size());
+    for (const Array* array : arrays) kept.push_back(*array);
+    std::unique_ptr<PendingPush> push = CallWithoutGil(
+        [&] { return run_->StartPush(step, training_time, std::move(shards), timeout); });
+    return new PyPendingPush(std::move(push), std::move(kept));
+  }
+
+  void WaitReady(double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    CallWithoutGil([&] { return run_->WaitReady(timeout); });
+  }
+
+ private:
+  std::shared_ptr<Client> client_;
+  std::unique_ptr<Run> run_;
+};
+
+nb::object Latest(const PyRun& self) {
+  const auto latest = self.run().latest();
+  if (!latest.has_value()) return nb::none();
+  return FromVersion(*latest);
+}
+
+std::vector<SpecTuple> Tensors(const PyRun& self) {
+  std::vector<SpecTuple> result;
+  for (const TensorSpec& spec : self.run().manifest().tensors()) result.push_back(FromSpec(spec));
+  return result;
+}
+
+std::vector<ShardTuple> Shards(const PyRun& self) {
+  std::vector<ShardTuple> result;
+  for (const Shard& shard : self.run().layout().shards()) {
+    result.emplace_back(shard.tensor_index, shard.offsets, shard.extents);
+  }
+  return result;
+}
+
+}  // namespace
+
+nb::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run) {
+  return nb::cast(new PyRun(std::move(client), std::move(run)), nb::rv_policy::take_ownership);
+}
+
+void BindRun(nb::module_& module) {
+  nb::class_<PyPendingPush>(module, "PendingPush")
+      .def("wait_released", &PyPendingPush::WaitReleased, "max_wait_s"_a)
+      .def("wait_done", &PyPendingPush::WaitDone, "max_wait_s"_a)
+      .def("wait", &PyPendingPush::Wait)
+      .def("abandon", &PyPendingPush::Abandon)
+      .def_prop_ro("done", &PyPendingPush::done)
+      .def_prop_ro("stats", &PyPendingPush::stats);
+
+  nb::class_<PyRun>(module, "Run")
+      .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a)
+      .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
+      .def(
+          "is_due",
+          [](const PyRun& self, const nb::dict& now) {
+            return Unwrap(self.run().IsDue(ToTime(now)));
+          },
+          "now"_a)
+      .def_prop_ro("tensors", &Tensors)
+      .def_prop_ro("shards", &Shards)
+      .def_prop_ro("total_bytes",
+                   [](const PyRun& self) { return self.run().layout().total_bytes(); })
+      .def_prop_ro("run_epoch", [](const PyRun& self) { return self.run().run_epoch(); })
+      .def_prop_ro("rank", [](const PyRun& self) { return self.run().rank(); })
+      .def_prop_ro("latest", &Latest);
+}
+
+}  // namespace ema::python

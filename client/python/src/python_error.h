@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// absl::Status as Python exceptions, and waits that Python's signals interrupt.
+#ifndef EMA_CLIENT_PYTHON_SRC_PYTHON_ERROR_H_
+#define EMA_CLIENT_PYTHON_SRC_PYTHON_ERROR_H_
+
+#include <nanobind/nanobind.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace ema::python {
+
+// Throws `status` as the subclass of ema_client.EmaError for its code. Needs the GIL. REQUIRES: not
+// OK.
+[[noreturn]] void ThrowStatus(const absl::Status& status);
+
+inline void ThrowIfError(const absl::Status& status) {
+  if (!status.ok()) ThrowStatus(status);
+}
+
+// The value, or the error thrown.
+template <class T>
+T Unwrap(absl::StatusOr<T> result) {
+  if (!result.ok()) ThrowStatus(result.status());
+  return *std::move(result);
+}
+
+// For ema::Client::Options::is_interrupted. Runs Python's signal handlers; true if one of them
+// (that of Ctrl-C) has raised. The exception stays set in this thread. Takes the GIL, so the caller
+// must not hold it across a wait. Never true in a thread other than Python's main one.
+bool SignalRaised();
+
+// Calls `call` (giving a Status or StatusOr) without the GIL and returns its value. An exception
+// that SignalRaised() has left comes before the call's own result.
+template <class Call>
+auto CallWithoutGil(Call&& call) {
+  auto result = [&] {
+    nanobind::gil_scoped_release release;
+    return call();
+  }();
+  if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
+  if constexpr (std::is_same_v<decltype(result), absl::Status>) {
+    ThrowIfError(result);
+  } else {
+    return Unwrap(std::move(result));
+  }
+}
+
+}  // namespace ema::python
+
+#endif  // EMA_CLIENT_PYTHON_SRC_PYTHON_ERROR_H_

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""averaged(), pull() and watch() by URL."""
+
+from __future__ import annotations
+
+import copy
+
+import ema_client
+import pytest
+import torch
+from testing import assert_same_bits
+
+TRACKS = {"fast": "4ba", "raw": "copy"}
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
+    net.head = torch.nn.Linear(5, 4, bias=False)
+    net.head.weight = torch.nn.Parameter(net[0].weight.detach().T.contiguous())
+    return net
+
+
+@pytest.fixture
+def pushed(client, model):
+    """A network, and the state that was pushed of it."""
+    net = network()
+    state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
+    client.create_model(model, state, tracks=TRACKS)
+    with client.open_run(model) as run:
+        run.push(step=1, weights=state)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+        net[1].running_mean += 1
+        net[1].num_batches_tracked += 5
+    return net, client.pull(model, track="fast")
+
+
+def state_of(net):
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def test_values_are_swapped_in_and_back(server, model, pushed):
+    net, average = pushed
+    own = state_of(net)
+    tensors = dict(net.named_parameters())
+    with ema_client.averaged(net, server.url(model)) as version:
+        assert version.number == 1
+        assert_same_bits(average, net.state_dict())
+        assert all(net.get_parameter(name) is tensor for name, tensor in tensors.items())
+        assert torch.is_grad_enabled()
+    assert_same_bits(own, net.state_dict())
+
+
+def test_values_come_back_after_an_exception(server, model, pushed):
+    net, average = pushed
+    own = state_of(net)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        with ema_client.averaged(net, server.url(model), track="fast"):
+            assert_same_bits(average, net.state_dict())
+            raise RuntimeError("in the middle")
+    assert_same_bits(own, net.state_dict())
+
+
+def test_values_are_cast_to_the_modules_dtype(server, model, pushed):
+    net, average = pushed
+    half = copy.deepcopy(net).to(torch.bfloat16)
+    own = state_of(half)
+    with ema_client.averaged(half, server.url(model)):
+        assert half[0].weight.dtype == torch.bfloat16
+        assert torch.equal(half[0].weight, average["0.weight"].to(torch.bfloat16))
+    assert all(torch.equal(own[name], tensor) for name, tensor in half.state_dict().items())
+
+
+def test_a_wrapped_model(server, model, pushed):
+    net, average = pushed
+    wrapped = torch.nn.DataParallel(net)
+    with ema_client.averaged(wrapped, server.url(model)):
+        assert_same_bits(average, net.state_dict())
+
+
+def test_another_model_is_refused_and_unchanged(server, model, pushed):
+    other = torch.nn.Sequential(torch.nn.Linear(4, 5))
+    own = state_of(other)
+    with pytest.raises(ema_client.InvalidArgumentError) as error:
+        with ema_client.averaged(other, server.url(model)):
+            raise AssertionError("not reached")
+    for name in ("1.running_mean", "head.weight"):
+        assert name in str(error.value)
+    assert_same_bits(own, other.state_dict())
+    wider = network()
+    wider[0] = torch.nn.Linear(6, 5)
+    with pytest.raises(ema_client.InvalidArgumentError, match="0.weight"):
+        with ema_client.averaged(wider, server.url(model)):
+            raise AssertionError("not reached")
+
+
+def test_which_track_must_be_clear(server, client, model):
+    net = torch.nn.Linear(2, 2)
+    state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
+    client.create_model(model, state, tracks={"a": "4ba", "b": "8ba"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=state)
+    with pytest.raises(ema_client.NotFoundError, match="a, b"):
+        with ema_client.averaged(net, server.url(model)):
+            raise AssertionError("not reached")
+    with ema_client.averaged(net, server.url(model), track="b"):
+        pass
+
+
+def test_in_the_training_loop(server, client, model):
+    """A push that reads the weights in place gets the weights, not the averages that are swapped in."""
+    net = torch.nn.Linear(600, 600)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="4ba", tracks={"raw": "copy"}
+    ):
+        for _ in range(6):
+            optimizer.zero_grad()
+            net(torch.randn(3, 600)).square().mean().backward()
+            optimizer.step()
+            trained = state_of(net)
+            if client.model(model).latest is not None:
+                with ema_client.averaged(net, server.url(model)):
+                    net(torch.randn(3, 600))
+            assert_same_bits(trained, net.state_dict())
+    assert_same_bits(trained, client.pull(model, track="raw"))
+
+
+def test_pull_and_watch_by_url(server, model, pushed):
+    net, average = pushed
+    assert_same_bits(average, ema_client.pull(server.url(model), track="fast"))
+    numpy_arrays = ema_client.pull(server.url(model), track="fast", version=1, framework="numpy")
+    assert_same_bits(average, numpy_arrays)
+    net.load_state_dict(ema_client.pull(server.url(model), track="fast"))
+    with ema_client.Client(server.address) as client, client.open_run(model) as run:
+        run.push(step=2, weights=state_of(net))
+    versions = ema_client.watch(server.url(model), after=1, timeout_s=20)
+    assert next(versions).step == 2
+    versions.close()

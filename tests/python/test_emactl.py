@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""emactl as a process: its output, its files and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+
+import ema_client
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from server_process import ROOT
+from testing import assert_same_bits
+
+EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
+WEIGHTS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(3, dtype=np.float64) / 3,
+    "n": np.array(7, np.int64),
+}
+
+
+@pytest.fixture
+def emactl(server):
+    def run(*arguments: object, address: str = server.address) -> subprocess.CompletedProcess[str]:
+        command = [EMACTL, "--server", address, "--timeout", "5s", *arguments]
+        return subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+@pytest.fixture
+def made(emactl, model, tmp_path):
+    """A model that emactl has made."""
+    save_file(WEIGHTS, tmp_path / "weights.safetensors")
+    result = emactl(
+        *["create", model, "--from", tmp_path / "weights.safetensors"],
+        *["--track", "fast=20ba", "--track", "slow=smoothing:0.75,interval=2ba"],
+        *["--track", "raw=copy"],
+    )
+    assert result.returncode == 0, result.stderr
+    return model
+
+
+@pytest.fixture
+def pushed(client, made):
+    with client.open_run(made) as run:
+        for step in (1, 2, 3):
+            run.push(step=step, weights=WEIGHTS)
+    return made
+
+
+def test_create_makes_what_was_asked_for(client, made):
+    info = client.model(made)
+    # In the file's order, which safetensors chooses.
+    assert {spec.name: (spec.dtype, spec.shape) for spec in info.tensors} == {
+        name: (str(array.dtype), array.shape) for name, array in WEIGHTS.items()
+    }
+    assert info.tracks["fast"] == ema_client.Track(half_life="20ba", update_interval="1ba")
+    assert info.tracks["slow"] == ema_client.Track(smoothing=0.75, update_interval="2ba")
+    assert info.tracks["raw"].is_copy
+
+
+def test_list_and_describe(emactl, pushed):
+    models = json.loads(emactl("--json", "list").stdout)["models"]
+    assert pushed in [model["name"] for model in models]
+    assert pushed in emactl("list").stdout
+
+    described = json.loads(emactl("--json", "describe", pushed).stdout)
+    assert described["name"] == pushed
+    assert {tensor["name"] for tensor in described["tensors"]} == {"a", "b", "n"}
+    assert {track["name"] for track in described["tracks"]} == {"fast", "slow", "raw"}
+    assert described["latest"]["step"] == 3
+    text = emactl("describe", pushed).stdout
+    assert "float32[2, 3]" in text and "20ba" in text
+
+
+def test_watch_prints_every_commit(emactl, pushed):
+    result = emactl("--json", "watch", pushed, "--after", "1", "--count", "2")
+    assert result.returncode == 0, result.stderr
+    versions = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [version["version"] for version in versions] == [2, 3]
+    assert len(emactl("watch", pushed, "--after", "1", "--count", "2").stdout.splitlines()) >= 2
+
+
+@pytest.mark.parametrize("track", ["fast", "raw"])
+def test_pull_writes_a_file_that_others_read(emactl, client, pushed, tmp_path, track):
+    path = tmp_path / "out.safetensors"
+    result = emactl("pull", pushed, "--track", track, "-o", path)
+    assert result.returncode == 0, result.stderr
+    assert_same_bits(client.pull(pushed, track=track, framework="numpy"), load_file(path))
+    assert os.listdir(tmp_path) == sorted(["out.safetensors", "weights.safetensors"])
+
+
+def test_delete_and_checkpoint(emactl, client, pushed):
+    assert emactl("checkpoint", pushed).returncode == 0
+    assert emactl("delete", pushed).returncode == 2, "it wants --yes"
+    assert emactl("delete", pushed, "--yes").returncode == 0
+    assert pushed not in [info.name for info in client.models()]
+
+
+def test_exit_codes(emactl, pushed, tmp_path):
+    out = tmp_path / "x.safetensors"
+    assert emactl().returncode == 2
+    assert emactl("frobnicate").returncode == 2
+    assert emactl("list", "--timeout", "0s").returncode == 2
+    assert emactl("describe", "nobody").returncode == 3
+    assert emactl("pull", pushed, "--track", "nothing", "-o", out).returncode == 3
+    assert emactl("pull", pushed, "--track", "raw", "--version", "99", "-o", out).returncode == 3
+    assert not out.exists()
+    weights = tmp_path / "weights.safetensors"
+    assert emactl("create", pushed, "--from", weights, "--track", "fast=21ba").returncode == 4
+    assert emactl("list", address="127.0.0.1:1").returncode == 5
+
+
+@pytest.mark.parametrize(
+    "track, problem",
+    [
+        ("fast=0ba", 'half_life "0ba": must be finite and above 0'),
+        ("fast=inf", '"inf": a time is a finite number and a unit'),
+        ("fast=-1ba", '"-1ba": a time must not be negative'),
+        ("fast=1000", '"1000": a time needs a unit'),
+        ("fast", "must be NAME=RULE"),
+        ("fast=20ba,2ba", "what follows the comma must be interval="),
+        ("fast=smoothing:x", "smoothing must be a number"),
+        ("fast=smoothing:1", "smoothing 1: must be 0 or more and below 1"),
+        ("a b=20ba", 'track "a b": a name must be'),
+    ],
+)
+def test_a_track_that_is_wrong_is_named_and_makes_no_model(
+    emactl, client, made, tmp_path, track, problem
+):
+    weights = tmp_path / "weights.safetensors"
+    result = emactl("create", "new", "--from", weights, "--track", track)
+    assert result.returncode == 2
+    assert f"--track {track}: {problem}" in result.stderr
+    assert "right ones are raw=copy, fast=200ba" in result.stderr
+    assert "new" not in [info.name for info in client.models()]
+
+
+def test_errors_as_json(emactl):
+    result = emactl("--json", "describe", "nobody")
+    error = json.loads(result.stderr)["error"]
+    assert error["reason"] == "MODEL_NOT_FOUND"
+    assert error["code"] == "NOT_FOUND"
+    assert "nobody" in error["message"]
+
+
+def test_ctrl_c_ends_a_watch(server, pushed):
+    process = subprocess.Popen(
+        [EMACTL, "--server", server.address, "watch", pushed, "--after", "2"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "step 3" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130

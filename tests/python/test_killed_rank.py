@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is killed in mid-push: the previous version is served, and the next step works."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import ema_client
+import numpy as np
+import pytest
+from testing import unchanged
+
+# Joins as rank 1 and pushes STEP; with "die", it is killed when a part of its bytes has left.
+RANK_1 = """
+import os, signal, sys, time
+import ema_client, numpy as np
+
+address, model, step, how = sys.argv[1:]
+client = ema_client.Client(address)
+run = client.open_run(model, launch_id="x", rank=1, world_size=2)
+weights = {"w": np.full(SIZE, int(step), np.float32)}
+push = run.start_push(step=int(step), weights=weights)
+if how == "die":
+    while not 0 < push.stats.sent_bytes:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+push.wait()
+"""
+SIZE = 64 << 20  # Half of it is 128 MiB: not sent before the kill.
+
+
+def rank_1(server, model, step, how):
+    program = RANK_1.replace("SIZE", str(SIZE))
+    return subprocess.Popen([sys.executable, "-c", program, server.address, model, str(step), how])
+
+
+def test_a_rank_killed_in_mid_push(server, client, model):
+    weights = {"w": np.full(SIZE, 1, np.float32)}
+    client.create_model(model, weights, tracks={"ema": "1ba"}, max_pinned_versions=1)
+    run = client.open_run(model, launch_id="x", rank=0, world_size=2)
+    partner = rank_1(server, model, 1, "live")
+    assert run.push(step=1, weights=weights).number == 1
+    assert partner.wait(60) == 0
+
+    with unchanged(client, model, "ema"):
+        weights["w"][:] = 2
+        partner = rank_1(server, model, 2, "die")
+        start = time.monotonic()
+        with pytest.raises(ema_client.EmaError) as error:
+            run.push(step=2, weights=weights, timeout_s=60)
+        assert partner.wait(60) == -signal.SIGKILL
+        # The server's session time-out is 2 s here.
+        assert time.monotonic() - start < 30
+        assert error.value.code == "ABORTED"
+        assert error.value.reason in ("SESSION_EXPIRED", "STEP_ABANDONED")
+
+    weights["w"][:] = 3
+    partner = rank_1(server, model, 3, "live")
+    version = run.push(step=3, weights=weights)
+    assert partner.wait(60) == 0
+    assert (version.number, version.step) == (2, 3)
+    assert version.tracks["ema"].elapsed == 2
+    average = client.pull(model, track="ema", framework="numpy")["w"]
+    assert average[0] == average[-1] == np.float32(1) + np.float32(0.75) * np.float32(2)
+    assert (average == average[0]).all()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was saved is served again after a restart."""
+
+from __future__ import annotations
+
+import ema_client
+import numpy as np
+import pytest
+from server_process import ServerProcess
+from testing import assert_same_bits, random_weights, replay
+
+TRACKS = {"fast": "20ba", "slow": {"half_life": "200ba", "update_interval": "2ba"}, "raw": "copy"}
+
+
+def push_steps(client, model, rng, steps):
+    pushes = []
+    with client.open_run(model) as run:
+        for step in steps:
+            weights = random_weights(rng)
+            pushes.append((run.push(step=step, weights=weights), weights))
+    return pushes
+
+
+def pull_all(client, model):
+    return {track: client.pull(model, track=track, framework="numpy") for track in TRACKS}
+
+
+@pytest.mark.parametrize("how", ["saved, killed", "terminated"])
+def test_the_same_averages_after_a_restart(tmp_path, rng, model, how):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(model, random_weights(rng), tracks=TRACKS)
+            pushes = push_steps(client, model, rng, [1, 2, 5])
+            before = pull_all(client, model)
+            if how == "saved, killed":
+                assert client.create_checkpoint(model).version == pushes[-1][0]
+        if how == "saved, killed":
+            server.kill()
+        else:
+            # Saves by itself.
+            assert server.stop() == 0
+        server.start()
+        with ema_client.Client(server.address) as client:
+            after = pull_all(client, model)
+            for track in TRACKS:
+                assert_same_bits(before[track], after[track])
+                assert after[track].version.step == 5
+            latest = client.model(model).latest
+            assert latest.number == 3
+            # The averages go on as if nothing had happened.
+            pushes += push_steps(client, model, rng, [6, 8])
+            for track in ("fast", "slow"):
+                assert_same_bits(
+                    replay(pushes, track), client.pull(model, track=track, framework="numpy")
+                )
+            last = pushes[-1][0]
+            assert last.number == 5
+            assert last.incarnation > pushes[0][0].incarnation
+            assert last.tracks["fast"].update_count == 5
+        assert server.stop() == 0
+
+
+def test_a_server_without_a_data_dir_says_so(tmp_path, model):
+    with ServerProcess(tmp_path) as server, ema_client.Client(server.address) as client:
+        weights = {"w": np.ones(3, np.float32)}
+        client.create_model(model, weights, tracks={"raw": "copy"})
+        with client.open_run(model) as run:
+            run.push(step=1, weights=weights)
+        with pytest.raises(ema_client.FailedPreconditionError) as error:
+            client.create_checkpoint(model)
+        assert error.value.reason == "NO_DATA_DIR"
+        assert server.stop() == 0
+
+
+def test_watch_goes_on_over_a_restart(tmp_path, model, rng):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(model, random_weights(rng), tracks=TRACKS)
+            push_steps(client, model, rng, [1, 2])
+            watch = client.watch(model, after=1, timeout_s=60)
+            assert next(watch).number == 2
+            assert server.stop() == 0
+            server.start(port=server.port)
+            push_steps(client, model, rng, [3])
+            assert next(watch).number == 3
+            watch.close()

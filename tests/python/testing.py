@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ema_client
+import numpy as np
+from replay import Replay, differing_bits
+
+Weights = dict[str, np.ndarray]
+
+
+def random_weights(rng: np.random.Generator, scale: float = 1.0) -> Weights:
+    """A few tensors of every kind that NumPy knows, odd sizes among them."""
+    return {
+        "conv.weight": (scale * rng.standard_normal((7, 3, 3, 3))).astype(np.float32),
+        "conv.bias": (scale * rng.standard_normal(7)).astype(np.float32),
+        "half": (scale * rng.standard_normal((5, 13))).astype(np.float16),
+        "double": (scale * rng.standard_normal((3, 11))).astype(np.float64),
+        "scalar": np.float32(scale * rng.standard_normal()).reshape(()),
+        "empty": np.zeros((0, 4), np.float32),
+        "count": np.array(rng.integers(0, 1000), np.int64),
+        "mask": rng.integers(0, 2, 9).astype(np.bool_),
+        "bytes": rng.integers(0, 255, (2, 3)).astype(np.uint8),
+    }
+
+
+def numpy_of(tensors: Mapping[str, Any]) -> Weights:
+    """Tensors of torch or NumPy as NumPy arrays; bfloat16 as its bits."""
+    result = {}
+    for name, tensor in tensors.items():
+        if type(tensor).__module__.startswith("torch"):
+            import torch
+
+            tensor = tensor.detach()
+            if tensor.dtype == torch.bfloat16:
+                tensor = tensor.view(torch.int16)
+            tensor = tensor.numpy()
+        result[name] = np.asarray(tensor)
+    return result
+
+
+def assert_same_bits(expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    problems = differing_bits(numpy_of(expected), numpy_of(got))
+    assert not problems, "\n".join(problems)
+
+
+def replay(pushes: list[tuple[ema_client.Version, Mapping[str, Any]]], track: str) -> Weights:
+    """What `track` must hold after `pushes`, given the weights that the server says it applied."""
+    result = Replay()
+    for version, weights in pushes:
+        record = version.tracks[track]
+        if record.updated:
+            result.update(record.weight, numpy_of(weights))
+    return result.average
+
+
+@contextlib.contextmanager
+def unchanged(client: ema_client.Client, model: str, track: str) -> Iterator[None]:
+    """Asserts that the body changes neither the version nor a bit of the average, and leaves the server up."""
+    before = client.pull(model, track=track, framework="numpy")
+    yield
+    after = client.pull(model, track=track, framework="numpy")
+    assert after.version == before.version
+    assert_same_bits(before, after)
+    assert client.model(model).latest == before.version

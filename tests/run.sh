@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Builds the release preset and passes every fast test of it: C++, Python, and the demo in its short
+# form. Ends with the line "N passed, N failed, N skipped". Reports and logs: build/tests/.
+#
+# Usage: tests/run.sh [--all]
+#   --all  also the tests labelled slow, framework, container and sanitizer, the thread-safety
+#          analysis of clang, clang-tidy, and the checks of format and types
+set -uo pipefail
+source "$(dirname "$0")/../deploy/common.sh"
+
+all=false
+case ${1-} in
+  "") ;;
+  --all) all=true ;;
+  *) fail "unknown option $1; see the top of $0" ;;
+esac
+
+
+lock tests
+results=build/tests
+rm -rf "$results"
+mkdir -p "$results"
+
+record() { printf '%s\t%s\n' "$1" "$2" >>"$results/checks.tsv"; }
+
+# check NAME COMMAND...: a check that counts as one test.
+check() {
+  local name=$1
+  shift
+  if step "$name" "$results/${name// /-}.log" "$@"; then
+    record passed "$name"
+  else
+    record failed "$name"
+    return 1
+  fi
+}
+
+# report NAME COMMAND...: tests that count themselves, in the JUnit report NAME.xml.
+report() {
+  local name=$1
+  shift
+  step "$name tests" "$results/$name.log" "$@"
+  [[ -f $results/$name.xml ]] || record failed "$name tests wrote no report"
+}
+
+# ctest_report NAME PRESET OPTION...
+ctest_report() {
+  report "$1" ctest --preset "$2" --parallel "$(nproc)" --timeout 300 \
+    --output-junit "$root/$results/$1.xml" "${@:3}"
+}
+
+pytest_report() {
+  report python build/venv/bin/python -m pytest -c tests/python/pytest.ini tests/python -rs \
+    --continue-on-collection-errors --junitxml "$results/python.xml" "$@"
+}
+
+check_format() {
+  git ls-files -z --cached --others --exclude-standard '*.h' '*.cc' '*.cu' |
+    xargs -0 clang-format --dry-run --Werror
+}
+
+# After the build of the clang preset, of which it needs the generated headers.
+check_tidy() {
+  run-clang-tidy -quiet -p build/clang "$root/(client|server)/" 2>&1 |
+    sed -E '/^clang-tidy|warnings generated\.$/d'
+}
+
+sum_up() {
+  python3 tests/tools/sum_results.py "$results"
+  exit
+}
+
+if $all; then
+  deploy/setup.sh --all
+fi
+if ! deploy/build.sh release; then
+  record failed "build release"
+  sum_up
+fi
+if ! $all; then
+  ctest_report cpp release --label-exclude '^(slow|framework|container|sanitizer)$'
+  pytest_report -m 'not (slow or framework or container)'
+  sum_up
+fi
+
+ctest_report cpp release
+pytest_report
+check "clang-format" check_format
+check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF &&
+  check "clang-tidy" check_tidy
+check "black" build/venv/bin/black --config client/python/pyproject.toml --quiet --check \
+  client/python deploy tests
+check "mypy" build/venv/bin/mypy --config-file client/python/pyproject.toml --strict \
+  --cache-dir build/mypy_cache client/python/ema_client
+for sanitizer in asan tsan; do
+  check "build $sanitizer" deploy/build.sh "$sanitizer" &&
+    ctest_report "$sanitizer" "$sanitizer" --label-regex '^(unit|integration|sanitizer)$'
+done
+sum_up
