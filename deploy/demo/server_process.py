@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An ema-server as a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from types import TracebackType
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or ended by itself."""
+
+
+def server_binary() -> pathlib.Path:
+    """The server to run: EMA_SERVER_BIN, or the release build."""
+    default = ROOT / "build/release/server/ema-server"
+    return pathlib.Path(os.environ.get("EMA_SERVER_BIN") or default)
+
+
+class ServerProcess:
+    """Runs from `start()` to `stop()`; a context manager."""
+
+    def __init__(
+        self, folder: pathlib.Path, *flags: str, data_dir: pathlib.Path | None = None
+    ) -> None:
+        self._folder = folder
+        self._flags = flags
+        self._data_dir = data_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def log_path(self) -> pathlib.Path:
+        return self._folder / "server.log"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def url(self, model: str) -> str:
+        return f"ema://{self.address}/{model}"
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, *, port: int = 0, timeout_s: float = 60.0) -> None:
+        """Starts the server and waits until it listens."""
+        binary = server_binary()
+        if not binary.exists():
+            raise ServerError(
+                f"no server at {binary}: build it with `cmake --build --preset release`"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        port_file = self._folder / "port"
+        port_file.unlink(missing_ok=True)
+        command = [str(binary), "--listen", f"127.0.0.1:{port}", "--port-file", str(port_file)]
+        if self._data_dir is not None:
+            command += ["--data-dir", str(self._data_dir)]
+        with self.log_path.open("ab") as log:
+            # Its own process group: Ctrl-C is for us, and we stop it.
+            self._process = subprocess.Popen(
+                [*command, *self._flags], stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + timeout_s
+        while not self._read_port(port_file):
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended with {self._process.returncode}: {self.log()}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ServerError(f"the server does not listen after {timeout_s} s: {self.log()}")
+            time.sleep(0.02)
+
+    def _read_port(self, port_file: pathlib.Path) -> bool:
+        if not port_file.exists():
+            return False
+        text = port_file.read_text().strip()
+        if not text:
+            return False
+        self.port = int(text)
+        return True
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, *, timeout_s: float = 60.0) -> int:
+        """SIGTERM; returns the exit code. A server that does not end in time is killed."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise ServerError(f"the server did not end {timeout_s} s after SIGTERM") from None
+        return self._process.returncode
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")[-4000:]
