@@ -501,7 +501,10 @@ optimizer.step()
 def test_ctrl_c_ends_a_wait(server, client, model, tmp_path):
     """A push that waits for a rank that never comes."""
     client.create_model(model, {"w": np.zeros(8, np.float32)}, tracks={"raw": "copy"})
+    # A job in the background of a shell starts with Ctrl-C ignored.
     program = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import ema_client, numpy as np
 client = ema_client.Client({server.address!r})
 runs = [client.open_run({model!r}, launch_id="x", rank=r, world_size=2) for r in (0, 1)]
