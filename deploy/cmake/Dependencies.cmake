@@ -78,13 +78,17 @@ target_link_libraries(ema::dep_grpc
 pkg_check_modules(EMA_ISAL REQUIRED QUIET IMPORTED_TARGET GLOBAL libisal)
 add_library(ema::dep_isal ALIAS PkgConfig::EMA_ISAL)
 
+# --- The update's kernel ----------------------------------------------------------------------
+if(EMA_BUILD_SERVER OR EMA_BUILD_PYTHON)
+  find_package(hwy REQUIRED)
+  add_library(ema::dep_hwy ALIAS hwy::hwy)
+endif()
+
 # --- Server and tests -------------------------------------------------------------------------
 if(EMA_BUILD_SERVER)
-  find_package(hwy REQUIRED)
   find_package(spdlog REQUIRED)
   find_package(CLI11 REQUIRED)
   find_package(nlohmann_json REQUIRED)
-  add_library(ema::dep_hwy ALIAS hwy::hwy)
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)

@@ -190,6 +190,11 @@ class CpuStream : public DeviceStream {
     return absl::OkStatus();
   }
 
+  absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes) override {
+    if (size_bytes > 0) std::memcpy(to, from, static_cast<size_t>(size_bytes));
+    return absl::OkStatus();
+  }
+
   absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
     if (size_bytes > 0) std::memcpy(host, device, static_cast<size_t>(size_bytes));
     return absl::OkStatus();

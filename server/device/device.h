@@ -39,15 +39,25 @@ using BlockRef = std::shared_ptr<const Block>;
 // What one run of pushed elements does to one track.
 struct FoldTarget {
   enum class Kind {
-    kAverage,  // next[i] = fma(update_weight, float(source[i]) - current[i], current[i]), all
-               // float32
+    kAverage,  // next[i] = fma(w, float(source[i]) - current[i], current[i]), all float32, `w` the
+               // update weight rounded to float32
     kAssign,   // next[i] = float(source[i]): an average's first value; `current` is not read
     kCopy,     // next[i] = source[i], the source's dtype and bits
+    // The same for averages that are kept as two float32, e = high + low, where |low| is at most
+    // half a unit in the last place of high. All in float64: e' = fma(w, source[i] - e, e);
+    // next[i] = float(e'), next_low[i] = float(e' - next[i]), 0 if that is not finite.
+    kAverageCompensated,
+    kAssignCompensated,  // e' = source[i]
   };
   Kind kind = Kind::kCopy;
-  float update_weight = 1;
-  const std::byte* current = nullptr;  // Device memory; aligned to the stored element.
-  std::byte* next = nullptr;           // Device memory; aligned to the stored element.
+  double update_weight = 1;
+  // Device memory; aligned to the stored element. `next` may be `current`, and `next_low`
+  // `current_low`: then the average is updated in place.
+  const std::byte* current = nullptr;
+  std::byte* next = nullptr;
+  // Of the compensated kinds: the low parts.
+  const std::byte* current_low = nullptr;
+  std::byte* next_low = nullptr;
 };
 
 // One run of pushed elements and everything to be done with it, in one read of the source.
@@ -75,6 +85,9 @@ class DeviceStream {
 
   // Sets `size_bytes` bytes of device memory to zero.
   virtual absl::Status Zero(std::byte* data, int64_t size_bytes) = 0;
+
+  // Copies device memory to device memory; the ranges do not overlap.
+  virtual absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;
 
   // Copies device memory to host memory; complete after Synchronize().
   virtual absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) = 0;

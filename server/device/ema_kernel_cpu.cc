@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// next = fma(w, p - e, e), many elements at a time. Highway compiles the first part of this file
-// once for each family of processors and picks one at run time. Families without a fused
-// multiply-add get the scalar definition: a product that is rounded before the addition gives other
-// bits.
+// next = fma(w, p - e, e), many elements at a time: in float32, or for compensated averages in
+// float64. Highway compiles the first part of this file once for each family of processors and
+// picks one at run time. Families without a fused multiply-add get the scalar definition: a product
+// that is rounded before the addition gives other bits.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 
 #include "server/device/ema_kernel.h"
 
@@ -46,8 +47,13 @@ constexpr int64_t kLineBytes = 64;
 // times in ops of 8 KiB, 1.26 times in ops of 64 KiB; in ops of 1 KiB it is 0.7 times.
 constexpr int64_t kStreamElements = 2048;
 
+using Kind = FoldTarget::Kind;
+
 using FloatTag = hn::ScalableTag<float>;
 using FloatVec = hn::Vec<FloatTag>;
+using HalfTag = hn::Half<FloatTag>;
+using DoubleTag = hn::ScalableTag<double>;
+using DoubleVec = hn::Vec<DoubleTag>;
 using BitsTag = hn::RebindToUnsigned<FloatTag>;
 using BitsVec = hn::Vec<BitsTag>;
 constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
@@ -58,6 +64,36 @@ template <class Tag>
 HWY_INLINE hn::Vec<Tag> LoadBytes(Tag tag, const std::byte* address) {
   const hn::Repartition<uint8_t, Tag> bytes;
   return hn::BitCast(tag, hn::LoadU(bytes, reinterpret_cast<const uint8_t*>(address)));
+}
+
+// kLanes elements as float64.
+struct Doubles {
+  DoubleVec lower;
+  DoubleVec upper;
+};
+
+HWY_INLINE Doubles Widened(FloatVec value) {
+  return {hn::PromoteTo(DoubleTag(), hn::LowerHalf(HalfTag(), value)),
+          hn::PromoteTo(DoubleTag(), hn::UpperHalf(HalfTag(), value))};
+}
+
+// To nearest, ties to even.
+HWY_INLINE FloatVec Rounded(const Doubles& value) {
+  return hn::Combine(FloatTag(), hn::DemoteTo(HalfTag(), value.upper),
+                     hn::DemoteTo(HalfTag(), value.lower));
+}
+
+HWY_INLINE Doubles Sum(const Doubles& a, const Doubles& b) {
+  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
+}
+
+HWY_INLINE Doubles Difference(const Doubles& a, const Doubles& b) {
+  return {hn::Sub(a.lower, b.lower), hn::Sub(a.upper, b.upper)};
+}
+
+HWY_INLINE Doubles Updated(const Doubles& ema, const Doubles& param, DoubleVec weight) {
+  return {hn::MulAdd(weight, hn::Sub(param.lower, ema.lower), ema.lower),
+          hn::MulAdd(weight, hn::Sub(param.upper, ema.upper), ema.upper)};
 }
 
 // Load() gives kLanes elements as float32.
@@ -84,12 +120,12 @@ struct BFloat16Source {
 
 struct Float64Source {
   static constexpr int64_t kElementBytes = 8;
+  static HWY_INLINE Doubles LoadDoubles(const std::byte* address) {
+    return {LoadBytes(DoubleTag(), address),
+            LoadBytes(DoubleTag(), address + kLanes / 2 * kElementBytes)};
+  }
   static HWY_INLINE FloatVec Load(const std::byte* address) {
-    const hn::ScalableTag<double> doubles;
-    const hn::Half<FloatTag> half;
-    const auto low = hn::DemoteTo(half, LoadBytes(doubles, address));
-    const auto high = hn::DemoteTo(half, LoadBytes(doubles, address + kLanes / 2 * kElementBytes));
-    return hn::Combine(FloatTag(), high, low);
+    return Rounded(LoadDoubles(address));
   }
 };
 
@@ -111,53 +147,114 @@ class FiniteCheck {
   BitsVec largest_;
 };
 
-// Sixteen elements. REQUIRES: if kStream, `next` is aligned to a line.
-template <class Source, bool kAverage, bool kStream>
-HWY_INLINE void FoldLine(const std::byte* source, const float* current, float* next,
-                         FloatVec weight, FiniteCheck& check) {
+constexpr bool IsAverage(Kind kind) {
+  return kind == Kind::kAverage || kind == Kind::kAverageCompensated;
+}
+constexpr bool IsCompensated(Kind kind) {
+  return kind == Kind::kAverageCompensated || kind == Kind::kAssignCompensated;
+}
+
+// Where the averages of some elements are and go to. Null: the target's kind has none.
+struct Places {
+  const float* current;
+  float* next;
+  const float* current_low;
+  float* next_low;
+
+  // No arithmetic on null pointers.
+  template <Kind kKind>
+  HWY_INLINE Places At(int64_t i) const {
+    Places result = {};
+    result.next = next + i;
+    if constexpr (IsAverage(kKind)) result.current = current + i;
+    if constexpr (IsCompensated(kKind)) result.next_low = next_low + i;
+    if constexpr (kKind == Kind::kAverageCompensated) result.current_low = current_low + i;
+    return result;
+  }
+};
+
+template <bool kStream>
+HWY_INLINE void Store(FloatVec value, float* address) {
+  if constexpr (kStream) {
+    hn::Stream(value, FloatTag(), address);
+  } else {
+    hn::StoreU(value, FloatTag(), address);
+  }
+}
+
+template <class Source, Kind kKind, bool kStream>
+HWY_INLINE void FoldVector(const std::byte* source, const Places& places, double update_weight,
+                           FiniteCheck& check) {
   const FloatTag tag;
-  for (int64_t i = 0; i < kLineElements; i += kLanes) {
-    FloatVec value = Source::Load(source + i * Source::kElementBytes);
-    check.Add(value);
-    if constexpr (kAverage) {
-      const FloatVec ema = hn::LoadU(tag, current + i);
-      value = hn::MulAdd(weight, hn::Sub(value, ema), ema);
-    }
-    if constexpr (kStream) {
-      hn::Stream(value, tag, next + i);
+  FloatVec value = Source::Load(source);
+  check.Add(value);
+  if constexpr (kKind == Kind::kAverage) {
+    const FloatVec ema = hn::LoadU(tag, places.current);
+    value = hn::MulAdd(hn::Set(tag, static_cast<float>(update_weight)), hn::Sub(value, ema), ema);
+  }
+  if constexpr (IsCompensated(kKind)) {
+    Doubles exact;
+    if constexpr (std::is_same_v<Source, Float64Source>) {
+      exact = Source::LoadDoubles(source);
     } else {
-      hn::StoreU(value, tag, next + i);
+      exact = Widened(value);
     }
+    if constexpr (IsAverage(kKind)) {
+      const Doubles ema =
+          Sum(Widened(hn::LoadU(tag, places.current)), Widened(hn::LoadU(tag, places.current_low)));
+      exact = Updated(ema, exact, hn::Set(DoubleTag(), update_weight));
+      value = Rounded(exact);
+    }
+    const FloatVec low = Rounded(Difference(exact, Widened(value)));
+    Store<kStream>(hn::IfThenElseZero(hn::IsFinite(low), low), places.next_low);
+  }
+  Store<kStream>(value, places.next);
+}
+
+// Sixteen elements. REQUIRES: if kStream, what is stored is aligned to lines.
+template <class Source, Kind kKind, bool kStream>
+HWY_INLINE void FoldLine(const std::byte* source, const Places& places, double update_weight,
+                         FiniteCheck& check) {
+  for (int64_t i = 0; i < kLineElements; i += kLanes) {
+    FoldVector<Source, kKind, kStream>(source + i * Source::kElementBytes, places.At<kKind>(i),
+                                       update_weight, check);
   }
 }
 
 // Fewer than sixteen elements, by way of padded copies.
-template <class Source, bool kAverage>
-HWY_INLINE void FoldPartOfLine(const std::byte* source, int64_t count, const float* current,
-                               float* next, FloatVec weight, FiniteCheck& check) {
+template <class Source, Kind kKind>
+HWY_INLINE void FoldPartOfLine(const std::byte* source, int64_t count, const Places& places,
+                               double update_weight, FiniteCheck& check) {
   std::byte padded_source[kLineElements * Source::kElementBytes] = {};
-  float padded_current[kLineElements] = {};
-  float padded_next[kLineElements];
+  float current[kLineElements] = {};
+  float current_low[kLineElements] = {};
+  float next[kLineElements];
+  float next_low[kLineElements];
   const size_t stored_bytes = static_cast<size_t>(count) * sizeof(float);
   std::memcpy(padded_source, source, count * Source::kElementBytes);
-  if constexpr (kAverage) std::memcpy(padded_current, current, stored_bytes);
-  FoldLine<Source, kAverage, false>(padded_source, padded_current, padded_next, weight, check);
-  std::memcpy(next, padded_next, stored_bytes);
+  if constexpr (IsAverage(kKind)) std::memcpy(current, places.current, stored_bytes);
+  if constexpr (kKind == Kind::kAverageCompensated) {
+    std::memcpy(current_low, places.current_low, stored_bytes);
+  }
+  FoldLine<Source, kKind, false>(padded_source, {current, next, current_low, next_low},
+                                 update_weight, check);
+  std::memcpy(places.next, next, stored_bytes);
+  if constexpr (IsCompensated(kKind)) std::memcpy(places.next_low, next_low, stored_bytes);
 }
 
-template <class Source, bool kAverage, bool kStream>
-void FoldRun(const std::byte* source, int64_t count, const float* current, float* next,
-             float update_weight, FiniteCheck& check) {
-  const FloatVec weight = hn::Set(FloatTag(), update_weight);
+template <class Source, Kind kKind, bool kStream>
+void FoldRun(const std::byte* source, int64_t count, const Places& places, double update_weight,
+             FiniteCheck& check) {
+  const Places in_registers = places;
   FiniteCheck check_in_register = check;
   int64_t i = 0;
   for (; i + kLineElements <= count; i += kLineElements) {
-    FoldLine<Source, kAverage, kStream>(source + i * Source::kElementBytes, current + i, next + i,
-                                        weight, check_in_register);
+    FoldLine<Source, kKind, kStream>(source + i * Source::kElementBytes, in_registers.At<kKind>(i),
+                                     update_weight, check_in_register);
   }
   if (i < count) {
-    FoldPartOfLine<Source, kAverage>(source + i * Source::kElementBytes, count - i, current + i,
-                                     next + i, weight, check_in_register);
+    FoldPartOfLine<Source, kKind>(source + i * Source::kElementBytes, count - i,
+                                  in_registers.At<kKind>(i), update_weight, check_in_register);
   }
   check = check_in_register;
 }
@@ -187,18 +284,20 @@ struct Tile {
   bool stream;
 };
 
-template <class Source, bool kAverage>
+template <class Source, Kind kKind>
 void FoldTile(const FoldTarget& target, const Tile& tile, FiniteCheck& check) {
-  float* next = reinterpret_cast<float*>(target.next) + tile.begin;
-  // A stand-in, not read, if there is no current value: no arithmetic on null pointers.
-  const float* current = next;
-  if constexpr (kAverage) current = reinterpret_cast<const float*>(target.current) + tile.begin;
-  if (tile.stream && IsAlignedToLine(next)) {
-    FoldRun<Source, kAverage, true>(tile.source, tile.count, current, next, target.update_weight,
-                                    check);
+  const Places all = {reinterpret_cast<const float*>(target.current),
+                      reinterpret_cast<float*>(target.next),
+                      reinterpret_cast<const float*>(target.current_low),
+                      reinterpret_cast<float*>(target.next_low)};
+  const Places places = all.At<kKind>(tile.begin);
+  // In place the old lines have been read anyway.
+  const bool stream = tile.stream && target.next != target.current &&
+                      IsAlignedToLine(places.next) && IsAlignedToLine(places.next_low);
+  if (stream) {
+    FoldRun<Source, kKind, true>(tile.source, tile.count, places, target.update_weight, check);
   } else {
-    FoldRun<Source, kAverage, false>(tile.source, tile.count, current, next, target.update_weight,
-                                     check);
+    FoldRun<Source, kKind, false>(tile.source, tile.count, places, target.update_weight, check);
   }
 }
 
@@ -223,16 +322,21 @@ bool FoldTileOfFloats(const FoldOp& op, const Tile& tile) {
   FiniteCheck check;
   bool is_checked = false;
   for (const FoldTarget& target : op.targets) {
+    is_checked |= target.kind != Kind::kCopy;
     switch (target.kind) {
-      case FoldTarget::Kind::kAverage:
-        FoldTile<Source, true>(target, tile, check);
-        is_checked = true;
+      case Kind::kAverage:
+        FoldTile<Source, Kind::kAverage>(target, tile, check);
         break;
-      case FoldTarget::Kind::kAssign:
-        FoldTile<Source, false>(target, tile, check);
-        is_checked = true;
+      case Kind::kAssign:
+        FoldTile<Source, Kind::kAssign>(target, tile, check);
         break;
-      case FoldTarget::Kind::kCopy:
+      case Kind::kAverageCompensated:
+        FoldTile<Source, Kind::kAverageCompensated>(target, tile, check);
+        break;
+      case Kind::kAssignCompensated:
+        FoldTile<Source, Kind::kAssignCompensated>(target, tile, check);
+        break;
+      case Kind::kCopy:
         CopyTile(target, tile, Source::kElementBytes);
         break;
     }
@@ -264,7 +368,7 @@ bool FoldTileOfAny(const FoldOp& op, const Tile& tile) {
 int64_t ElementsBeforeLine(const FoldOp& op) {
   const FoldTarget& target = op.targets.front();
   const int64_t stored_bytes =
-      target.kind == FoldTarget::Kind::kCopy ? DtypeSize(op.source_dtype) : int64_t{sizeof(float)};
+      target.kind == Kind::kCopy ? DtypeSize(op.source_dtype) : int64_t{sizeof(float)};
   return -reinterpret_cast<uintptr_t>(target.next) % kLineBytes / stored_bytes;
 }
 
@@ -336,6 +440,45 @@ float LoadFloat(Dtype dtype, const std::byte* address) {
   }
 }
 
+// As LoadFloat(), but not rounded.
+double LoadDouble(Dtype dtype, const std::byte* address) {
+  return dtype == Dtype::kFloat64 ? LoadAs<double>(address) : double{LoadFloat(dtype, address)};
+}
+
+void StoreFloat(float value, std::byte* address) { std::memcpy(address, &value, sizeof(value)); }
+
+// What the `i`-th element, at `source`, does to one target.
+void FoldElement(Dtype dtype, const std::byte* source, int64_t i, const FoldTarget& target) {
+  const int64_t offset = i * int64_t{sizeof(float)};
+  switch (target.kind) {
+    case FoldTarget::Kind::kAverage:
+      StoreFloat(UpdatedAverage(LoadAs<float>(target.current + offset), LoadFloat(dtype, source),
+                                static_cast<float>(target.update_weight)),
+                 target.next + offset);
+      return;
+    case FoldTarget::Kind::kAssign:
+      StoreFloat(LoadFloat(dtype, source), target.next + offset);
+      return;
+    case FoldTarget::Kind::kAverageCompensated:
+    case FoldTarget::Kind::kAssignCompensated: {
+      CompensatedAverage average = Compensated(LoadDouble(dtype, source));
+      if (target.kind == FoldTarget::Kind::kAverageCompensated) {
+        average = UpdatedAverage(CompensatedAverage{LoadAs<float>(target.current + offset),
+                                                    LoadAs<float>(target.current_low + offset)},
+                                 LoadDouble(dtype, source), target.update_weight);
+      }
+      StoreFloat(average.high, target.next + offset);
+      StoreFloat(average.low, target.next_low + offset);
+      return;
+    }
+    case FoldTarget::Kind::kCopy: {
+      const int64_t size = DtypeSize(dtype);
+      std::memcpy(target.next + i * size, source, size);
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 std::optional<int64_t> FoldOnCpu(const FoldOp& op) { return HWY_DYNAMIC_DISPATCH(FoldSimd)(op); }
@@ -346,20 +489,11 @@ std::optional<int64_t> FoldScalar(const FoldOp& op) {
   std::optional<int64_t> first_non_finite;
   for (int64_t i = 0; i < op.element_count; ++i) {
     const std::byte* source = op.source + i * source_bytes;
-    const float param = is_float ? LoadFloat(op.source_dtype, source) : 0;
-    if (!std::isfinite(param) && !first_non_finite.has_value()) first_non_finite = i;
-    for (const FoldTarget& target : op.targets) {
-      if (target.kind == FoldTarget::Kind::kCopy) {
-        std::memcpy(target.next + i * source_bytes, source, source_bytes);
-        continue;
-      }
-      const int64_t offset = i * int64_t{sizeof(float)};
-      float value = param;
-      if (target.kind == FoldTarget::Kind::kAverage) {
-        value = UpdatedAverage(LoadAs<float>(target.current + offset), param, target.update_weight);
-      }
-      std::memcpy(target.next + offset, &value, sizeof(value));
+    if (is_float && !std::isfinite(LoadFloat(op.source_dtype, source)) &&
+        !first_non_finite.has_value()) {
+      first_non_finite = i;
     }
+    for (const FoldTarget& target : op.targets) FoldElement(op.source_dtype, source, i, target);
   }
   return first_non_finite;
 }

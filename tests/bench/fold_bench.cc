@@ -2,9 +2,10 @@
 //
 // How fast pushed weights are folded: 400 MB of float32 in the pieces in which they arrive, out of
 // place, in one thread, beside memcpy of the same bytes and a plain loop. Figures are pushed bytes
-// per second, whatever the number of targets. The memory is the limit: for each pushed byte, memcpy
-// of the whole moves two, a fold into one target three, a plain loop four. So compare with memcpy
-// in the same run, not with another machine.
+// per second, whatever the number of targets; moved_bytes_per_second counts all that the memory
+// must move. The memory is the limit: for each pushed byte, memcpy of the whole moves two, a fold
+// into one target three (also in place), into a compensated one five, a plain loop four. So compare
+// with memcpy in the same run, not with another machine.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -67,33 +68,71 @@ class Arrays {
   std::shared_ptr<Block> blocks_[1 + 2 * kMaxTargets];
 };
 
-// Arguments: KiB per op, number of targets, byte offset of the source, and 1 if the source of all
-// ops is the same, which then is in a cache like bytes just received.
-void BM_Fold(benchmark::State& state) {
-  const int64_t elements_per_op = state.range(0) * 1024 / kElementBytes;
-  const int target_count = static_cast<int>(state.range(1));
-  const std::byte* source = Arrays::Get().source() + state.range(2);
-  const bool is_source_cached = state.range(3) != 0;
-  std::vector<FoldTarget> first_targets(target_count);
-  for (int i = 0; i < target_count; ++i) {
-    first_targets[i] = {FoldTarget::Kind::kAverage, kUpdateWeight, Arrays::Get().current(i),
-                        Arrays::Get().next(i)};
-  }
+// Folds `element_count` elements in ops of `elements_per_op`.
+void FoldAll(benchmark::State& state, const std::byte* source, bool is_source_cached,
+             int64_t element_count, int64_t elements_per_op,
+             const std::vector<FoldTarget>& first_targets, int moved_per_pushed) {
   std::vector<FoldTarget> targets = first_targets;
-  const int64_t element_count = ElementCount(target_count);
   for (auto _ : state) {
     for (int64_t begin = 0; begin < element_count; begin += elements_per_op) {
       const int64_t offset = begin * kElementBytes;
-      for (int i = 0; i < target_count; ++i) {
-        targets[i].current = first_targets[i].current + offset;
-        targets[i].next = first_targets[i].next + offset;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        const FoldTarget& first = first_targets[i];
+        targets[i].current = first.current + offset;
+        targets[i].next = first.next + offset;
+        if (first.next_low == nullptr) continue;
+        targets[i].current_low = first.current_low + offset;
+        targets[i].next_low = first.next_low + offset;
       }
       benchmark::DoNotOptimize(
           FoldOnCpu({Dtype::kFloat32, is_source_cached ? source : source + offset,
                      std::min(elements_per_op, element_count - begin), targets}));
     }
   }
-  state.SetBytesProcessed(state.iterations() * element_count * kElementBytes);
+  const int64_t pushed_bytes = state.iterations() * element_count * kElementBytes;
+  state.SetBytesProcessed(pushed_bytes);
+  state.counters["moved_bytes_per_second"] =
+      benchmark::Counter(static_cast<double>(pushed_bytes * moved_per_pushed),
+                         benchmark::Counter::kIsRate, benchmark::Counter::kIs1024);
+}
+
+// Arguments: KiB per op, number of targets, byte offset of the source, and 1 if the source of all
+// ops is the same, which then is in a cache like bytes just received.
+void BM_Fold(benchmark::State& state) {
+  const int target_count = static_cast<int>(state.range(1));
+  const bool is_source_cached = state.range(3) != 0;
+  std::vector<FoldTarget> targets(target_count);
+  for (int i = 0; i < target_count; ++i) {
+    targets[i] = {FoldTarget::Kind::kAverage, kUpdateWeight, Arrays::Get().current(i),
+                  Arrays::Get().next(i)};
+  }
+  FoldAll(state, Arrays::Get().source() + state.range(2), is_source_cached,
+          ElementCount(target_count), state.range(0) * 1024 / kElementBytes, targets,
+          2 * target_count + (is_source_cached ? 0 : 1));
+}
+
+// Over the old average. Argument: KiB per op.
+void BM_FoldInPlace(benchmark::State& state) {
+  Arrays& arrays = Arrays::Get();
+  const FoldTarget target = {FoldTarget::Kind::kAverage, kUpdateWeight, arrays.current(0),
+                             arrays.current(0)};
+  FoldAll(state, arrays.source(), false, kElementCount, state.range(0) * 1024 / kElementBytes,
+          {target}, 3);
+}
+
+// Arguments: KiB per op, and 1 to write over the old average. The arrays of a second target serve
+// as low parts.
+void BM_FoldCompensated(benchmark::State& state) {
+  const bool in_place = state.range(1) != 0;
+  Arrays& arrays = Arrays::Get();
+  const FoldTarget target = {FoldTarget::Kind::kAverageCompensated,
+                             kUpdateWeight,
+                             arrays.current(0),
+                             in_place ? arrays.current(0) : arrays.next(0),
+                             arrays.current(1),
+                             in_place ? arrays.current(1) : arrays.next(1)};
+  FoldAll(state, arrays.source(), false, ElementCount(2), state.range(0) * 1024 / kElementBytes,
+          {target}, 5);
 }
 
 // What the compiler makes of the formula.
@@ -132,6 +171,12 @@ BENCHMARK(BM_Fold)
     ->Args({64, 4, 0, 0})
     ->Args({64, 4, 0, 1})
     ->Args({8, 1, 0, 0})
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_FoldInPlace)->ArgName("KiB")->Arg(64)->Arg(1 << 20)->Unit(benchmark::kMillisecond);
+BENCHMARK(BM_FoldCompensated)
+    ->ArgNames({"KiB", "in_place"})
+    ->Args({64, 0})
+    ->Args({64, 1})
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_PlainLoop)->Unit(benchmark::kMillisecond);
 // In pieces, and as a whole: then glibc, too, stores past the caches.

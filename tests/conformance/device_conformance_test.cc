@@ -59,8 +59,10 @@ TEST_P(DeviceConformanceTest, AveragingWhatIsNotAFloatIsABug) {
   EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
   EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(64));
   const std::byte source[64] = {};
-  for (const Kind kind : {Kind::kAverage, Kind::kAssign}) {
-    const FoldTarget target = {kind, 0.5f, block->data(), block->data()};
+  for (const Kind kind : kAllKinds) {
+    if (kind == Kind::kCopy) continue;
+    const FoldTarget target = {kind,          0.5,           block->data(),
+                               block->data(), block->data(), block->data()};
     const auto result = stream->Fold({Dtype::kInt64, source, 1, {&target, 1}});
     EXPECT_THAT(result, StatusIs(absl::StatusCode::kInternal, HasSubstr("only be copied")));
     EXPECT_THAT(result, ReasonIs(ErrorReason::kBug));
@@ -145,8 +147,11 @@ TEST_P(DeviceConformanceTest, ZeroAndCopiesTouchTheirRangeOnly) {
   const Bytes patch(77, std::byte{7});
   ASSERT_THAT(stream->CopyFromHost(block->data() + 333, patch.data(), 77), IsOk());
   ASSERT_THAT(stream->CopyFromHost(block->data() + 700, nullptr, 0), IsOk());
+  ASSERT_THAT(stream->Copy(block->data() + 801, block->data() + 300, 99), IsOk());
+  ASSERT_THAT(stream->Copy(block->data() + 950, block->data(), 0), IsOk());
   std::fill_n(expected.begin() + 13, 101, std::byte{0});
   std::fill_n(expected.begin() + 333, 77, std::byte{7});
+  std::copy_n(expected.begin() + 300, 99, expected.begin() + 801);
   Bytes got(1000);
   ASSERT_THAT(stream->CopyToHost(got.data(), block->data(), 1000), IsOk());
   ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));

@@ -30,6 +30,9 @@ namespace ema {
 using Kind = FoldTarget::Kind;
 using Bytes = std::vector<std::byte>;
 
+inline constexpr Kind kAllKinds[] = {Kind::kAverage, Kind::kAssign, Kind::kCopy,
+                                     Kind::kAverageCompensated, Kind::kAssignCompensated};
+
 inline constexpr int64_t kMiB = int64_t{1} << 20;
 inline constexpr Dtype kFloatDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16,
                                          Dtype::kFloat64};
@@ -97,6 +100,41 @@ inline float ValueOf(Dtype dtype, const std::byte* element) {
   }
 }
 
+// The same, not rounded.
+inline double DoubleOf(Dtype dtype, const std::byte* element) {
+  return dtype == Dtype::kFloat64 ? Get<double>(element) : double{ValueOf(dtype, element)};
+}
+
+inline bool IsAverage(Kind kind) {
+  return kind == Kind::kAverage || kind == Kind::kAverageCompensated;
+}
+inline bool IsCompensated(Kind kind) {
+  return kind == Kind::kAverageCompensated || kind == Kind::kAssignCompensated;
+}
+
+// What a target holds of an element; `low` is 0 if it has no low part. Not for kCopy.
+struct Stored {
+  float high = 0;
+  float low = 0;
+};
+
+inline Stored Expected(Kind kind, Dtype dtype, const std::byte* element, Stored current,
+                       double update_weight) {
+  const float param = ValueOf(dtype, element);
+  if (kind == Kind::kAssign) return {param};
+  if (kind == Kind::kAverage) {
+    const float weight = static_cast<float>(update_weight);
+    return {std::fma(weight, param - current.high, current.high)};
+  }
+  double ema = DoubleOf(dtype, element);
+  if (kind == Kind::kAverageCompensated) {
+    const double before = double{current.high} + double{current.low};
+    ema = std::fma(update_weight, ema - before, before);
+  }
+  const float high = static_cast<float>(ema);
+  return {high, std::isfinite(high) ? static_cast<float>(ema - high) : 0.0f};
+}
+
 inline int64_t StoredSize(Kind kind, Dtype dtype) {
   return kind == Kind::kCopy ? DtypeSize(dtype) : int64_t{sizeof(float)};
 }
@@ -156,19 +194,38 @@ inline Bytes RandomElements(Dtype dtype, int64_t count, uint64_t seed) {
   return elements;
 }
 
+// Low parts for the first averages, whose high parts are `high`: mostly of at most half a unit in
+// the last place, sometimes anything. Always the same for the same.
+inline Bytes LowParts(const Bytes& high, int64_t count) {
+  Bytes low(count * sizeof(float));
+  for (size_t i = 0; i < low.size(); i += sizeof(float)) {
+    const float value = Get<float>(high.data() + i);
+    const uint64_t hash =
+        (std::bit_cast<uint32_t>(value) + i + 1) * uint64_t{0x9e37'79b9'7f4a'7c15};
+    const double share = static_cast<double>(hash >> 40) * 0x1p-23 - 1;  // [-1, 1)
+    float part = static_cast<float>(std::ldexp(value, -25) * share);
+    if ((hash & 0xf00) == 0) part = 0;
+    if ((hash & 0xf00) == 0x100) part = std::bit_cast<float>(static_cast<uint32_t>(hash >> 32));
+    std::memcpy(low.data() + i, &part, sizeof(part));
+  }
+  return low;
+}
+
 // ---- Folding ---------------------------------------------------------------------------------
 
 struct Target {
   Kind kind = Kind::kAverage;
-  float update_weight = 0.1f;
+  double update_weight = 0.1;
   int64_t offset = 0;  // Elements between the start of the blocks and the first current, next.
 };
 
-// What the fold said, and what was in each target's next block: all of it.
+// What the fold said, and what was in each target's next block: all of it. `next_low` is empty for
+// targets without low parts.
 struct Folded {
   std::optional<int64_t> non_finite;
   bool non_finite_said_later = false;
   std::vector<Bytes> next;
+  std::vector<Bytes> next_low;
 };
 
 inline constexpr int64_t kGuardElements = 64;
@@ -179,27 +236,30 @@ class Folder {
  public:
   explicit Folder(Device& device) : device_(device), stream_(device.NewStream().value()) {}
 
-  // `current`: float32 elements for all targets. `misalignment`: of the source, in bytes. `cuts`:
-  // where the range is cut into several ops.
+  // `current`: float32 elements for all targets; their low parts are LowParts(). `misalignment`: of
+  // the source, in bytes. `cuts`: where the range is cut into several ops. `in_place`: averages go
+  // to where they were.
   Folded Fold(Dtype dtype, const Bytes& source, int64_t count, const Bytes& current,
               const std::vector<Target>& targets, int64_t misalignment = 0,
-              std::vector<int64_t> cuts = {}) {
+              std::vector<int64_t> cuts = {}, bool in_place = false) {
     std::vector<FoldTarget> fold_targets;
     for (size_t i = 0; i < targets.size(); ++i) {
       const Target& target = targets[i];
       const int64_t size = StoredSize(target.kind, dtype);
-      const int64_t offset_bytes = target.offset * size;
-      const int64_t next_bytes = offset_bytes + (count + kGuardElements) * size;
-      std::byte* next = Memory(2 * i, next_bytes);
-      const Bytes guards(next_bytes, kGuard);
-      EXPECT_THAT(stream_->CopyFromHost(next, guards.data(), next_bytes), IsOk());
-      std::byte* device_current = nullptr;
-      if (target.kind == Kind::kAverage) {
-        device_current = Memory(2 * i + 1, offset_bytes + count * size) + offset_bytes;
-        EXPECT_THAT(stream_->CopyFromHost(device_current, current.data(), count * size), IsOk());
+      FoldTarget fold = {target.kind, target.update_weight};
+      fold.next = Guarded(4 * i, target.offset * size, count * size);
+      if (IsCompensated(target.kind)) {
+        fold.next_low = Guarded(4 * i + 1, target.offset * size, count * size);
       }
-      fold_targets.push_back(
-          {target.kind, target.update_weight, device_current, next + offset_bytes});
+      if (IsAverage(target.kind)) {
+        fold.current =
+            Holding(in_place ? 4 * i : 4 * i + 2, target.offset * size, current, count * size);
+      }
+      if (target.kind == Kind::kAverageCompensated) {
+        fold.current_low = Holding(in_place ? 4 * i + 1 : 4 * i + 3, target.offset * size,
+                                   LowParts(current, count), count * size);
+      }
+      fold_targets.push_back(fold);
     }
     EXPECT_THAT(stream_->Synchronize(), IsOk());
 
@@ -211,8 +271,11 @@ class Folder {
     for (int64_t begin = 0; const int64_t end : cuts) {
       std::vector<FoldTarget> shifted = fold_targets;
       for (size_t i = 0; i < targets.size(); ++i) {
-        shifted[i].next += begin * StoredSize(targets[i].kind, dtype);
-        if (shifted[i].current != nullptr) shifted[i].current += begin * int64_t{sizeof(float)};
+        const int64_t offset = begin * StoredSize(targets[i].kind, dtype);
+        shifted[i].next += offset;
+        if (shifted[i].current != nullptr) shifted[i].current += offset;
+        if (shifted[i].next_low != nullptr) shifted[i].next_low += offset;
+        if (shifted[i].current_low != nullptr) shifted[i].current_low += offset;
       }
       const absl::StatusOr<std::optional<int64_t>> non_finite = stream_->Fold(
           {dtype, host.get() + misalignment + begin * DtypeSize(dtype), end - begin, shifted});
@@ -227,12 +290,12 @@ class Folder {
     folded.non_finite_said_later = said_later.value_or(false);
 
     for (size_t i = 0; i < targets.size(); ++i) {
-      const int64_t size = StoredSize(targets[i].kind, dtype);
-      Bytes next((targets[i].offset + count + kGuardElements) * size);
-      EXPECT_THAT(stream_->CopyToHost(next.data(), Memory(2 * i, 0), next.size()), IsOk());
-      folded.next.push_back(std::move(next));
+      const int64_t size_bytes =
+          (targets[i].offset + count + kGuardElements) * StoredSize(targets[i].kind, dtype);
+      folded.next.push_back(Read(4 * i, size_bytes));
+      folded.next_low.push_back(IsCompensated(targets[i].kind) ? Read(4 * i + 1, size_bytes)
+                                                               : Bytes());
     }
-    EXPECT_THAT(stream_->Synchronize(), IsOk());
     return folded;
   }
 
@@ -245,10 +308,54 @@ class Folder {
     return blocks_[index]->data();
   }
 
+  // The byte at `offset_bytes` of a block full of guards; behind it are `size_bytes` and guards.
+  std::byte* Guarded(size_t index, int64_t offset_bytes, int64_t size_bytes) {
+    const Bytes guards(offset_bytes + size_bytes + kGuardElements * int64_t{sizeof(double)},
+                       kGuard);
+    std::byte* data = Memory(index, guards.size());
+    EXPECT_THAT(stream_->CopyFromHost(data, guards.data(), guards.size()), IsOk());
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+    return data + offset_bytes;
+  }
+
+  // The byte at `offset_bytes` of a block, from where on it holds `bytes`.
+  const std::byte* Holding(size_t index, int64_t offset_bytes, const Bytes& bytes,
+                           int64_t size_bytes) {
+    std::byte* data = Memory(index, offset_bytes + size_bytes) + offset_bytes;
+    EXPECT_THAT(stream_->CopyFromHost(data, bytes.data(), size_bytes), IsOk());
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+    return data;
+  }
+
+  Bytes Read(size_t index, int64_t size_bytes) {
+    Bytes bytes(size_bytes);
+    EXPECT_THAT(stream_->CopyToHost(bytes.data(), Memory(index, 0), size_bytes), IsOk());
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+    return bytes;
+  }
+
   Device& device_;
   const std::unique_ptr<DeviceStream> stream_;
   std::vector<std::shared_ptr<Block>> blocks_;
 };
+
+// Bit for bit, but for the bits of NaNs.
+inline bool IsSame(float a, float b) {
+  return std::isnan(a) ? std::isnan(b) : std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b);
+}
+
+// What has changed of the guards around the bytes [begin, end); empty if nothing has.
+inline std::string GuardMisses(const Bytes& memory, int64_t begin, int64_t end) {
+  const auto is_guard = [](std::byte byte) { return byte == kGuard; };
+  std::string misses;
+  if (!std::all_of(memory.begin(), memory.begin() + begin, is_guard)) {
+    absl::StrAppend(&misses, "memory before it has changed\n");
+  }
+  if (!std::all_of(memory.begin() + end, memory.end(), is_guard)) {
+    absl::StrAppend(&misses, "memory behind it has changed\n");
+  }
+  return misses;
+}
 
 // Empty if `folded` holds, for each target, what the definition says and nothing around it has
 // changed; else the first misses.
@@ -259,39 +366,36 @@ inline std::string Misses(const Folded& folded, Dtype dtype, const Bytes& source
   for (size_t t = 0; t < targets.size(); ++t) {
     const auto& [kind, update_weight, offset] = targets[t];
     const int64_t size = StoredSize(kind, dtype);
-    const std::byte* next = folded.next[t].data() + offset * size;
-    const auto is_guard = [](std::byte byte) { return byte == kGuard; };
-    if (!std::all_of(folded.next[t].data(), next, is_guard)) {
-      absl::StrAppend(&misses, "target ", t, ": memory before it has changed\n");
+    const int64_t begin = offset * size;
+    std::string around = GuardMisses(folded.next[t], begin, begin + count * size);
+    Bytes current_low;
+    if (IsCompensated(kind)) {
+      around += GuardMisses(folded.next_low[t], begin, begin + count * size);
     }
-    if (!std::all_of(next + count * size, next + (count + kGuardElements) * size, is_guard)) {
-      absl::StrAppend(&misses, "target ", t, ": memory behind it has changed\n");
-    }
+    if (kind == Kind::kAverageCompensated) current_low = LowParts(current, count);
+    if (!around.empty()) absl::StrAppend(&misses, "target ", t, ": ", around);
     for (int64_t i = 0; i < count && miss_count < 5; ++i) {
       const std::byte* element = source.data() + i * DtypeSize(dtype);
+      const std::byte* next = folded.next[t].data() + begin + i * size;
       if (kind == Kind::kCopy) {
-        if (std::memcmp(next + i * size, element, size) == 0) continue;
+        if (std::memcmp(next, element, size) == 0) continue;
         absl::StrAppend(&misses, "target ", t, ", element ", i, ": not copied\n");
         ++miss_count;
         continue;
       }
-      const float param = ValueOf(dtype, element);
-      float expected = param;
-      float ema = 0;
-      if (kind == Kind::kAverage) {
-        ema = Get<float>(current.data() + i * size);
-        expected = std::fma(update_weight, param - ema, ema);
-      }
-      const float got = Get<float>(next + i * size);
-      if (std::isnan(expected)
-              ? std::isnan(got)
-              : std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected)) {
-        continue;
-      }
-      absl::StrAppend(&misses, "target ", t, ", element ", i, " of ", count, ": e ", ema, ", p ",
-                      param, ", w ", update_weight, ": expected ", expected, " (",
-                      absl::Hex(std::bit_cast<uint32_t>(expected)), "), got ", got, " (",
-                      absl::Hex(std::bit_cast<uint32_t>(got)), ")\n");
+      Stored before;
+      if (IsAverage(kind)) before.high = Get<float>(current.data() + i * size);
+      if (kind == Kind::kAverageCompensated) before.low = Get<float>(current_low.data() + i * size);
+      const Stored expected = Expected(kind, dtype, element, before, update_weight);
+      Stored got = {Get<float>(next)};
+      if (IsCompensated(kind)) got.low = Get<float>(folded.next_low[t].data() + begin + i * size);
+      if (IsSame(expected.high, got.high) && IsSame(expected.low, got.low)) continue;
+      absl::StrAppend(&misses, "target ", t, ", element ", i, " of ", count, ": e ", before.high,
+                      " + ", before.low, ", p ", DoubleOf(dtype, element), ", w ", update_weight,
+                      ": expected ", expected.high, " (",
+                      absl::Hex(std::bit_cast<uint32_t>(expected.high)), ") + ", expected.low,
+                      ", got ", got.high, " (", absl::Hex(std::bit_cast<uint32_t>(got.high)),
+                      ") + ", got.low, "\n");
       ++miss_count;
     }
   }

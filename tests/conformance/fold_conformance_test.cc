@@ -55,7 +55,7 @@ TEST_P(FoldConformanceTest, EverySizeAndAlignmentOfTheSourceEqualsTheDefinition)
     for (const int64_t count : Sizes()) {
       for (int64_t misalignment = 0; misalignment < 8; ++misalignment) {
         if (count > 5000 && misalignment != count % 8) continue;
-        for (const Kind kind : {Kind::kAverage, Kind::kAssign, Kind::kCopy}) {
+        for (const Kind kind : kAllKinds) {
           const std::vector<Target> targets = {{kind, 0.1f}};
           const Folded folded = folder_.Fold(dtype, source, count, current, targets, misalignment);
           ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "")
@@ -75,7 +75,7 @@ TEST_P(FoldConformanceTest, EveryAlignmentOfTheTargetEqualsTheDefinition) {
     const Bytes current = RandomElements(Dtype::kFloat32, 16500, 4);
     for (const int64_t count : {5, 40, 2047, 2048, 16384, 16500}) {
       for (int64_t offset = 0; offset < 33; ++offset) {
-        for (const Kind kind : {Kind::kAverage, Kind::kAssign, Kind::kCopy}) {
+        for (const Kind kind : kAllKinds) {
           const std::vector<Target> targets = {{kind, 0.25f, offset}};
           const Folded folded = folder_.Fold(dtype, source, count, current, targets, offset % 3);
           ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "")
@@ -91,9 +91,10 @@ TEST_P(FoldConformanceTest, ManyTargetsAtOnceEqualTheDefinition) {
     SCOPED_TRACE(DtypeName(dtype));
     const Bytes source = RandomElements(dtype, 70000, 5);
     const Bytes current = RandomElements(Dtype::kFloat32, 70000, 6);
-    const std::vector<Target> targets = {{Kind::kAverage, 1e-4f, 3}, {Kind::kCopy, 1, 1},
-                                         {Kind::kAverage, 0.5f, 0},  {Kind::kAssign, 1, 3},
-                                         {Kind::kAverage, 0.9f, 5},  {Kind::kAssign, 1, 0}};
+    const std::vector<Target> targets = {
+        {Kind::kAverage, 1e-4, 3}, {Kind::kCopy, 1, 1},   {Kind::kAverageCompensated, 1e-4, 3},
+        {Kind::kAverage, 0.5, 0},  {Kind::kAssign, 1, 3}, {Kind::kAssignCompensated, 1, 5},
+        {Kind::kAverage, 0.9, 5},  {Kind::kAssign, 1, 0}, {Kind::kAverageCompensated, 0.9, 0}};
     for (const int64_t count : {1, 15, 1000, 2050, 16384, 70000}) {
       const Folded folded = folder_.Fold(dtype, source, count, current, targets, 1);
       ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "");
@@ -106,12 +107,76 @@ TEST_P(FoldConformanceTest, EveryWeightEqualsTheDefinition) {
     SCOPED_TRACE(DtypeName(dtype));
     const Bytes source = RandomElements(dtype, 20000, 7);
     const Bytes current = RandomElements(Dtype::kFloat32, 20000, 8);
-    for (const float weight : {0.0f, 1e-45f, 1e-40f, 1e-30f, 0x1p-25f, 0x1p-24f, 1e-6f, 1 / 3.0f,
-                               0.5f, 0.9999f, 0x1.fffffep-1f, 1.0f}) {
-      const std::vector<Target> targets = {{Kind::kAverage, weight}};
+    for (const double weight : {0.0, 1e-300, 1e-45, 1e-40, 1e-30, 0x1p-25, 0x1p-24, 1e-6, 1 / 3.0,
+                                0.5, 0.9999, 0x1.fffffep-1, 1 - 0x1p-53, 1.0}) {
+      const std::vector<Target> targets = {{Kind::kAverage, weight},
+                                           {Kind::kAverageCompensated, weight}};
       const Folded folded = folder_.Fold(dtype, source, 20000, current, targets);
       ASSERT_EQ(Misses(folded, dtype, source, 20000, current, targets), "");
     }
+  }
+}
+
+TEST_P(FoldConformanceTest, InPlaceEqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    const Bytes source = RandomElements(dtype, 70000, 30);
+    const Bytes current = RandomElements(Dtype::kFloat32, 70000, 31);
+    for (const Kind kind : {Kind::kAverage, Kind::kAverageCompensated}) {
+      for (const int64_t count : Sizes()) {
+        for (const int64_t offset : {0, 1, 16}) {
+          const std::vector<Target> targets = {{kind, 0.1, offset}};
+          const Folded folded =
+              folder_.Fold(dtype, source, count, current, targets, count % 8, {}, true);
+          ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "")
+              << "kind " << static_cast<int>(kind) << ", offset " << offset;
+        }
+      }
+    }
+  }
+}
+
+// Every pair of an average, its low part and a pushed value of a kind of its own.
+TEST_P(FoldConformanceTest, SpecialAveragesEqualTheDefinition) {
+  const float specials[] = {0.0f,
+                            -0.0f,
+                            0x1p-149f,  // The least.
+                            -0x1.fffffcp-127f,
+                            0x1p-126f,
+                            1.0f,
+                            -0x1.fffffep0f,
+                            0x1.fffffep127f,  // The largest.
+                            -0x1.fffffep127f,
+                            HUGE_VALF,
+                            -HUGE_VALF,
+                            NAN};
+  Bytes current;
+  Bytes float_source;
+  Bytes double_source;
+  const auto append = [](Bytes& bytes, const Bytes& value) {
+    bytes.insert(bytes.end(), value.begin(), value.end());
+  };
+  for (const float ema : specials) {
+    for (const float param : specials) {
+      for (int repeats = 0; repeats < 20; ++repeats) {  // Each has another low part.
+        append(current, BytesOf(ema));
+        append(float_source, BytesOf(param));
+        // Next to it, or half-way to the next float32; beyond the largest that is infinite.
+        const double step = std::ldexp(static_cast<double>(param), repeats < 10 ? -25 : -53);
+        append(double_source, BytesOf(static_cast<double>(param) + (repeats % 3 - 1) * step));
+      }
+    }
+  }
+  const int64_t count = std::ssize(current) / int64_t{sizeof(float)};
+  for (const double weight : {0.0, 1e-6, 0.5, 1.0}) {
+    std::vector<Target> targets;
+    for (const Kind kind : kAllKinds) targets.push_back({kind, weight});
+    ASSERT_EQ(Misses(folder_.Fold(Dtype::kFloat32, float_source, count, current, targets),
+                     Dtype::kFloat32, float_source, count, current, targets),
+              "");
+    ASSERT_EQ(Misses(folder_.Fold(Dtype::kFloat64, double_source, count, current, targets),
+                     Dtype::kFloat64, double_source, count, current, targets),
+              "");
   }
 }
 
@@ -121,7 +186,8 @@ TEST_P(FoldConformanceTest, ResultsDoNotDependOnHowTheRangeIsCut) {
     const int64_t count = 60000;
     const Bytes source = RandomElements(dtype, count, 9);
     const Bytes current = RandomElements(Dtype::kFloat32, count, 10);
-    const std::vector<Target> targets = {{Kind::kAverage, 0.01f, 2}, {Kind::kCopy, 1, 0}};
+    const std::vector<Target> targets = {
+        {Kind::kAverage, 0.01, 2}, {Kind::kCopy, 1, 0}, {Kind::kAverageCompensated, 0.01, 1}};
     const Folded whole = folder_.Fold(dtype, source, count, current, targets);
     std::mt19937_64 random(11);
     for (int round = 0; round < 20; ++round) {
@@ -132,6 +198,7 @@ TEST_P(FoldConformanceTest, ResultsDoNotDependOnHowTheRangeIsCut) {
       }
       const Folded pieces = folder_.Fold(dtype, source, count, current, targets, round % 8, cuts);
       ASSERT_EQ(pieces.next, whole.next) << cuts.size() << " cuts";
+      ASSERT_EQ(pieces.next_low, whole.next_low) << cuts.size() << " cuts";
     }
   }
 }
@@ -187,6 +254,48 @@ TEST_P(FoldConformanceTest, AnAverageOfItsOwnValueStaysBitForBit) {
   }
 }
 
+TEST_P(FoldConformanceTest, ACompensatedAverageOfItsOwnValueStays) {
+  constexpr int64_t kCount = 10000;
+  constexpr int64_t kSizeBytes = kCount * int64_t{sizeof(float)};
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(4 * kSizeBytes));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  const auto part = [&](int index) { return block->data() + index * kSizeBytes; };
+  for (const Dtype dtype : kFloatDtypes) {
+    SCOPED_TRACE(DtypeName(dtype));
+    Bytes source = RandomElements(dtype, kCount, 28);
+    for (int64_t i = 0; i < kCount; ++i) {
+      std::byte* element = source.data() + i * DtypeSize(dtype);
+      if (DoubleOf(dtype, element) == 0) std::memset(element, 0, DtypeSize(dtype));  // As above.
+    }
+    const FoldTarget first = {Kind::kAssignCompensated, 1, nullptr, part(0), nullptr, part(1)};
+    ASSERT_THAT(stream->Fold({dtype, source.data(), kCount, {&first, 1}}), IsOk());
+    for (const double weight : {1e-300, 1e-9, 1e-4, 0.3, 1.0}) {
+      const FoldTarget update = {
+          Kind::kAverageCompensated, weight, part(0), part(2), part(1), part(3)};
+      ASSERT_THAT(stream->Fold({dtype, source.data(), kCount, {&update, 1}}), IsOk());
+      std::vector<float> before(2 * kCount);
+      std::vector<float> after(2 * kCount);
+      ASSERT_THAT(
+          stream->CopyToHost(reinterpret_cast<std::byte*>(before.data()), part(0), 2 * kSizeBytes),
+          IsOk());
+      ASSERT_THAT(
+          stream->CopyToHost(reinterpret_cast<std::byte*>(after.data()), part(2), 2 * kSizeBytes),
+          IsOk());
+      ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+      if (dtype != Dtype::kFloat64) {
+        ASSERT_EQ(std::memcmp(before.data(), after.data(), 2 * kSizeBytes), 0) << weight;
+      }
+      for (int64_t i = 0; i < kCount; ++i) {
+        // What a float64 has beyond the two float32 may have rounded the low part to exactly half a
+        // unit of the high one: then the same sum has two forms.
+        ASSERT_EQ(double{before[i]} + double{before[kCount + i]},
+                  double{after[i]} + double{after[kCount + i]})
+            << "element " << i << ", weight " << weight;
+      }
+    }
+  }
+}
+
 TEST_P(FoldConformanceTest, CopyKeepsBitsAndAssignKeepsValuesOfEveryPattern) {
   for (const Dtype dtype : kFloatDtypes) {
     SCOPED_TRACE(DtypeName(dtype));
@@ -200,7 +309,8 @@ TEST_P(FoldConformanceTest, CopyKeepsBitsAndAssignKeepsValuesOfEveryPattern) {
       const uint64_t bits = high | (size == 2 ? 0 : random() >> (64 - (8 * size - 16)));
       std::memcpy(source.data() + i * size, &bits, size);
     }
-    const std::vector<Target> targets = {{Kind::kAssign, 1, 1}, {Kind::kCopy, 1, 3}};
+    const std::vector<Target> targets = {
+        {Kind::kAssign, 1, 1}, {Kind::kCopy, 1, 3}, {Kind::kAssignCompensated, 1, 0}};
     const Folded folded = folder_.Fold(dtype, source, count, {}, targets);
     EXPECT_EQ(Misses(folded, dtype, source, count, {}, targets), "");
     EXPECT_TRUE(folded.non_finite.has_value() || folded.non_finite_said_later);
@@ -228,6 +338,8 @@ TEST_P(FoldConformanceTest, AValueThatIsNotFiniteIsReportedAtEveryPosition) {
                                                            {{Kind::kAverage, 0.1f, 1}},
                                                            {{Kind::kAssign}},
                                                            {{Kind::kCopy}},
+                                                           {{Kind::kAverageCompensated, 0.1, 1}},
+                                                           {{Kind::kAssignCompensated}},
                                                            {{Kind::kCopy}, {Kind::kAverage}}};
     for (const int64_t count : {1, 17, 70, 5000}) {
       for (const std::vector<Target>& targets : target_lists) {
@@ -251,8 +363,9 @@ TEST_P(FoldConformanceTest, EachKindOfValueThatIsNotFiniteIsReported) {
     for (const Bytes& bad : NonFiniteElements(dtype)) {
       Bytes source = RandomElements(dtype, 40, 17);
       std::memcpy(source.data() + 21 * size, bad.data(), size);
-      ExpectNonFiniteAt(folder_.Fold(dtype, source, 40, source, {{Kind::kAssign}}), 21);
-      ExpectNonFiniteAt(folder_.Fold(dtype, source, 40, source, {{Kind::kCopy}}), 21);
+      for (const Kind kind : {Kind::kAssign, Kind::kCopy, Kind::kAssignCompensated}) {
+        ExpectNonFiniteAt(folder_.Fold(dtype, source, 40, source, {{kind}}), 21);
+      }
     }
   }
 }
@@ -313,8 +426,9 @@ TEST_P(FoldConformanceTest, AnOverflowingAverageIsNotReported) {
       const Bytes value = BytesOf(i % 2 == 0 ? 3.4e38f : -3.4e38f);
       current.insert(current.end(), value.begin(), value.end());
     }
-    const Folded folded = folder_.Fold(dtype, source, 64, current, {{Kind::kAverage, 2.5f}});
-    EXPECT_EQ(Misses(folded, dtype, source, 64, current, {{Kind::kAverage, 2.5f}}), "");
+    const std::vector<Target> targets = {{Kind::kAverage, 2.5}, {Kind::kAverageCompensated, 2.5}};
+    const Folded folded = folder_.Fold(dtype, source, 64, current, targets);
+    EXPECT_EQ(Misses(folded, dtype, source, 64, current, targets), "");
     EXPECT_EQ(folded.non_finite, std::nullopt);
   }
 }
@@ -328,13 +442,19 @@ TEST(FoldScalarTest, EqualsTheDefinition) {
     const Bytes bad = NonFiniteElements(dtype).back();
     std::copy(bad.begin(), bad.end(), source.begin() + 2000 * DtypeSize(dtype));
     const Bytes current = RandomElements(Dtype::kFloat32, count, 27);
-    const std::vector<Target> targets = {{Kind::kAverage, 0.3f}, {Kind::kAssign}, {Kind::kCopy}};
+    const Bytes current_low = LowParts(current, count);
+    std::vector<Target> targets;
+    for (const Kind kind : kAllKinds) targets.push_back({kind, 0.3});
     Folded folded;
+    folded.next_low.resize(targets.size());
     std::vector<FoldTarget> fold_targets;
     for (const Target& target : targets) {
       Bytes& next = folded.next.emplace_back(
           (count + kGuardElements) * StoredSize(target.kind, dtype), kGuard);
-      fold_targets.push_back({target.kind, target.update_weight, current.data(), next.data()});
+      Bytes& next_low = folded.next_low[fold_targets.size()];
+      if (IsCompensated(target.kind)) next_low = next;
+      fold_targets.push_back({target.kind, target.update_weight, current.data(), next.data(),
+                              current_low.data(), next_low.data()});
     }
     EXPECT_EQ(FoldScalar({dtype, source.data(), count, fold_targets}), 2000);
     EXPECT_EQ(Misses(folded, dtype, source, count, current, targets), "");

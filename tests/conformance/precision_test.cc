@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is left of an average after 10^5 updates: plain and compensated, against float64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <iostream>
+#include <ostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/device/device.h"
+#include "server/device/ema_kernel.h"
+#include "tests/conformance/device_testing.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kCount = 64;
+constexpr int kUpdates = 100'000;
+
+struct PrecisionCase {
+  std::string name;
+  double decay;
+  bool is_step;  // All weights go from 1 to 1.01 at once and stay. Else: each walks at random.
+
+  friend void PrintTo(const PrecisionCase& test, std::ostream* out) { *out << test.name; }
+};
+
+class PrecisionTest : public testing::TestWithParam<PrecisionCase> {};
+
+INSTANTIATE_TEST_SUITE_P(All, PrecisionTest,
+                         testing::ValuesIn(std::vector<PrecisionCase>{
+                             {"Walk4Nines", 0.9999, false},
+                             {"Walk5Nines", 0.99999, false},
+                             {"Walk6Nines", 0.999999, false},
+                             {"Step4Nines", 0.9999, true},
+                             {"Step5Nines", 0.99999, true},
+                             {"Step6Nines", 0.999999, true}}),
+                         [](const auto& test) { return test.param.name; });
+
+TEST_P(PrecisionTest, CompensatedAveragesDoNotStall) {
+  const auto& [name, decay, is_step] = GetParam();
+  const double weight = 1 - decay;
+  std::vector<float> params(kCount, 1.0f);
+  std::vector<float> plain = params;
+  std::vector<float> high = params;
+  std::vector<float> low(kCount, 0.0f);
+  std::vector<double> exact(kCount, 1.0);
+  if (is_step) std::fill(params.begin(), params.end(), 1.01f);
+
+  const auto bytes = [](std::vector<float>& values) {
+    return reinterpret_cast<std::byte*>(values.data());
+  };
+  const FoldTarget targets[] = {
+      {Kind::kAverage, weight, bytes(plain), bytes(plain)},
+      {Kind::kAverageCompensated, weight, bytes(high), bytes(high), bytes(low), bytes(low)}};
+  std::mt19937 random(29);
+  std::uniform_real_distribution<float> steps(-1e-3f, 1e-3f);
+  for (int update = 0; update < kUpdates; ++update) {
+    for (int64_t i = 0; i < kCount; ++i) {
+      if (!is_step) params[i] += steps(random);
+      exact[i] += weight * (params[i] - exact[i]);
+    }
+    FoldOnCpu({Dtype::kFloat32, bytes(params), kCount, targets});
+  }
+
+  double plain_error = 0;
+  double compensated_error = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const double scale = std::abs(exact[i]);
+    plain_error = std::max(plain_error, std::abs(plain[i] - exact[i]) / scale);
+    compensated_error =
+        std::max(compensated_error, std::abs(double{high[i]} + double{low[i]} - exact[i]) / scale);
+  }
+  RecordProperty("plain_relative_error", absl::StrCat(plain_error));
+  RecordProperty("compensated_relative_error", absl::StrCat(compensated_error));
+  std::cout << name << ": largest relative error after " << kUpdates << " updates: plain "
+            << plain_error << ", compensated " << compensated_error << "\n";
+  EXPECT_LT(compensated_error, 1e-9);
+  // Else this test shows nothing.
+  EXPECT_GT(plain_error, decay < 0.99999 ? 1e-7 : 1e-5);
+}
+
+}  // namespace
+}  // namespace ema
