@@ -30,6 +30,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                                : (total_bytes - std::min(window_bytes, total_bytes / 2)) / 5 * 4;
   store_options.model.block_bytes = options.block_bytes;
   store_options.model.incarnation = IncarnationWithoutStore(begin);
+  store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
   if (!options.data_dir.empty()) {
     EMA_ASSIGN_OR_RETURN(server->checkpoints_,
                          CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir}));

@@ -55,13 +55,38 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
   EMA_ASSIGN_OR_RETURN(const Manifest manifest, ManifestOfFile(options.file));
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult result,
                        session.client->CreateModel(options.model, manifest, options.tracks,
-                                                   options.max_pinned_versions, session.timeout));
+                                                   options.model_options, session.timeout));
   if (session.json) {
     PrintJson({{"created", result.created}, {"model", ToJson(result.model)}});
   } else {
     Print(absl::StrCat(result.created ? "created " : "exists already: ", result.model.name, ", ",
                        result.model.manifest.tensor_count(), " tensors, ",
                        FormatBytes(result.model.reserved_bytes), " reserved\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Update(const Session& session, const UpdateOptions& options) {
+  Client::ModelChanges changes = options.changes;
+  if (!changes.put.empty()) {
+    EMA_ASSIGN_OR_RETURN(const ModelInfo before,
+                         session.client->GetModel(options.model, session.timeout));
+    // The command line says schedules; the rest of a track stays as it is.
+    for (TrackConfig& put : changes.put) {
+      for (const TrackConfig& track : before.pending_tracks.value_or(before.tracks)) {
+        if (track.name != put.name) continue;
+        const Schedule schedule = put.schedule;
+        put = track;
+        put.schedule = schedule;
+      }
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(const ModelInfo info,
+                       session.client->UpdateModel(options.model, changes, session.timeout));
+  if (session.json) {
+    PrintJson(ToJson(info));
+  } else {
+    Print(DescribeModel(info));
   }
   return absl::OkStatus();
 }

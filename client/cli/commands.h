@@ -26,10 +26,16 @@ struct Session {
 struct CreateOptions {
   std::string model;
   std::string file;  // Safetensors; only its header is read.
-  std::vector<TrackSpec> tracks;
-  int64_t max_pinned_versions = 0;
+  std::vector<TrackConfig> tracks;
+  Client::ModelOptions model_options;
 };
 absl::Status Create(const Session& session, const CreateOptions& options);
+
+struct UpdateOptions {
+  std::string model;
+  Client::ModelChanges changes;
+};
+absl::Status Update(const Session& session, const UpdateOptions& options);
 
 absl::Status List(const Session& session);
 absl::Status Describe(const Session& session, const std::string& model);

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// emactl: makes, lists, watches and pulls the models of an EMA server.
+// emactl: makes, lists, watches and pulls the models of an EMA server, and explains schedules.
 #include <malloc.h>
 #include <signal.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
+#include "client/cli/explain.h"
 #include "client/cli/track_option.h"
 #include "ema/client.h"
 
 namespace {
 
+using ema::Schedule;
 using ema::cli::Session;
 
 constexpr char kFooter[] =
@@ -25,6 +29,11 @@ constexpr char kFooter[] =
     "(invalid, exists otherwise, not in this state, no room); 5 no server, or no answer in time; "
     "130\n"
     "interrupted. An error goes to stderr; with --json as {\"error\": {code, reason, message}}.\n";
+
+constexpr char kTrackHelp[] =
+    "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
+    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them); "
+    "repeatable";
 
 volatile sig_atomic_t interrupted = 0;
 void OnSignal(int) { interrupted = 1; }
@@ -60,9 +69,31 @@ struct Options {
   bool yes = false;
   std::vector<std::string> tracks;
   ema::cli::CreateOptions create;
+  ema::cli::UpdateOptions update;
   ema::cli::WatchOptions watch;
   ema::cli::PullOptions pull;
+  ema::cli::ExplainOptions explain;
 };
+
+// Declares `explain`, with an option for each field of a schedule.
+void AddExplain(CLI::App* sub, Options& options) {
+  Schedule::Fields& fields = options.explain.fields;
+  for (const ema::cli::ScheduleOption& option : ema::cli::ScheduleOptions()) {
+    const std::string field = option.field;
+    std::string name = "--" + field;
+    std::replace(name.begin(), name.end(), '_', '-');
+    if (option.is_flag) {
+      sub->add_flag_callback(
+          name, [&fields, field] { fields.emplace_back(field, "true"); }, option.help);
+    } else {
+      sub->add_option_function<std::string>(
+          name, [&fields, field](const std::string& value) { fields.emplace_back(field, value); },
+          option.help);
+    }
+  }
+  sub->add_option("--total", options.explain.total,
+                  "The whole training in the unit of the interval, for times in dur");
+}
 
 // Declares the commands. The one that is given is stored in `run`.
 void AddCommands(CLI::App& app, Options& options,
@@ -87,15 +118,25 @@ void AddCommands(CLI::App& app, Options& options,
   sub->add_option("--from", options.create.file,
                   "Safetensors file with tensors of the model's names, dtypes and shapes")
       ->required();
-  sub->add_option("--track", options.tracks,
-                  "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=smoothing:0.99; with "
-                  ",interval=10ba behind it if it is not to be updated at every batch; repeatable")
-      ->required()
-      ->take_all()
-      ->check(CheckTrack);
-  sub->add_option("--max-pinned", options.create.max_pinned_versions,
+  sub->add_option("--track", options.tracks, kTrackHelp)->required()->take_all()->check(CheckTrack);
+  sub->add_option("--max-pinned", options.create.model_options.max_pinned_versions,
                   "Versions that readers may hold at once (default: the server's)")
       ->check(CLI::Range(1, 64));
+
+  sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
+    for (const std::string& text : options.tracks) {
+      options.update.changes.put.push_back(*ema::cli::ParseTrackOption(text));
+    }
+    return ema::cli::Update(session, options.update);
+  });
+  add_model(sub, options.update.model);
+  sub->add_option("--track", options.tracks, kTrackHelp)->take_all()->check(CheckTrack);
+  sub->add_option("--remove", options.update.changes.remove, "Name of a track to forget")
+      ->take_all();
+  sub->add_option("--pause", options.update.changes.pause, "Name of a track to leave as it is")
+      ->take_all();
+  sub->add_option("--resume", options.update.changes.resume, "Name of a paused track to go on with")
+      ->take_all();
 
   add("list", "List the models", [](const Session& session) { return ema::cli::List(session); });
 
@@ -132,6 +173,11 @@ void AddCommands(CLI::App& app, Options& options,
             [&](const Session& session) { return ema::cli::Delete(session, options.model); });
   add_model(sub, options.model);
   sub->add_flag("--yes", options.yes, "Really")->required();
+
+  sub =
+      add("explain", "Show what a schedule does, such as --half-life 1000ba; needs no server",
+          [&](const Session& session) { return ema::cli::Explain(options.explain, session.json); });
+  AddExplain(sub, options);
 }
 
 }  // namespace
@@ -168,14 +214,18 @@ int main(int argc, char** argv) {
   CatchSignals();
   Session session{.json = options.json, .has_timeout = timeout->count() > 0};
   absl::ParseDuration(options.timeout, &session.timeout);
-  const auto client = ema::Client::Create(
-      options.server,
-      {.timeout = session.timeout, .is_interrupted = [] { return interrupted != 0; }});
-  if (!client.ok()) {
-    ema::cli::PrintError(client.status(), options.json);
-    return ema::cli::kExitUsage;
+  std::unique_ptr<ema::Client> client;
+  if (!app.got_subcommand("explain")) {
+    auto created = ema::Client::Create(
+        options.server,
+        {.timeout = session.timeout, .is_interrupted = [] { return interrupted != 0; }});
+    if (!created.ok()) {
+      ema::cli::PrintError(created.status(), options.json);
+      return ema::cli::kExitUsage;
+    }
+    client = *std::move(created);
+    session.client = client.get();
   }
-  session.client = client->get();
   const absl::Status status = run(session);
   if (!status.ok()) ema::cli::PrintError(status, options.json);
   return ema::cli::ExitCode(status);

@@ -38,7 +38,7 @@ Json ToJson(const TrainingTime& time) {
 }
 
 std::string JoinTracks(const ModelInfo& model) {
-  return absl::StrJoin(model.tracks, ", ", [](std::string* out, const TrackSpec& track) {
+  return absl::StrJoin(model.tracks, ", ", [](std::string* out, const TrackConfig& track) {
     absl::StrAppend(out, track.name);
   });
 }
@@ -56,7 +56,10 @@ Json ToJson(const Version& version) {
                       {"updated", track.updated},
                       {"update_weight", track.update_weight},
                       {"elapsed", track.elapsed},
-                      {"update_count", track.update_count}});
+                      {"update_count", track.update_count},
+                      {"window_steps", track.window_steps},
+                      {"config", track.config},
+                      {"stall_gap", track.stall_gap}});
   }
   return {{"incarnation", version.incarnation},
           {"version", version.number},
@@ -65,34 +68,49 @@ Json ToJson(const Version& version) {
           {"run_epoch", version.run_epoch},
           {"commit_time",
            absl::FormatTime(absl::RFC3339_full, version.commit_time, absl::UTCTimeZone())},
-          {"tracks", std::move(tracks)}};
+          {"tracks", std::move(tracks)},
+          {"skipped_tensor_count", version.skipped_tensor_count},
+          {"skipped_tensors", version.skipped_tensors}};
 }
 
 Json ToJson(const TensorSpec& spec) {
-  return {
-      {"name", spec.name}, {"dtype", std::string(DtypeName(spec.dtype))}, {"shape", spec.shape}};
+  return {{"name", spec.name},
+          {"dtype", std::string(DtypeName(spec.dtype))},
+          {"shape", spec.shape},
+          {"is_buffer", spec.is_buffer},
+          {"aliases", spec.aliases}};
 }
 
-Json ToJson(const TrackSpec& track) {
-  Json json = Json::object({{"name", track.name}});
-  const Schedule::Rule& rule = track.schedule.rule();
-  if (const auto* half_life = std::get_if<HalfLifeRule>(&rule)) {
-    json["half_life"] = half_life->half_life.ToString();
-  } else if (const auto* constant = std::get_if<ConstantDecayRule>(&rule)) {
-    json["smoothing"] = constant->smoothing;
-  } else {
-    json["copy"] = true;
+Json ToJson(const TrackConfig& track) {
+  Json schedule = Json::object();
+  for (const auto& [field, value] : track.schedule.ToFields()) schedule[field] = value;
+  Json rules = Json::array();
+  for (const TensorRule& rule : track.tensor_rules) {
+    rules.push_back(
+        {{"pattern", rule.pattern}, {"action", std::string(TensorActionName(rule.action))}});
   }
   const TrainingDuration interval = track.schedule.update_interval();
-  json["update_interval"] = interval.value > 0 ? Json(interval.ToString()) : Json();
-  return json;
+  return {{"name", track.name},
+          {"schedule", std::move(schedule)},
+          {"update_interval", interval.value > 0 ? Json(interval.ToString()) : Json()},
+          {"tensor_rules", std::move(rules)},
+          {"buffers", std::string(TensorActionName(track.buffers))},
+          {"compensated", track.compensated},
+          {"paused", track.paused}};
 }
 
 Json ToJson(const ModelInfo& model) {
   Json tracks = Json::array();
-  for (const TrackSpec& track : model.tracks) tracks.push_back(ToJson(track));
+  for (const TrackConfig& track : model.tracks) tracks.push_back(ToJson(track));
+  Json pending;
+  if (model.pending_tracks.has_value()) {
+    pending = Json::array();
+    for (const TrackConfig& track : *model.pending_tracks) pending.push_back(ToJson(track));
+  }
   Json json = {{"name", model.name},
                {"tracks", std::move(tracks)},
+               {"pending_tracks", std::move(pending)},
+               {"plan_revision", model.plan_revision},
                {"max_pinned_versions", model.max_pinned_versions},
                {"reserved_bytes", model.reserved_bytes},
                {"run_epoch", model.run_epoch},
@@ -168,14 +186,22 @@ std::string DescribeModel(const ModelInfo& model) {
     absl::StrAppend(&text, "nothing committed yet\n");
   }
   Table tracks({"TRACK", "SCHEDULE"});
-  for (const TrackSpec& track : model.tracks) {
-    tracks.Add({track.name, track.schedule.ToString()});
+  for (const TrackConfig& track : model.tracks) {
+    tracks.Add({track.name, TrackText(track)});
+  }
+  std::string pending;
+  if (model.pending_tracks.has_value()) {
+    Table table({"FROM THE NEXT COMMIT", "SCHEDULE"});
+    for (const TrackConfig& track : *model.pending_tracks) {
+      table.Add({track.name, TrackText(track)});
+    }
+    pending = absl::StrCat("\n", table.ToString());
   }
   Table tensors({"TENSOR", "TYPE", "SIZE"});
   for (const TensorSpec& tensor : model.manifest.tensors()) {
     tensors.Add({tensor.name, tensor.TypeString(), FormatBytes(tensor.byte_count())});
   }
-  return absl::StrCat(text, "\n", tracks.ToString(), "\n", tensors.ToString());
+  return absl::StrCat(text, "\n", tracks.ToString(), pending, "\n", tensors.ToString());
 }
 
 }  // namespace ema::cli

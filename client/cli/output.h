@@ -16,7 +16,7 @@ using Json = nlohmann::ordered_json;
 
 Json ToJson(const Version& version);
 Json ToJson(const TensorSpec& spec);
-Json ToJson(const TrackSpec& track);
+Json ToJson(const TrackConfig& track);
 // Without the tensors if the manifest is empty.
 Json ToJson(const ModelInfo& model);
 

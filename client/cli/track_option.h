@@ -11,10 +11,10 @@
 
 namespace ema::cli {
 
-// Reads "NAME=copy", "NAME=200ba" (a half-life) or "NAME=smoothing:0.99", each with
-// ",interval=10ba" behind it or not. INVALID_ARGUMENT: anything else; the message quotes `text` and
-// shows a right one.
-absl::StatusOr<TrackSpec> ParseTrackOption(std::string_view text);
+// Reads "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
+// "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". INVALID_ARGUMENT: anything else; the
+// message quotes `text` and shows a right one.
+absl::StatusOr<TrackConfig> ParseTrackOption(std::string_view text);
 
 }  // namespace ema::cli
 

@@ -14,7 +14,6 @@
 namespace ema {
 
 using client_internal::FromProto;
-using client_internal::ToProto;
 
 namespace {
 
@@ -49,20 +48,36 @@ Client::~Client() {
 
 absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view model,
                                                               const Manifest& manifest,
-                                                              absl::Span<const TrackSpec> tracks,
-                                                              int64_t max_pinned_versions,
+                                                              absl::Span<const TrackConfig> tracks,
+                                                              const ModelOptions& options,
                                                               absl::Duration timeout) {
   v1::CreateModelRequest request;
   request.set_model(std::string(model));
   ToProto(manifest, request.mutable_manifest());
-  for (const TrackSpec& track : tracks) ToProto(track, request.add_tracks());
-  request.set_max_pinned_versions(max_pinned_versions);
+  for (const TrackConfig& track : tracks) ToProto(track, request.add_tracks());
+  request.set_max_pinned_versions(options.max_pinned_versions);
+  request.set_non_finite(static_cast<v1::NonFinitePolicy>(options.non_finite));
   v1::CreateModelResponse response;
   EMA_RETURN_IF_ERROR(
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, &response, timeout));
   EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
   return CreateModelResult{std::move(info), response.created()};
+}
+
+absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const ModelChanges& changes,
+                                              absl::Duration timeout) {
+  v1::UpdateModelRequest request;
+  request.set_model(std::string(model));
+  for (const TrackConfig& track : changes.put) ToProto(track, request.add_put_tracks());
+  for (const std::string& name : changes.remove) request.add_remove_tracks(name);
+  for (const std::string& name : changes.pause) request.add_pause_tracks(name);
+  for (const std::string& name : changes.resume) request.add_resume_tracks(name);
+  v1::UpdateModelResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, &response, timeout));
+  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
+  return FromProto(response.model());
 }
 
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {

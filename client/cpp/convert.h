@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the structs of include/ema. A reply that no right server sends is
-// INTERNAL.
+// Between the wire's messages and the structs of include/ema/client.h; ema/v1/convert.h has the
+// others. A reply that no right server sends is INTERNAL.
 #ifndef EMA_CLIENT_CPP_CONVERT_H_
 #define EMA_CLIENT_CPP_CONVERT_H_
 
@@ -11,10 +11,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "ema/client.h"
+#include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
-#include "ema/v1/types.pb.h"
 
 namespace ema::client_internal {
 
@@ -28,19 +27,13 @@ absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail
 // INTERNAL.
 absl::Status MalformedReply(std::string_view what);
 
-void ToProto(const Manifest& manifest, v1::Manifest* proto);
-void ToProto(absl::Span<const Shard> shards, v1::RankLayout* proto);
-void ToProto(const TrackSpec& track, v1::Track* proto);
-void ToProto(const TrainingTime& time, v1::TrainingTime* proto);
-
-TrainingTime FromProto(const v1::TrainingTime& proto);
 Version FromProto(const v1::VersionRecord& proto);
-absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto);
-absl::StatusOr<TrackSpec> FromProto(const v1::Track& proto);
 // UNIMPLEMENTED: the model does not lie whole on the server that answered.
 absl::Status CheckPartitions(const v1::Model& proto);
 // Without tensors (as ListModels gives it): an empty manifest.
 absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto);
+// `known`: the plan whose tracks a reply to a push may leave out.
+absl::StatusOr<RunPlan> FromProto(const v1::PushPlan& proto, const RunPlan& known = {});
 absl::StatusOr<PullInfo> FromProto(const v1::PullHeader& proto);
 absl::StatusOr<PushProgress> FromProto(const v1::QueryPushResponse& proto);
 

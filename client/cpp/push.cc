@@ -57,6 +57,7 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
       step_(step),
       time_(time),
       shards_(std::move(shards)),
+      plan_revision_(run_->plan_revision()),
       start_(absl::Now()),
       deadline_(deadline),
       writer_(&run_->layout(), &run_->chunks(), shards_, &gate_),
@@ -76,48 +77,52 @@ void PendingPush::Impl::Start() {
 }
 
 void PendingPush::Impl::RunThread() {
-  absl::StatusOr<Version> result = Push();
+  absl::StatusOr<Committed> result = Push();
   gate_.HaveRead();
   DropSlices();
   if (!result.ok()) result = DropStep(result.status());
   connection_.reset();
-  if (result.ok()) run_->OnCommit(*result);
   absl::MutexLock lock(&mu_);
-  result_ = std::move(result);
+  if (result.ok()) {
+    run_->OnCommit(result->version, std::move(result->plan));
+    result_ = std::move(result->version);
+  } else {
+    result_ = result.status();
+  }
 }
 
-absl::StatusOr<Version> PendingPush::Impl::Push() {
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
   client_internal::Backoff backoff;
   while (true) {
-    absl::StatusOr<Version> version = Attempt();
-    if (version.ok() || !MayRetry(version.status())) return version;
-    const absl::Duration delay = backoff.Next(version.status());
+    absl::StatusOr<Committed> committed = Attempt();
+    if (committed.ok() || !MayRetry(committed.status())) return committed;
+    const absl::Duration delay = backoff.Next(committed.status());
     if (absl::Now() + delay >= deadline_) {
-      return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(version.status()),
+      return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
                        absl::StrCat(Name(), " did not succeed in time; last error: ",
-                                    version.status().message()));
+                                    committed.status().message()));
     }
-    SetCutOff(!ShowsServer(version.status()));
+    SetCutOff(!ShowsServer(committed.status()));
     // Holds the trainer, if it has not gone on, until it is clear what has to be sent again.
     (void)gate_.WantToRead();
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }
 
-absl::StatusOr<Version> PendingPush::Impl::Attempt() {
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
   if (has_begun_) {
-    EMA_ASSIGN_OR_RETURN(const std::optional<Version> version, FindWhatIsMissing());
-    if (version.has_value()) return *version;
+    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, FindWhatIsMissing());
+    if (committed.has_value()) return *std::move(committed);
   }
   return Send();
 }
 
-absl::StatusOr<std::optional<Version>> PendingPush::Impl::FindWhatIsMissing() {
-  EMA_ASSIGN_OR_RETURN(const PushProgress progress,
+absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::FindWhatIsMissing() {
+  EMA_ASSIGN_OR_RETURN(PushProgress progress,
                        run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
                                        &interrupt_, /*retry=*/true));
-  if (progress.state == PushProgress::State::kCommitted) return progress.version;
+  if (progress.state == PushProgress::State::kCommitted) return TakeCommitted(progress);
   if (progress.state == PushProgress::State::kOpen) {
     chunks_to_send_ = run_->chunks().ChunksIn(progress.missing);
   } else {
@@ -131,10 +136,10 @@ absl::StatusOr<std::optional<Version>> PendingPush::Impl::FindWhatIsMissing() {
                                   ": the connection broke before all bytes had arrived, "
                                   "and the weights had been released"));
   }
-  return std::optional<Version>();
+  return std::optional<Committed>();
 }
 
-absl::StatusOr<Version> PendingPush::Impl::Send() {
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
   client_internal::Call call(connection_, deadline_, &interrupt_);
   has_begun_ = true;
@@ -149,7 +154,9 @@ absl::StatusOr<Version> PendingPush::Impl::Send() {
   header->set_rank(run_->rank());
   header->set_layout_digest(run_->layout().digest());
   header->set_step(step_);
-  client_internal::ToProto(time_, header->mutable_time());
+  ToProto(time_, header->mutable_time());
+  // A server that was restarted has a plan of its own.
+  header->set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
   bool is_whole = stream.Write(message);
 
   int64_t sent_bytes = 0;
@@ -173,7 +180,8 @@ absl::StatusOr<Version> PendingPush::Impl::Send() {
     commit->set_digest(*digest);
   }
   EMA_ASSIGN_OR_RETURN(const v1::PushResponse response, stream.Finish(message));
-  return client_internal::FromProto(response.version());
+  EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
+  return Committed{client_internal::FromProto(response.version()), std::move(plan)};
 }
 
 bool PendingPush::Impl::MayRetry(const absl::Status& error) {
@@ -189,6 +197,10 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       if (!run_->rejoins() || std::exchange(has_rejoined_, true)) return false;
       run_->Rejoin();
       return true;
+    case ErrorReason::kPlanChanged:
+      // Whether this step is due is for the trainer to say, by the plan that joining again gives.
+      run_->Rejoin();
+      return false;
     case ErrorReason::kChunkCorrupt:
     case ErrorReason::kPushIncomplete:
       break;
@@ -220,7 +232,8 @@ void PendingPush::Impl::DropSlices() {
   }
 }
 
-absl::StatusOr<Version> PendingPush::Impl::DropStep(const absl::Status& error) {
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
+    const absl::Status& error) {
   const bool is_abandoned = interrupt_.fired();
   // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
   // begun.
@@ -234,10 +247,10 @@ absl::StatusOr<Version> PendingPush::Impl::DropStep(const absl::Status& error) {
           run_->QueryPush(step_, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
       if (progress.ok()) missing_ranks = progress->missing_ranks;
     }
-    const absl::StatusOr<PushProgress> progress =
+    absl::StatusOr<PushProgress> progress =
         run_->QueryPush(step_, /*abandon_if_unfinished=*/true, give_up, &never, /*retry=*/false);
     if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
-      return *progress->version;
+      return TakeCommitted(*progress);
     }
     if (!missing_ranks.empty()) {
       return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
@@ -248,6 +261,10 @@ absl::StatusOr<Version> PendingPush::Impl::DropStep(const absl::Status& error) {
   if (!is_abandoned) return error;
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                    absl::StrCat(Name(), ": abandoned by this rank"));
+}
+
+PendingPush::Impl::Committed PendingPush::Impl::TakeCommitted(PushProgress& progress) {
+  return {*std::move(progress.version), std::move(progress.plan)};
 }
 
 std::string PendingPush::Impl::Name() const {

@@ -51,23 +51,30 @@ class PendingPush::Impl {
   Stats stats() const;
 
  private:
+  // The version that the step has become, and which pushes are due from there on.
+  struct Committed {
+    Version version;
+    RunPlan plan;
+  };
+
   // All below but AwaitDone() and IsCutOff() belong to the thread.
   void RunThread();
   // Tries until it succeeds or fails for good.
-  absl::StatusOr<Version> Push();
-  absl::StatusOr<Version> Attempt();
+  absl::StatusOr<Committed> Push();
+  absl::StatusOr<Committed> Attempt();
   // Header, `chunks_to_send_`, commit.
-  absl::StatusOr<Version> Send();
+  absl::StatusOr<Committed> Send();
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
   // ABORTED, STEP_ABANDONED: what is missing may not be read any more.
-  absl::StatusOr<std::optional<Version>> FindWhatIsMissing();
+  absl::StatusOr<std::optional<Committed>> FindWhatIsMissing();
   // After an error: waits until gRPC holds no slice; gives the connection up if that takes long.
   void DropSlices();
   // Drops the step on the server. What the push ends with: `error`, or the version if the step had
   // been committed.
-  absl::StatusOr<Version> DropStep(const absl::Status& error);
+  absl::StatusOr<Committed> DropStep(const absl::Status& error);
+  static Committed TakeCommitted(PushProgress& progress);  // REQUIRES: it says so.
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
   // True: there has been no stream, nor a server that asks to wait, for so long that the trainer is
@@ -79,6 +86,7 @@ class PendingPush::Impl {
   const int64_t step_;
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
+  const int64_t plan_revision_;
   const absl::Time start_;
   const absl::Time deadline_;
   client_internal::WeightsGate gate_;

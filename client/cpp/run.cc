@@ -114,9 +114,18 @@ std::optional<Version> Run::latest() const {
   return impl_->forked() ? std::nullopt : impl_->core().latest();
 }
 
+RunPlan Run::plan() const { return impl_->forked() ? RunPlan() : impl_->core().plan(); }
+
 absl::StatusOr<bool> Run::IsDue(const TrainingTime& now) const {
   EMA_RETURN_IF_ERROR(impl_->core().client().fork_guard().Check());
   return impl_->core().IsDue(now);
+}
+
+absl::Status Run::RefreshPlan(absl::Duration timeout) {
+  Client::Impl& client = impl_->core().client();
+  EMA_RETURN_IF_ERROR(client.fork_guard().Check());
+  client_internal::Interrupt interrupt(&client.options().is_interrupted);
+  return impl_->core().RefreshPlan(client.Deadline(timeout), &interrupt);
 }
 
 absl::Status Run::WaitReady(absl::Duration timeout) {

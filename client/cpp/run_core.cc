@@ -15,37 +15,11 @@
 namespace ema::client_internal {
 namespace {
 
-using TrackStates = std::vector<std::optional<Schedule::State>>;
-
 std::string RandomLaunchId() {
   std::random_device random;
   std::string id;
   for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
   return id;
-}
-
-// The unit that TrackVersion::elapsed is counted in.
-TimeUnit ElapsedUnit(const Schedule& schedule) {
-  const auto* half_life = std::get_if<HalfLifeRule>(&schedule.rule());
-  return half_life != nullptr ? half_life->half_life.unit : schedule.update_interval().unit;
-}
-
-// Works out the last update of a track that `version` did not update. Absent if the interval's unit
-// is another than the one that `elapsed` is in.
-std::optional<Schedule::State> StateFromElapsed(const Schedule& schedule, const Version& version,
-                                                const TrackVersion& track) {
-  const TimeUnit unit = ElapsedUnit(schedule);
-  const std::optional<double> now = version.time.Get(unit);
-  if (track.update_count == 0 || unit != schedule.update_interval().unit || !now.has_value()) {
-    return std::nullopt;
-  }
-  TrainingTime last;
-  last.Set(unit, *now - track.elapsed);
-  return Schedule::State{track.update_count, last};
-}
-
-bool IsSameVersion(const std::optional<Version>& a, const Version& b) {
-  return a.has_value() && a->incarnation == b.incarnation && a->number == b.number;
 }
 
 }  // namespace
@@ -90,8 +64,7 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       info_(std::move(info)),
       options_(std::move(options)),
       layout_(std::move(layout)),
-      chunks_(layout_, client_->options().chunk_bytes),
-      states_(info_.tracks.size(), Schedule::State()) {}
+      chunks_(layout_, client_->options().chunk_bytes) {}
 
 int64_t RunCore::run_epoch() const {
   absl::MutexLock lock(&mu_);
@@ -118,22 +91,12 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
     return MalformedReply(absl::StrCat("the layout's digest is ", layout_.digest(), " here, ",
                                        response.layout_digest(), " there"));
   }
-  std::optional<TrackStates> states;
-  std::optional<Version> newer;
-  if (response.has_latest()) {
-    Version version = FromProto(response.latest());
-    if (!IsSameVersion(latest(), version)) {
-      EMA_ASSIGN_OR_RETURN(states, LoadTrackStates(version, deadline, interrupt));
-      newer = std::move(version);
-    }
-  }
+  EMA_ASSIGN_OR_RETURN(RunPlan plan, FromProto(response.plan()));
   absl::MutexLock lock(&mu_);
   run_epoch_ = response.run_epoch();
   ready_ = response.ready();
-  if (states.has_value()) {
-    states_ = *std::move(states);
-    latest_ = std::move(newer);
-  }
+  plan_ = std::move(plan);
+  if (response.has_latest()) latest_ = FromProto(response.latest());
   if (response.ready()) return std::vector<int64_t>();
   // So that "not ready" is never an empty list.
   if (response.missing_ranks().empty()) return std::vector<int64_t>{-1};
@@ -188,64 +151,30 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   return FromProto(response);
 }
 
-absl::StatusOr<TrackStates> RunCore::LoadTrackStates(const Version& latest, absl::Time deadline,
-                                                     Interrupt* interrupt) const {
-  TrackStates states(info_.tracks.size());
-  ApplyRecord(latest, states);
-  const auto is_known = [](const auto& state) { return state.has_value(); };
-  if (std::all_of(states.begin(), states.end(), is_known)) return states;
-
-  // Some tracks were updated by an earlier version only. The records of this run's past do not
-  // change, so all ranks find the same.
-  v1::ListVersionsRequest request;
-  request.set_model(model());
-  v1::ListVersionsResponse response;
-  EMA_RETURN_IF_ERROR(client_->Unary(&v1::EmaService::Stub::PrepareAsyncListVersions, request,
-                                     &response, deadline, interrupt));
-  std::sort(
-      response.mutable_versions()->begin(), response.mutable_versions()->end(),
-      [](const auto& a, const auto& b) { return a.version().version() < b.version().version(); });
-  TrackStates older(info_.tracks.size());
-  for (const auto& entry : response.versions()) {
-    if (entry.version().version() < latest.number) ApplyRecord(FromProto(entry.version()), older);
-  }
-  for (size_t i = 0; i < states.size(); ++i) {
-    if (states[i].has_value()) continue;
-    states[i] = older[i];
-    for (const TrackVersion& track : latest.tracks) {
-      if (!states[i].has_value() && track.track == info_.tracks[i].name) {
-        states[i] = StateFromElapsed(info_.tracks[i].schedule, latest, track);
-      }
-    }
-  }
-  return states;
-}
-
-void RunCore::ApplyRecord(const Version& version, TrackStates& states) const {
-  for (const TrackVersion& track : version.tracks) {
-    if (!track.updated) continue;
-    for (size_t i = 0; i < states.size(); ++i) {
-      if (info_.tracks[i].name == track.track) {
-        states[i] = Schedule::State{track.update_count, version.time};
-      }
-    }
-  }
-}
-
-void RunCore::OnCommit(const Version& version) {
+void RunCore::OnCommit(const Version& version, RunPlan plan) {
   absl::MutexLock lock(&mu_);
   latest_ = version;
-  ApplyRecord(version, states_);
+  plan_ = std::move(plan);
+}
+
+int64_t RunCore::plan_revision() const {
+  absl::MutexLock lock(&mu_);
+  return plan_.revision;
+}
+
+RunPlan RunCore::plan() const {
+  absl::MutexLock lock(&mu_);
+  return plan_;
 }
 
 absl::StatusOr<bool> RunCore::IsDue(const TrainingTime& now) const {
   EMA_RETURN_IF_ERROR(now.Validate());
   absl::MutexLock lock(&mu_);
   bool is_due = false;
-  for (size_t i = 0; i < states_.size(); ++i) {
-    EMA_ASSIGN_OR_RETURN(
-        const Schedule::Update update,
-        info_.tracks[i].schedule.Plan(states_[i].value_or(Schedule::State()), now));
+  for (const RunPlan::Entry& entry : plan_.tracks) {
+    if (entry.track.paused) continue;
+    EMA_ASSIGN_OR_RETURN(const Schedule::Update update,
+                         entry.track.schedule.Plan(entry.state, now));
     is_due |= update.due;
   }
   return is_due;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a run and its pushes share: the model, the layout, the epoch, and where the tracks stand.
+// What a run and its pushes share: the model, the layout, the epoch, and the plan.
 #ifndef EMA_CLIENT_CPP_RUN_CORE_H_
 #define EMA_CLIENT_CPP_RUN_CORE_H_
 
@@ -39,10 +39,16 @@ class RunCore {
   bool rejoins() const { return options_.rejoins; }
   int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
+  RunPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t plan_revision() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Returns when all ranks have joined. Joins again first if Rejoin() was called. DEADLINE_EXCEEDED
   // names missing ranks.
   absl::Status WaitReady(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes the plan from the server.
+  absl::Status RefreshPlan(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
+    return Join(deadline, interrupt).status();
+  }
   // Makes the next WaitReady() ask the server: it does not know the run (any more).
   void Rejoin() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -50,8 +56,8 @@ class RunCore {
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          absl::Time deadline, Interrupt* interrupt, bool retry);
 
-  // Notes a version that this run has made.
-  void OnCommit(const Version& version) ABSL_LOCKS_EXCLUDED(mu_);
+  // Notes a version that this run has made, and the plan from there on.
+  void OnCommit(const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -61,13 +67,6 @@ class RunCore {
   // Calls OpenRun once, with retries. The ranks that are missing; none: ready.
   absl::StatusOr<std::vector<int64_t>> Join(absl::Time deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Where the tracks stand at `latest`.
-  absl::StatusOr<std::vector<std::optional<Schedule::State>>> LoadTrackStates(
-      const Version& latest, absl::Time deadline, Interrupt* interrupt) const;
-  // Takes over what `version` says of the tracks that it updated.
-  void ApplyRecord(const Version& version,
-                   std::vector<std::optional<Schedule::State>>& states) const;
-
   const std::shared_ptr<Client::Impl> client_;
   const ModelInfo info_;
   const Client::RunOptions options_;
@@ -81,8 +80,7 @@ class RunCore {
   // take over again.
   absl::Status fenced_ ABSL_GUARDED_BY(mu_);
   std::optional<Version> latest_ ABSL_GUARDED_BY(mu_);
-  // As info_.tracks. Absent: not known, so the track counts as due.
-  std::vector<std::optional<Schedule::State>> states_ ABSL_GUARDED_BY(mu_);
+  RunPlan plan_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema::client_internal

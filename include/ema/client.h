@@ -23,22 +23,20 @@
 #include "ema/schedule.h"
 #include "ema/shard.h"
 #include "ema/time.h"
+#include "ema/track.h"
 
 namespace ema {
-
-// One average of a model, as CreateModel takes it. Times are the strings of ema/time.h.
-struct TrackSpec {
-  std::string name;
-  Schedule schedule;
-};
 
 // What one track did at one version; ema.v1.TrackRecord says what each field means.
 struct TrackVersion {
   std::string track;
   bool updated = false;
-  float update_weight = 0;
+  double update_weight = 0;
   double elapsed = 0;
   int64_t update_count = 0;
+  double window_steps = 0;
+  std::string config;
+  double stall_gap = 0;
 };
 
 // The record of one commit.
@@ -50,16 +48,34 @@ struct Version {
   int64_t run_epoch = 0;
   std::vector<TrackVersion> tracks;
   absl::Time commit_time;
+  // Tensors that kept their values because pushed ones were not finite; some of their names.
+  int64_t skipped_tensor_count = 0;
+  std::vector<std::string> skipped_tensors;
 };
 
 struct ModelInfo {
   std::string name;
   Manifest manifest;  // Without tensors in ListModels().
-  std::vector<TrackSpec> tracks;
+  std::vector<TrackConfig> tracks;
+  // What the next commit will make of them; absent: no change.
+  std::optional<std::vector<TrackConfig>> pending_tracks;
+  int64_t plan_revision = 0;
   int64_t max_pinned_versions = 0;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   int64_t reserved_bytes = 0;
   std::optional<Version> latest;
   int64_t run_epoch = 0;
+};
+
+// The tracks and where they stand: what says which pushes are due.
+struct RunPlan {
+  struct Entry {
+    TrackConfig track;
+    Schedule::State state;
+    int64_t track_id = 0;  // Another one than a removed track of the same name had.
+  };
+  int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
+  std::vector<Entry> tracks;
 };
 
 // Pulled weights: one buffer, tensors in manifest order.
@@ -79,6 +95,7 @@ struct PushProgress {
   // kUnknown: never begun, dropped, or too old to be remembered. kAbandoned: dropped by this call.
   enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
   std::optional<Version> version;  // If kCommitted.
+  RunPlan plan;                    // If kCommitted: from there on.
   bool rank_committed = false;     // The asking rank's commit message has come.
   // Of a rank's bytes, in its layout's order.
   struct Range {
@@ -128,13 +145,32 @@ class Client {
     ModelInfo model;
     bool created = false;
   };
+  struct ModelOptions {
+    int64_t max_pinned_versions = 0;  // 0: the server's default.
+    NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+  };
   // Makes a model and reserves its memory; the same call again is OK and changes nothing.
   // INVALID_ARGUMENT: a name, tensor or track is refused. ALREADY_EXISTS, MODEL_DIFFERS.
   // RESOURCE_EXHAUSTED: no memory for it.
   absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
-                                                absl::Span<const TrackSpec> tracks,
-                                                int64_t max_pinned_versions = 0,
+                                                absl::Span<const TrackConfig> tracks,
+                                                const ModelOptions& options,
                                                 absl::Duration timeout = absl::ZeroDuration());
+  absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
+                                                absl::Span<const TrackConfig> tracks) {
+    return CreateModel(model, manifest, tracks, ModelOptions());
+  }
+  struct ModelChanges {
+    std::vector<TrackConfig> put;     // New tracks, and those that get another schedule.
+    std::vector<std::string> remove;  // Names.
+    std::vector<std::string> pause;
+    std::vector<std::string> resume;
+  };
+  // Changes the tracks while training runs, all or nothing: from the next commit on, or at once
+  // while no run is open or every track is paused. What was averaged stays. INVALID_ARGUMENT.
+  // NOT_FOUND. RESOURCE_EXHAUSTED.
+  absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
+                                        absl::Duration timeout = absl::ZeroDuration());
   // What the server has of a model. NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<ModelInfo> GetModel(std::string_view model,
                                      absl::Duration timeout = absl::ZeroDuration());
@@ -221,6 +257,12 @@ class Run {
   int64_t rank() const;
   // The newest version when the run was opened, or that this rank's last push made.
   std::optional<Version> latest() const;
+
+  // As the server's last answer to this rank said: when it joined, or to its last push.
+  RunPlan plan() const;
+  // Asks for it anew. For a trainer whose tracks are all paused: no reply to a push will tell.
+  // Errors as OpenRun().
+  absl::Status RefreshPlan(absl::Duration timeout = absl::ZeroDuration());
 
   // True if a push at `now` would update at least one track. Asks nobody; the same on all ranks.
   // INVALID_ARGUMENT, BAD_TIME: `now` lacks a unit that a track needs.

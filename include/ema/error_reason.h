@@ -37,6 +37,7 @@ enum class ErrorReason : int {
   kPushIncomplete = 33,
   kNoDataDir = 34,
   kPlanMismatch = 35,
+  kPlanChanged = 36,
   kStaleStep = 40,
   kFenced = 41,
   kStepAbandoned = 42,

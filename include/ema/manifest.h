@@ -40,8 +40,9 @@ class Manifest {
 
   // Sum of the tensors' bytes in the dtypes that are pushed.
   int64_t total_bytes() const { return total_bytes_; }
-  // CRC32C over, per tensor: name, a zero byte, dtype number and rank as one byte each, extents as
-  // little-endian int64. Equal manifests have equal digests.
+  // CRC32C over, per tensor: name, a zero byte, dtype number (plus 128 for a buffer) and rank as
+  // one byte each, extents as little-endian int64; per alias: a byte 1, name, a zero byte. Equal
+  // manifests have equal digests.
   int64_t digest() const { return digest_; }
 
   // Says the first difference, such as `tensor "a": float32[3] here, float32[4] there`; empty if
@@ -66,11 +67,12 @@ class StorageLayout {
     Dtype dtype = Dtype::kFloat32;
     int64_t offset = 0;  // In bytes.
     int64_t length_bytes = 0;
+    bool is_stored = true;  // False: an ignored tensor, of no length.
   };
 
   StorageLayout() = default;
-  // `as_pushed`: dtypes as in the manifest (copy tracks). Else AverageDtype() of each.
-  StorageLayout(const Manifest& manifest, bool as_pushed);
+  // Copied tensors have the manifest's dtypes, averaged ones float32. `actions`: as the tensors.
+  StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions);
 
   const Entry& entry(int64_t tensor_index) const { return entries_[tensor_index]; }
   absl::Span<const Entry> entries() const { return entries_; }

@@ -1,32 +1,86 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Schedules: pure functions from (config, elapsed training time) to the weight of an update. The
-// engine knows nothing else about averaging.
+// Schedules: pure functions from (config, update count, training time) to the weight of an update.
+// The engine knows nothing else about averaging.
 #ifndef EMA_SCHEDULE_H_
 #define EMA_SCHEDULE_H_
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ema/time.h"
 
 namespace ema {
 
-// `update_weight = 1 - 2^(-elapsed / half_life)`, `elapsed` counted from the last applied update:
-// late, skipped or merged updates keep the half-life.
+// Every rule gives a decay `d` for each update; the update is `ema += (1 - d) * (param - ema)`.
+// `elapsed` is the training time since the track's last update, `age` that since its start.
+
+// `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`: late, skipped or merged updates
+// keep the half-life.
 struct HalfLifeRule {
+  // Infinite: only `ramp_ratio` counts; the unit is then the interval's.
   TrainingDuration half_life;
+  // Keeps the half-life short while training is young, as EDM2's TraditionalEMA. 0: off.
+  double ramp_ratio = 0;
+  // Divides by the weight that all pushed values have had, 1 - 2^(-age / half_life): an average
+  // that began with zeros, without their share (Adam's bias correction).
+  bool debias = false;
   friend bool operator==(const HalfLifeRule&, const HalfLifeRule&) = default;
 };
 
-// `update_weight = 1 - smoothing` at every update, never rescaled.
+// `d = smoothing` at every update, never rescaled.
 struct ConstantDecayRule {
+  enum class ZeroInit {
+    kOff,       // Begins with the first weights.
+    kPlain,     // Begins with zeros, as optax.ema(debias=False).
+    kDebiased,  // The same without the zeros' share: d = s (1 - s^(n-1)) / (1 - s^n) at update n.
+  };
   double smoothing = 0;
+  ZeroInit zero_init = ZeroInit::kOff;
   friend bool operator==(const ConstantDecayRule&, const ConstantDecayRule&) = default;
+};
+
+// Warm-ups, by position `s`: the units of the interval since the start, less one; d = 0 up to
+// s = 0, then within [min_decay, max_decay].
+
+// `d = 1 - (1 + s / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
+struct InverseGammaRule {
+  double inv_gamma = 1;
+  double power = 2.0 / 3.0;
+  double min_decay = 0;
+  double max_decay = 0.9999;
+  friend bool operator==(const InverseGammaRule&, const InverseGammaRule&) = default;
+};
+
+// `d = (1 + s) / (ramp + s)` (TensorFlow, diffusers).
+struct RampRule {
+  double ramp = 10;
+  double min_decay = 0;
+  double max_decay = 0.9999;
+  friend bool operator==(const RampRule&, const RampRule&) = default;
+};
+
+// `d = (1 - elapsed / age)^(gamma + 1)`: the profile u^gamma over the past, of relative width
+// `sigma_rel` (Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models",
+// 2024). The time is the interval's unit; `age_offset` units of it are added to the age (libraries
+// that are ahead of the paper have 1).
+struct PowerFunctionRule {
+  double sigma_rel = 0.1;
+  double age_offset = 0;
+  friend bool operator==(const PowerFunctionRule&, const PowerFunctionRule&) = default;
+};
+
+// The mean of all updates since the start (SWA): `d = 1 - 1/n`.
+struct UniformRule {
+  friend bool operator==(const UniformRule&, const UniformRule&) = default;
 };
 
 // The latest weights, bit for bit, in the dtype that was pushed.
@@ -34,57 +88,112 @@ struct CopyRule {
   friend bool operator==(const CopyRule&, const CopyRule&) = default;
 };
 
+// The exponent of PowerFunctionRule's profile: the largest real root of
+// g^3 + 7 g^2 + (16 - t) g + 12 - t, t = sigma_rel^-2. REQUIRES: 0 < sigma_rel <= kMaxSigmaRel.
+double GammaOfSigmaRel(double sigma_rel);
+inline constexpr double kMaxSigmaRel = 0.28867513459481287;  // 1 / sqrt(12): the uniform profile.
+
 // The rule that one track averages by. A value; immutable once made.
 class Schedule {
  public:
-  using Rule = std::variant<HalfLifeRule, ConstantDecayRule, CopyRule>;
+  using Rule = std::variant<HalfLifeRule, ConstantDecayRule, InverseGammaRule, RampRule,
+                            PowerFunctionRule, UniformRule, CopyRule>;
 
-  // `update_interval` absent: one unit of the half-life (for "dur" and "sec": every push), else 1
-  // batch. INVALID_ARGUMENT, BAD_SCHEDULE: a half-life that is not above 0, smoothing outside [0,
-  // 1), an interval that is not above 0. The message names the field, the value and a right one.
-  static absl::StatusOr<Schedule> Create(Rule rule,
-                                         std::optional<TrainingDuration> update_interval = {});
+  // What a track is before its start. (The very first push always gives it its first value.)
+  enum class BeforeStart {
+    kReinit,  // Its first value; the push that reaches the start gives it a new one (Composer).
+    // The weights of the latest update; the first at or after the start is the last copy, but of a
+    // warm-up, whose position says it.
+    kCopy,
+    kHold,  // Its first value, which it keeps at the start: averaging goes on from there.
+  };
 
-  // Reads the short form that clients use: "copy", or a half-life such as "200ba".
+  struct Options {
+    Rule rule = CopyRule{};
+    // Absent: one unit of the half-life (for "dur" and "sec": every push), else 1 batch.
+    std::optional<TrainingDuration> update_interval;
+    // An update is due at interval_phase + k * update_interval, in the interval's unit. Libraries
+    // that count from 0 have 1.
+    int64_t interval_phase = 0;
+    // Composer's ema_start. 0, in any unit: at once.
+    TrainingDuration start = {0, TimeUnit::kProgress};
+    BeforeStart before_start = BeforeStart::kReinit;
+    // After this time the track does not change any more.
+    std::optional<TrainingDuration> end;
+  };
+
+  // INVALID_ARGUMENT, BAD_SCHEDULE: an option out of range, or one that the rule has no use for.
+  // The message names the field, the value and a right one.
+  static absl::StatusOr<Schedule> Create(const Options& options);
+
+  // A schedule as text: names and values as users write them, in a fixed order, without what is at
+  // its default. The one that names the rule is among them:
+  //   half_life ("200ba"), ramp_ratio ("0.09"), debias ("true");  smoothing ("0.999"), zero_init
+  //   ("plain", "debias");  inv_gamma ("1"), power, min_decay, max_decay;  ramp ("10"), min_decay,
+  //   max_decay;  sigma_rel ("0.05"), age_offset;  uniform ("true");  copy ("true");
+  // and for all rules update_interval ("5ba"), interval_phase ("1"), ema_start ("0.1dur"),
+  // before_start ("reinit", "copy", "hold"), ema_end ("0.9dur").
+  using Fields = std::vector<std::pair<std::string, std::string>>;
+  Fields ToFields() const;
+  // The reverse. BAD_SCHEDULE: an unknown name (the message has the nearest one), a value that
+  // cannot be read, two rules ("half_life and smoothing"), none, or as Create().
+  static absl::StatusOr<Schedule> FromFields(const Fields& fields);
+
+  // The fields on one line, such as "half_life=200ba, update_interval=5ba"; "copy" for a plain
+  // copy.
+  std::string ToString() const;
+  // Reads that, and the short forms "copy" and "200ba".
   static absl::StatusOr<Schedule> Parse(std::string_view text);
 
-  const Rule& rule() const { return rule_; }
-  bool is_copy() const { return std::holds_alternative<CopyRule>(rule_); }
+  const Options& options() const { return options_; }
+  const Rule& rule() const { return options_.rule; }
+  bool is_copy() const { return std::holds_alternative<CopyRule>(options_.rule); }
   // 0 length: at every push.
   TrainingDuration update_interval() const { return update_interval_; }
 
   // Where a track stands between two updates.
   struct State {
-    int64_t update_count = 0;
+    int64_t update_count = 0;                 // All, the one that gave it its first value included.
+    int64_t averaged_count = 0;               // Of these, from the start on.
     std::optional<TrainingTime> last_update;  // Absent before the first.
+    std::optional<TrainingTime> started;      // The first update from the start on.
     friend bool operator==(const State&, const State&) = default;
   };
 
   struct Update {
     bool due = false;
-    // As it is applied: formed in double, rounded once. 1 means: copy the values. 0 if not due.
-    float update_weight = 0;
+    // Formed in double. 1 means: copy the values; 0: they stay as they are.
+    double update_weight = 0;
+    // The average counts as 0, whatever it is.
+    bool from_zero = false;
     // Training time since the last update, in the half-life's unit (the interval's if there is
-    // none).
+    // none). 0 for the first.
     double elapsed = 0;
   };
 
-  // What a push at `now` does to a track in `state`. The first push is always due, with weight 1;
-  // then a push is due when floor(now / interval) > floor(last / interval). INVALID_ARGUMENT,
-  // BAD_TIME: `now` lacks a unit that the schedule needs, or went back in it.
+  // What a push at `now` does to a track in `state`. The first push is always due. Later ones are
+  // due, from the start to the end, when floor((now - phase) / interval) > floor((last - phase) /
+  // interval); with kReinit and kHold also when they reach the start. INVALID_ARGUMENT, BAD_TIME:
+  // `now` lacks a unit that the schedule needs, or went back in it.
   absl::StatusOr<Update> Plan(const State& state, const TrainingTime& now) const;
 
-  // Such as "half_life 200ba, update_interval 5ba".
-  std::string ToString() const;
+  // Where a track in `state` stands after `update`. REQUIRES: `update` is Plan(state, now).
+  State Next(const State& state, const Update& update, const TrainingTime& now) const;
 
-  friend bool operator==(const Schedule&, const Schedule&) = default;
+  friend bool operator==(const Schedule& a, const Schedule& b) {
+    return a.ToFields() == b.ToFields();
+  }
 
  private:
-  Schedule(Rule rule, TrainingDuration update_interval)
-      : rule_(rule), update_interval_(update_interval) {}
+  explicit Schedule(const Options& options);
 
-  Rule rule_;
+  // True from the start on.
+  absl::StatusOr<bool> HasStarted(const State& state, const TrainingTime& now) const;
+  absl::StatusOr<double> Weight(const State& state, const TrainingTime& now, double elapsed) const;
+
+  Options options_;
   TrainingDuration update_interval_;
+  double gamma_ = 0;  // Of a PowerFunctionRule.
 };
 
 }  // namespace ema

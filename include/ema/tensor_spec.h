@@ -38,6 +38,15 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name);
 // The dtype that an average of `pushed` is kept in: float32 for floats, else the same.
 Dtype AverageDtype(Dtype pushed);
 
+// What a track does with a tensor.
+enum class TensorAction {
+  kAverage,  // Kept as float32. Only for floats.
+  kCopy,     // The latest weights, in the dtype that was pushed.
+  kIgnore,   // The track has no such tensor.
+};
+// "average", "copy", "ignore".
+std::string_view TensorActionName(TensorAction action);
+
 inline constexpr int kMaxRank = 8;
 inline constexpr int64_t kMaxTensorNameBytes = 1024;
 
@@ -46,16 +55,23 @@ struct TensorSpec {
   std::string name;
   Dtype dtype = Dtype::kFloat32;
   std::vector<int64_t> shape;
+  // Something that training keeps beside the parameters, such as BatchNorm's statistics: tracks may
+  // treat buffers in a way of their own.
+  bool is_buffer = false;
+  // Other names of the same array (tied weights): it is pushed and kept once, and clients that read
+  // it may give it under all of them.
+  std::vector<std::string> aliases;
 
-  // INVALID_ARGUMENT, BAD_MANIFEST: empty or long name, invalid UTF-8 or a control character in it,
-  // rank above kMaxRank, a negative extent, or a size in bytes that does not fit in 62 bits.
+  // INVALID_ARGUMENT, BAD_MANIFEST: empty or long name or alias, invalid UTF-8 or a control
+  // character in it, rank above kMaxRank, a negative extent, or a size in bytes that does not fit
+  // in 62 bits.
   absl::Status Validate() const;
 
   // REQUIRES: Validate() is OK (then these cannot overflow).
   int64_t element_count() const;
   int64_t byte_count() const { return element_count() * DtypeSize(dtype); }
 
-  // Such as "float32[64, 3, 3]".
+  // Such as "float32[64, 3, 3]"; "buffer float32[64]".
   std::string TypeString() const;
 
   friend bool operator==(const TensorSpec&, const TensorSpec&) = default;

@@ -82,6 +82,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "NO_DATA_DIR";
     case ErrorReason::kPlanMismatch:
       return "PLAN_MISMATCH";
+    case ErrorReason::kPlanChanged:
+      return "PLAN_CHANGED";
     case ErrorReason::kStaleStep:
       return "STALE_STEP";
     case ErrorReason::kFenced:

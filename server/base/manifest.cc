@@ -5,9 +5,11 @@
 #include <span>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
@@ -20,6 +22,11 @@ constexpr size_t kMaxNameBytes = 128;
 
 absl::Status BadManifest(std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest, message);
+}
+
+absl::Status AliasGivenTwice(const TensorSpec& spec, const std::string& alias) {
+  return BadManifest(absl::StrCat("tensor \"", spec.name, "\": its alias \"", alias,
+                                  "\" is a name in the manifest already; names must differ"));
 }
 
 bool IsNameStart(char c) { return absl::ascii_isalnum(static_cast<unsigned char>(c)); }
@@ -41,10 +48,15 @@ bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {
 void AppendDigestBytes(const TensorSpec& spec, std::string& bytes) {
   bytes += spec.name;
   bytes += '\0';
-  bytes += static_cast<char>(spec.dtype);
+  bytes += static_cast<char>(static_cast<int>(spec.dtype) + (spec.is_buffer ? 128 : 0));
   bytes += static_cast<char>(spec.shape.size());
   for (const int64_t extent : spec.shape) {
     for (int shift = 0; shift < 64; shift += 8) bytes += static_cast<char>(extent >> shift);
+  }
+  for (const std::string& alias : spec.aliases) {
+    bytes += '\1';
+    bytes += alias;
+    bytes += '\0';
   }
 }
 
@@ -73,12 +85,16 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
   int64_t stored_bytes = 0;
   uint32_t crc = 0;
   std::string digest_bytes;
+  absl::flat_hash_set<std::string_view> aliases;
   for (int64_t i = 0; i < tensor_count; ++i) {
     const TensorSpec& spec = tensors[i];
     EMA_RETURN_IF_ERROR(spec.Validate());
     if (const auto [it, is_new] = manifest.index_.emplace(spec.name, i); !is_new) {
       return BadManifest(absl::StrCat("tensor \"", spec.name, "\": is at ", it->second, " and at ",
                                       i, " in the manifest; names must differ"));
+    }
+    for (const std::string& alias : spec.aliases) {
+      if (!aliases.insert(alias).second) return AliasGivenTwice(spec, alias);
     }
     if (!AddStoredBytes(spec, stored_bytes)) {
       return BadManifest(absl::StrCat("tensor \"", spec.name, "\" (", spec.TypeString(),
@@ -88,6 +104,11 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
     digest_bytes.clear();
     AppendDigestBytes(spec, digest_bytes);
     crc = Crc32c(crc, std::as_bytes(std::span(digest_bytes)));
+  }
+  for (const TensorSpec& spec : tensors) {
+    for (const std::string& alias : spec.aliases) {
+      if (manifest.index_.contains(alias)) return AliasGivenTwice(spec, alias);
+    }
   }
   manifest.tensors_ = std::move(tensors);
   manifest.digest_ = crc;
@@ -107,8 +128,11 @@ std::string Manifest::DifferenceFrom(const Manifest& there) const {
     const TensorSpec& b = there.tensor(i);
     if (a == b) continue;
     if (a.name == b.name) {
-      return absl::StrCat("tensor \"", a.name, "\": ", a.TypeString(), " here, ", b.TypeString(),
-                          " there");
+      const auto text = [](const TensorSpec& spec) {
+        return absl::StrCat(spec.TypeString(), spec.aliases.empty() ? "" : ", also ",
+                            absl::StrJoin(spec.aliases, ", "));
+      };
+      return absl::StrCat("tensor \"", a.name, "\": ", text(a), " here, ", text(b), " there");
     }
     if (!there.Find(a.name)) return absl::StrCat("tensor \"", a.name, "\": here, not there");
     if (!Find(b.name)) return absl::StrCat("tensor \"", b.name, "\": there, not here");
@@ -123,10 +147,17 @@ std::string Manifest::DifferenceFrom(const Manifest& there) const {
   return "";
 }
 
-StorageLayout::StorageLayout(const Manifest& manifest, bool as_pushed) {
+StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions) {
   entries_.reserve(manifest.tensors().size());
-  for (const TensorSpec& spec : manifest.tensors()) {
-    const Dtype dtype = as_pushed ? spec.dtype : AverageDtype(spec.dtype);
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    const TensorSpec& spec = manifest.tensor(i);
+    if (actions[i] == TensorAction::kIgnore) {
+      // Without padding: offsets grow, and never go past the end.
+      entries_.push_back({spec.dtype, total_bytes_, 0, /*is_stored=*/false});
+      continue;
+    }
+    const Dtype dtype =
+        actions[i] == TensorAction::kAverage ? AverageDtype(spec.dtype) : spec.dtype;
     // Manifest::Create has checked that these sums fit.
     const int64_t offset = RoundUp(total_bytes_, DtypeSize(dtype));
     const int64_t length_bytes = spec.element_count() * DtypeSize(dtype);

@@ -1,53 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ema/schedule.h"
 
-#include <charconv>
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/schedule_parts.h"
 
 namespace ema {
 namespace {
 
 constexpr double kLn2 = 0.693147180559945309417;
+// Shares and seconds carry rounding errors: without a tolerance, 0.3 would be two intervals of 0.1.
+constexpr double kRelativeTolerance = 1e-12;
 
-absl::Status BadSchedule(std::string_view message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule, message);
-}
+using BeforeStart = Schedule::BeforeStart;
+using ZeroInit = ConstantDecayRule::ZeroInit;
 
 absl::Status BadTime(std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadTime, message);
 }
 
-std::string Suffix(TimeUnit unit) { return std::string(TimeUnitSuffix(unit)); }
+// A field of the schedule that asks for a unit of training time.
+struct Clock {
+  const char* field;
+  const TrainingDuration& duration;
+};
 
-// The shortest text that reads back to the same number.
-std::string NumberText(double value) {
-  char buffer[32];
-  return {buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr};
-}
-
-bool IsAboveZero(double value) { return std::isfinite(value) && value > 0; }
-
-TrainingDuration DefaultInterval(const Schedule::Rule& rule) {
-  const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule);
-  if (half_life_rule == nullptr) return {1, TimeUnit::kBatch};
-  const TimeUnit unit = half_life_rule->half_life.unit;
-  const bool is_counted = unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
-  return {is_counted ? 1.0 : 0.0, unit};
-}
-
-// floor(time / interval). Shares and seconds carry rounding errors: without a tolerance, 0.3 would
-// be two intervals of 0.1. Counts are whole, and the floors of their quotients exact, up to 2^53.
-double WholeIntervals(double time, const TrainingDuration& interval) {
-  constexpr double kRelativeTolerance = 1e-12;
-  const double ratio = time / interval.value;
-  if (interval.unit == TimeUnit::kProgress || interval.unit == TimeUnit::kSecond) {
-    return std::floor(ratio * (1 + kRelativeTolerance));
+// `now` in the clock's unit.
+absl::StatusOr<double> Read(const Clock& clock, const Schedule::State& state,
+                            const TrainingTime& now) {
+  const TimeUnit unit = clock.duration.unit;
+  const std::optional<double> value = now.Get(unit);
+  if (!value.has_value()) {
+    return BadTime(absl::StrCat("training time lacks \"", std::string(TimeUnitSuffix(unit)),
+                                "\", which ", clock.field, " ", clock.duration.ToString(),
+                                " needs"));
   }
-  return std::floor(ratio);
+  const std::optional<double> last =
+      state.last_update.has_value() ? state.last_update->Get(unit) : std::nullopt;
+  if (last.has_value() && !(*value >= *last)) {
+    return BadTime(absl::StrCat("training time ", TrainingDuration{*value, unit}.ToString(),
+                                " is before that of the last update, ",
+                                TrainingDuration{*last, unit}.ToString(), ": it must not go back"));
+  }
+  return *value;
+}
+
+// `then`, an earlier time that `what` ("last update") is at, in the clock's unit.
+absl::StatusOr<double> ReadEarlier(const Clock& clock, const TrainingTime& then, const char* what) {
+  const std::optional<double> value = then.Get(clock.duration.unit);
+  if (value.has_value()) return *value;
+  return BadTime(absl::StrCat("training time of the ", what, " lacks \"",
+                              std::string(TimeUnitSuffix(clock.duration.unit)), "\", which ",
+                              clock.field, " ", clock.duration.ToString(), " needs"));
 }
 
 struct Passage {
@@ -55,99 +63,241 @@ struct Passage {
   double now = 0;
 };
 
-// From the last update to `now` in `unit`, which `user` ("half_life 2ep") needs.
-absl::StatusOr<Passage> Measure(const TrainingTime& last, const TrainingTime& now, TimeUnit unit,
-                                std::string_view user) {
-  const std::optional<double> last_value = last.Get(unit);
-  const std::optional<double> now_value = now.Get(unit);
-  if (!now_value.has_value() || !last_value.has_value()) {
-    return BadTime(absl::StrCat("training time ",
-                                now_value.has_value() ? "of the last update " : "", "lacks \"",
-                                Suffix(unit), "\", which ", std::string(user), " needs"));
-  }
-  if (!(*now_value >= *last_value)) {
-    return BadTime(absl::StrCat("training time ", NumberText(*now_value), Suffix(unit),
-                                " is before that of the last update, ", NumberText(*last_value),
-                                Suffix(unit), ": it must not go back"));
-  }
-  return Passage{*last_value, *now_value};
+// From the last update (before the first: from now) to `now`.
+absl::StatusOr<Passage> Measure(const Clock& clock, const Schedule::State& state,
+                                const TrainingTime& now) {
+  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, state, now));
+  if (!state.last_update.has_value()) return Passage{value, value};
+  EMA_ASSIGN_OR_RETURN(const double last, ReadEarlier(clock, *state.last_update, "last update"));
+  return Passage{last, value};
 }
 
-float UpdateWeight(const Schedule::Rule& rule, double elapsed) {
-  if (const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule)) {
-    return static_cast<float>(-std::expm1(-kLn2 * elapsed / half_life_rule->half_life.value));
+bool IsAtLeast(double time, const TrainingDuration& limit) {
+  return IsCounted(limit.unit) ? time >= limit.value
+                               : time * (1 + kRelativeTolerance) >= limit.value;
+}
+
+bool IsAfter(double time, const TrainingDuration& limit) {
+  return IsCounted(limit.unit) ? time > limit.value : time > limit.value * (1 + kRelativeTolerance);
+}
+
+// floor((time - phase) / interval). Counts are whole, and the floors of their quotients exact, up
+// to 2^53.
+double WholeIntervals(double time, const TrainingDuration& interval, int64_t phase) {
+  if (IsCounted(interval.unit)) {
+    return std::floor((time - static_cast<double>(phase)) / interval.value);
   }
-  if (const auto* constant_rule = std::get_if<ConstantDecayRule>(&rule)) {
-    return static_cast<float>(1 - constant_rule->smoothing);
+  return std::floor(time / interval.value * (1 + kRelativeTolerance));
+}
+
+// The clock that a rule's elapsed time and age are read from.
+Clock RuleClock(const Schedule::Options& options, const TrainingDuration& update_interval) {
+  const auto* half_life = std::get_if<HalfLifeRule>(&options.rule);
+  if (half_life != nullptr && !std::isinf(half_life->half_life.value)) {
+    return {"half_life", half_life->half_life};
   }
-  return 1;
+  return {"update_interval", update_interval};
+}
+
+// What a rule's weight depends on; the times in the unit of its clock.
+struct Moment {
+  double elapsed = 0;
+  double age = 0;
+  double position = 0;         // Of a warm-up.
+  double averaged_number = 1;  // Of this update, from 1.
+};
+
+double WeightOf(const HalfLifeRule& rule, const Moment& moment) {
+  const double half_life = rule.ramp_ratio > 0
+                               ? std::min(rule.half_life.value, rule.ramp_ratio * moment.age)
+                               : rule.half_life.value;
+  if (!(half_life > 0)) return 1;
+  const double weight = -std::expm1(-kLn2 * moment.elapsed / half_life);
+  if (!rule.debias) return weight;
+  if (!(moment.age > 0)) return 1;
+  return std::min(1.0, weight / -std::expm1(-kLn2 * moment.age / half_life));
+}
+
+double WeightOf(const ConstantDecayRule& rule, const Moment& moment) {
+  const double weight = 1 - rule.smoothing;
+  if (rule.zero_init != ZeroInit::kDebiased || rule.smoothing == 0) return weight;
+  // 1 - d, d = s (1 - s^(n-1)) / (1 - s^n), without the difference of two numbers near 1.
+  return std::min(1.0, weight / -std::expm1(moment.averaged_number * std::log(rule.smoothing)));
+}
+
+double WarmUpWeight(double decay, double min_decay, double max_decay) {
+  return 1 - std::max(std::min(decay, max_decay), min_decay);
+}
+
+// The operations of the libraries in their order, so that the decays are theirs to the last bit.
+double WeightOf(const InverseGammaRule& rule, const Moment& moment) {
+  if (!(moment.position > 0)) return 1;
+  return WarmUpWeight(1 - std::pow(1 + moment.position / rule.inv_gamma, -rule.power),
+                      rule.min_decay, rule.max_decay);
+}
+
+double WeightOf(const RampRule& rule, const Moment& moment) {
+  if (!(moment.position > 0)) return 1;
+  return WarmUpWeight((1 + moment.position) / (rule.ramp + moment.position), rule.min_decay,
+                      rule.max_decay);
+}
+
+double PowerFunctionWeight(double gamma, double age_offset, const Moment& moment) {
+  const double age = moment.age + age_offset;
+  if (!(age > 0)) return 1;
+  const double share = std::min(1.0, moment.elapsed / age);
+  // With an infinite gamma, 0 times it is NaN.
+  return share > 0 ? -std::expm1((gamma + 1) * std::log1p(-share)) : 0;
 }
 
 }  // namespace
 
-absl::StatusOr<Schedule> Schedule::Create(Rule rule,
-                                          std::optional<TrainingDuration> update_interval) {
-  if (const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule);
-      half_life_rule != nullptr && !IsAboveZero(half_life_rule->half_life.value)) {
-    return BadSchedule(absl::StrCat("half_life \"", half_life_rule->half_life.ToString(),
-                                    "\": must be finite and above 0, such as \"1000ba\"; for the "
-                                    "latest weights as they are, use copy"));
+TrainingDuration DefaultInterval(const Schedule::Rule& rule) {
+  const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule);
+  if (half_life_rule == nullptr || std::isinf(half_life_rule->half_life.value)) {
+    return {1, TimeUnit::kBatch};
   }
-  if (const auto* constant_rule = std::get_if<ConstantDecayRule>(&rule);
-      constant_rule != nullptr &&
-      !(constant_rule->smoothing >= 0 && constant_rule->smoothing < 1)) {
-    return BadSchedule(absl::StrCat("smoothing ", NumberText(constant_rule->smoothing),
-                                    ": must be 0 or more and below 1, such as 0.999"));
-  }
-  if (update_interval.has_value() && !IsAboveZero(update_interval->value)) {
-    return BadSchedule(absl::StrCat("update_interval \"", update_interval->ToString(),
-                                    "\": must be finite and above 0, such as \"1ba\""));
-  }
-  const TrainingDuration interval = update_interval.value_or(DefaultInterval(rule));
-  return Schedule(rule, interval);
+  const TimeUnit unit = half_life_rule->half_life.unit;
+  return {IsCounted(unit) ? 1.0 : 0.0, unit};
 }
 
-absl::StatusOr<Schedule> Schedule::Parse(std::string_view text) {
-  if (text == "copy") return Create(CopyRule{});
-  absl::StatusOr<TrainingDuration> half_life = TrainingDuration::Parse(text);
-  if (!half_life.ok()) {
-    return BadSchedule(absl::StrCat("half_life ", half_life.status().message(), " (or \"copy\")"));
+double GammaOfSigmaRel(double sigma_rel) {
+  // Here the root is 1 / sigma_rel - 3 to the last bit, and its cube may overflow.
+  if (sigma_rel < 1e-8) return 1 / sigma_rel - 3;
+  const double t = 1 / (sigma_rel * sigma_rel);
+  // Right of the largest root the cubic is above 0 and convex: Newton's method comes down to it.
+  double gamma = 1 / sigma_rel;
+  for (;;) {
+    const double value = ((gamma + 7) * gamma + (16 - t)) * gamma + (12 - t);
+    const double slope = (3 * gamma + 14) * gamma + (16 - t);
+    const double next = gamma - value / slope;
+    if (!(next < gamma)) return std::max(0.0, gamma);
+    gamma = next;
   }
-  return Create(HalfLifeRule{*half_life});
+}
+
+Schedule::Schedule(const Options& options)
+    : options_(options),
+      update_interval_(options.update_interval.value_or(DefaultInterval(options.rule))) {
+  if (const auto* rule = std::get_if<PowerFunctionRule>(&options_.rule)) {
+    gamma_ = GammaOfSigmaRel(rule->sigma_rel);
+  }
+}
+
+absl::StatusOr<Schedule> Schedule::Create(const Options& options) {
+  EMA_RETURN_IF_ERROR(CheckOptions(options));
+  return Schedule(options);
+}
+
+absl::StatusOr<bool> Schedule::HasStarted(const State& state, const TrainingTime& now) const {
+  if (options_.start.value == 0 || state.started.has_value()) return true;
+  EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_start", options_.start}, state, now));
+  return IsAtLeast(value, options_.start);
+}
+
+absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& now,
+                                        double elapsed) const {
+  const Clock clock = RuleClock(options_, update_interval_);
+  const TrainingDuration& start = options_.start;
+  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, state, now));
+  Moment moment{.elapsed = elapsed,
+                .averaged_number = static_cast<double>(state.averaged_count) + 1};
+  if (start.value == 0) {
+    moment.age = value;
+  } else if (start.unit == clock.duration.unit) {
+    // A start that was moved behind what has begun does not take it back.
+    const std::optional<double> started =
+        state.started.has_value() ? state.started->Get(start.unit) : std::nullopt;
+    moment.age = value - std::min(start.value, started.value_or(start.value));
+  } else {
+    EMA_ASSIGN_OR_RETURN(const double started, ReadEarlier(clock, *state.started, "start"));
+    moment.age = value - started;
+  }
+  // From a start in another unit, the update that began the average is the one at position 0.
+  const bool counts_from_update = start.value > 0 && start.unit != clock.duration.unit;
+  moment.position = counts_from_update ? moment.age : moment.age - 1;
+
+  const auto weight = [&](const auto& rule) -> double {
+    using OneRule = std::decay_t<decltype(rule)>;
+    if constexpr (std::is_same_v<OneRule, PowerFunctionRule>) {
+      return PowerFunctionWeight(gamma_, rule.age_offset, moment);
+    } else if constexpr (std::is_same_v<OneRule, UniformRule>) {
+      return 1 / moment.averaged_number;
+    } else if constexpr (std::is_same_v<OneRule, CopyRule>) {
+      return 1;
+    } else {
+      return WeightOf(rule, moment);
+    }
+  };
+  return std::visit(weight, options_.rule);
 }
 
 absl::StatusOr<Schedule::Update> Schedule::Plan(const State& state, const TrainingTime& now) const {
-  const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule_);
-  const TrainingTime& last = state.last_update.has_value() ? *state.last_update : now;
-  Passage passage;
-  if (half_life_rule != nullptr) {
-    const TrainingDuration& half_life = half_life_rule->half_life;
-    EMA_ASSIGN_OR_RETURN(passage, Measure(last, now, half_life.unit,
-                                          absl::StrCat("half_life ", half_life.ToString())));
-  }
+  EMA_ASSIGN_OR_RETURN(const Passage passage,
+                       Measure(RuleClock(options_, update_interval_), state, now));
   EMA_ASSIGN_OR_RETURN(const Passage intervals,
-                       Measure(last, now, update_interval_.unit,
-                               absl::StrCat("update_interval ", update_interval_.ToString())));
-  if (half_life_rule == nullptr) passage = intervals;
-  if (!state.last_update.has_value()) return Update{true, 1, 0};
+                       Measure({"update_interval", update_interval_}, state, now));
+  EMA_ASSIGN_OR_RETURN(const bool has_started, HasStarted(state, now));
+  bool has_ended = false;
+  if (options_.end.has_value()) {
+    EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_end", *options_.end}, state, now));
+    has_ended = IsAfter(value, *options_.end);
+  }
 
-  Update update;
-  update.elapsed = passage.now - passage.last;
-  update.due = update_interval_.value == 0 || WholeIntervals(intervals.now, update_interval_) >
-                                                  WholeIntervals(intervals.last, update_interval_);
-  if (update.due) update.update_weight = UpdateWeight(rule_, update.elapsed);
+  Update update{.elapsed = passage.now - passage.last};
+  const auto* constant = std::get_if<ConstantDecayRule>(&options_.rule);
+  const auto due_with_first_value = [&] {
+    update.due = true;
+    update.from_zero =
+        has_started && constant != nullptr && constant->zero_init == ZeroInit::kPlain;
+    update.update_weight = update.from_zero ? 1 - constant->smoothing : 1;
+    return update;
+  };
+  if (!state.last_update.has_value()) return due_with_first_value();
+  if (has_ended) return update;
+
+  const bool is_interval_over =
+      update_interval_.value == 0 ||
+      WholeIntervals(intervals.now, update_interval_, options_.interval_phase) >
+          WholeIntervals(intervals.last, update_interval_, options_.interval_phase);
+  // The position of a warm-up tells copies and averages apart by itself, as in the libraries.
+  const bool needs_no_last_copy = IsWarmUp(options_.rule) &&
+                                  options_.before_start == BeforeStart::kCopy &&
+                                  options_.start.unit == update_interval_.unit;
+  if (has_started && (state.started.has_value() || needs_no_last_copy)) {
+    update.due = is_interval_over;
+    if (update.due) {
+      EMA_ASSIGN_OR_RETURN(update.update_weight, Weight(state, now, update.elapsed));
+    }
+    return update;
+  }
+  switch (options_.before_start) {
+    case BeforeStart::kReinit:
+      if (has_started) return due_with_first_value();
+      break;
+    case BeforeStart::kCopy:
+      update.due = is_interval_over;
+      update.update_weight = update.due ? 1 : 0;
+      break;
+    case BeforeStart::kHold:
+      // The values stay; the state moves to the start.
+      update.due = has_started;
+      break;
+  }
   return update;
 }
 
-std::string Schedule::ToString() const {
-  std::string text = "copy";
-  if (const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule_)) {
-    text = absl::StrCat("half_life ", half_life_rule->half_life.ToString());
-  } else if (const auto* constant_rule = std::get_if<ConstantDecayRule>(&rule_)) {
-    text = absl::StrCat("smoothing ", NumberText(constant_rule->smoothing));
-  }
-  if (update_interval_.value == 0) return absl::StrCat(text, ", every push");
-  return absl::StrCat(text, ", update_interval ", update_interval_.ToString());
+Schedule::State Schedule::Next(const State& state, const Update& update,
+                               const TrainingTime& now) const {
+  if (!update.due) return state;
+  State next = state;
+  ++next.update_count;
+  next.last_update = now;
+  if (!HasStarted(state, now).value_or(false)) return next;
+  // What the track has at its start is its first sample, also where it was held.
+  ++next.averaged_count;
+  if (!next.started.has_value()) next.started = now;
+  return next;
 }
 
 }  // namespace ema

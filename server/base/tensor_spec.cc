@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
 
 namespace ema {
 namespace {
@@ -73,6 +74,18 @@ absl::Status BadTensor(const TensorSpec& spec, std::string_view problem) {
                    spec.name.size() > kMaxQuotedBytes ? "..." : "", "\": ", std::string(problem)));
 }
 
+absl::Status CheckName(const TensorSpec& spec, const std::string& name) {
+  if (name.empty()) return BadTensor(spec, "a name is needed, such as \"layers.0.weight\"");
+  if (static_cast<int64_t>(name.size()) > kMaxTensorNameBytes) {
+    return BadTensor(spec, absl::StrCat("a name of ", name.size(), " bytes; at most ",
+                                        kMaxTensorNameBytes, " are allowed"));
+  }
+  if (IsPrintableUtf8(name)) return absl::OkStatus();
+  return BadTensor(spec,
+                   "a name must be UTF-8 without control characters, such as "
+                   "\"layers.0.weight\"");
+}
+
 }  // namespace
 
 int64_t DtypeSize(Dtype dtype) {
@@ -103,17 +116,21 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name) {
 
 Dtype AverageDtype(Dtype pushed) { return IsFloat(pushed) ? Dtype::kFloat32 : pushed; }
 
+std::string_view TensorActionName(TensorAction action) {
+  switch (action) {
+    case TensorAction::kAverage:
+      return "average";
+    case TensorAction::kCopy:
+      return "copy";
+    case TensorAction::kIgnore:
+      return "ignore";
+  }
+  return "unknown";
+}
+
 absl::Status TensorSpec::Validate() const {
-  if (name.empty()) return BadTensor(*this, "a name is needed, such as \"layers.0.weight\"");
-  if (static_cast<int64_t>(name.size()) > kMaxTensorNameBytes) {
-    return BadTensor(*this, absl::StrCat("a name of ", name.size(), " bytes; at most ",
-                                         kMaxTensorNameBytes, " are allowed"));
-  }
-  if (!IsPrintableUtf8(name)) {
-    return BadTensor(*this,
-                     "a name must be UTF-8 without control characters, such as "
-                     "\"layers.0.weight\"");
-  }
+  EMA_RETURN_IF_ERROR(CheckName(*this, name));
+  for (const std::string& alias : aliases) EMA_RETURN_IF_ERROR(CheckName(*this, alias));
   if (FindInfo(dtype) == nullptr) {
     return BadTensor(
         *this, absl::StrCat("dtype number ", static_cast<int>(dtype), " is unknown; expected 1 to ",
@@ -147,7 +164,8 @@ int64_t TensorSpec::element_count() const {
 }
 
 std::string TensorSpec::TypeString() const {
-  return absl::StrCat(std::string(DtypeName(dtype)), "[", absl::StrJoin(shape, ", "), "]");
+  return absl::StrCat(is_buffer ? "buffer " : "", std::string(DtypeName(dtype)), "[",
+                      absl::StrJoin(shape, ", "), "]");
 }
 
 }  // namespace ema

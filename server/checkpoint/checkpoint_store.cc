@@ -192,7 +192,7 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folde
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
                                                         const Folder& folder,
                                                         const std::string& name) {
-  const int64_t needed_bytes = CheckpointDataBytes(model) + kSpareBytes;
+  const int64_t needed_bytes = CheckpointDataBytes(snapshot) + kSpareBytes;
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
   if (free_bytes < needed_bytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -33,10 +32,16 @@ std::string TrackPath(std::string_view checkpoint_path, std::string_view track_n
   return JoinPath(TracksPath(checkpoint_path), track_name);
 }
 
-// Tensors in the order of a file: by falling element size, so that each is aligned to its own.
-std::vector<int64_t> FileOrder(const StorageLayout& layout) {
-  std::vector<int64_t> order(layout.entries().size());
-  std::iota(order.begin(), order.end(), 0);
+// Tensors in the order of a file: by falling element size, so that each is aligned to its own. Low
+// parts are those of averages.
+std::vector<int64_t> FileOrder(const Track& track, bool low_parts) {
+  const StorageLayout& layout = track.layout();
+  std::vector<int64_t> order;
+  for (int64_t i = 0; i < static_cast<int64_t>(layout.entries().size()); ++i) {
+    if (layout.entry(i).is_stored && (!low_parts || track.action(i) == TensorAction::kAverage)) {
+      order.push_back(i);
+    }
+  }
   std::stable_sort(order.begin(), order.end(), [&layout](int64_t a, int64_t b) {
     return DtypeSize(layout.entry(a).dtype) > DtypeSize(layout.entry(b).dtype);
   });
@@ -56,13 +61,12 @@ std::map<std::string, std::string> FileMetadata(const Model& model, const Track&
 
 // Appends one tensor's bytes and returns their CRC32C.
 absl::StatusOr<uint32_t> WriteTensor(WritableFile& file, Device& device, const Track& track,
-                                     const TrackSnapshot& snapshot,
-                                     const StorageLayout::Entry& entry) {
+                                     const Blocks& blocks, const StorageLayout::Entry& entry) {
   uint32_t crc = 0;
   for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
     const int64_t n = std::min(kReadBytes, entry.length_bytes - done);
     EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
-                         ReadTrack(device, track, snapshot, entry.offset + done, n));
+                         ReadBlocks(device, track, blocks, entry.offset + done, n));
     for (const HostPiece& piece : pieces) {
       crc = Crc32c(crc, piece.bytes);
       EMA_RETURN_IF_ERROR(file.Append(piece.bytes));
@@ -71,11 +75,18 @@ absl::StatusOr<uint32_t> WriteTensor(WritableFile& file, Device& device, const T
   return crc;
 }
 
-absl::StatusOr<CheckpointTrack> WriteTrack(FileSystem& file_system, SyncLatch& latch,
-                                           const std::string& path, Model& model,
-                                           const Track& track, const TrackSnapshot& snapshot,
-                                           const VersionRecord& record) {
-  const std::vector<int64_t> order = FileOrder(track.layout());
+// Where a checkpoint is written.
+struct Place {
+  FileSystem& file_system;
+  SyncLatch& latch;
+  const std::string& path;
+};
+
+absl::StatusOr<CheckpointFile> WriteFile(const Place& place, const std::string& file_path,
+                                         Model& model, const TrackSnapshot& snapshot,
+                                         bool low_parts, const VersionRecord& record) {
+  const Track& track = *snapshot.track;
+  const std::vector<int64_t> order = FileOrder(track, low_parts);
   std::vector<TensorSpec> specs;
   specs.reserve(order.size());
   for (const int64_t i : order) {
@@ -93,24 +104,41 @@ absl::StatusOr<CheckpointTrack> WriteTrack(FileSystem& file_system, SyncLatch& l
         "model \"", model.config().name, "\": its names and shapes take ", header.size(),
         " bytes, a safetensors file can hold ", kMaxSafetensorsHeaderBytes));
   }
-
-  CheckpointTrack result{.config = track.config(), .state = snapshot.state};
+  CheckpointFile result;
   result.header_crc32c = Crc32c(0, header_bytes);
   result.file_bytes = static_cast<int64_t>(header.size());
-  result.tensor_crc32c.resize(order.size());
-  const std::string directory = TrackPath(path, track.name());
-  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(directory));
+  result.tensor_crc32c.resize(model.manifest().tensor_count());
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                       file_system.NewWritableFile(TrackFilePath(path, track.name())));
+                       place.file_system.NewWritableFile(file_path));
   EMA_RETURN_IF_ERROR(file->Append(header_bytes));
   for (const int64_t i : order) {
     const StorageLayout::Entry& entry = track.layout().entry(i);
     EMA_ASSIGN_OR_RETURN(result.tensor_crc32c[i],
-                         WriteTensor(*file, model.device(), track, snapshot, entry));
+                         WriteTensor(*file, model.device(), track,
+                                     low_parts ? snapshot.low_blocks : snapshot.blocks, entry));
     result.file_bytes += entry.length_bytes;
   }
-  EMA_RETURN_IF_ERROR(SyncAndClose(*file, latch));
-  EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(directory)));
+  EMA_RETURN_IF_ERROR(SyncAndClose(*file, place.latch));
+  return result;
+}
+
+absl::StatusOr<CheckpointTrack> WriteTrack(const Place& place, Model& model,
+                                           const TrackSnapshot& snapshot,
+                                           const VersionRecord& record) {
+  const std::string& name = snapshot.track->name();
+  CheckpointTrack result{
+      .config = snapshot.track->config(), .state = snapshot.state, .last_step = snapshot.last_step};
+  const std::string directory = TrackPath(place.path, name);
+  EMA_RETURN_IF_ERROR(place.file_system.CreateDirectory(directory));
+  EMA_ASSIGN_OR_RETURN(result.weights,
+                       WriteFile(place, TrackFilePath(place.path, name), model, snapshot,
+                                 /*low_parts=*/false, record));
+  if (snapshot.track->config().compensated) {
+    EMA_ASSIGN_OR_RETURN(result.low_parts,
+                         WriteFile(place, LowPartsFilePath(place.path, name), model, snapshot,
+                                   /*low_parts=*/true, record));
+  }
+  EMA_RETURN_IF_ERROR(place.latch.Check(place.file_system.SyncDirectory(directory)));
   return result;
 }
 
@@ -134,9 +162,15 @@ std::string TrackFilePath(std::string_view checkpoint_path, std::string_view tra
   return JoinPath(TrackPath(checkpoint_path, track_name), "model.safetensors");
 }
 
-int64_t CheckpointDataBytes(const Model& model) {
+std::string LowPartsFilePath(std::string_view checkpoint_path, std::string_view track_name) {
+  return JoinPath(TrackPath(checkpoint_path, track_name), "low_parts.safetensors");
+}
+
+int64_t CheckpointDataBytes(const Snapshot& snapshot) {
   int64_t bytes = 0;
-  for (const Track& track : model.tracks()) bytes += track.layout().total_bytes();
+  for (const TrackSnapshot& track : snapshot.tracks) {
+    bytes += track.track->layout().total_bytes() * (track.track->config().compensated ? 2 : 1);
+  }
   return bytes;
 }
 
@@ -148,13 +182,21 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
   CheckpointManifest manifest{.model_name = model.config().name,
                               .manifest = model.manifest(),
                               .max_pinned_versions = model.config().max_pinned_versions,
+                              .non_finite = model.config().non_finite,
+                              .created_tracks = model.config().created_tracks,
                               .record = snapshot.record};
-  for (size_t t = 0; t < model.tracks().size(); ++t) {
-    EMA_ASSIGN_OR_RETURN(CheckpointTrack track,
-                         WriteTrack(file_system, latch, path, model, model.tracks()[t],
-                                    snapshot.tracks[t], snapshot.record));
-    manifest.total_bytes += track.file_bytes;
-    manifest.tracks.push_back(std::move(track));
+  if (manifest.created_tracks.empty()) manifest.created_tracks = model.config().tracks;
+  const Place place{file_system, latch, path};
+  // All that the model has now, with the values that they had then.
+  for (const TrackRef& track : model.tracks_after_next_commit()) {
+    CheckpointTrack saved{.config = track->config()};
+    if (const TrackSnapshot* const values = snapshot.FindId(track->id()); values != nullptr) {
+      EMA_ASSIGN_OR_RETURN(saved, WriteTrack(place, model, *values, snapshot.record));
+      manifest.total_bytes += saved.weights->file_bytes;
+      if (saved.low_parts.has_value()) manifest.total_bytes += saved.low_parts->file_bytes;
+    }
+    saved.config = track->config();
+    manifest.tracks.push_back(std::move(saved));
   }
   EMA_RETURN_IF_ERROR(WriteManifest(file_system, latch, path, manifest));
   EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(TracksPath(path))));

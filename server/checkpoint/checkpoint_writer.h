@@ -20,16 +20,17 @@ namespace ema {
 inline constexpr std::string_view kManifestFileName = "manifest.json";
 inline constexpr int64_t kMaxManifestFileBytes = int64_t{512} << 20;
 
-// Path of a track's weights inside a checkpoint.
+// Paths of a track's weights inside a checkpoint, and of the low parts of a compensated one.
 std::string TrackFilePath(std::string_view checkpoint_path, std::string_view track_name);
+std::string LowPartsFilePath(std::string_view checkpoint_path, std::string_view track_name);
 
-// The data of all tracks in bytes: what a checkpoint of `model` takes at least.
-int64_t CheckpointDataBytes(const Model& model);
+// The data of all tracks in bytes: what a checkpoint of `snapshot` takes at least.
+int64_t CheckpointDataBytes(const Snapshot& snapshot);
 
 // Makes the directory `path` and everything in it, synced; its own name in the parent is not yet.
 // The weights go from the snapshot's blocks to the file without a copy. Blocks on the disk.
 // ALREADY_EXISTS: there is something at `path`. FAILED_PRECONDITION: the format cannot hold
-// the tensors' names. Else errors of FileSystem and ReadTrack(); what is written by then stays
+// the tensors' names. Else errors of FileSystem and ReadBlocks(); what is written by then stays
 // there.
 absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, SyncLatch& latch,
                                                    const std::string& path, Model& model,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/manifest_json.h"
 
+#include <functional>
 #include <optional>
 #include <span>
 #include <utility>
@@ -32,39 +33,54 @@ Json EncodeTime(const TrainingTime& time) {
   return json;
 }
 
-Json EncodeSchedule(const Schedule& schedule) {
-  Json json = Json::object();
-  if (const auto* half_life = std::get_if<HalfLifeRule>(&schedule.rule())) {
-    json["rule"] = "half_life";
-    json["half_life"] = half_life->half_life.ToString();
-  } else if (const auto* constant = std::get_if<ConstantDecayRule>(&schedule.rule())) {
-    json["rule"] = "constant_decay";
-    json["smoothing"] = constant->smoothing;
-  } else {
-    json["rule"] = "copy";
+Json EncodeConfig(const TrackConfig& config) {
+  Json json = {{"name", config.name}, {"schedule", Json::object()}};
+  for (const auto& [field, value] : config.schedule.ToFields()) json["schedule"][field] = value;
+  Json rules = Json::array();
+  for (const TensorRule& rule : config.tensor_rules) {
+    rules.push_back(
+        {{"pattern", rule.pattern}, {"action", std::string(TensorActionName(rule.action))}});
   }
-  // "At every push" is what a schedule without an interval means; no text says it.
-  if (schedule.update_interval().value != 0) {
-    json["update_interval"] = schedule.update_interval().ToString();
-  }
+  json["tensor_rules"] = std::move(rules);
+  json["buffers"] = std::string(TensorActionName(config.buffers));
+  json["compensated"] = config.compensated;
+  json["paused"] = config.paused;
   return json;
 }
 
-Json EncodeTrack(const CheckpointTrack& track, const TrackRecord& record) {
-  Json json = {{"name", track.config.name}, {"schedule", EncodeSchedule(track.config.schedule)}};
-  json["state"] = {{"update_count", track.state.update_count}};
-  if (track.state.last_update.has_value()) {
-    json["state"]["last_update"] = EncodeTime(*track.state.last_update);
-  }
-  json["record"] = {{"updated", record.updated},
-                    {"update_weight", static_cast<double>(record.update_weight)},
-                    {"elapsed", record.elapsed},
-                    {"update_count", record.update_count}};
-  json["file_bytes"] = track.file_bytes;
-  json["header_crc32c"] = FormatChecksum(track.header_crc32c);
+Json EncodeState(const Schedule::State& state) {
+  Json json = {{"update_count", state.update_count}, {"averaged_count", state.averaged_count}};
+  if (state.last_update.has_value()) json["last_update"] = EncodeTime(*state.last_update);
+  if (state.started.has_value()) json["started"] = EncodeTime(*state.started);
+  return json;
+}
+
+Json EncodeRecord(const TrackRecord& record) {
+  return {{"track", record.track},
+          {"updated", record.updated},
+          {"update_weight", record.update_weight},
+          {"elapsed", record.elapsed},
+          {"update_count", record.update_count},
+          {"window_steps", record.window_steps},
+          {"config", record.config},
+          {"stall_gap", record.stall_gap}};
+}
+
+Json EncodeFile(const CheckpointFile& file) {
+  Json json = {{"file_bytes", file.file_bytes},
+               {"header_crc32c", FormatChecksum(file.header_crc32c)}};
   Json checksums = Json::array();
-  for (const uint32_t crc : track.tensor_crc32c) checksums.push_back(FormatChecksum(crc));
+  for (const uint32_t crc : file.tensor_crc32c) checksums.push_back(FormatChecksum(crc));
   json["tensor_crc32c"] = std::move(checksums);
+  return json;
+}
+
+Json EncodeTrack(const CheckpointTrack& track) {
+  Json json = {{"config", EncodeConfig(track.config)},
+               {"state", EncodeState(track.state)},
+               {"last_step", track.last_step}};
+  if (track.weights.has_value()) json["weights"] = EncodeFile(*track.weights);
+  if (track.low_parts.has_value()) json["low_parts"] = EncodeFile(*track.low_parts);
   return json;
 }
 
@@ -83,76 +99,129 @@ absl::StatusOr<TrainingTime> ParseTime(const Fields& fields) {
   return time;
 }
 
-absl::StatusOr<TrainingDuration> ParseDuration(const Fields& fields, const char* key) {
-  EMA_ASSIGN_OR_RETURN(const std::string text, fields.String(key));
-  absl::StatusOr<TrainingDuration> duration = TrainingDuration::Parse(text);
-  if (!duration.ok()) return fields.Bad(duration.status());
-  return duration;
+absl::StatusOr<std::vector<std::string>> ParseTexts(const Fields& fields, const char* key) {
+  EMA_ASSIGN_OR_RETURN(const Json* elements, fields.Array(key));
+  std::vector<std::string> texts;
+  for (const Json& element : *elements) {
+    if (!element.is_string()) return CorruptManifest(absl::StrCat("one of ", key, " is no text"));
+    texts.push_back(element.get<std::string>());
+  }
+  return texts;
 }
 
-absl::StatusOr<Schedule> ParseSchedule(const Fields& fields) {
-  EMA_ASSIGN_OR_RETURN(const std::string name, fields.String("rule"));
-  Schedule::Rule rule = CopyRule{};
-  if (name == "half_life") {
-    EMA_ASSIGN_OR_RETURN(const TrainingDuration half_life, ParseDuration(fields, "half_life"));
-    rule = HalfLifeRule{half_life};
-  } else if (name == "constant_decay") {
-    EMA_ASSIGN_OR_RETURN(const double smoothing, fields.Number("smoothing"));
-    rule = ConstantDecayRule{smoothing};
-  } else if (name != "copy") {
-    return CorruptManifest("an unknown schedule rule");
+absl::StatusOr<TensorAction> ParseAction(const Fields& fields, const char* key) {
+  EMA_ASSIGN_OR_RETURN(const std::string name, fields.String(key));
+  for (const TensorAction action :
+       {TensorAction::kAverage, TensorAction::kCopy, TensorAction::kIgnore}) {
+    if (name == TensorActionName(action)) return action;
   }
-  std::optional<TrainingDuration> interval;
-  if (fields.Has("update_interval")) {
-    EMA_ASSIGN_OR_RETURN(interval, ParseDuration(fields, "update_interval"));
+  return CorruptManifest(absl::StrCat("an unknown ", key));
+}
+
+absl::StatusOr<Schedule> ParseSchedule(const Fields& fields, const std::string& key) {
+  EMA_ASSIGN_OR_RETURN(const Fields place, fields.Object(key));
+  EMA_ASSIGN_OR_RETURN(const Json* json, fields.Get(key));
+  Schedule::Fields schedule_fields;
+  for (const auto& [field, value] : json->items()) {
+    if (!value.is_string()) return CorruptManifest("a field of a schedule is no text");
+    schedule_fields.emplace_back(field, value.get<std::string>());
   }
-  absl::StatusOr<Schedule> schedule = Schedule::Create(rule, interval);
-  if (!schedule.ok()) return fields.Bad(schedule.status());
+  absl::StatusOr<Schedule> schedule = Schedule::FromFields(schedule_fields);
+  if (!schedule.ok()) return place.Bad(schedule.status());
   return schedule;
+}
+
+absl::StatusOr<TrackConfig> ParseConfig(const Fields& fields) {
+  EMA_ASSIGN_OR_RETURN(std::string name, fields.String("name"));
+  EMA_ASSIGN_OR_RETURN(Schedule schedule, ParseSchedule(fields, "schedule"));
+  TrackConfig config{.name = std::move(name), .schedule = std::move(schedule)};
+  EMA_ASSIGN_OR_RETURN(const Json* rules, fields.Array("tensor_rules"));
+  for (const Json& element : *rules) {
+    EMA_ASSIGN_OR_RETURN(const Fields rule, Fields::Of(element, "tensor_rules[]."));
+    TensorRule& parsed = config.tensor_rules.emplace_back();
+    EMA_ASSIGN_OR_RETURN(parsed.pattern, rule.String("pattern"));
+    EMA_ASSIGN_OR_RETURN(parsed.action, ParseAction(rule, "action"));
+  }
+  EMA_ASSIGN_OR_RETURN(config.buffers, ParseAction(fields, "buffers"));
+  EMA_ASSIGN_OR_RETURN(config.compensated, fields.Boolean("compensated"));
+  EMA_ASSIGN_OR_RETURN(config.paused, fields.Boolean("paused"));
+  return config;
 }
 
 absl::StatusOr<TrackRecord> ParseRecord(const Fields& fields) {
   TrackRecord record;
+  EMA_ASSIGN_OR_RETURN(record.track, fields.String("track"));
   EMA_ASSIGN_OR_RETURN(record.updated, fields.Boolean("updated"));
-  EMA_ASSIGN_OR_RETURN(const double weight, fields.Number("update_weight"));
-  record.update_weight = static_cast<float>(weight);
+  EMA_ASSIGN_OR_RETURN(record.update_weight, fields.Number("update_weight"));
   EMA_ASSIGN_OR_RETURN(record.elapsed, fields.Number("elapsed"));
   EMA_ASSIGN_OR_RETURN(record.update_count, fields.Integer("update_count", 0));
+  EMA_ASSIGN_OR_RETURN(record.window_steps, fields.Number("window_steps"));
+  EMA_ASSIGN_OR_RETURN(record.config, fields.String("config"));
+  EMA_ASSIGN_OR_RETURN(record.stall_gap, fields.Number("stall_gap"));
   return record;
 }
 
 absl::StatusOr<Schedule::State> ParseState(const Fields& fields) {
   Schedule::State state;
   EMA_ASSIGN_OR_RETURN(state.update_count, fields.Integer("update_count", 0));
+  EMA_ASSIGN_OR_RETURN(state.averaged_count, fields.Integer("averaged_count", 0));
   if (fields.Has("last_update")) {
     EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("last_update"));
     EMA_ASSIGN_OR_RETURN(state.last_update, ParseTime(time));
   }
+  if (fields.Has("started")) {
+    EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("started"));
+    EMA_ASSIGN_OR_RETURN(state.started, ParseTime(time));
+  }
   return state;
 }
 
-absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_count) {
-  EMA_ASSIGN_OR_RETURN(std::string name, fields.String("name"));
-  EMA_ASSIGN_OR_RETURN(const Fields schedule_fields, fields.Object("schedule"));
-  EMA_ASSIGN_OR_RETURN(const Schedule schedule, ParseSchedule(schedule_fields));
-  CheckpointTrack track{.config = {std::move(name), schedule}};
-  EMA_ASSIGN_OR_RETURN(const Fields state, fields.Object("state"));
-  EMA_ASSIGN_OR_RETURN(track.state, ParseState(state));
-  EMA_ASSIGN_OR_RETURN(track.file_bytes, fields.Integer("file_bytes", 0));
-  EMA_ASSIGN_OR_RETURN(track.header_crc32c, fields.Checksum("header_crc32c"));
+absl::StatusOr<CheckpointFile> ParseFile(const Fields& fields, int64_t tensor_count) {
+  CheckpointFile file;
+  EMA_ASSIGN_OR_RETURN(file.file_bytes, fields.Integer("file_bytes", 0));
+  EMA_ASSIGN_OR_RETURN(file.header_crc32c, fields.Checksum("header_crc32c"));
   EMA_ASSIGN_OR_RETURN(const Json* checksums, fields.Array("tensor_crc32c"));
   if (static_cast<int64_t>(checksums->size()) != tensor_count) {
-    return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ", checksums->size(),
-                                        " checksums for ", tensor_count, " tensors"));
+    return CorruptManifest(absl::StrCat("a file has ", checksums->size(), " checksums for ",
+                                        tensor_count, " tensors"));
   }
-  track.tensor_crc32c.reserve(checksums->size());
+  file.tensor_crc32c.reserve(checksums->size());
   for (const Json& checksum : *checksums) {
     const std::optional<uint32_t> crc =
         checksum.is_string() ? ParseChecksum(checksum.get_ref<const std::string&>()) : std::nullopt;
     if (!crc.has_value()) return CorruptManifest("an element of tensor_crc32c is not a CRC32C");
-    track.tensor_crc32c.push_back(*crc);
+    file.tensor_crc32c.push_back(*crc);
+  }
+  return file;
+}
+
+absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_count) {
+  EMA_ASSIGN_OR_RETURN(const Fields config_fields, fields.Object("config"));
+  EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(config_fields));
+  CheckpointTrack track{.config = std::move(config)};
+  EMA_ASSIGN_OR_RETURN(const Fields state, fields.Object("state"));
+  EMA_ASSIGN_OR_RETURN(track.state, ParseState(state));
+  EMA_ASSIGN_OR_RETURN(track.last_step, fields.Integer("last_step", 0));
+  if (!fields.Has("weights")) return track;
+  EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
+  EMA_ASSIGN_OR_RETURN(track.weights, ParseFile(weights, tensor_count));
+  if (track.config.compensated) {
+    EMA_ASSIGN_OR_RETURN(const Fields low_parts, fields.Object("low_parts"));
+    EMA_ASSIGN_OR_RETURN(track.low_parts, ParseFile(low_parts, tensor_count));
   }
   return track;
+}
+
+// Calls `parse` for each object of an array.
+absl::Status ForEachObject(const Fields& fields, const std::string& key,
+                           const std::function<absl::Status(const Fields&)>& parse) {
+  EMA_ASSIGN_OR_RETURN(const Json* elements, fields.Array(key));
+  for (size_t i = 0; i < elements->size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(const Fields element,
+                         Fields::Of((*elements)[i], absl::StrCat(key, "[", i, "].")));
+    EMA_RETURN_IF_ERROR(parse(element));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Manifest> ParseTensors(const Json& json) {
@@ -167,6 +236,8 @@ absl::StatusOr<Manifest> ParseTensors(const Json& json) {
     absl::StatusOr<Dtype> parsed = ParseDtype(dtype);
     if (!parsed.ok()) return fields.Bad(parsed.status());
     spec.dtype = *parsed;
+    EMA_ASSIGN_OR_RETURN(spec.is_buffer, fields.Boolean("is_buffer"));
+    EMA_ASSIGN_OR_RETURN(spec.aliases, ParseTexts(fields, "aliases"));
     EMA_ASSIGN_OR_RETURN(const Json* shape, fields.Array("shape"));
     for (const Json& extent : *shape) {
       if (!extent.is_number_unsigned() || extent.get<uint64_t>() > INT64_MAX) {
@@ -189,6 +260,14 @@ absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
   record.commit_time = absl::FromUnixMicros(commit_time_us);
   EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("time"));
   EMA_ASSIGN_OR_RETURN(record.time, ParseTime(time));
+  EMA_RETURN_IF_ERROR(
+      ForEachObject(fields, "tracks", [&record](const Fields& track) -> absl::Status {
+        EMA_ASSIGN_OR_RETURN(TrackRecord parsed, ParseRecord(track));
+        record.tracks.push_back(std::move(parsed));
+        return absl::OkStatus();
+      }));
+  EMA_ASSIGN_OR_RETURN(record.skipped_tensor_count, fields.Integer("skipped_tensor_count", 0));
+  EMA_ASSIGN_OR_RETURN(record.skipped_tensors, ParseTexts(fields, "skipped_tensors"));
   return absl::OkStatus();
 }
 
@@ -214,22 +293,35 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
                   {"step", record.step},
                   {"run_epoch", record.run_epoch},
                   {"commit_time_us", absl::ToUnixMicros(record.commit_time)},
-                  {"time", EncodeTime(record.time)}};
-  Json tracks = Json::array();
-  for (size_t t = 0; t < manifest.tracks.size(); ++t) {
-    tracks.push_back(EncodeTrack(manifest.tracks[t], record.tracks[t]));
+                  {"time", EncodeTime(record.time)},
+                  {"tracks", Json::array()},
+                  {"skipped_tensor_count", record.skipped_tensor_count},
+                  {"skipped_tensors", record.skipped_tensors}};
+  for (const TrackRecord& track : record.tracks) version["tracks"].push_back(EncodeRecord(track));
+  Json created_tracks = Json::array();
+  for (const TrackConfig& track : manifest.created_tracks) {
+    created_tracks.push_back(EncodeConfig(track));
   }
+  Json tracks = Json::array();
+  for (const CheckpointTrack& track : manifest.tracks) tracks.push_back(EncodeTrack(track));
   Json tensors = Json::array();
   for (const TensorSpec& spec : manifest.manifest.tensors()) {
     tensors.push_back({{"name", spec.name},
                        {"dtype", std::string(DtypeName(spec.dtype))},
-                       {"shape", spec.shape}});
+                       {"shape", spec.shape},
+                       {"is_buffer", spec.is_buffer},
+                       {"aliases", spec.aliases}});
   }
-  const Json json = {
-      {"format", std::string(kFormatName)}, {"format_version", kCheckpointFormatVersion},
-      {"model", manifest.model_name},       {"max_pinned_versions", manifest.max_pinned_versions},
-      {"version", std::move(version)},      {"total_bytes", manifest.total_bytes},
-      {"tracks", std::move(tracks)},        {"tensors", std::move(tensors)}};
+  const Json json = {{"format", std::string(kFormatName)},
+                     {"format_version", kCheckpointFormatVersion},
+                     {"model", manifest.model_name},
+                     {"max_pinned_versions", manifest.max_pinned_versions},
+                     {"non_finite", static_cast<int>(manifest.non_finite)},
+                     {"version", std::move(version)},
+                     {"total_bytes", manifest.total_bytes},
+                     {"created_tracks", std::move(created_tracks)},
+                     {"tracks", std::move(tracks)},
+                     {"tensors", std::move(tensors)}};
   // One member a line: readable, without a line for each of 200 000 checksums.
   std::string covered;
   for (const auto& [key, value] : json.items()) {
@@ -265,18 +357,23 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text
   EMA_ASSIGN_OR_RETURN(manifest.manifest, ParseTensors(*tensors));
   EMA_ASSIGN_OR_RETURN(const Fields version, fields.Object("version"));
   EMA_RETURN_IF_ERROR(ParseVersion(version, manifest.record));
-  EMA_ASSIGN_OR_RETURN(const Json* tracks, fields.Array("tracks"));
-  for (const Json& element : *tracks) {
-    EMA_ASSIGN_OR_RETURN(
-        const Fields track,
-        Fields::Of(element, absl::StrCat("tracks[", manifest.tracks.size(), "].")));
+  EMA_ASSIGN_OR_RETURN(const int64_t non_finite, fields.Integer("non_finite", 1));
+  if (non_finite > static_cast<int64_t>(NonFinitePolicy::kAllow)) {
+    return CorruptManifest("an unknown non_finite");
+  }
+  manifest.non_finite = static_cast<NonFinitePolicy>(non_finite);
+  EMA_RETURN_IF_ERROR(
+      ForEachObject(fields, "created_tracks", [&](const Fields& track) -> absl::Status {
+        EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(track));
+        manifest.created_tracks.push_back(std::move(config));
+        return absl::OkStatus();
+      }));
+  EMA_RETURN_IF_ERROR(ForEachObject(fields, "tracks", [&](const Fields& track) -> absl::Status {
     EMA_ASSIGN_OR_RETURN(CheckpointTrack parsed,
                          ParseTrack(track, manifest.manifest.tensor_count()));
     manifest.tracks.push_back(std::move(parsed));
-    EMA_ASSIGN_OR_RETURN(const Fields record_fields, track.Object("record"));
-    EMA_ASSIGN_OR_RETURN(const TrackRecord record, ParseRecord(record_fields));
-    manifest.record.tracks.push_back(record);
-  }
+    return absl::OkStatus();
+  }));
   return manifest;
 }
 

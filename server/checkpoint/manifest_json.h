@@ -5,6 +5,7 @@
 #define EMA_SERVER_CHECKPOINT_MANIFEST_JSON_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,23 +13,33 @@
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/schedule.h"
+#include "ema/track.h"
+#include "server/core/push_session.h"
 #include "server/core/snapshot.h"
-#include "server/core/track.h"
 
 namespace ema {
 
 // What this build writes, and the newest that it reads.
 inline constexpr int64_t kCheckpointFormatVersion = 1;
 
-// One track of a checkpoint, and the file that holds its weights.
+// A safetensors file of a checkpoint.
+struct CheckpointFile {
+  int64_t file_bytes = 0;
+  // Of the file's bytes before the data section, and of each tensor's bytes, as the manifest's
+  // tensors (0 for those that are not in the file): together of every byte.
+  uint32_t header_crc32c = 0;
+  std::vector<uint32_t> tensor_crc32c;
+
+  friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
+};
+
+// One track of a checkpoint. Without `weights` it has no value yet.
 struct CheckpointTrack {
   TrackConfig config;
   Schedule::State state;
-  int64_t file_bytes = 0;
-  // Of the file's bytes before the data section, and of each tensor's bytes, as the manifest's
-  // tensors: together of every byte.
-  uint32_t header_crc32c = 0;
-  std::vector<uint32_t> tensor_crc32c;
+  int64_t last_step = 0;
+  std::optional<CheckpointFile> weights;
+  std::optional<CheckpointFile> low_parts;  // Of a compensated track.
 
   friend bool operator==(const CheckpointTrack&, const CheckpointTrack&) = default;
 };
@@ -38,6 +49,9 @@ struct CheckpointManifest {
   std::string model_name;
   Manifest manifest;
   int64_t max_pinned_versions = 0;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+  // As CreateModel asked for them; `tracks` are what UpdateModel has made of them.
+  std::vector<TrackConfig> created_tracks;
   // record.tracks is as `tracks`. Its commit_time is kept to the microsecond.
   VersionRecord record;
   std::vector<CheckpointTrack> tracks;

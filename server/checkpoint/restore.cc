@@ -32,11 +32,14 @@ absl::Status BlameCheckpoint(const absl::Status& status) {
   return status;
 }
 
-// Checks the header of a track's file: its checksum, and that it holds the manifest's tensors in
-// the track's dtypes. Gives the tensors' file offsets, as the manifest's tensors.
-absl::StatusOr<std::vector<int64_t>> ReadHeader(const RandomAccessFile& file,
-                                                const CheckpointTrack& saved, const Track& track,
-                                                const Manifest& manifest) {
+// Tensor indices, and where each starts in a file.
+using FilePlaces = std::vector<std::pair<int64_t, int64_t>>;
+
+// Checks the header of a track's file: its checksum, and that it holds `expected` tensors, all the
+// track's, in its dtypes.
+absl::StatusOr<FilePlaces> ReadHeader(const RandomAccessFile& file, const CheckpointFile& saved,
+                                      const Track& track, const Manifest& manifest,
+                                      size_t expected) {
   if (file.size_bytes() != saved.file_bytes) {
     return Corrupt(
         absl::StrCat("its file has ", file.size_bytes(), " bytes, expected ", saved.file_bytes));
@@ -54,25 +57,26 @@ absl::StatusOr<std::vector<int64_t>> ReadHeader(const RandomAccessFile& file,
   if (Crc32c(0, std::as_bytes(std::span(bytes))) != saved.header_crc32c) {
     return Corrupt("the checksum of its header is wrong");
   }
-  if (static_cast<int64_t>(header->tensors.size()) != manifest.tensor_count()) {
-    return Corrupt(absl::StrCat("its file has ", header->tensors.size(), " tensors, expected ",
-                                manifest.tensor_count()));
+  if (header->tensors.size() != expected) {
+    return Corrupt(
+        absl::StrCat("its file has ", header->tensors.size(), " tensors, expected ", expected));
   }
-  std::vector<int64_t> offsets(manifest.tensor_count());
+  FilePlaces places;
   for (const SafetensorsTensor& tensor : header->tensors) {
     const std::optional<int64_t> i = manifest.Find(tensor.spec.name);
     if (!i.has_value() || tensor.spec.shape != manifest.tensor(*i).shape ||
-        tensor.spec.dtype != track.layout().entry(*i).dtype) {
+        tensor.spec.dtype != track.layout().entry(*i).dtype ||
+        !track.layout().entry(*i).is_stored) {
       return Corrupt(absl::StrCat("tensor \"", tensor.spec.name, "\": its file has ",
                                   tensor.spec.TypeString(), ", the manifest does not"));
     }
-    offsets[*i] = header->header_bytes + tensor.begin;
+    places.emplace_back(*i, header->header_bytes + tensor.begin);
   }
-  return offsets;
+  return places;
 }
 
 absl::Status ReadTensor(const RandomAccessFile& file, int64_t file_offset, uint32_t expected_crc,
-                        const StorageLayout::Entry& entry, TrackWriter& writer,
+                        const StorageLayout::Entry& entry, BlocksWriter& writer,
                         std::vector<std::byte>& buffer) {
   uint32_t crc = 0;
   for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
@@ -88,19 +92,19 @@ absl::Status ReadTensor(const RandomAccessFile& file, int64_t file_offset, uint3
   return absl::OkStatus();
 }
 
-absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::string& file_path,
-                                           const CheckpointTrack& saved, const Track& track,
-                                           Model& model) {
+absl::StatusOr<Blocks> RestoreBlocks(FileSystem& file_system, const std::string& file_path,
+                                     const CheckpointFile& saved, const Track& track, Model& model,
+                                     size_t expected) {
   absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(file_path);
   if (!file.ok()) return BlameCheckpoint(file.status());
-  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> offsets,
-                       ReadHeader(**file, saved, track, model.manifest()));
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TrackWriter> writer,
-                       TrackWriter::Create(model.device(), track));
+  EMA_ASSIGN_OR_RETURN(const FilePlaces places,
+                       ReadHeader(**file, saved, track, model.manifest(), expected));
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksWriter> writer,
+                       BlocksWriter::Create(model.device(), track));
   std::vector<std::byte> buffer(
       std::min<int64_t>(kReadBytes, std::max<int64_t>(saved.file_bytes, 1)));
-  for (int64_t i = 0; i < model.manifest().tensor_count(); ++i) {
-    const absl::Status status = ReadTensor(**file, offsets[i], saved.tensor_crc32c[i],
+  for (const auto& [i, file_offset] : places) {
+    const absl::Status status = ReadTensor(**file, file_offset, saved.tensor_crc32c[i],
                                            track.layout().entry(i), *writer, buffer);
     if (absl::IsDataLoss(status)) {
       return Corrupt(
@@ -108,9 +112,28 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::s
     }
     EMA_RETURN_IF_ERROR(status);
   }
-  TrackSnapshot snapshot;
-  snapshot.state = saved.state;
-  EMA_ASSIGN_OR_RETURN(snapshot.blocks, writer->Finish());
+  return writer->Finish();
+}
+
+absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::string& path,
+                                           const CheckpointTrack& saved, TrackRef track,
+                                           Model& model) {
+  const auto count = [&](const auto& is_in_file) {
+    return static_cast<size_t>(
+        std::count_if(track->actions().begin(), track->actions().end(), is_in_file));
+  };
+  TrackSnapshot snapshot{.track = track, .state = saved.state, .last_step = saved.last_step};
+  EMA_ASSIGN_OR_RETURN(
+      snapshot.blocks,
+      RestoreBlocks(file_system, TrackFilePath(path, track->name()), *saved.weights, *track, model,
+                    count([](TensorAction action) { return action != TensorAction::kIgnore; })));
+  if (saved.low_parts.has_value()) {
+    EMA_ASSIGN_OR_RETURN(
+        snapshot.low_blocks,
+        RestoreBlocks(file_system, LowPartsFilePath(path, track->name()), *saved.low_parts, *track,
+                      model,
+                      count([](TensorAction action) { return action == TensorAction::kAverage; })));
+  }
   return snapshot;
 }
 
@@ -122,9 +145,11 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
       file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
   if (!text.ok()) return BlameCheckpoint(text.status());
   EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(*text));
-  if (const absl::Status status = ConfigOf(checkpoint).Validate(); !status.ok()) {
-    return Corrupt(absl::StrCat("manifest.json: ", status.message()));
-  }
+  ModelConfig config = ConfigOf(checkpoint);
+  absl::Status status = config.Validate();
+  config.tracks = checkpoint.created_tracks;
+  status.Update(config.Validate());
+  if (!status.ok()) return Corrupt(absl::StrCat("manifest.json: ", status.message()));
   return checkpoint;
 }
 
@@ -133,7 +158,9 @@ ModelConfig ConfigOf(const CheckpointManifest& checkpoint) {
   config.name = checkpoint.model_name;
   config.manifest = std::make_shared<const Manifest>(checkpoint.manifest);
   for (const CheckpointTrack& track : checkpoint.tracks) config.tracks.push_back(track.config);
+  config.created_tracks = checkpoint.created_tracks;
   config.max_pinned_versions = checkpoint.max_pinned_versions;
+  config.non_finite = checkpoint.non_finite;
   return config;
 }
 
@@ -143,12 +170,15 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
                                                          Model& model) {
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
-  for (size_t t = 0; t < model.tracks().size(); ++t) {
-    const Track& track = model.tracks()[t];
-    absl::StatusOr<TrackSnapshot> restored = RestoreTrack(
-        file_system, TrackFilePath(path, track.name()), checkpoint.tracks[t], track, model);
+  const PushPlan plan = model.plan();
+  for (size_t t = 0; t < checkpoint.tracks.size(); ++t) {
+    const CheckpointTrack& saved = checkpoint.tracks[t];
+    if (!saved.weights.has_value()) continue;
+    absl::StatusOr<TrackSnapshot> restored =
+        RestoreTrack(file_system, path, saved, plan.tracks[t].track, model);
     if (absl::IsDataLoss(restored.status())) {
-      return Corrupt(absl::StrCat("track \"", track.name(), "\": ", restored.status().message()));
+      return Corrupt(
+          absl::StrCat("track \"", saved.config.name, "\": ", restored.status().message()));
     }
     EMA_RETURN_IF_ERROR(restored.status());
     snapshot->tracks.push_back(*std::move(restored));

@@ -31,87 +31,40 @@ absl::Status Unready(ErrorReason reason, std::string message, absl::Duration ret
   return status;
 }
 
-std::vector<Track> MakeTracks(const ModelConfig& config, int64_t block_bytes) {
-  std::vector<Track> tracks;
-  tracks.reserve(config.tracks.size());
-  for (const TrackConfig& track : config.tracks) {
-    tracks.emplace_back(track, *config.manifest, block_bytes);
-  }
-  return tracks;
-}
-
 }  // namespace
 
-int64_t ModelConfig::MemoryBytes() const {
-  int64_t bytes = 0;
-  for (const TrackConfig& track : tracks) {
-    const StorageLayout layout(*manifest, track.schedule.is_copy());
-    if (__builtin_add_overflow(bytes, layout.total_bytes(), &bytes)) bytes = INT64_MAX;
-  }
-  if (__builtin_mul_overflow(bytes, 2 + max_pinned_versions, &bytes)) bytes = INT64_MAX;
-  return bytes;
-}
-
-absl::Status ModelConfig::Validate() const {
-  constexpr int64_t kMaxPinnedVersions = 64;
-  EMA_RETURN_IF_ERROR(ValidateName("model", name));
-  EMA_RETURN_IF_ERROR(ValidateTracks(tracks));
-  if (max_pinned_versions < 1 || max_pinned_versions > kMaxPinnedVersions) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("max_pinned_versions: ", max_pinned_versions,
-                                  " given, expected 1 to ", kMaxPinnedVersions));
-  }
-  return absl::OkStatus();
-}
-
-std::string ModelConfig::DifferenceFrom(const ModelConfig& there) const {
-  if (std::string difference = manifest->DifferenceFrom(*there.manifest); !difference.empty()) {
-    return difference;
-  }
-  if (tracks.size() != there.tracks.size()) {
-    return absl::StrCat(tracks.size(), " tracks here, ", there.tracks.size(), " there");
-  }
-  for (size_t t = 0; t < tracks.size(); ++t) {
-    if (tracks[t] == there.tracks[t]) continue;
-    return absl::StrCat("track \"", tracks[t].name, "\" (", tracks[t].schedule.ToString(),
-                        ") here, \"", there.tracks[t].name, "\" (",
-                        there.tracks[t].schedule.ToString(), ") there");
-  }
-  if (max_pinned_versions != there.max_pinned_versions) {
-    return absl::StrCat("max_pinned_versions ", max_pinned_versions, " here, ",
-                        there.max_pinned_versions, " there");
-  }
-  return "";
-}
-
 Model::Model(ModelConfig config, std::shared_ptr<Device> device,
-             std::shared_ptr<MemoryBudget> budget,
-             std::unique_ptr<MemoryBudget::Reservation> reservation, const Options& options)
+             std::shared_ptr<MemoryBudget> budget, const Options& options)
     : config_(std::move(config)),
-      tracks_(std::make_shared<const std::vector<Track>>(MakeTracks(config_, options.block_bytes))),
       device_(std::move(device)),
       budget_(std::move(budget)),
-      reservation_(std::move(reservation)),
       options_(options),
+      plan_revision_(options.incarnation),
       incarnation_(options.incarnation),
       run_epoch_(options.incarnation) {}
+
+absl::StatusOr<std::shared_ptr<Model>> Model::Create(ModelConfig config,
+                                                     std::shared_ptr<Device> device,
+                                                     std::shared_ptr<MemoryBudget> budget,
+                                                     const Options& options) {
+  // For all at once: a message that says what the model needs, not its second track.
+  EMA_RETURN_IF_ERROR(
+      budget->Reserve(absl::StrCat("model \"", config.name, "\""), config.MemoryBytes()).status());
+  std::shared_ptr<Model> model(
+      new Model(std::move(config), std::move(device), std::move(budget), options));
+  absl::MutexLock lock(&model->mu_);
+  for (const TrackConfig& track : model->config_.tracks) {
+    EMA_ASSIGN_OR_RETURN(TrackRef made, model->MakeTrackLocked(track));
+    model->tracks_.push_back(std::move(made));
+  }
+  return model;
+}
 
 Model::~Model() {
   // What the pool keeps of these is in no model's reservation any more.
   current_.reset();
   older_.clear();
   device_->Trim();
-}
-
-absl::StatusOr<int64_t> Model::FindTrack(std::string_view name) const {
-  std::vector<std::string> names;
-  for (size_t t = 0; t < tracks_->size(); ++t) {
-    if ((*tracks_)[t].name() == name) return static_cast<int64_t>(t);
-    names.push_back((*tracks_)[t].name());
-  }
-  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
-                   absl::StrCat("model \"", config_.name, "\" has no track \"", std::string(name),
-                                "\"; it has ", absl::StrJoin(names, ", ")));
 }
 
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
@@ -143,12 +96,14 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       }
       run_ = std::move(run);
       ++run_epoch_;
+      ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
     }
     result.run_epoch = run_epoch_;
     result.ready = run_->ready();
     result.missing_ranks = run_->MissingRanks(kNamedRanks);
     if (current_ != nullptr) result.latest = current_->record;
+    result.plan = PlanLocked();
   }
   if (fenced != nullptr) {
     fenced->End(
@@ -200,18 +155,27 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
 }
 
 absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) const {
+  if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+                     absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
+                                  config_.name, "\" has ", plan_revision_,
+                                  ": its tracks have changed; OpenRun gives the new plan"));
+  }
   PushSession::Plan plan{start.step, start.time, {}};
-  for (size_t t = 0; t < tracks_->size(); ++t) {
-    const Schedule::State state =
-        current_ != nullptr ? current_->tracks[t].state : Schedule::State();
-    const absl::StatusOr<Schedule::Update> update =
-        (*tracks_)[t].config().schedule.Plan(state, start.time);
-    if (!update.ok()) {
-      return MakeError(
-          update.status().code(), GetErrorReason(update.status()),
-          absl::StrCat("track \"", (*tracks_)[t].name(), "\": ", update.status().message()));
+  for (const TrackRef& track : tracks_) {
+    const TrackSnapshot* const base = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    Schedule::Update update;
+    if (!track->config().paused) {
+      const absl::StatusOr<Schedule::Update> planned = track->config().schedule.Plan(
+          base != nullptr ? base->state : Schedule::State(), start.time);
+      if (!planned.ok()) {
+        return MakeError(
+            planned.status().code(), GetErrorReason(planned.status()),
+            absl::StrCat("track \"", track->name(), "\": ", planned.status().message()));
+      }
+      update = *planned;
     }
-    plan.updates.push_back(*update);
+    plan.tracks.push_back({track, base, update});
   }
   return plan;
 }
@@ -255,7 +219,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     EMA_RETURN_IF_ERROR(closed_);
     EMA_ASSIGN_OR_RETURN(const bool committed, CheckStartLocked(start));
     if (committed) {
-      retry.committed_ = {current_->record, /*duplicate=*/true};
+      retry.committed_ = {current_->record, /*duplicate=*/true, PlanLocked()};
       retry.committed_digest_ = last_commit_.digests[start.rank];
       return nullptr;
     }
@@ -275,7 +239,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     abandoned.reset();
   }
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
-                       PushSession::Create({config_.manifest, tracks_, device_}, run,
+                       PushSession::Create({config_.manifest, device_, config_.non_finite}, run,
                                            std::move(base), std::move(plan)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
@@ -318,10 +282,13 @@ bool Model::DetachLocked(const PushSession* session) {
 }
 
 void Model::Publish(const std::shared_ptr<PushSession>& session) {
-  const std::shared_ptr<Snapshot> next = session->TakeSnapshot();
+  const absl::StatusOr<std::shared_ptr<Snapshot>> taken = session->TakeSnapshot();
+  if (!taken.ok()) return FailSession(session, taken.status());
+  const std::shared_ptr<Snapshot>& next = *taken;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;  // Freed last, after everybody has been told.
+  PushPlan plan;
   {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
@@ -342,8 +309,11 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     records_.push_back(next->record);
     if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
     last_commit_ = {session->run().epoch(), std::move(digests)};
+    ApplyPendingLocked();
+    plan = PlanLocked();
+    WarnLocked(next->record);
   }
-  session->End(PushResult{next->record, /*duplicate=*/false});
+  session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan)});
   CallWatchers();
 }
 
@@ -378,6 +348,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     if (record != records_.rend()) {
       result.state = PushState::State::kCommitted;
       result.record = *record;
+      result.plan = PlanLocked();
       return result;
     }
     if (session_ == nullptr || session_->plan().step != step) {

@@ -17,11 +17,13 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
 #include "server/core/memory_budget.h"
+#include "server/core/model_config.h"
 #include "server/core/push_session.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
@@ -29,23 +31,6 @@
 #include "server/device/device.h"
 
 namespace ema {
-
-// What CreateModel asks for.
-struct ModelConfig {
-  std::string name;
-  std::shared_ptr<const Manifest> manifest;
-  std::vector<TrackConfig> tracks;
-  // Distinct versions that readers may hold at once; so many versions besides the current one are
-  // kept.
-  int64_t max_pinned_versions = 2;
-
-  // Device memory that the model can use at most: the sum over tracks of stored bytes, times
-  // (current + building + kept).
-  int64_t MemoryBytes() const;
-  absl::Status Validate() const;
-  // The first difference in words; empty if equal.
-  std::string DifferenceFrom(const ModelConfig& there) const;
-};
 
 class RankPush;
 
@@ -60,20 +45,36 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t incarnation = 1;
     // Records kept for Watch and ListVersions.
     int64_t record_count = 4096;
+    // Told, once for each track, what its owner should know. May be empty. Called with locks held.
+    std::function<void(const std::string&)> on_warning;
   };
 
-  // REQUIRES: config.Validate() is OK; `reservation`, made by `budget`, holds config.MemoryBytes().
-  Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
-        std::unique_ptr<MemoryBudget::Reservation> reservation, const Options& options);
+  // REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not
+  // config.MemoryBytes().
+  static absl::StatusOr<std::shared_ptr<Model>> Create(ModelConfig config,
+                                                       std::shared_ptr<Device> device,
+                                                       std::shared_ptr<MemoryBudget> budget,
+                                                       const Options& options);
   ~Model();
 
+  // As it was created: UpdateTracks() does not change it.
   const ModelConfig& config() const { return config_; }
   const Manifest& manifest() const { return *config_.manifest; }
-  const std::vector<Track>& tracks() const { return *tracks_; }
-  // NOT_FOUND, TRACK_NOT_FOUND: the message lists the tracks.
-  absl::StatusOr<int64_t> FindTrack(std::string_view name) const;
   Device& device() const { return *device_; }
-  int64_t reserved_bytes() const { return reservation_->bytes(); }
+
+  // --- Tracks ---
+
+  // All or nothing. A track that is put keeps being paused, or not. Takes effect at the next
+  // commit, or at once while no run is open or every track is paused. The same again is OK.
+  // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of what is
+  // stored of an existing track. NOT_FOUND, TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
+  // What pushes are planned by; and after the next commit, if that differs.
+  PushPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::optional<std::vector<TrackConfig>> pending_tracks() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Of all tracks, pending ones too.
+  int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Runs ---
 
@@ -83,6 +84,7 @@ class Model : public std::enable_shared_from_this<Model> {
     bool ready = false;
     std::vector<int64_t> missing_ranks;
     std::optional<VersionRecord> latest;
+    PushPlan plan;
   };
   // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before.
   absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
@@ -93,16 +95,17 @@ class Model : public std::enable_shared_from_this<Model> {
   // Opens a stream of one rank into the session of `start.step`, making that session if need be.
   // `on_end` is called at most once, from any thread (also from inside the RankPush's calls), when
   // the session ends; it may still be running when the RankPush is destroyed, so it must hold what
-  // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH. ABORTED: FENCED,
-  // STALE_STEP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE, SESSION_BUSY: an open earlier
-  // step waits for other ranks. RESOURCE_EXHAUSTED. A rank that opens a later step without having
-  // committed the open one ends that: STEP_ABANDONED.
+  // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
+  // ABORTED: FENCED, STALE_STEP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
+  // SESSION_BUSY: an open earlier step waits for other ranks. RESOURCE_EXHAUSTED. A rank that opens
+  // a later step without having committed the open one ends that: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
   struct PushState {
     enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
     std::optional<VersionRecord> record;
+    PushPlan plan;  // If committed.
     bool rank_committed = false;
     std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
     std::vector<int64_t> missing_ranks;
@@ -127,6 +130,10 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Versions ---
+
+  // OK, or NOT_FOUND, TRACK_NOT_FOUND, listing the tracks: neither the model nor the newest version
+  // has it.
+  absl::Status CheckTrack(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
   // `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
@@ -160,7 +167,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void Unwatch(int64_t watcher) ABSL_LOCKS_EXCLUDED(watch_mu_);
 
   // Puts a version from a checkpoint in place. Incarnation and run epoch go on above the record's.
-  // REQUIRES: nothing has been committed, no run is open.
+  // REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -172,6 +179,23 @@ class Model : public std::enable_shared_from_this<Model> {
     std::vector<uint32_t> digests;  // By rank.
   };
 
+  Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
+        const Options& options);
+
+  // A new track, with its memory reserved.
+  absl::StatusOr<TrackRef> MakeTrackLocked(const TrackConfig& config)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The tracks after `changes` to `before`.
+  absl::StatusOr<std::vector<TrackRef>> ChangedLocked(std::vector<TrackRef> tracks,
+                                                      const TrackChanges& changes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // INVALID_ARGUMENT, BAD_TIME: pushes with the units that the trainer reports would fail.
+  absl::Status CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void WarnLocked(const VersionRecord& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The open session if `start` belongs to it; null if a new one must be made, which ends the open
@@ -195,16 +219,19 @@ class Model : public std::enable_shared_from_this<Model> {
   void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
 
   const ModelConfig config_;
-  const std::shared_ptr<const std::vector<Track>> tracks_;
   const std::shared_ptr<Device> device_;
-  const std::shared_ptr<MemoryBudget>
-      budget_;  // Outlives the reservation: a pin may keep a model after its store.
-  const std::unique_ptr<MemoryBudget::Reservation> reservation_;
+  // Outlives the tracks' reservations: a pin may keep a model after its store.
+  const std::shared_ptr<MemoryBudget> budget_;
   const Options options_;
 
   // Serializes OpenPush(), which allocates device memory. Readers never take it.
   absl::Mutex push_mu_ ABSL_ACQUIRED_BEFORE(mu_);
   mutable absl::Mutex mu_;  // Readers take it: never held across a device call or a callback.
+  std::vector<TrackRef> tracks_ ABSL_GUARDED_BY(mu_);
+  std::optional<std::vector<TrackRef>> pending_tracks_ ABSL_GUARDED_BY(mu_);
+  int64_t plan_revision_ ABSL_GUARDED_BY(mu_);
+  int64_t last_track_id_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_set<std::string> warned_configs_ ABSL_GUARDED_BY(mu_);
   SnapshotRef current_ ABSL_GUARDED_BY(mu_);
   // Older versions, oldest first: at most max_pinned_versions, all pinned ones among them.
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);

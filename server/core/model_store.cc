@@ -26,30 +26,38 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
 
 absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) {
   EMA_RETURN_IF_ERROR(config.Validate());
-  const int64_t bytes = config.MemoryBytes();
   absl::MutexLock lock(&mu_);
   if (draining_) return Draining();
   if (auto it = models_.find(config.name); it != models_.end()) {
-    if (const std::string difference = config.DifferenceFrom(it->second->config());
-        !difference.empty()) {
-      return MakeError(
-          absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
-          absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
+    // As it was created, or as UpdateTracks() has made it: a trainer that starts again says the one
+    // or the other.
+    ModelConfig now = it->second->config();
+    if (!now.created_tracks.empty()) now.tracks = now.created_tracks;
+    if (config.DifferenceFrom(now).empty()) return CreateResult{it->second, false};
+    now.tracks.clear();
+    for (const PushPlan::Entry& entry : it->second->plan().tracks) {
+      now.tracks.push_back(entry.track->config());
     }
-    return CreateResult{it->second, false};
+    const std::string difference = config.DifferenceFrom(now);
+    if (difference.empty()) return CreateResult{it->second, false};
+    if (const auto pending = it->second->pending_tracks()) {
+      now.tracks = *pending;
+      if (config.DifferenceFrom(now).empty()) return CreateResult{it->second, false};
+    }
+    return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+                     absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
   }
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
     return MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
         absl::StrCat("the server has ", models_.size(), " models, as many as it may have"));
   }
-  EMA_ASSIGN_OR_RETURN(auto reservation,
-                       budget_->Reserve(absl::StrCat("model \"", config.name, "\""), bytes));
   const std::string name = config.name;
   Model::Options model_options = options_.model;
-  model_options.incarnation = next_incarnation_++;
-  auto model = std::make_shared<Model>(std::move(config), device_, budget_, std::move(reservation),
-                                       model_options);
+  model_options.incarnation = next_incarnation_;
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
+                       Model::Create(std::move(config), device_, budget_, model_options));
+  ++next_incarnation_;
   models_.emplace(name, model);
   return CreateResult{std::move(model), true};
 }

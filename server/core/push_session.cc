@@ -31,16 +31,15 @@ class PushSession::Folder {
       int64_t tensor_index = 0;
       int64_t element = 0;
     };
-    std::optional<NonFinite> non_finite;  // The first one.
+    std::vector<NonFinite> non_finite;  // The first of each tensor.
   };
 
   Folder(const PushSession& session, DeviceStream& device_stream)
       : session_(session), device_stream_(device_stream) {
-    const std::vector<Track>& tracks = *session.model_.tracks;
-    for (size_t t = 0; t < tracks.size(); ++t) {
-      if (session.plan_.updates[t].due) due_tracks_.push_back(t);
+    for (size_t t = 0; t < session.memory_.next.size(); ++t) {
+      if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
     }
-    targets_.resize(due_tracks_.size());
+    targets_.resize(changing_tracks_.size());
   }
 
   absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
@@ -104,13 +103,18 @@ class PushSession::Folder {
     const Dtype dtype = session_.model_.manifest->tensor(tensor_index).dtype;
     while (count > 0) {
       int64_t n = count;
-      for (size_t d = 0; d < due_tracks_.size(); ++d) {
-        n = std::min(n, SetTarget(due_tracks_[d], tensor_index, dtype, element, targets_[d]));
+      size_t target_count = 0;
+      for (const size_t t : changing_tracks_) {
+        const Track& track = *session_.plan_.tracks[t].track;
+        if (track.action(tensor_index) == TensorAction::kIgnore) continue;
+        n = std::min(n, SetTarget(t, tensor_index, element, targets_[target_count++]));
       }
-      EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> non_finite,
-                           device_stream_.Fold({dtype, source, n, targets_}));
-      if (non_finite.has_value() && !result_.non_finite.has_value()) {
-        result_.non_finite = {tensor_index, element + *non_finite};
+      EMA_ASSIGN_OR_RETURN(
+          const std::optional<int64_t> non_finite,
+          device_stream_.Fold({dtype, source, n, std::span(targets_).first(target_count)}));
+      if (non_finite.has_value() &&
+          (result_.non_finite.empty() || result_.non_finite.back().tensor_index != tensor_index)) {
+        result_.non_finite.push_back({tensor_index, element + *non_finite});
       }
       source += n * DtypeSize(dtype);
       element += n;
@@ -120,33 +124,43 @@ class PushSession::Folder {
   }
 
   // Points `target` at an element of track `t`; returns how many elements follow in its block.
-  int64_t SetTarget(size_t t, int64_t tensor_index, Dtype dtype, int64_t element,
-                    FoldTarget& target) const {
-    const Track& track = (*session_.model_.tracks)[t];
+  int64_t SetTarget(size_t t, int64_t tensor_index, int64_t element, FoldTarget& target) const {
+    const TrackPlan& plan = session_.plan_.tracks[t];
+    const Track& track = *plan.track;
+    const TrackBlocks& next = session_.memory_.next[t];
     const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
     const int64_t stored_size = DtypeSize(entry.dtype);
     const int64_t byte = entry.offset + element * stored_size;
     const int64_t block = byte / track.block_bytes();
     const int64_t in_block = byte % track.block_bytes();
-    const float weight = session_.plan_.updates[t].update_weight;
-    target.next = session_.blocks_.next[t][block]->data() + in_block;
-    target.current = nullptr;
-    target.update_weight = weight;
-    if (track.config().schedule.is_copy() || !IsFloat(dtype)) {
-      target.kind = FoldTarget::Kind::kCopy;
-    } else if (weight == 1.0f) {
-      target.kind = FoldTarget::Kind::kAssign;
-    } else {
-      target.kind = FoldTarget::Kind::kAverage;
-      target.current = session_.blocks_.base->tracks[t].blocks[block]->data() + in_block;
+    target = {.update_weight = plan.update.update_weight,
+              .next = next.blocks[block]->data() + in_block};
+    if (track.action(tensor_index) == TensorAction::kAverage) {
+      using Kind = FoldTarget::Kind;
+      const bool is_compensated = track.config().compensated;
+      const double weight = plan.update.update_weight;
+      const bool is_assigned = is_compensated ? weight == 1 : static_cast<float>(weight) == 1;
+      if (is_compensated) target.next_low = next.low_blocks[block]->data() + in_block;
+      if (is_assigned) {
+        target.kind = is_compensated ? Kind::kAssignCompensated : Kind::kAssign;
+      } else {
+        target.kind = is_compensated ? Kind::kAverageCompensated : Kind::kAverage;
+        const std::byte* const zeros =
+            plan.update.from_zero ? session_.memory_.zeros->data() : nullptr;
+        target.current = (zeros != nullptr ? zeros : plan.base->blocks[block]->data()) + in_block;
+        if (is_compensated) {
+          target.current_low =
+              (zeros != nullptr ? zeros : plan.base->low_blocks[block]->data()) + in_block;
+        }
+      }
     }
     return (track.block_size(block) - in_block) / stored_size;
   }
 
   const PushSession& session_;
   DeviceStream& device_stream_;
-  std::vector<size_t> due_tracks_;
-  std::vector<FoldTarget> targets_;  // One per due track; rewritten for each run.
+  std::vector<size_t> changing_tracks_;
+  std::vector<FoldTarget> targets_;  // One per changing track; rewritten for each run.
   absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
   std::span<const std::byte> piece_;                     // What is left of the one at hand.
   Result result_;
@@ -157,7 +171,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
-      blocks_{std::move(base), {}},
+      memory_{.base = std::move(base), .next = {}, .zeros = nullptr},
       last_progress_(std::chrono::steady_clock::now()) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
@@ -169,25 +183,76 @@ absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
     ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan) {
   std::shared_ptr<PushSession> session(
       new PushSession(std::move(model), std::move(run), std::move(base), std::move(plan)));
-  const std::vector<Track>& tracks = *session->model_.tracks;
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStream> stream, session->model_.device->NewStream());
-  std::vector<std::vector<std::shared_ptr<Block>>>& next = session->blocks_.next;
-  next.resize(tracks.size());
-  for (size_t t = 0; t < tracks.size(); ++t) {
-    if (!session->plan_.updates[t].due) continue;
-    EMA_ASSIGN_OR_RETURN(next[t], AllocateBlocks(*session->model_.device, tracks[t]));
-    // Padding between tensors is served to readers: it must not show what the memory held before.
-    int64_t end = 0;
-    for (const StorageLayout::Entry& entry : tracks[t].layout().entries()) {
-      for (; end < entry.offset; ++end) {
-        Block& block = *next[t][end / tracks[t].block_bytes()];
-        EMA_RETURN_IF_ERROR(stream->Zero(block.data() + end % tracks[t].block_bytes(), 1));
-      }
-      end = entry.offset + entry.length_bytes;
+  EMA_RETURN_IF_ERROR(session->Allocate());
+  return session;
+}
+
+absl::Status PushSession::Allocate() {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
+  memory_.next.resize(plan_.tracks.size());
+  int64_t zeros_bytes = 0;
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    const TrackPlan& plan = plan_.tracks[t];
+    if (!plan.update.due || plan.update.update_weight == 0) continue;
+    TrackBlocks& next = memory_.next[t];
+    EMA_ASSIGN_OR_RETURN(next.blocks, AllocatePadded(*plan.track, *stream));
+    if (plan.track->config().compensated) {
+      EMA_ASSIGN_OR_RETURN(next.low_blocks, AllocatePadded(*plan.track, *stream));
+    }
+    if (plan.update.from_zero && plan.track->block_count() > 0) {
+      zeros_bytes = std::max(zeros_bytes, plan.track->block_size(0));
     }
   }
-  EMA_RETURN_IF_ERROR(stream->Synchronize().status());
-  return session;
+  if (zeros_bytes > 0) {
+    EMA_ASSIGN_OR_RETURN(memory_.zeros, model_.device->Allocate(zeros_bytes));
+    EMA_RETURN_IF_ERROR(stream->Zero(memory_.zeros->data(), zeros_bytes));
+  }
+  return stream->Synchronize().status();
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Block>>> PushSession::AllocatePadded(
+    const Track& track, DeviceStream& stream) const {
+  EMA_ASSIGN_OR_RETURN(std::vector<std::shared_ptr<Block>> blocks,
+                       AllocateBlocks(*model_.device, track));
+  // Padding between tensors is served to readers: it must not show what the memory held before.
+  int64_t end = 0;
+  for (const StorageLayout::Entry& entry : track.layout().entries()) {
+    for (; end < entry.offset; ++end) {
+      Block& block = *blocks[end / track.block_bytes()];
+      EMA_RETURN_IF_ERROR(stream.Zero(block.data() + end % track.block_bytes(), 1));
+    }
+    end = entry.offset + entry.length_bytes;
+  }
+  return blocks;
+}
+
+absl::Status PushSession::RestoreTensors(const Memory& memory,
+                                         const absl::btree_set<int64_t>& tensors) const {
+  if (tensors.empty()) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    const TrackBlocks& next = memory.next[t];
+    if (next.blocks.empty()) continue;
+    const Track& track = *plan_.tracks[t].track;
+    const TrackSnapshot& base = *plan_.tracks[t].base;
+    for (const int64_t tensor : tensors) {
+      const StorageLayout::Entry& entry = track.layout().entry(tensor);
+      const int64_t end = entry.offset + entry.length_bytes;
+      for (int64_t byte = entry.offset; byte < end;) {
+        const int64_t block = byte / track.block_bytes();
+        const int64_t in_block = byte % track.block_bytes();
+        const int64_t n = std::min(end - byte, track.block_size(block) - in_block);
+        EMA_RETURN_IF_ERROR(stream->Copy(next.blocks[block]->data() + in_block,
+                                         base.blocks[block]->data() + in_block, n));
+        if (!next.low_blocks.empty()) {
+          EMA_RETURN_IF_ERROR(stream->Copy(next.low_blocks[block]->data() + in_block,
+                                           base.low_blocks[block]->data() + in_block, n));
+        }
+        byte += n;
+      }
+    }
+  }
+  return stream->Synchronize().status();
 }
 
 absl::StatusOr<int64_t> PushSession::OpenStream(int64_t rank, PushCallback on_end) {
@@ -233,8 +298,8 @@ absl::Status PushSession::FencedByNewerStream(int64_t rank) const {
                                 " has taken over from this one"));
 }
 
-PushSession::Blocks PushSession::TakeUnusedBlocksLocked() {
-  return ended_.has_value() && fold_count_ == 0 ? std::exchange(blocks_, {}) : Blocks();
+PushSession::Memory PushSession::TakeUnusedMemoryLocked() {
+  return ended_.has_value() && fold_count_ == 0 ? std::exchange(memory_, {}) : Memory();
 }
 
 absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader& header) const {
@@ -287,21 +352,30 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   const absl::StatusOr<Folder::Result> folded =
       Folder(*this, device_stream).Fold(layout, range, pieces);
 
-  Blocks unused;
+  Memory unused;
   absl::MutexLock lock(&mu_);
   --fold_count_;
-  unused = TakeUnusedBlocksLocked();
+  unused = TakeUnusedMemoryLocked();
   Coverage& coverage = ranks_[rank].coverage;
-  if (!folded.ok() || folded->crc32c != header.crc32c || folded->non_finite.has_value()) {
+  if (!folded.ok() || folded->crc32c != header.crc32c) {
     coverage.Release(range);
-    if (!folded.ok()) return folded.status();
-    if (folded->crc32c != header.crc32c) return corrupt(folded->crc32c);
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-        absl::StrCat("step ", plan_.step, ": tensor \"",
-                     model_.manifest->tensor(folded->non_finite->tensor_index).name,
-                     "\" holds NaN or infinity at element ", folded->non_finite->element,
-                     ", pushed by rank ", rank, "; the step is dropped"));
+    return folded.ok() ? corrupt(folded->crc32c) : folded.status();
+  }
+  if (!folded->non_finite.empty() && model_.non_finite != NonFinitePolicy::kAllow) {
+    // A tensor can be skipped where it has a value that it may keep.
+    const bool has_base =
+        std::all_of(plan_.tracks.begin(), plan_.tracks.end(),
+                    [](const TrackPlan& plan) { return plan.base != nullptr || !plan.update.due; });
+    if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
+      coverage.Release(range);
+      const Folder::Result::NonFinite& first = folded->non_finite.front();
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+                       absl::StrCat("step ", plan_.step, ": tensor \"",
+                                    model_.manifest->tensor(first.tensor_index).name,
+                                    "\" holds NaN or infinity at element ", first.element,
+                                    ", pushed by rank ", rank, "; the step is dropped"));
+    }
+    for (const auto& found : folded->non_finite) skipped_tensors_.insert(found.tensor_index);
   }
   coverage.Cover(range, header.crc32c);
   last_progress_ = std::chrono::steady_clock::now();
@@ -377,31 +451,70 @@ std::chrono::steady_clock::time_point PushSession::last_progress() const {
   return last_progress_;
 }
 
-std::shared_ptr<Snapshot> PushSession::TakeSnapshot() {
-  absl::MutexLock lock(&mu_);
-  if (ended_.has_value()) return nullptr;
+absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
+  constexpr size_t kNamedTensors = 16;
+  Memory memory;
+  absl::btree_set<int64_t> skipped;
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_.has_value()) return nullptr;
+    memory = memory_;  // So that an End() meanwhile does not free it.
+    skipped = skipped_tensors_;
+  }
+  // All ranks have committed: nobody folds any more.
+  EMA_RETURN_IF_ERROR(RestoreTensors(memory, skipped));
   auto snapshot = std::make_shared<Snapshot>();
-  snapshot->record.step = plan_.step;
-  snapshot->record.time = plan_.time;
-  snapshot->record.run_epoch = run_->epoch();
-  for (size_t t = 0; t < plan_.updates.size(); ++t) {
-    const Schedule::Update& update = plan_.updates[t];
-    TrackSnapshot track = blocks_.base != nullptr ? blocks_.base->tracks[t] : TrackSnapshot();
-    if (update.due) {
-      track.blocks.assign(blocks_.next[t].begin(), blocks_.next[t].end());
-      ++track.state.update_count;
-      track.state.last_update = plan_.time;
+  VersionRecord& record = snapshot->record;
+  record.step = plan_.step;
+  record.time = plan_.time;
+  record.run_epoch = run_->epoch();
+  record.skipped_tensor_count = static_cast<int64_t>(skipped.size());
+  for (const int64_t tensor : skipped) {
+    if (record.skipped_tensors.size() == kNamedTensors) break;
+    record.skipped_tensors.push_back(model_.manifest->tensor(tensor).name);
+  }
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    const TrackPlan& plan = plan_.tracks[t];
+    if (plan.base == nullptr && !plan.update.due) continue;
+    TrackSnapshot track = plan.base != nullptr ? *plan.base : TrackSnapshot();
+    track.track = plan.track;
+    record.tracks.push_back(RecordOf(plan, track));
+    if (plan.update.due) {
+      track.state = plan.track->config().schedule.Next(track.state, plan.update, plan_.time);
+      track.last_step = plan_.step;
     }
-    snapshot->record.tracks.push_back(
-        {update.due, update.update_weight, update.elapsed, track.state.update_count});
+    const TrackBlocks& next = memory.next[t];
+    if (!next.blocks.empty()) {
+      track.blocks.assign(next.blocks.begin(), next.blocks.end());
+      track.low_blocks.assign(next.low_blocks.begin(), next.low_blocks.end());
+    }
+    record.tracks.back().update_count = track.state.update_count;
     snapshot->tracks.push_back(std::move(track));
   }
   return snapshot;
 }
 
+TrackRecord PushSession::RecordOf(const TrackPlan& plan, const TrackSnapshot& before) const {
+  // Bits of a float32's fraction, the hidden one included.
+  constexpr double kFloatUnit = 0x1p-24;
+  TrackRecord record{.track = plan.track->name(),
+                     .updated = plan.update.due,
+                     .elapsed = plan.update.elapsed,
+                     .config = plan.track->config_text()};
+  const double weight = plan.update.update_weight;
+  if (!plan.update.due || weight == 0) return record;
+  const bool is_copy = plan.track->config().schedule.is_copy();
+  const bool is_compensated = plan.track->config().compensated;
+  record.update_weight = is_compensated ? weight : static_cast<float>(weight);
+  const int64_t steps = plan.base != nullptr ? plan_.step - before.last_step : 1;
+  record.window_steps = static_cast<double>(steps) / weight;
+  if (!is_copy && !is_compensated && weight < 1) record.stall_gap = kFloatUnit / weight;
+  return record;
+}
+
 void PushSession::End(const absl::StatusOr<PushResult>& result) {
   std::vector<OpenedStream> streams;
-  Blocks unused;
+  Memory unused;
   {
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return;
@@ -409,7 +522,7 @@ void PushSession::End(const absl::StatusOr<PushResult>& result) {
                                      absl::StrCat("step ", plan_.step, " is committed already"))
                          : result.status();
     streams.swap(streams_);
-    unused = TakeUnusedBlocksLocked();
+    unused = TakeUnusedMemoryLocked();
   }
   for (const OpenedStream& stream : streams) stream.on_end(result);
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/btree_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
@@ -27,10 +28,21 @@
 
 namespace ema {
 
+// The tracks and where they stand: which pushes are due. Mirrors ema.v1.PushPlan.
+struct PushPlan {
+  struct Entry {
+    TrackRef track;
+    Schedule::State state;
+  };
+  int64_t revision = 0;
+  std::vector<Entry> tracks;
+};
+
 // How a push ended, the same for all ranks.
 struct PushResult {
   VersionRecord record;
   bool duplicate = false;
+  PushPlan plan;
 };
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
@@ -42,6 +54,7 @@ struct PushStart {
   int64_t layout_digest = 0;
   int64_t step = 0;
   TrainingTime time;
+  int64_t plan_revision = 0;  // 0: any.
 };
 
 // What the commit message of a push says.
@@ -60,18 +73,24 @@ struct PushEnd {
 class PushSession {
  public:
   // What is fixed when the first header arrives.
+  struct TrackPlan {
+    TrackRef track;
+    const TrackSnapshot* base = nullptr;  // In the base snapshot. Null: it has no value yet.
+    Schedule::Update update;
+  };
   struct Plan {
     int64_t step = 0;
     TrainingTime time;
-    std::vector<Schedule::Update> updates;  // As the model's tracks.
+    std::vector<TrackPlan> tracks;
   };
-  struct ModelView {  // What a session reads of its model; all outlive it or are shared.
+  struct ModelView {  // What a session reads of its model.
     std::shared_ptr<const Manifest> manifest;
-    std::shared_ptr<const std::vector<Track>> tracks;
     std::shared_ptr<Device> device;
+    NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   };
 
-  // Allocates the next blocks of the tracks that are due. `base` is null before the first commit.
+  // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
+  // what the plan's bases are in.
   // RESOURCE_EXHAUSTED: no memory; none stays allocated.
   static absl::StatusOr<std::shared_ptr<PushSession>> Create(ModelView model,
                                                              std::shared_ptr<const TrainerRun> run,
@@ -89,8 +108,9 @@ class PushSession {
 
   // Folds one chunk, whose data are `pieces` end to end (any alignment; elements may span pieces).
   // A chunk that is covered already is compared, not folded. `device_stream` is the caller's own.
-  // INVALID_ARGUMENT: BAD_CHUNK, CHUNK_OVERLAP; NON_FINITE ends the session, and names tensor,
-  // index and rank. DATA_LOSS, CHUNK_CORRUPT: wrong checksum; the range counts as missing. ABORTED:
+  // INVALID_ARGUMENT: BAD_CHUNK, CHUNK_OVERLAP; NON_FINITE, if the model does not take such values
+  // (or would skip a tensor that has no value yet), ends the session, and names tensor, index and
+  // rank. DATA_LOSS, CHUNK_CORRUPT: wrong checksum; the range counts as missing. ABORTED:
   // FENCED, or what ended the session. UNAVAILABLE, RANGE_BUSY. INTERNAL: the device failed.
   absl::Status AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
                         absl::Span<const std::span<const std::byte>> pieces,
@@ -112,8 +132,8 @@ class PushSession {
   std::chrono::steady_clock::time_point last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // The next snapshot, its record without version and incarnation. Null: the session has ended.
-  // REQUIRES: all ranks have committed.
-  std::shared_ptr<Snapshot> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
+  // REQUIRES: all ranks have committed. INTERNAL: the device failed.
+  absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the session; the first call wins, later ones do nothing. Calls every open stream's
   // `on_end`. Gives the blocks and the base back: at once, or when the folds that are running end.
@@ -132,18 +152,29 @@ class PushSession {
     PushCallback on_end;
   };
   class Folder;
+  struct TrackBlocks {
+    std::vector<std::shared_ptr<Block>> blocks;
+    std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
+  };
   // What the folds work on.
-  struct Blocks {
+  struct Memory {
     SnapshotRef base;
-    // By track; empty for those that are not due. Each element is written by the stream that has
-    // claimed its range.
-    std::vector<std::vector<std::shared_ptr<Block>>> next;
+    // As the plan's tracks; empty for those that do not change. Each element is written by the
+    // stream that has claimed its range.
+    std::vector<TrackBlocks> next;
+    std::shared_ptr<Block> zeros;  // Stands for each block of an average that begins with zeros.
   };
 
   PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
 
+  absl::Status Allocate();
+  absl::StatusOr<std::vector<std::shared_ptr<Block>>> AllocatePadded(const Track& track,
+                                                                     DeviceStream& stream) const;
+  // Gives every track its base's values of these tensors again.
+  absl::Status RestoreTensors(const Memory& memory, const absl::btree_set<int64_t>& tensors) const;
+  TrackRecord RecordOf(const TrackPlan& plan, const TrackSnapshot& before) const;
   // The blocks, if nobody needs them any more; to be destroyed without the lock.
-  Blocks TakeUnusedBlocksLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Memory TakeUnusedMemoryLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status FencedByNewerStream(int64_t rank) const;
@@ -152,7 +183,7 @@ class PushSession {
   const ModelView model_;
   const std::shared_ptr<const TrainerRun> run_;
   const Plan plan_;
-  Blocks blocks_;  // Emptied under mu_ when the session has ended and no fold is running.
+  Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
 
   mutable absl::Mutex mu_;
   std::vector<RankState> ranks_ ABSL_GUARDED_BY(mu_);
@@ -160,7 +191,8 @@ class PushSession {
   int64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t committed_count_ ABSL_GUARDED_BY(mu_) = 0;
   std::chrono::steady_clock::time_point last_progress_ ABSL_GUARDED_BY(mu_);
-  int64_t fold_count_ ABSL_GUARDED_BY(mu_) = 0;  // Running now.
+  int64_t fold_count_ ABSL_GUARDED_BY(mu_) = 0;                    // Running now.
+  absl::btree_set<int64_t> skipped_tensors_ ABSL_GUARDED_BY(mu_);  // NonFinitePolicy::kSkipTensor.
   std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -8,12 +8,24 @@
 
 namespace ema {
 
-absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const Track& track,
-                                                 const TrackSnapshot& snapshot, int64_t offset,
-                                                 int64_t length_bytes) {
+const TrackSnapshot* Snapshot::Find(std::string_view name) const {
+  const auto it = std::find_if(tracks.begin(), tracks.end(),
+                               [&](const TrackSnapshot& t) { return t.track->name() == name; });
+  return it != tracks.end() ? &*it : nullptr;
+}
+
+const TrackSnapshot* Snapshot::FindId(int64_t track_id) const {
+  const auto it = std::find_if(tracks.begin(), tracks.end(),
+                               [&](const TrackSnapshot& t) { return t.track->id() == track_id; });
+  return it != tracks.end() ? &*it : nullptr;
+}
+
+absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
+                                                  const Blocks& blocks, int64_t offset,
+                                                  int64_t length_bytes) {
   std::vector<HostPiece> pieces;
   while (length_bytes > 0) {
-    const BlockRef& block = snapshot.blocks[offset / track.block_bytes()];
+    const BlockRef& block = blocks[offset / track.block_bytes()];
     const int64_t in_block = offset % track.block_bytes();
     const int64_t n = std::min(length_bytes, block->size_bytes() - in_block);
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view, device.HostView(block));
@@ -36,17 +48,18 @@ absl::StatusOr<std::vector<std::shared_ptr<Block>>> AllocateBlocks(Device& devic
   return blocks;
 }
 
-absl::StatusOr<std::unique_ptr<TrackWriter>> TrackWriter::Create(Device& device,
-                                                                 const Track& track) {
+absl::StatusOr<std::unique_ptr<BlocksWriter>> BlocksWriter::Create(Device& device,
+                                                                   const Track& track) {
   EMA_ASSIGN_OR_RETURN(std::vector<std::shared_ptr<Block>> blocks, AllocateBlocks(device, track));
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStream> stream, device.NewStream());
   for (const std::shared_ptr<Block>& block : blocks) {
     EMA_RETURN_IF_ERROR(stream->Zero(block->data(), block->size_bytes()));
   }
-  return std::unique_ptr<TrackWriter>(new TrackWriter(track, std::move(blocks), std::move(stream)));
+  return std::unique_ptr<BlocksWriter>(
+      new BlocksWriter(track, std::move(blocks), std::move(stream)));
 }
 
-absl::Status TrackWriter::Write(int64_t offset, std::span<const std::byte> bytes) {
+absl::Status BlocksWriter::Write(int64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
     const std::shared_ptr<Block>& block = blocks_[offset / track_.block_bytes()];
     const int64_t in_block = offset % track_.block_bytes();
@@ -59,9 +72,9 @@ absl::Status TrackWriter::Write(int64_t offset, std::span<const std::byte> bytes
   return stream_->Synchronize().status();
 }
 
-absl::StatusOr<std::vector<BlockRef>> TrackWriter::Finish() {
+absl::StatusOr<Blocks> BlocksWriter::Finish() {
   EMA_RETURN_IF_ERROR(stream_->Synchronize().status());
-  return std::vector<BlockRef>(blocks_.begin(), blocks_.end());
+  return Blocks(blocks_.begin(), blocks_.end());
 }
 
 }  // namespace ema

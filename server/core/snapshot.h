@@ -23,10 +23,14 @@ namespace ema {
 
 // Mirrors ema.v1.TrackRecord, which says what each field means.
 struct TrackRecord {
+  std::string track;
   bool updated = false;
-  float update_weight = 0;
+  double update_weight = 0;
   double elapsed = 0;
   int64_t update_count = 0;
+  double window_steps = 0;
+  std::string config;
+  double stall_gap = 0;
 };
 
 // Mirrors ema.v1.VersionRecord.
@@ -36,21 +40,34 @@ struct VersionRecord {
   int64_t step = 0;
   TrainingTime time;
   int64_t run_epoch = 0;
-  std::vector<TrackRecord> tracks;  // As the model's tracks.
+  std::vector<TrackRecord> tracks;
   absl::Time commit_time;
+  int64_t skipped_tensor_count = 0;
+  std::vector<std::string> skipped_tensors;  // Some of their names.
 };
 
-// One track at one version: its blocks (as Track cuts them) and where its schedule stands.
+// Blocks as Track cuts them.
+using Blocks = std::vector<BlockRef>;
+
+// One track at one version: its values and where its schedule stands.
 struct TrackSnapshot {
-  std::vector<BlockRef> blocks;
+  TrackRef track;
+  Blocks blocks;
+  Blocks low_blocks;  // Of a compensated track.
   Schedule::State state;
+  int64_t last_step = 0;  // The trainer's, of the last update.
 };
 
-// All tracks of a model at one version. Immutable, so any thread may read it; alive while somebody
-// holds a reference. Blocks that did not change are shared with other versions.
+// All tracks of a model at one version; a track that has no value yet is not among them. Immutable,
+// so any thread may read it; alive while somebody holds a reference. Blocks that did not change are
+// shared with other versions.
 struct Snapshot {
   VersionRecord record;
-  std::vector<TrackSnapshot> tracks;  // As the model's tracks.
+  std::vector<TrackSnapshot> tracks;
+
+  // Null: there is no such track.
+  const TrackSnapshot* Find(std::string_view name) const;
+  const TrackSnapshot* FindId(int64_t track_id) const;
 };
 using SnapshotRef = std::shared_ptr<const Snapshot>;
 
@@ -60,28 +77,28 @@ struct HostPiece {
   std::span<const std::byte> bytes;
 };
 
-// The bytes [offset, offset + length_bytes) of a track, in order, as pieces that need no copy on
-// the CPU device. REQUIRES: the range is inside track.layout().total_bytes(). INTERNAL, DEVICE: the
-// device has failed.
-absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const Track& track,
-                                                 const TrackSnapshot& snapshot, int64_t offset,
-                                                 int64_t length_bytes);
+// The bytes [offset, offset + length_bytes) of a track's `blocks`, in order, as pieces that need no
+// copy on the CPU device. REQUIRES: the range is inside track.layout().total_bytes(). INTERNAL,
+// DEVICE: the device has failed.
+absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
+                                                  const Blocks& blocks, int64_t offset,
+                                                  int64_t length_bytes);
 
 // Builds a track's blocks from bytes in host memory (restoring). Not thread-safe.
-class TrackWriter {
+class BlocksWriter {
  public:
   // RESOURCE_EXHAUSTED: no memory. Bytes that are never written are zero.
-  static absl::StatusOr<std::unique_ptr<TrackWriter>> Create(Device& device, const Track& track);
+  static absl::StatusOr<std::unique_ptr<BlocksWriter>> Create(Device& device, const Track& track);
 
   // REQUIRES: inside track.layout().total_bytes().
   absl::Status Write(int64_t offset, std::span<const std::byte> bytes);
 
   // The blocks. Ends the writer.
-  absl::StatusOr<std::vector<BlockRef>> Finish();
+  absl::StatusOr<Blocks> Finish();
 
  private:
-  TrackWriter(const Track& track, std::vector<std::shared_ptr<Block>> blocks,
-              std::unique_ptr<DeviceStream> stream)
+  BlocksWriter(const Track& track, std::vector<std::shared_ptr<Block>> blocks,
+               std::unique_ptr<DeviceStream> stream)
       : track_(track), blocks_(std::move(blocks)), stream_(std::move(stream)) {}
 
   const Track& track_;

@@ -20,6 +20,7 @@ void InitLogging(std::string_view level);
 void Log(LogLevel level, std::string_view message);
 
 inline void LogInfo(std::string_view message) { Log(LogLevel::kInfo, message); }
+inline void LogWarning(std::string_view message) { Log(LogLevel::kWarning, message); }
 inline void LogError(std::string_view message) { Log(LogLevel::kError, message); }
 
 }  // namespace ema

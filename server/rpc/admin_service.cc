@@ -29,6 +29,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(CreateModel, nullptr);
   EMA_LISTEN(GetModel, nullptr);
   EMA_LISTEN(ListModels, nullptr);
+  EMA_LISTEN(UpdateModel, nullptr);
   EMA_LISTEN(DeleteModel, worker);
   EMA_LISTEN(OpenRun, nullptr);
   EMA_LISTEN(QueryPush, nullptr);
@@ -62,6 +63,16 @@ absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListMo
   return response;
 }
 
+absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
+    const v1::UpdateModelRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
+  EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
+  v1::UpdateModelResponse response;
+  *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
+  return response;
+}
+
 absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
@@ -88,9 +99,8 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
   response.set_ready(joined.ready);
   response.mutable_missing_ranks()->Assign(joined.missing_ranks.begin(),
                                            joined.missing_ranks.end());
-  if (joined.latest.has_value()) {
-    *response.mutable_latest() = ToProto(*joined.latest, model->tracks());
-  }
+  if (joined.latest.has_value()) *response.mutable_latest() = ToProto(*joined.latest);
+  *response.mutable_plan() = ToProto(joined.plan);
   return response;
 }
 
@@ -109,7 +119,8 @@ absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPus
       break;
     case Model::PushState::State::kCommitted:
       response.set_state(v1::QueryPushResponse::STATE_COMMITTED);
-      *response.mutable_version() = ToProto(*state.record, model->tracks());
+      *response.mutable_version() = ToProto(*state.record);
+      *response.mutable_plan() = ToProto(state.plan);
       break;
     case Model::PushState::State::kAbandoned:
       response.set_state(v1::QueryPushResponse::STATE_ABANDONED);
@@ -136,7 +147,7 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
   for (const Model::RecordEntry& entry : model->RecordsAfter(
            request.after_version(), /*incarnation=*/0, std::numeric_limits<int64_t>::max())) {
     v1::ListVersionsResponse::Entry* const out = response.add_versions();
-    *out->mutable_version() = ToProto(entry.record, model->tracks());
+    *out->mutable_version() = ToProto(entry.record);
     out->set_available(entry.available);
     bytes += out->ByteSizeLong();
     if (bytes > kMaxBytes) break;
@@ -149,7 +160,7 @@ absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const CheckpointHooks::Saved saved, checkpoints_.save(*model));
   v1::CreateCheckpointResponse response;
-  *response.mutable_version() = ToProto(saved.record, model->tracks());
+  *response.mutable_version() = ToProto(saved.record);
   response.set_checkpoint(saved.name);
   response.set_total_bytes(saved.total_bytes);
   return response;

@@ -42,6 +42,7 @@ class AdminService {
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
   absl::StatusOr<v1::GetModelResponse> GetModel(const v1::GetModelRequest& request);
   absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request);
+  absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);

@@ -2,10 +2,9 @@
 #include "server/rpc/convert.h"
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
-#include <variant>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -15,67 +14,27 @@
 namespace ema {
 namespace {
 
-// Says which field of which track a schedule's error is about.
-absl::Status Annotate(const absl::Status& status, const std::string& track,
-                      const std::string& field) {
-  return MakeError(status.code(), GetErrorReason(status),
-                   absl::StrCat("track \"", track, "\", ", field, ": ", status.message()));
+absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
+  switch (policy) {
+    case v1::NON_FINITE_POLICY_UNSPECIFIED:
+    case v1::NON_FINITE_POLICY_REJECT:
+      return NonFinitePolicy::kReject;
+    case v1::NON_FINITE_POLICY_SKIP_TENSOR:
+      return NonFinitePolicy::kSkipTensor;
+    case v1::NON_FINITE_POLICY_ALLOW:
+      return NonFinitePolicy::kAllow;
+    default:
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                       absl::StrCat("non_finite: ", static_cast<int>(policy),
+                                    " given, expected REJECT, SKIP_TENSOR or ALLOW"));
+  }
 }
 
 }  // namespace
 
-absl::StatusOr<Manifest> FromProto(const v1::Manifest& manifest) {
-  std::vector<TensorSpec> tensors;
-  tensors.reserve(manifest.tensors_size());
-  for (const v1::TensorSpec& tensor : manifest.tensors()) {
-    if (!v1::Dtype_IsValid(tensor.dtype()) || tensor.dtype() == v1::DTYPE_UNSPECIFIED) {
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
-                       absl::StrCat("tensor \"", tensor.name(), "\": dtype ",
-                                    static_cast<int>(tensor.dtype()), " is not known"));
-    }
-    tensors.push_back({tensor.name(),
-                       static_cast<Dtype>(tensor.dtype()),
-                       {tensor.shape().begin(), tensor.shape().end()}});
-  }
-  return Manifest::Create(std::move(tensors));
-}
-
-absl::StatusOr<TrackConfig> FromProto(const v1::Track& track) {
-  const v1::Schedule& schedule = track.schedule();
-  Schedule::Rule rule;
-  switch (schedule.rule_case()) {
-    case v1::Schedule::kHalfLife: {
-      auto half_life = TrainingDuration::Parse(schedule.half_life().half_life());
-      if (!half_life.ok()) return Annotate(half_life.status(), track.name(), "half_life");
-      rule = HalfLifeRule{*half_life};
-      break;
-    }
-    case v1::Schedule::kConstantDecay:
-      rule = ConstantDecayRule{schedule.constant_decay().smoothing()};
-      break;
-    case v1::Schedule::kCopy:
-      rule = CopyRule{};
-      break;
-    case v1::Schedule::RULE_NOT_SET:
-      return MakeError(
-          absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
-          absl::StrCat("track \"", track.name(),
-                       "\": schedule has no rule; set half_life, constant_decay or copy"));
-  }
-  std::optional<TrainingDuration> interval;
-  if (!schedule.update_interval().empty()) {
-    auto parsed = TrainingDuration::Parse(schedule.update_interval());
-    if (!parsed.ok()) return Annotate(parsed.status(), track.name(), "update_interval");
-    interval = *parsed;
-  }
-  auto created = Schedule::Create(rule, interval);
-  if (!created.ok()) return Annotate(created.status(), track.name(), "schedule");
-  return TrackConfig{track.name(), *std::move(created)};
-}
-
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
                                       int64_t default_max_pinned_versions) {
-  EMA_ASSIGN_OR_RETURN(Manifest manifest, FromProto(request.manifest()));
+  EMA_ASSIGN_OR_RETURN(Manifest manifest, ema::FromProto(request.manifest()));
   // A pull begins with a header that lists every tensor with its place, in one message.
   constexpr size_t kPlaceBytes = 24;
   constexpr size_t kMaxHeaderBytes = (8 << 20) - (64 << 10);
@@ -91,110 +50,84 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
   config.name = request.model();
   config.manifest = std::make_shared<const Manifest>(std::move(manifest));
   for (const v1::Track& track : request.tracks()) {
-    EMA_ASSIGN_OR_RETURN(TrackConfig track_config, FromProto(track));
+    EMA_ASSIGN_OR_RETURN(TrackConfig track_config, ema::FromProto(track));
     config.tracks.push_back(std::move(track_config));
   }
   config.max_pinned_versions = request.max_pinned_versions() != 0 ? request.max_pinned_versions()
                                                                   : default_max_pinned_versions;
+  EMA_ASSIGN_OR_RETURN(config.non_finite, FromProto(request.non_finite()));
   return config;
 }
 
-TrainingTime FromProto(const v1::TrainingTime& time) {
-  TrainingTime result;
-  if (time.has_batch()) result.Set(TimeUnit::kBatch, static_cast<double>(time.batch()));
-  if (time.has_epoch()) result.Set(TimeUnit::kEpoch, static_cast<double>(time.epoch()));
-  if (time.has_sample()) result.Set(TimeUnit::kSample, static_cast<double>(time.sample()));
-  if (time.has_token()) result.Set(TimeUnit::kToken, static_cast<double>(time.token()));
-  if (time.has_iteration()) result.Set(TimeUnit::kIteration, static_cast<double>(time.iteration()));
-  if (time.has_progress()) result.Set(TimeUnit::kProgress, time.progress());
-  if (time.has_seconds()) result.Set(TimeUnit::kSecond, time.seconds());
-  return result;
-}
-
-std::vector<Shard> FromProto(const v1::RankLayout& layout) {
-  std::vector<Shard> shards;
-  shards.reserve(layout.shards_size());
-  for (const v1::Shard& shard : layout.shards()) {
-    shards.push_back({shard.tensor_index(),
-                      {shard.offsets().begin(), shard.offsets().end()},
-                      {shard.extents().begin(), shard.extents().end()}});
+absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
+  TrackChanges changes;
+  for (const v1::Track& track : request.put_tracks()) {
+    EMA_ASSIGN_OR_RETURN(TrackConfig config, ema::FromProto(track));
+    changes.put.push_back(std::move(config));
   }
-  return shards;
+  changes.remove.assign(request.remove_tracks().begin(), request.remove_tracks().end());
+  changes.pause.assign(request.pause_tracks().begin(), request.pause_tracks().end());
+  changes.resume.assign(request.resume_tracks().begin(), request.resume_tracks().end());
+  return changes;
 }
 
-v1::Manifest ToProto(const Manifest& manifest) {
-  v1::Manifest proto;
-  for (const TensorSpec& tensor : manifest.tensors()) {
-    v1::TensorSpec* const spec = proto.add_tensors();
-    spec->set_name(tensor.name);
-    spec->set_dtype(static_cast<v1::Dtype>(tensor.dtype));
-    spec->mutable_shape()->Assign(tensor.shape.begin(), tensor.shape.end());
-  }
-  return proto;
-}
-
-v1::Track ToProto(const TrackConfig& track) {
-  v1::Track proto;
-  proto.set_name(track.name);
-  v1::Schedule& schedule = *proto.mutable_schedule();
-  if (const auto* half_life = std::get_if<HalfLifeRule>(&track.schedule.rule())) {
-    schedule.mutable_half_life()->set_half_life(half_life->half_life.ToString());
-  } else if (const auto* decay = std::get_if<ConstantDecayRule>(&track.schedule.rule())) {
-    schedule.mutable_constant_decay()->set_smoothing(decay->smoothing);
-  } else {
-    schedule.mutable_copy();
-  }
-  if (const TrainingDuration interval = track.schedule.update_interval(); interval.value > 0) {
-    schedule.set_update_interval(interval.ToString());
-  }
-  return proto;
-}
-
-v1::TrainingTime ToProto(const TrainingTime& time) {
-  v1::TrainingTime proto;
-  const auto count = [&](TimeUnit unit) { return static_cast<int64_t>(*time.Get(unit)); };
-  if (time.Get(TimeUnit::kBatch)) proto.set_batch(count(TimeUnit::kBatch));
-  if (time.Get(TimeUnit::kEpoch)) proto.set_epoch(count(TimeUnit::kEpoch));
-  if (time.Get(TimeUnit::kSample)) proto.set_sample(count(TimeUnit::kSample));
-  if (time.Get(TimeUnit::kToken)) proto.set_token(count(TimeUnit::kToken));
-  if (time.Get(TimeUnit::kIteration)) proto.set_iteration(count(TimeUnit::kIteration));
-  if (auto progress = time.Get(TimeUnit::kProgress)) proto.set_progress(*progress);
-  if (auto seconds = time.Get(TimeUnit::kSecond)) proto.set_seconds(*seconds);
-  return proto;
-}
-
-v1::VersionRecord ToProto(const VersionRecord& record, const std::vector<Track>& tracks) {
+v1::VersionRecord ToProto(const VersionRecord& record) {
   v1::VersionRecord proto;
   proto.set_incarnation(record.incarnation);
   proto.set_version(record.version);
   proto.set_step(record.step);
-  *proto.mutable_time() = ToProto(record.time);
+  ToProto(record.time, proto.mutable_time());
   proto.set_run_epoch(record.run_epoch);
-  for (size_t t = 0; t < record.tracks.size(); ++t) {
-    const TrackRecord& track = record.tracks[t];
+  for (const TrackRecord& track : record.tracks) {
     v1::TrackRecord* const out = proto.add_tracks();
-    out->set_track(tracks[t].name());
+    out->set_track(track.track);
     out->set_updated(track.updated);
     out->set_update_weight(track.update_weight);
     out->set_elapsed(track.elapsed);
     out->set_update_count(track.update_count);
+    out->set_window_steps(track.window_steps);
+    out->set_config(track.config);
+    out->set_stall_gap(track.stall_gap);
   }
   proto.set_commit_time_us(absl::ToUnixMicros(record.commit_time));
+  proto.set_skipped_tensor_count(record.skipped_tensor_count);
+  for (const std::string& tensor : record.skipped_tensors) proto.add_skipped_tensors(tensor);
+  return proto;
+}
+
+v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision) {
+  v1::PushPlan proto;
+  proto.set_revision(plan.revision);
+  for (const PushPlan::Entry& entry : plan.tracks) {
+    v1::PushPlan::Entry* const out = proto.add_tracks();
+    if (plan.revision != known_revision) {
+      ToProto(entry.track->config(), out->mutable_track());
+    }
+    ToProto(entry.state, out->mutable_state());
+    out->set_track_id(entry.track->id());
+  }
   return proto;
 }
 
 v1::Model ToProto(const Model& model, bool with_manifest) {
   v1::Model proto;
   proto.set_name(model.config().name);
-  if (with_manifest) *proto.mutable_manifest() = ToProto(model.manifest());
+  if (with_manifest) ToProto(model.manifest(), proto.mutable_manifest());
   proto.set_manifest_digest(model.manifest().digest());
-  for (const TrackConfig& track : model.config().tracks) *proto.add_tracks() = ToProto(track);
+  const PushPlan plan = model.plan();
+  for (const PushPlan::Entry& entry : plan.tracks) {
+    ToProto(entry.track->config(), proto.add_tracks());
+  }
+  proto.set_plan_revision(plan.revision);
+  if (const auto pending = model.pending_tracks()) {
+    for (const TrackConfig& track : *pending) ToProto(track, proto.add_pending_tracks());
+  }
   proto.set_max_pinned_versions(model.config().max_pinned_versions);
+  proto.set_non_finite(static_cast<v1::NonFinitePolicy>(model.config().non_finite));
   proto.set_reserved_bytes(model.reserved_bytes());
   v1::Partition* const partition = proto.add_partitions();
   partition->set_tensor_count(model.manifest().tensor_count());
-  if (const auto latest = model.latest())
-    *proto.mutable_latest() = ToProto(*latest, model.tracks());
+  if (const auto latest = model.latest()) *proto.mutable_latest() = ToProto(*latest);
   proto.set_run_epoch(model.run_epoch());
   return proto;
 }

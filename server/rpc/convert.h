@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the core's structs. Reading checks what protobuf does not: every
-// error names the field.
+// Between the wire's messages and the core's structs; ema/v1/convert.h has those of include/ema.
 #ifndef EMA_SERVER_RPC_CONVERT_H_
 #define EMA_SERVER_RPC_CONVERT_H_
 
-#include <vector>
-
 #include "absl/status/statusor.h"
-#include "ema/manifest.h"
-#include "ema/shard.h"
-#include "ema/time.h"
+#include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/core/model.h"
 
@@ -19,16 +14,11 @@ namespace ema {
 // INVALID_ARGUMENT: as the core's own checks. `default_max_pinned_versions` stands for 0.
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
                                       int64_t default_max_pinned_versions);
-absl::StatusOr<Manifest> FromProto(const v1::Manifest& manifest);
-absl::StatusOr<TrackConfig> FromProto(const v1::Track& track);
-TrainingTime FromProto(const v1::TrainingTime& time);
-std::vector<Shard> FromProto(const v1::RankLayout& layout);
+absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 
-v1::Manifest ToProto(const Manifest& manifest);
-v1::Track ToProto(const TrackConfig& track);
-v1::TrainingTime ToProto(const TrainingTime& time);
-// `tracks` are the record's model's.
-v1::VersionRecord ToProto(const VersionRecord& record, const std::vector<Track>& tracks);
+v1::VersionRecord ToProto(const VersionRecord& record);
+// `known_revision`: of the plan whose tracks the reader has already.
+v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);
 v1::Model ToProto(const Model& model, bool with_manifest);
 
 }  // namespace ema

@@ -61,23 +61,35 @@ absl::Status PullCall::Start() {
                      absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request.model()));
-  EMA_ASSIGN_OR_RETURN(track_, model_->FindTrack(request.track()));
-  EMA_ASSIGN_OR_RETURN(snapshot_, model_->PinVersion(request.version(), request.incarnation()));
-  total_bytes_ = model_->tracks()[track_].layout().total_bytes();
+  const absl::Status known = model_->CheckTrack(request.track());
+  absl::StatusOr<SnapshotRef> snapshot =
+      model_->PinVersion(request.version(), request.incarnation());
+  // A track that was removed is still in the versions that have it.
+  if (!known.ok() && (!snapshot.ok() || (*snapshot)->Find(request.track()) == nullptr)) {
+    return known;
+  }
+  EMA_RETURN_IF_ERROR(snapshot.status());
+  snapshot_ = *std::move(snapshot);
+  track_ = snapshot_->Find(request.track());
+  if (track_ == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+                     absl::StrCat("track \"", request.track(), "\" has no value in version ",
+                                  snapshot_->record.version, " yet"));
+  }
+  total_bytes_ = track_->track->layout().total_bytes();
   return absl::OkStatus();
 }
 
 void PullCall::WriteHeader() {
-  const StorageLayout& layout = model_->tracks()[track_].layout();
+  const StorageLayout& layout = track_->track->layout();
   v1::PullResponse response;
   v1::PullHeader& header = *response.mutable_header();
-  *header.mutable_version() = ToProto(snapshot_->record, model_->tracks());
+  *header.mutable_version() = ToProto(snapshot_->record);
   for (int64_t i = 0; i < model_->manifest().tensor_count(); ++i) {
-    const TensorSpec& spec = model_->manifest().tensor(i);
+    if (!layout.entry(i).is_stored) continue;
     v1::PullHeader::Tensor* const tensor = header.add_tensors();
-    tensor->mutable_spec()->set_name(spec.name);
+    ToProto(model_->manifest().tensor(i), tensor->mutable_spec());
     tensor->mutable_spec()->set_dtype(static_cast<v1::Dtype>(layout.entry(i).dtype));
-    tensor->mutable_spec()->mutable_shape()->Assign(spec.shape.begin(), spec.shape.end());
     tensor->set_offset(layout.entry(i).offset);
     tensor->set_length_bytes(layout.entry(i).length_bytes);
   }
@@ -95,9 +107,9 @@ void PullCall::OnWritten(bool ok) {
 
 absl::Status PullCall::WriteChunk() {
   const int64_t chunk_bytes = std::min(kChunkBytes, total_bytes_ - sent_bytes_);
-  EMA_ASSIGN_OR_RETURN(std::vector<HostPiece> pieces,
-                       ReadTrack(model_->device(), model_->tracks()[track_],
-                                 snapshot_->tracks[track_], sent_bytes_, chunk_bytes));
+  EMA_ASSIGN_OR_RETURN(
+      std::vector<HostPiece> pieces,
+      ReadBlocks(model_->device(), *track_->track, track_->blocks, sent_bytes_, chunk_bytes));
   std::vector<grpc::Slice> slices;
   slices.reserve(pieces.size() + 1);
   slices.emplace_back();  // The prefix, once the checksum is known.

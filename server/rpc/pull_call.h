@@ -49,7 +49,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   std::shared_ptr<Model> model_;
   SnapshotRef snapshot_;
-  int64_t track_ = 0;
+  const TrackSnapshot* track_ = nullptr;  // In the snapshot.
   int64_t total_bytes_ = 0;
   int64_t sent_bytes_ = 0;
   int64_t chunk_count_ = 0;

@@ -128,6 +128,7 @@ absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
   start.layout_digest = header.layout_digest();
   start.step = header.step();
   start.time = FromProto(header.time());
+  start.plan_revision = plan_revision_ = header.plan_revision();
   EMA_ASSIGN_OR_RETURN(
       push_, model_->OpenPush(
                  start, [self = shared_from_this()](const auto& result) { self->OnEnd(result); }));
@@ -168,10 +169,11 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
     return;
   }
   v1::PushResponse response;
-  *response.mutable_version() = ToProto(result->record, model_->tracks());
+  *response.mutable_version() = ToProto(result->record);
   response.set_applied_step(result->record.step);
   response.set_durable_step(model_->durable_step());
   response.set_duplicate(result->duplicate);
+  *response.mutable_plan() = ToProto(result->plan, plan_revision_);
   grpc::ByteBuffer bytes;
   bool own_buffer = false;
   grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::PushResponse>(response, &bytes, &own_buffer);

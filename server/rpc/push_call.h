@@ -53,6 +53,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   // Only on the queue's thread. Vectors are reused: nothing is allocated per chunk.
   std::shared_ptr<Model> model_;
+  int64_t plan_revision_ = 0;  // As the header has it.
   std::unique_ptr<RankPush> push_;
   bool committed_ = false;
   grpc::ByteBuffer message_;

@@ -62,7 +62,7 @@ void WatchCall::Advance() {
   }
   const VersionRecord& record = next.front().record;
   v1::WatchResponse response;
-  *response.mutable_version() = ToProto(record, model_->tracks());
+  *response.mutable_version() = ToProto(record);
   // Across a restart versions may repeat, and nobody knows how many there were.
   if (last_incarnation_ == 0 || last_incarnation_ == record.incarnation) {
     response.set_skipped_count(record.version - last_version_ - 1);

@@ -60,16 +60,23 @@ TEST(ManifestTest, DigestIsAsTheHeaderSays) {
   const std::string bytes =
       std::string("ab\0\x03\x01\x02\x01\0\0\0\0\0\0", 13) + std::string("c\0\x05\0", 4);
   EXPECT_EQ(manifest.digest(), int64_t{Crc32c(0, std::as_bytes(std::span(bytes)))});
+
+  const Manifest buffers = Make({{"ab", Dtype::kBFloat16, {258}, true}, {"c", Dtype::kInt8, {}}});
+  std::string buffer_bytes = bytes;
+  buffer_bytes[3] = '\x83';
+  EXPECT_EQ(buffers.digest(), int64_t{Crc32c(0, std::as_bytes(std::span(buffer_bytes)))});
 }
 
 TEST(ManifestTest, DigestTellsManifestsApart) {
   const Manifest a = Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat32, {1}}});
   EXPECT_EQ(a, Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat32, {1}}}));
-  for (const Manifest& b : {Make({{"b", Dtype::kFloat32, {1}}, {"a", Dtype::kFloat32, {2, 3}}}),
-                            Make({{"a", Dtype::kFloat32, {3, 2}}, {"b", Dtype::kFloat32, {1}}}),
-                            Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat16, {1}}}),
-                            Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat32, {}}}),
-                            Make({{"a", Dtype::kFloat32, {2, 3}}})}) {
+  for (const Manifest& b :
+       {Make({{"b", Dtype::kFloat32, {1}}, {"a", Dtype::kFloat32, {2, 3}}}),
+        Make({{"a", Dtype::kFloat32, {3, 2}}, {"b", Dtype::kFloat32, {1}}}),
+        Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat16, {1}}}),
+        Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat32, {1}, true}}),
+        Make({{"a", Dtype::kFloat32, {2, 3}}, {"b", Dtype::kFloat32, {}}}),
+        Make({{"a", Dtype::kFloat32, {2, 3}}})}) {
     EXPECT_FALSE(a == b);
     EXPECT_NE(a.digest(), b.digest());
   }
@@ -116,6 +123,9 @@ TEST(ManifestTest, SaysTheFirstDifference) {
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a3, b})), "");
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a4, b})),
             "tensor \"a\": float32[3] here, float32[4] there");
+  const TensorSpec buffer{"a", Dtype::kFloat32, {3}, /*is_buffer=*/true};
+  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({buffer, b})),
+            "tensor \"a\": float32[3] here, buffer float32[3] there");
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a3})), "tensor \"b\": here, not there");
   EXPECT_EQ(Make({a3}).DifferenceFrom(Make({a3, b})), "tensor \"b\": there, not here");
   EXPECT_EQ(Make({b}).DifferenceFrom(Make({a3, b})), "tensor \"a\": there, not here");
@@ -128,7 +138,7 @@ TEST(StorageLayoutTest, AlignsEachTensorToItsElement) {
                                   {"none", Dtype::kFloat64, {0}},
                                   {"double", Dtype::kFloat64, {1}},
                                   {"count", Dtype::kInt64, {}}});
-  const StorageLayout average(manifest, /*as_pushed=*/false);
+  const StorageLayout average(manifest, std::vector(5, TensorAction::kAverage));
   EXPECT_EQ(average.entry(1).dtype, Dtype::kFloat32);
   EXPECT_EQ(average.entry(1).offset, 4);
   EXPECT_EQ(average.entry(1).length_bytes, 8);
@@ -139,10 +149,34 @@ TEST(StorageLayoutTest, AlignsEachTensorToItsElement) {
   EXPECT_EQ(average.entry(4).offset, 16);
   EXPECT_EQ(average.total_bytes(), 24);
 
-  const StorageLayout pushed(manifest, /*as_pushed=*/true);
+  const StorageLayout pushed(manifest, std::vector(5, TensorAction::kCopy));
   EXPECT_EQ(pushed.entry(1).dtype, Dtype::kBFloat16);
   EXPECT_EQ(pushed.entry(3).offset, 8);
   EXPECT_EQ(pushed.total_bytes(), 24);
+}
+
+TEST(StorageLayoutTest, ActionsDecideTensorByTensor) {
+  const Manifest manifest = Make({{"a", Dtype::kBFloat16, {2}},
+                                  {"b", Dtype::kBFloat16, {3}},
+                                  {"c", Dtype::kFloat64, {5}},
+                                  {"d", Dtype::kFloat64, {1}}});
+  const StorageLayout layout(manifest, {TensorAction::kAverage, TensorAction::kCopy,
+                                        TensorAction::kIgnore, TensorAction::kCopy});
+  EXPECT_EQ(layout.entry(0).dtype, Dtype::kFloat32);
+  EXPECT_EQ(layout.entry(0).length_bytes, 8);
+  EXPECT_EQ(layout.entry(1).dtype, Dtype::kBFloat16);
+  EXPECT_EQ(layout.entry(1).offset, 8);
+  EXPECT_EQ(layout.entry(1).length_bytes, 6);
+  EXPECT_TRUE(layout.entry(1).is_stored);
+  EXPECT_FALSE(layout.entry(2).is_stored);
+  EXPECT_EQ(layout.entry(2).offset, 14);
+  EXPECT_EQ(layout.entry(2).length_bytes, 0);
+  EXPECT_EQ(layout.entry(3).dtype, Dtype::kFloat64);
+  EXPECT_EQ(layout.entry(3).offset, 16);
+  EXPECT_EQ(layout.total_bytes(), 24);
+
+  const StorageLayout nothing(manifest, std::vector(4, TensorAction::kIgnore));
+  EXPECT_EQ(nothing.total_bytes(), 0);
 }
 
 TEST(StorageLayoutTest, EntriesFollowEachOtherWithLeastPadding) {
@@ -155,17 +189,25 @@ TEST(StorageLayoutTest, EntriesFollowEachOtherWithLeastPadding) {
                          {static_cast<int64_t>(random() % 9)}});
     }
     const Manifest manifest = Make(tensors);
-    for (const bool as_pushed : {false, true}) {
-      const StorageLayout layout(manifest, as_pushed);
-      int64_t end = 0;
-      for (const StorageLayout::Entry& entry : layout.entries()) {
-        EXPECT_EQ(entry.offset % DtypeSize(entry.dtype), 0);
-        EXPECT_GE(entry.offset, end);
-        EXPECT_LT(entry.offset - end, DtypeSize(entry.dtype));
-        end = entry.offset + entry.length_bytes;
+    std::vector<TensorAction> actions;
+    for (int i = 0; i < 20; ++i) actions.push_back(static_cast<TensorAction>(random() % 3));
+    const StorageLayout layout(manifest, actions);
+    int64_t end = 0;
+    for (int i = 0; i < 20; ++i) {
+      const StorageLayout::Entry& entry = layout.entry(i);
+      EXPECT_EQ(entry.is_stored, actions[i] != TensorAction::kIgnore);
+      if (!entry.is_stored) {
+        EXPECT_EQ(entry.length_bytes, 0);
+        EXPECT_EQ(entry.offset, end);
+        continue;
       }
-      EXPECT_EQ(layout.total_bytes(), end);
+      EXPECT_EQ(entry.offset % DtypeSize(entry.dtype), 0);
+      EXPECT_GE(entry.offset, end);
+      EXPECT_LT(entry.offset - end, DtypeSize(entry.dtype));
+      EXPECT_EQ(entry.length_bytes, manifest.tensor(i).element_count() * DtypeSize(entry.dtype));
+      end = entry.offset + entry.length_bytes;
     }
+    EXPECT_EQ(layout.total_bytes(), end);
   }
 }
 

@@ -48,12 +48,20 @@ TEST(DtypeTest, UnknownNameListsTheRightOnes) {
   EXPECT_THAT(dtype, ReasonIs(ErrorReason::kBadManifest));
 }
 
+TEST(TensorActionTest, HasNames) {
+  EXPECT_EQ(TensorActionName(TensorAction::kAverage), "average");
+  EXPECT_EQ(TensorActionName(TensorAction::kCopy), "copy");
+  EXPECT_EQ(TensorActionName(TensorAction::kIgnore), "ignore");
+}
+
 TEST(TensorSpecTest, CountsAndPrints) {
   const TensorSpec spec{"w", Dtype::kBFloat16, {64, 3, 3}};
   EXPECT_THAT(spec.Validate(), IsOk());
   EXPECT_EQ(spec.element_count(), 576);
   EXPECT_EQ(spec.byte_count(), 1152);
   EXPECT_EQ(spec.TypeString(), "bfloat16[64, 3, 3]");
+  const TensorSpec buffer{"mean", Dtype::kFloat32, {64}, /*is_buffer=*/true};
+  EXPECT_EQ(buffer.TypeString(), "buffer float32[64]");
 }
 
 TEST(TensorSpecTest, ScalarsAndEmptyTensorsAreRight) {

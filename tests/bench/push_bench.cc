@@ -236,7 +236,8 @@ int Main(int argc, char** argv) {
   }
   const auto client =
       Must(Client::Create(server.address(), {.chunk_bytes = int64_t{chunk_kib} << 10}));
-  const std::vector<TrackSpec> tracks = {{"ema", Must(Schedule::Parse("100ba"))}};
+  const std::vector<TrackConfig> tracks = {
+      {.name = "ema", .schedule = Must(Schedule::Parse("100ba"))}};
   Must(client->CreateModel("bench", Must(Manifest::Create(specs)), tracks));
   const auto run = Must(client->OpenRun("bench", {}));
 

@@ -78,7 +78,7 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
     EXPECT_EQ(name, "step-000000000030-version-7-3");
     EXPECT_EQ(versions.model->durable_step(), 30);
     int64_t file_bytes = 0;
-    for (const char* track : {"fast", "slow", "raw"}) {
+    for (const char* track : {"fast", "slow", "raw", "exact", "some"}) {
       EMA_ASSERT_OK_AND_ASSIGN(
           const auto file,
           PosixFileSystem().OpenFile(absl::StrCat(options.data_dir, "/models/m/checkpoints/", name,
@@ -93,6 +93,11 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
       }
       file_bytes += file->size_bytes();
     }
+    EMA_ASSERT_OK_AND_ASSIGN(
+        const auto low_parts,
+        PosixFileSystem().OpenFile(absl::StrCat(options.data_dir, "/models/m/checkpoints/", name,
+                                                "/tracks/exact/low_parts.safetensors")));
+    file_bytes += low_parts->size_bytes();
     EXPECT_EQ(saved.total_bytes, file_bytes);
   }
   EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
@@ -125,9 +130,56 @@ TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
   ASSERT_THAT(uninterrupted.Join(), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult expected, uninterrupted.Push(30, weights));
   EXPECT_EQ(after.record.version, expected.record.version);
-  for (const char* track : {"fast", "slow", "raw"}) {
+  for (const char* track : {"fast", "slow", "raw", "exact", "some"}) {
     EXPECT_EQ(*ReadAll(*model, track), *ReadAll(*versions.model, track)) << track;
   }
+}
+
+TEST(CheckpointStoreTest, TracksThatWereChangedComeBackAsTheyWere) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  TrackConfig exact = versions.model->config().tracks[3];
+  exact.compensated = false;
+  ASSERT_THAT(versions.model->UpdateTracks(
+                  {.put = {exact,
+                           {.name = "fast", .schedule = MakeSchedule("20ba")},
+                           {.name = "new", .schedule = MakeSchedule("smoothing=0.5")}},
+                   .remove = {"exact", "slow"},
+                   .pause = {"raw"}}),
+              IsOk());
+  TestRank rank(versions.model, "launch 2");
+  ASSERT_THAT(rank.Join(), IsOk());
+  for (const int64_t step : {30, 40}) {
+    ASSERT_THAT(rank.Push(step, RandomWeights(versions.model->manifest(), 3)), IsOk());
+  }
+  ASSERT_THAT(versions.model->UpdateTracks(
+                  {.put = {{.name = "late", .schedule = MakeSchedule("copy")}}, .pause = {"new"}}),
+              IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest, versions.model->PinVersion(0));
+  EXPECT_THAT(OpenStore(files)->Save(*versions.model, newest), IsOk());
+
+  Restarted server(files);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
+  std::vector<std::string> texts;
+  for (const PushPlan::Entry& entry : model->plan().tracks) {
+    texts.push_back(entry.track->name() + ": " + entry.track->config_text());
+  }
+  // In their order, and with what waits for the next commit.
+  EXPECT_THAT(texts, testing::ElementsAre("fast: half_life=20ba", "raw: copy; paused",
+                                          testing::StartsWith("some: "), "exact: half_life=30ba",
+                                          "new: smoothing=0.5; paused", "late: copy"));
+  for (const char* track : {"fast", "raw", "exact", "some", "new"}) {
+    EXPECT_EQ(*ReadAll(*model, track), *ReadAll(*versions.model, track)) << track;
+  }
+  // It takes no more memory to load than to have.
+  ModelStore::Options tight = SmallBlocks();
+  tight.memory_bytes = model->reserved_bytes();
+  ModelStore tight_models(TestDevice(), tight);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto report, server.store->LoadAll(tight_models));
+  EXPECT_EQ(report.loaded.size(), 1u);
+  // A trainer that starts again says what it said at first.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again, server.models.Create(EveryKindOfModel("m")));
+  EXPECT_FALSE(again.created);
 }
 
 TEST(CheckpointStoreTest, SavingAVersionAgainWritesNothing) {

@@ -25,39 +25,54 @@ TrainingTime Time(double batch, double seconds) {
   return time;
 }
 
-CheckpointTrack MakeTrack(const std::string& name, const Schedule::Rule& rule,
-                          std::optional<TrainingDuration> interval = {}) {
-  CheckpointTrack track{.config = {name, *Schedule::Create(rule, interval)}};
-  track.tensor_crc32c = {0, 0xffffffffu};
+CheckpointTrack MakeTrack(const std::string& name, const Schedule::Fields& schedule) {
+  CheckpointTrack track{.config = {.name = name, .schedule = *Schedule::FromFields(schedule)}};
+  track.weights.emplace().tensor_crc32c = {0, 0xffffffffu};
   return track;
 }
 
 CheckpointManifest MakeCheckpoint() {
   CheckpointManifest checkpoint;
   checkpoint.model_name = "digits-1.0";
-  checkpoint.manifest = *Manifest::Create(
-      {{"conv.weight", Dtype::kBFloat16, {3, 0, 5}}, {"\"n\" \xc3\xa4", Dtype::kInt64, {}}});
+  checkpoint.manifest =
+      *Manifest::Create({{"conv.weight", Dtype::kBFloat16, {3, 0, 5}, true, {"tied", "too"}},
+                         {"\"n\" \xc3\xa4", Dtype::kInt64, {}}});
   checkpoint.max_pinned_versions = 3;
   checkpoint.record = {.incarnation = 1'760'000'000,
                        .version = 8,
                        .step = 40,
                        .time = Time(40, 0.1 + 0.2),
                        .run_epoch = 1'760'000'001,
-                       .commit_time = absl::FromUnixMicros(1'760'000'123'456'789)};
-  checkpoint.tracks = {MakeTrack("fast", HalfLifeRule{{200, TimeUnit::kBatch}},
-                                 TrainingDuration{5, TimeUnit::kBatch}),
-                       MakeTrack("slow", HalfLifeRule{{0.1, TimeUnit::kProgress}}),
-                       MakeTrack("seconds", HalfLifeRule{{1.0 / 3, TimeUnit::kSecond}}),
-                       MakeTrack("constant", ConstantDecayRule{std::nextafter(1.0, 0.0)}),
-                       MakeTrack("raw", CopyRule{})};
-  checkpoint.tracks[0].state = {.update_count = 7, .last_update = Time(40, 1e-300)};
-  checkpoint.tracks[0].file_bytes = int64_t{1} << 60;
-  checkpoint.tracks[0].header_crc32c = 0x0000abcd;
-  checkpoint.record.tracks = {{true, 1.0f / 3, 1e300, 7},
-                              {},
-                              {true, 1, 0, 1},
-                              {true, std::numeric_limits<float>::denorm_min(), 0, 2},
-                              {}};
+                       .commit_time = absl::FromUnixMicros(1'760'000'123'456'789),
+                       .skipped_tensor_count = 20,
+                       .skipped_tensors = {"conv.weight"}};
+  checkpoint.non_finite = NonFinitePolicy::kSkipTensor;
+  checkpoint.tracks = {MakeTrack("fast", {{"half_life", "200ba"}, {"update_interval", "5ba"}}),
+                       MakeTrack("slow", {{"half_life", "0.1dur"}, {"ema_start", "3ep"}}),
+                       MakeTrack("seconds", {{"half_life", "0.3333333333333333sec"}}),
+                       MakeTrack("constant", {{"smoothing", "0.99999999999999989"}}),
+                       MakeTrack("raw", {{"copy", "true"}})};
+  checkpoint.tracks[4].weights.reset();
+  checkpoint.created_tracks = {checkpoint.tracks[1].config};
+  TrackConfig& config = checkpoint.tracks[0].config;
+  config.tensor_rules = {{"conv.*", TensorAction::kCopy},
+                         {"\"n\" \xc3\xa4", TensorAction::kIgnore}};
+  config.buffers = TensorAction::kCopy;
+  config.compensated = true;
+  config.paused = true;
+  checkpoint.tracks[0].state = {.update_count = 7,
+                                .averaged_count = 3,
+                                .last_update = Time(40, 1e-300),
+                                .started = Time(20, 0)};
+  checkpoint.tracks[0].last_step = 39;
+  checkpoint.tracks[0].weights->file_bytes = int64_t{1} << 60;
+  checkpoint.tracks[0].weights->header_crc32c = 0x0000abcd;
+  checkpoint.tracks[0].low_parts = CheckpointFile{9, 5, {1, 2}};
+  checkpoint.record.tracks = {{"fast", true, 1.0 / 3, 1e300, 7, 1e-300, "half_life=200ba", 0.1},
+                              {"slow"},
+                              {"seconds", true, 1, 0, 1},
+                              {"constant", true, std::numeric_limits<double>::denorm_min(), 0, 2},
+                              {"raw"}};
   checkpoint.total_bytes = (int64_t{1} << 60) + 17;
   return checkpoint;
 }
@@ -78,6 +93,10 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   EXPECT_EQ(after.manifest.digest(), before.manifest.digest());
   EXPECT_EQ(after.max_pinned_versions, before.max_pinned_versions);
   EXPECT_EQ(after.total_bytes, before.total_bytes);
+  EXPECT_EQ(after.non_finite, before.non_finite);
+  EXPECT_EQ(after.created_tracks, before.created_tracks);
+  EXPECT_EQ(after.record.skipped_tensor_count, before.record.skipped_tensor_count);
+  EXPECT_EQ(after.record.skipped_tensors, before.record.skipped_tensors);
   EXPECT_EQ(after.record.incarnation, before.record.incarnation);
   EXPECT_EQ(after.record.version, before.record.version);
   EXPECT_EQ(after.record.step, before.record.step);
@@ -92,6 +111,10 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
     EXPECT_EQ(after.record.tracks[t].update_weight, before.record.tracks[t].update_weight);
     EXPECT_EQ(after.record.tracks[t].elapsed, before.record.tracks[t].elapsed);
     EXPECT_EQ(after.record.tracks[t].update_count, before.record.tracks[t].update_count);
+    EXPECT_EQ(after.record.tracks[t].track, before.record.tracks[t].track);
+    EXPECT_EQ(after.record.tracks[t].window_steps, before.record.tracks[t].window_steps);
+    EXPECT_EQ(after.record.tracks[t].config, before.record.tracks[t].config);
+    EXPECT_EQ(after.record.tracks[t].stall_gap, before.record.tracks[t].stall_gap);
   }
 }
 
@@ -154,18 +177,21 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"VersionIsAFloat", "\"version\":8", "\"version\":8.0", "version.version"},
         BadCase{"StepIsHuge", "\"step\":40", "\"step\":18446744073709551615", "version.step"},
         BadCase{"BatchIsNegative", "\"ba\":40.0", "\"ba\":-40.0", "version.time"},
-        BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"",
-                "tracks[0].schedule"},
-        BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"",
-                "tracks[0].schedule"},
-        BadCase{"RuleIsUnknown", "\"rule\":\"copy\"", "\"rule\":\"best\"", "schedule rule"},
+        BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"", "schedule"},
+        BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"", "schedule"},
+        BadCase{"RuleIsUnknown", "{\"copy\":\"true\"}", "{\"best\":\"true\"}", "best"},
+        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "no text"},
+        BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"", "action"},
+        BadCase{"PolicyIsUnknown", "\"non_finite\": 2", "\"non_finite\": 4", "non_finite"},
+        BadCase{"AliasTwice", "[\"tied\",\"too\"]", "[\"too\",\"too\"]", "too"},
         BadCase{"ChecksumsAreShort", "[\"00000000\",\"ffffffff\"]", "[\"00000000\"]",
                 "1 checksums for 2 tensors"},
         BadCase{"ChecksumIsANumber", "[\"00000000\",", "[0,", "not a CRC32C"},
         BadCase{"ChecksumHasASign", "[\"00000000\",", "[\"+0000000\",", "not a CRC32C"},
         BadCase{"DtypeIsUnknown", "\"int64\"", "\"int65\"", "int65"},
         BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "bad shape"},
-        BadCase{"TensorTwice", "\"\\\"n\\\" \xc3\xa4\"", "\"conv.weight\"", "conv.weight"},
+        BadCase{"TensorTwice", "\"name\":\"\\\"n\\\" \xc3\xa4\"", "\"name\":\"conv.weight\"",
+                "conv.weight"},
         BadCase{"FormatVersionIsZero", "\"format_version\": 1", "\"format_version\": 0",
                 "format_version"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });

@@ -40,7 +40,11 @@ inline ModelConfig EveryKindOfModel(const std::string& name) {
   config.manifest = MakeManifest(EveryKindOfTensor());
   config.tracks = {{"fast", MakeSchedule("10ba")},
                    {"slow", MakeSchedule("100ba", "10ba")},
-                   {"raw", MakeSchedule("copy")}};
+                   {"raw", MakeSchedule("copy")},
+                   {.name = "exact", .schedule = MakeSchedule("30ba"), .compensated = true},
+                   {.name = "some",
+                    .schedule = MakeSchedule("uniform=true, ema_start=15ba"),
+                    .tensor_rules = {{"f3?", TensorAction::kIgnore}, {"f*", TensorAction::kCopy}}}};
   config.max_pinned_versions = 8;
   return config;
 }
@@ -84,11 +88,14 @@ struct TestVersions {
   std::vector<SnapshotRef> snapshots;
 };
 
-// All bytes of one track.
-inline std::vector<std::byte> BytesOfTrack(Model& model, const Snapshot& snapshot, int64_t t) {
-  const Track& track = model.tracks()[t];
+// All bytes of one track, or of its low parts.
+inline std::vector<std::byte> BytesOfTrack(Model& model, const Snapshot& snapshot, int64_t t,
+                                           bool low_parts = false) {
+  const TrackSnapshot& of_track = snapshot.tracks[t];
+  const Track& track = *of_track.track;
   const auto pieces =
-      ReadTrack(model.device(), track, snapshot.tracks[t], 0, track.layout().total_bytes());
+      ReadBlocks(model.device(), track, low_parts ? of_track.low_blocks : of_track.blocks, 0,
+                 track.layout().total_bytes());
   EXPECT_THAT(pieces, IsOk());
   std::vector<std::byte> bytes;
   for (const HostPiece& piece : *pieces) {
@@ -102,9 +109,18 @@ inline std::vector<std::vector<std::byte>> TensorsOf(Model& model, const Snapsho
                                                      int64_t t) {
   const std::vector<std::byte> bytes = BytesOfTrack(model, snapshot, t);
   std::vector<std::vector<std::byte>> tensors;
-  for (const StorageLayout::Entry& entry : model.tracks()[t].layout().entries()) {
+  for (const StorageLayout::Entry& entry : snapshot.tracks[t].track->layout().entries()) {
     tensors.emplace_back(bytes.begin() + entry.offset,
                          bytes.begin() + entry.offset + entry.length_bytes);
+  }
+  if (snapshot.tracks[t].low_blocks.empty()) return tensors;
+  const std::vector<std::byte> low_bytes = BytesOfTrack(model, snapshot, t, /*low_parts=*/true);
+  const Track& track = *snapshot.tracks[t].track;
+  for (int64_t i = 0; i < model.manifest().tensor_count(); ++i) {
+    if (track.action(i) != TensorAction::kAverage) continue;
+    const StorageLayout::Entry& entry = track.layout().entry(i);
+    tensors.emplace_back(low_bytes.begin() + entry.offset,
+                         low_bytes.begin() + entry.offset + entry.length_bytes);
   }
   return tensors;
 }
@@ -121,12 +137,15 @@ inline void ExpectSameVersion(Model& loaded, Model& saved, const Snapshot& expec
   EXPECT_EQ(record.time, expected.record.time);
   EXPECT_EQ(absl::ToUnixMicros(record.commit_time),
             absl::ToUnixMicros(expected.record.commit_time));
-  for (size_t t = 0; t < saved.tracks().size(); ++t) {
+  ASSERT_EQ((*snapshot)->tracks.size(), expected.tracks.size());
+  for (size_t t = 0; t < expected.tracks.size(); ++t) {
+    EXPECT_EQ((*snapshot)->tracks[t].track->config(), expected.tracks[t].track->config());
+    EXPECT_EQ((*snapshot)->tracks[t].last_step, expected.tracks[t].last_step);
     EXPECT_EQ((*snapshot)->tracks[t].state, expected.tracks[t].state);
     EXPECT_EQ(record.tracks[t].update_weight, expected.record.tracks[t].update_weight);
     // Not EXPECT_EQ, which would print them.
     EXPECT_TRUE(TensorsOf(loaded, **snapshot, t) == TensorsOf(saved, expected, t))
-        << saved.tracks()[t].name();
+        << expected.tracks[t].track->name();
   }
 }
 

@@ -25,15 +25,16 @@ using ::testing::SizeIs;
 
 TEST(TrackOptionTest, ReadsEveryForm) {
   const std::vector<std::pair<const char*, const char*>> cases = {
-      {"raw=copy", "copy, update_interval 1ba"},
-      {"raw=copy,interval=5ba", "copy, update_interval 5ba"},
-      {"fast=200ba", "half_life 200ba, update_interval 1ba"},
-      {"slow=2000ba,interval=10ba", "half_life 2000ba, update_interval 10ba"},
-      {"old=smoothing:0.99", "smoothing 0.99, update_interval 1ba"},
-      {"old=smoothing:0.99,interval=2ep", "smoothing 0.99, update_interval 2ep"}};
+      {"raw=copy", "copy"},
+      {"raw=copy,update_interval=5ba", "copy=true, update_interval=5ba"},
+      {"fast=200ba", "half_life=200ba"},
+      {"slow=2000ba,update_interval=10ba", "half_life=2000ba, update_interval=10ba"},
+      {"slow=half_life=2000ba", "half_life=2000ba"},
+      {"old=smoothing=0.99", "smoothing=0.99"},
+      {"old=smoothing=0.99,update_interval=2ep", "smoothing=0.99, update_interval=2ep"}};
   for (const auto& [text, schedule] : cases) {
     SCOPED_TRACE(text);
-    const absl::StatusOr<TrackSpec> track = ParseTrackOption(text);
+    const absl::StatusOr<TrackConfig> track = ParseTrackOption(text);
     ASSERT_THAT(track, IsOk());
     EXPECT_EQ(track->schedule.ToString(), schedule);
   }
@@ -42,8 +43,8 @@ TEST(TrackOptionTest, ReadsEveryForm) {
 TEST(TrackOptionTest, RefusesTheRestAndShowsARightOne) {
   for (const char* text :
        {"", "fast", "=200ba", "fast=", "fast=200", "fast=-1ba", "fast=0ba", "fast=inf",
-        "fast=smoothing:1", "fast=smoothing:x", "fast=200ba,10ba", "fast=200ba,interval=0ba",
-        "fast=200ba,interval=", "a b=copy", "../x=copy"}) {
+        "fast=smoothing=1", "fast=smoothing=x", "fast=200ba,10ba", "fast=200ba,update_interval=0ba",
+        "fast=200ba,update_interval=", "fast=200ba,smoothing=0.9", "a b=copy", "../x=copy"}) {
     SCOPED_TRACE(text);
     EXPECT_THAT(ParseTrackOption(text),
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("fast=200ba")));

@@ -69,13 +69,14 @@ class ClientTest : public testing::Test {
 
 TEST_F(ClientTest, ModelsComeAsTheyAre) {
   const absl::StatusOr<Client::CreateModelResult> created = client_->CreateModel(
-      "m", OneTensor(), std::vector<TrackSpec>{{"ema", *Schedule::Parse("100ba")}});
+      "m", OneTensor(),
+      std::vector<TrackConfig>{{.name = "ema", .schedule = *Schedule::Parse("100ba")}});
   ASSERT_THAT(created, IsOk());
   EXPECT_TRUE(created->created);
   const absl::StatusOr<ModelInfo> model = client_->GetModel("m");
   ASSERT_THAT(model, IsOk());
   EXPECT_EQ(model->manifest, OneTensor());
-  EXPECT_EQ(model->tracks[0].schedule.ToString(), "half_life 100ba, update_interval 10ba");
+  EXPECT_EQ(model->tracks[0].schedule.ToString(), "half_life=100ba, update_interval=10ba");
   const absl::StatusOr<std::vector<ModelInfo>> models = client_->ListModels();
   ASSERT_THAT(models, IsOk());
   EXPECT_EQ(models->at(0).manifest.tensor_count(), 0);

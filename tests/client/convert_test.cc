@@ -13,13 +13,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-TrackSpec Track(std::string name, std::string_view rule,
-                std::optional<std::string_view> interval = {}) {
-  Schedule schedule = *Schedule::Parse(rule);
-  if (interval.has_value()) {
-    schedule = *Schedule::Create(schedule.rule(), *TrainingDuration::Parse(*interval));
-  }
-  return {std::move(name), schedule};
+TrackConfig Track(std::string name, std::string_view schedule) {
+  return {.name = std::move(name), .schedule = *Schedule::Parse(schedule)};
 }
 
 v1::Model TestModel() {
@@ -35,37 +30,65 @@ v1::Model TestModel() {
   return model;
 }
 
-TEST(ConvertTest, SchedulesComeBackAsTheyWere) {
-  const std::vector<TrackSpec> tracks = {
-      Track("copy", "copy"),
-      Track("half_life", "200ba"),
-      Track("interval", "2000ba", "10ba"),
-      Track("share", "0.1dur"),
-      Track("time", "1h30m"),
-      Track("epochs", "2ep", "3ba"),
-      {"smoothing", *Schedule::Create(ConstantDecayRule{0.999})}};
-  for (const TrackSpec& track : tracks) {
-    SCOPED_TRACE(track.name);
+TEST(ConvertTest, TracksComeBackAsTheyWere) {
+  std::vector<TrackConfig> tracks;
+  for (const char* schedule :
+       {"copy",
+        "200ba",
+        "half_life=2000ba, update_interval=10ba",
+        "0.1dur",
+        "1h30m",
+        "half_life=2ep, update_interval=3ba",
+        "half_life=10ba, debias=true",
+        "smoothing=0.999",
+        "smoothing=0",
+        "smoothing=0.9, zero_init=plain",
+        "smoothing=0.9, zero_init=debias",
+        "inv_gamma=2, power=0.75, min_decay=0.1, max_decay=0.99",
+        "inv_gamma=1",
+        "ramp=7",
+        "ramp=10, max_decay=0",
+        "inv_gamma=1, max_decay=0",
+        "sigma_rel=0.05, update_interval=64sp",
+        "sigma_rel=0.1, age_offset=1",
+        "ramp_ratio=0.09, update_interval=64sp",
+        "half_life=10ba, ramp_ratio=0.09",
+        "uniform=true, update_interval=1ep",
+        "copy=true, update_interval=5ba",
+        "smoothing=0.9, interval_phase=1, update_interval=10ba, ema_start=0.1dur, "
+        "before_start=copy, ema_end=0.9dur",
+        "smoothing=0.9, ema_start=5ba, before_start=hold"}) {
+    tracks.push_back(Track("t", schedule));
+  }
+  tracks[0].paused = true;
+  tracks[1].compensated = true;
+  tracks[2].buffers = TensorAction::kCopy;
+  tracks[3].tensor_rules = {{"a*", TensorAction::kIgnore}, {"b", TensorAction::kCopy}};
+  for (const TrackConfig& track : tracks) {
+    SCOPED_TRACE(TrackText(track));
     v1::Track proto;
     ToProto(track, &proto);
-    const absl::StatusOr<TrackSpec> back = FromProto(proto);
+    const absl::StatusOr<TrackConfig> back = ema::FromProto(proto);
     ASSERT_THAT(back, IsOk());
-    EXPECT_EQ(back->name, track.name);
-    EXPECT_EQ(back->schedule, track.schedule) << back->schedule.ToString();
+    EXPECT_EQ(*back, track) << TrackText(*back);
   }
 }
 
-TEST(ConvertTest, AnIntervalOfZeroIsTheDefault) {
-  v1::Track proto;
-  proto.mutable_schedule()->mutable_half_life()->set_half_life("0.1dur");
-  proto.mutable_schedule()->set_update_interval("0dur");
-  const absl::StatusOr<TrackSpec> track = FromProto(proto);
-  ASSERT_THAT(track, IsOk());
-  EXPECT_EQ(track->schedule.update_interval().value, 0);
+TEST(ConvertTest, AScheduleStateComesBackAsItWas) {
+  Schedule::State state{.update_count = 7, .averaged_count = 5};
+  state.last_update.emplace().Set(TimeUnit::kBatch, 40);
+  state.started.emplace().Set(TimeUnit::kProgress, 0.5);
+  for (const Schedule::State& before : {state, Schedule::State()}) {
+    v1::ScheduleState proto;
+    ToProto(before, &proto);
+    EXPECT_EQ(ema::FromProto(proto), before);
+  }
 }
 
 TEST(ConvertTest, AnUnknownRuleAsksForANewerClient) {
-  EXPECT_THAT(FromProto(v1::Track()),
+  v1::Model model = TestModel();
+  model.mutable_tracks(0)->clear_schedule();
+  EXPECT_THAT(FromProto(model).status(),
               StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("newer client")));
 }
 
@@ -79,7 +102,7 @@ TEST(ConvertTest, TrainingTimeKeepsWhatIsAbsentAbsent) {
   ToProto(time, &proto);
   EXPECT_EQ(proto.batch(), 40);
   EXPECT_FALSE(proto.has_epoch());
-  EXPECT_EQ(FromProto(proto), time);
+  EXPECT_EQ(ema::FromProto(proto), time);
 }
 
 TEST(ConvertTest, ModelsKeepTheirManifest) {

@@ -135,15 +135,30 @@ absl::Status FakeServer::TakeUnaryError() {
   return index < unary_errors.size() ? unary_errors[index] : absl::OkStatus();
 }
 
-v1::Model FakeServer::MakeModel() {
-  v1::Model model;
-  model.set_name("m");
-  client_internal::ToProto(manifest_, model.mutable_manifest());
-  model.set_manifest_digest(manifest_.digest());
-  v1::Track* const track = model.add_tracks();
+v1::PushPlan FakeServer::MakePlan(const v1::VersionRecord& latest) const {
+  if (plan.has_value()) return *plan;
+  v1::PushPlan result;
+  result.set_revision(1);
+  v1::PushPlan::Entry* const entry = result.add_tracks();
+  v1::Track* const track = entry->mutable_track();
   track->set_name("ema");
   track->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
   track->mutable_schedule()->set_update_interval("10ba");
+  if (latest.version() != 0) {
+    entry->mutable_state()->set_update_count(latest.version());
+    entry->mutable_state()->set_averaged_count(latest.version());
+    *entry->mutable_state()->mutable_last_update() = latest.time();
+    *entry->mutable_state()->mutable_started() = latest.time();
+  }
+  return result;
+}
+
+v1::Model FakeServer::MakeModel() {
+  v1::Model model;
+  model.set_name("m");
+  ToProto(manifest_, model.mutable_manifest());
+  model.set_manifest_digest(manifest_.digest());
+  *model.add_tracks() = MakePlan(v1::VersionRecord()).tracks(0).track();
   model.add_partitions()->set_tensor_count(manifest_.tensor_count());
   model.set_max_pinned_versions(2);
   {
@@ -179,9 +194,7 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context, const v1::List
 
 grpc::Status FakeServer::ListVersions(grpc::ServerContext*, const v1::ListVersionsRequest*,
                                       v1::ListVersionsResponse* response) {
-  for (const v1::VersionRecord& record : listed_versions) {
-    *response->add_versions()->mutable_version() = record;
-  }
+  *response->add_versions()->mutable_version() = latest_;
   return grpc::Status::OK;
 }
 
@@ -212,6 +225,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
   response->set_ready(open_run_count_ > not_ready_count);
   if (!response->ready()) response->add_missing_ranks(7);
   if (latest_.version() != 0) *response->mutable_latest() = latest_;
+  *response->mutable_plan() = MakePlan(latest_);
   return grpc::Status::OK;
 }
 
@@ -282,6 +296,7 @@ absl::Status FakeServer::Answer(grpc::ServerContext* context, const v1::PushHead
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned");
   }
   *response->mutable_version() = steps_[header.step()].record;
+  *response->mutable_plan() = MakePlan(latest_);
   return absl::OkStatus();
 }
 
@@ -364,6 +379,7 @@ grpc::Status FakeServer::QueryPush(grpc::ServerContext* context,
   Step& step = found->second;
   if (step.record.version() != 0) {
     response->set_state(v1::QueryPushResponse::STATE_COMMITTED);
+    *response->mutable_plan() = MakePlan(latest_);
     *response->mutable_version() = step.record;
     return grpc::Status::OK;
   }

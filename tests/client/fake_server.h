@@ -86,7 +86,7 @@ class FakeServer final : public v1::EmaService::Service {
   int64_t world_size = 1;                  // Steps commit when so many ranks have committed.
   bool fenced = false;                     // OpenRun is refused.
   std::function<void(v1::Model&)> edit_model;
-  std::vector<v1::VersionRecord> listed_versions;
+  std::optional<v1::PushPlan> plan;  // Absent: the track "ema", as it stands at the newest version.
   std::string pulled_bytes;
   int64_t pull_chunk_bytes = 1000;
   void Release() ABSL_LOCKS_EXCLUDED(mu_);
@@ -142,6 +142,7 @@ class FakeServer final : public v1::EmaService::Service {
   };
 
   absl::Status TakeUnaryError() ABSL_LOCKS_EXCLUDED(mu_);
+  v1::PushPlan MakePlan(const v1::VersionRecord& latest) const;
   v1::Model MakeModel() ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status AddChunk(const v1::PushHeader& header, const v1::PushChunk& chunk)
       ABSL_LOCKS_EXCLUDED(mu_);

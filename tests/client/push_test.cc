@@ -403,7 +403,7 @@ TEST_F(PushTest, WaitReadyWaitsForTheOtherRanks) {
   EXPECT_EQ(server_.open_run_count(), 4);
   server_.not_ready_count = 1'000'000;
   EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", {.launch_id = "next"}));
-  const absl::Status status = run_->WaitReady(absl::Milliseconds(100));
+  const absl::Status status = run_->WaitReady(absl::Seconds(1));
   EXPECT_THAT(status, StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("7")));
   EXPECT_THAT(status, ReasonIs(ErrorReason::kRunIncomplete));
 }
@@ -605,31 +605,27 @@ TEST_F(PushTest, IsDueFollowsTheIntervalsOfTheLastVersion) {
   EXPECT_THAT(run_->IsDue(TrainingTime()), ReasonIs(ErrorReason::kBadTime));
 }
 
-TEST_F(PushTest, IsDueKnowsTracksThatTheLatestVersionDidNotUpdate) {
-  v1::VersionRecord older;
-  older.set_incarnation(1);
-  older.set_version(4);
-  older.mutable_time()->set_batch(30);
-  older.add_tracks()->set_track("ema");
-  older.mutable_tracks(0)->set_updated(true);
-  older.mutable_tracks(0)->set_update_count(4);
-  v1::VersionRecord latest = older;
-  latest.set_version(5);
-  latest.mutable_time()->set_batch(36);
-  latest.mutable_tracks(0)->set_updated(false);
-  latest.mutable_tracks(0)->set_elapsed(6);
-  server_.SetLatest(latest);
-  server_.listed_versions = {older, latest};
+TEST_F(PushTest, IsDueFollowsThePlanOfTheLastReply) {
   Open();
-  EXPECT_EQ(run_->latest()->number, 5);
+  v1::PushPlan& plan = server_.plan.emplace();
+  plan.set_revision(2);
+  v1::PushPlan::Entry* const entry = plan.add_tracks();
+  entry->mutable_track()->set_name("slow");
+  entry->mutable_track()->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
+  entry->mutable_track()->mutable_schedule()->set_update_interval("20ba");
+  entry->mutable_state()->set_update_count(4);
+  entry->mutable_state()->mutable_last_update()->set_batch(30);
+  entry->mutable_state()->mutable_started()->set_batch(30);
+  EXPECT_EQ(run_->plan().tracks[0].track.name, "ema");
+  ASSERT_THAT(Push(36), IsOk());
+  EXPECT_EQ(run_->plan().revision, 2);
+  EXPECT_EQ(run_->plan().tracks[0].track.name, "slow");
   EXPECT_THAT(run_->IsDue(AtBatch(39)), IsOkAndHolds(false));
   EXPECT_THAT(run_->IsDue(AtBatch(40)), IsOkAndHolds(true));
 
-  // The record is gone: worked out from `elapsed`.
-  server_.listed_versions = {latest};
-  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client_->OpenRun("m", {.launch_id = "next"}));
-  EXPECT_THAT(run->IsDue(AtBatch(39)), IsOkAndHolds(false));
-  EXPECT_THAT(run->IsDue(AtBatch(40)), IsOkAndHolds(true));
+  plan.mutable_tracks(0)->mutable_track()->set_paused(true);
+  ASSERT_THAT(Push(40), IsOk());
+  EXPECT_THAT(run_->IsDue(AtBatch(60)), IsOkAndHolds(false));
 }
 
 TEST_F(PushTest, QueryPushReportsProgress) {

@@ -33,9 +33,9 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
         if (!snapshot.ok()) continue;
         EXPECT_GE((*snapshot)->record.version, last_version);
         last_version = (*snapshot)->record.version;
-        const Track& track = model->tracks()[0];
-        const auto pieces = ReadTrack(model->device(), track, (*snapshot)->tracks[0], 0,
-                                      track.layout().total_bytes());
+        const Track& track = *(*snapshot)->tracks[0].track;
+        const auto pieces = ReadBlocks(model->device(), track, (*snapshot)->tracks[0].blocks, 0,
+                                       track.layout().total_bytes());
         float first = 0;
         std::memcpy(&first, pieces->front().bytes.data(), sizeof(float));
         for (const HostPiece& piece : *pieces) {

@@ -35,8 +35,7 @@ inline Schedule MakeSchedule(const std::string& text) { return *Schedule::Parse(
 
 // With an interval: "at every `interval`".
 inline Schedule MakeSchedule(const std::string& half_life, const std::string& interval) {
-  return *Schedule::Create(HalfLifeRule{*TrainingDuration::Parse(half_life)},
-                           *TrainingDuration::Parse(interval));
+  return *Schedule::FromFields({{"half_life", half_life}, {"update_interval", interval}});
 }
 
 inline std::shared_ptr<const Manifest> MakeManifest(std::vector<TensorSpec> tensors) {
@@ -129,12 +128,13 @@ class TestRank {
 // All bytes of a track of a version.
 inline absl::StatusOr<std::vector<std::byte>> ReadAll(Model& model, std::string_view track_name,
                                                       int64_t version = 0) {
-  EMA_ASSIGN_OR_RETURN(const int64_t t, model.FindTrack(track_name));
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.PinVersion(version));
-  const Track& track = model.tracks()[t];
+  const TrackSnapshot* const found = snapshot->Find(track_name);
+  if (found == nullptr) return absl::NotFoundError("the version has no such track");
+  const Track& track = *found->track;
   EMA_ASSIGN_OR_RETURN(
       const std::vector<HostPiece> pieces,
-      ReadTrack(model.device(), track, snapshot->tracks[t], 0, track.layout().total_bytes()));
+      ReadBlocks(model.device(), track, found->blocks, 0, track.layout().total_bytes()));
   std::vector<std::byte> bytes;
   for (const HostPiece& piece : pieces) {
     bytes.insert(bytes.end(), piece.bytes.begin(), piece.bytes.end());

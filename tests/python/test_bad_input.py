@@ -193,9 +193,8 @@ def test_half_lives(client, model, half_life):
         {"half_life": "2ba", "smoothing": 0.5},
         {"half_live": "2ba"},
         {"half_life": "2ba", "update_interval": "0ba"},
-        {},
     ],
-    ids=["one", "negative", "both", "misspelled", "interval", "nothing"],
+    ids=["one", "negative", "both", "misspelled", "interval"],
 )
 def test_tracks(client, model, track):
     with pytest.raises(ema_client.InvalidArgumentError) as error:

@@ -41,7 +41,7 @@ def made(emactl, model, tmp_path):
     save_file(WEIGHTS, tmp_path / "weights.safetensors")
     result = emactl(
         *["create", model, "--from", tmp_path / "weights.safetensors"],
-        *["--track", "fast=20ba", "--track", "slow=smoothing:0.75,interval=2ba"],
+        *["--track", "fast=20ba", "--track", "slow=smoothing=0.75,update_interval=2ba"],
         *["--track", "raw=copy"],
     )
     assert result.returncode == 0, result.stderr
@@ -62,7 +62,7 @@ def test_create_makes_what_was_asked_for(client, made):
     assert {spec.name: (spec.dtype, spec.shape) for spec in info.tensors} == {
         name: (str(array.dtype), array.shape) for name, array in WEIGHTS.items()
     }
-    assert info.tracks["fast"] == ema_client.Track(half_life="20ba", update_interval="1ba")
+    assert info.tracks["fast"] == ema_client.Track(half_life="20ba")
     assert info.tracks["slow"] == ema_client.Track(smoothing=0.75, update_interval="2ba")
     assert info.tracks["raw"].is_copy
 
@@ -123,13 +123,13 @@ def test_exit_codes(emactl, pushed, tmp_path):
     "track, problem",
     [
         ("fast=0ba", 'half_life "0ba": must be finite and above 0'),
-        ("fast=inf", '"inf": a time is a finite number and a unit'),
-        ("fast=-1ba", '"-1ba": a time must not be negative'),
-        ("fast=1000", '"1000": a time needs a unit'),
+        ("fast=inf", 'half_life "inf": a time is a finite number and a unit'),
+        ("fast=-1ba", 'half_life "-1ba": a time must not be negative'),
+        ("fast=1000", 'half_life "1000": a time needs a unit'),
         ("fast", "must be NAME=RULE"),
-        ("fast=20ba,2ba", "what follows the comma must be interval="),
-        ("fast=smoothing:x", "smoothing must be a number"),
-        ("fast=smoothing:1", "smoothing 1: must be 0 or more and below 1"),
+        ("fast=20ba,2ba", 'field "2ba": must be name=value'),
+        ("fast=smoothing=x", 'smoothing "x": must be'),
+        ("fast=smoothing=1", "smoothing 1: must be 0 or more and below 1"),
         ("a b=20ba", 'track "a b": a name must be'),
     ],
 )

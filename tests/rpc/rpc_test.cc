@@ -67,7 +67,7 @@ TEST_F(RpcTest, BadSchedulesAreRefusedAtCreateModelWithTheFieldAndARightExample)
     EXPECT_EQ(result.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << half_life;
     EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_SCHEDULE) << half_life;
     EXPECT_THAT(result.status.error_message(), HasSubstr("half_life")) << half_life;
-    EXPECT_THAT(result.status.error_message(), HasSubstr("ba\"")) << half_life;
+    EXPECT_THAT(result.status.error_message(), HasSubstr("00ba")) << half_life;
   }
   EXPECT_TRUE(store_->List().empty());
 }

@@ -15,6 +15,8 @@ Anywhere else:
     >>> for version in ema_client.watch("ema://host:50051/digits"):
     ...     ...
 
+Without a server, with the same numbers: `LocalEMA` and `compute_ema`.
+
 One level lower, for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
 """
 
@@ -40,6 +42,7 @@ from ema_client._errors import (
     UnavailableError,
     UnimplementedError,
 )
+from ema_client._local import LocalEMA, compute_ema
 from ema_client._read import pull, watch
 from ema_client._run import PendingPush, Run
 from ema_client._types import (
@@ -72,6 +75,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "ListedVersion",
+    "LocalEMA",
     "ModelInfo",
     "NotFoundError",
     "OutOfRangeError",
@@ -93,6 +97,7 @@ __all__ = [
     "Weights",
     "attach",
     "averaged",
+    "compute_ema",
     "pull",
     "watch",
 ]

@@ -48,13 +48,26 @@ def read_all(weights: Mapping[str, Any]) -> list[_ema.Array]:
     return [read(name, value) for name, value in weights.items()]
 
 
-def spec_of(name: str, value: Any) -> _ema.Spec:
-    """Name, dtype and shape; does not touch the elements."""
+def spec_of(
+    name: str, value: Any, *, is_buffer: bool = False, aliases: Sequence[str] = ()
+) -> _ema.Spec:
+    """What the server is told of a tensor; does not touch the elements."""
     if isinstance(value, TensorSpec):
-        return name, value.dtype, value.shape
+        return name, value.dtype, value.shape, value.is_buffer, value.aliases
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return name, str(value.dtype).removeprefix("torch."), tuple(value.shape)
-    return read(name, value).spec
+        dtype = str(value.dtype).removeprefix("torch.")
+        return name, dtype, tuple(value.shape), is_buffer, aliases
+    return (*read(name, value).spec[:3], is_buffer, aliases)
+
+
+def stack_like(value: Any, count: int) -> Any:
+    """An array of `count` times the shape of `value`, a torch tensor or NumPy array; [0] is filled."""
+    if _is_instance(value, "torch", "Tensor"):
+        stacked = value.new_empty((count, *value.shape))
+    else:
+        stacked = sys.modules["numpy"].empty((count, *value.shape), value.dtype)
+    stacked[0] = value
+    return stacked
 
 
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:

@@ -17,8 +17,14 @@ from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._ranks import Ranks
 from ema_client._run import Run
-from ema_client._torch_model import NamedTensors, check_whole, named_tensors, unwrap
-from ema_client._types import TimeLike, TrackLike, schedule_of, time_dict
+from ema_client._torch_model import (
+    NamedTensors,
+    check_whole,
+    named_tensors,
+    specs_of,
+    unwrap,
+)
+from ema_client._types import NonFinite, TimeLike, TrackLike, time_dict, tracks_of
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -31,8 +37,12 @@ def attach(
     url: str,
     *,
     half_life: str | None = None,
+    smoothing: float | None = None,
     update_interval: str | None = None,
+    ema_start: str | None = None,
+    preset: str | Mapping[str, Any] | None = None,
     tracks: Mapping[str, TrackLike] | None = None,
+    non_finite: NonFinite = "reject",
     start_step: int | None = None,
     time: Callable[[int], TimeLike] | None = None,
     process_group: Any = None,
@@ -61,9 +71,17 @@ def attach(
             before they are sent, because someone else may change them: another optimizer, or the
             forward pass (a momentum encoder).
         url: "ema://host:port/model".
-        half_life: of the track "ema", such as "200ba".
+        half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
+            tracks: "1000ba".
+        smoothing: of the track "ema", instead of a half-life: the share of the old average that is
+            kept at each update, never rescaled.
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
-        tracks: more tracks, as for `Client.create_model`.
+        ema_start: when the track "ema" starts to average, such as "0.1dur".
+        preset: the track "ema" as a library averages: its name ("diffusers"), or with arguments in
+            the library's own words {"preset": "diffusers", "decay": 0.999}; see `Track.preset`.
+        tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
+            sent.
+        non_finite: as for `Client.create_model`.
         start_step: optimizer steps done before. None: goes on after the model's newest version.
         time: gives the training time after so many steps, the same on all ranks; needed for tracks in
             units other than batches. None: steps are batches.
@@ -96,14 +114,21 @@ def attach(
     failure: Exception | None = None
     latest_step = 0
     try:
-        schedules = _schedules(half_life, update_interval, tracks)
+        track_list = tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
-        for schedule in schedules.values():
-            schedule.is_due(None, now)  # Raises if a unit that it needs is not counted.
+        for track in track_list:
+            # Raises if a unit that it needs is not counted.
+            track.schedule.plan(_ema.ScheduleState(), now)
         module = unwrap(model)
         check_whole(module)
         plan = _Plan.make(
-            url, ranks, named_tensors(module), schedules, max_pinned_versions, timeout_s
+            url,
+            ranks,
+            named_tensors(module),
+            track_list,
+            max_pinned_versions,
+            non_finite,
+            timeout_s,
         )
         if ranks.rank == 0:
             plan.create(timeout_s)
@@ -134,30 +159,13 @@ def attach(
         model_name=plan.model_name,
         module=module,
         optimizer=optimizer,
-        schedules=schedules,
+        is_alone=ranks.world_size == 1,
         start_step=outcomes[0][1] if start_step is None else start_step,
         time_of=time,
         max_wait_s=max_wait_s,
         timeout_s=timeout_s,
         on_error=on_error,
     )
-
-
-def _schedules(
-    half_life: str | None, update_interval: str | None, tracks: Mapping[str, TrackLike] | None
-) -> dict[str, _ema.Schedule]:
-    all_tracks: dict[str, TrackLike] = {} if half_life is None else {"ema": half_life}
-    all_tracks.update(tracks or {})
-    if not all_tracks:
-        raise InvalidArgumentError("half_life or tracks is needed", reason="BAD_SCHEDULE")
-    if half_life is not None and tracks is not None and "ema" in tracks:
-        raise InvalidArgumentError(
-            'half_life is the track "ema", which is in tracks too', reason="BAD_SCHEDULE"
-        )
-    return {
-        name: schedule_of(name, track, update_interval=update_interval)
-        for name, track in all_tracks.items()
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +184,9 @@ class _Plan:
     model_name: str
     ranks: Ranks
     tensors: NamedTensors
-    schedules: Mapping[str, _ema.Schedule]
+    tracks: list[_ema.Track]
     max_pinned_versions: int
+    non_finite: NonFinite
 
     @classmethod
     def make(
@@ -185,21 +194,31 @@ class _Plan:
         url: str,
         ranks: Ranks,
         tensors: NamedTensors,
-        schedules: Mapping[str, _ema.Schedule],
+        tracks: list[_ema.Track],
         max_pinned_versions: int,
+        non_finite: NonFinite,
         timeout_s: float,
     ) -> _Plan:
         address, model_name = split_url(url)
         client = Client(address, timeout_s=timeout_s)
-        return cls(client, model_name, ranks, tensors, schedules, max_pinned_versions)
+        tensors = tensors.without(_ignored_by_all(tensors, tracks))
+        return cls(
+            client,
+            model_name,
+            ranks,
+            tensors,
+            [track.without_idle_rules(specs_of(tensors)) for track in tracks],
+            max_pinned_versions,
+            non_finite,
+        )
 
     def create(self, timeout_s: float) -> None:
-        specs = [_arrays.spec_of(name, tensor) for name, tensor in self.tensors.all().items()]
         self.client._client.create_model(
             self.model_name,
-            specs,
-            list(self.schedules.items()),
+            specs_of(self.tensors),
+            self.tracks,
             self.max_pinned_versions,
+            self.non_finite,
             timeout_s,
         )
 
@@ -246,6 +265,17 @@ class _Plan:
                 raise
         self.create(timeout_s)
         return self.open_run(launch, timeout_s)
+
+
+def _ignored_by_all(tensors: NamedTensors, tracks: list[_ema.Track]) -> set[str]:
+    """Tensors that no track has."""
+    specs = specs_of(tensors)
+    actions = [track.actions(specs) for track in tracks]
+    return {
+        spec[0]
+        for spec, *of_tracks in zip(specs, *actions)
+        if all(action == "ignore" for action in of_tracks)
+    }
 
 
 def _portable(error: Exception | None) -> Exception | None:

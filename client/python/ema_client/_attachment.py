@@ -30,6 +30,8 @@ _logger = logging.getLogger(__name__)
 # lies between two.
 _REJOIN_TIMEOUT_S = 2.0
 _REJOIN_INTERVAL_S = 0.25
+# How long a trainer whose tracks are all paused waits for an answer whether they still are.
+_REFRESH_TIMEOUT_S = 1.0
 # What a push ends with that has found the server restarted.
 _FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 # How long a reply is waited for after a push that failed: the ranks may have come back at different
@@ -83,7 +85,7 @@ class Attachment:
         model_name: str,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedules: Mapping[str, _ema.Schedule],
+        is_alone: bool,
         start_step: int,
         time_of: Callable[[int], TimeLike] | None,
         max_wait_s: float,
@@ -97,7 +99,8 @@ class Attachment:
         self._run = run
         self._model_name = model_name
         self._module = module
-        self._schedules = dict(schedules)
+        # With other ranks a plan is adopted at the next step that is due by the old one.
+        self._is_alone = is_alone
         self._step = start_step
         self._time_of = time_of
         self._max_wait_s = max_wait_s
@@ -128,12 +131,13 @@ class Attachment:
         self._rejoining: threading.Thread | None = None
         self._stop = threading.Event()
 
-        # When each track was due last. Counted here and not taken from the server's replies: all
-        # ranks must try at the same steps, whatever became of the pushes before.
-        self._last_due: dict[str, dict[str, float] | None] = dict.fromkeys(self._schedules)
-        if self._version is not None:
-            last = time_dict(self._version.time, step=self._version.step)
-            self._last_due = dict.fromkeys(self._schedules, last)
+        # Where each track stands as far as this rank has tried. Counted here and not taken from the
+        # server's replies: all ranks must try at the same steps, whatever became of the pushes before.
+        self._states: dict[str, _ema.ScheduleState] = {}
+        self._track_ids: dict[str, int] = {}
+        self._plan_revision = 0
+        self._tracks: list[_ema.Track] = []
+        self._adopt_plan()
         self._pushed_names = frozenset(shard.name for shard in run.shards)
         self._optimizer = optimizer
         self._hooks = (
@@ -242,16 +246,20 @@ class Attachment:
 
     def _push_if_due(self) -> None:
         now = self._now()
-        due = [
-            track
-            for track, schedule in self._schedules.items()
-            if schedule.is_due(self._last_due[track], now)
-        ]
+        due = self._due(now)
         if not due:
             return
+        can_push = not (self._away or self._is_fenced) and self._previous_has_ended()
+        # All ranks have the reply to the push before by now, and go by its plan from this step on.
+        if can_push and self._adopt_plan():
+            due = self._due(now)
         for track in due:
-            self._last_due[track] = now
-        if self._away or self._is_fenced or not self._previous_has_ended():
+            self._states[track.name] = track.schedule.next(self._states[track.name], now)
+        if all(track.paused for track in due):
+            if due and can_push:
+                self._refresh_plan()
+            return
+        if not can_push:
             self._skipped += 1
             return
         self._pending = self._run.start_push(
@@ -283,6 +291,35 @@ class Attachment:
                 )
         self._harvest()
         return self._pending is None and not self._away
+
+    def _due(self, now: dict[str, float]) -> list[_ema.Track]:
+        """Tracks that a push would update; if all are paused, those that it would update else."""
+        active = [track for track in self._tracks if not track.paused] or self._tracks
+        return [track for track in active if track.schedule.plan(self._states[track.name], now)[0]]
+
+    def _adopt_plan(self) -> bool:
+        """Takes over what UpdateModel has changed, as far as this rank knows. True: something."""
+        revision, entries = self._run.plan
+        if revision == self._plan_revision:
+            return False
+        self._plan_revision = revision
+        self._tracks = [track for track, _, _ in entries]
+        ids = {track.name: track_id for track, _, track_id in entries}
+        self._states = {
+            track.name: (
+                self._states[track.name] if self._track_ids.get(track.name) == track_id else state
+            )
+            for track, state, track_id in entries
+        }
+        self._track_ids = ids
+        return True
+
+    def _refresh_plan(self) -> None:
+        """Asks for the plan: with every track paused, no reply to a push brings it."""
+        try:
+            self._run.refresh_plan(timeout_s=_REFRESH_TIMEOUT_S)
+        except EmaError as error:
+            _logger.debug('model "%s": no new plan: %s', self._model_name, error)
 
     def _now(self) -> dict[str, float]:
         time_like = None if self._time_of is None else self._time_of(self._step)
@@ -321,6 +358,8 @@ class Attachment:
             return
         self._pushes += 1
         self._in_step = True
+        if self._is_alone:
+            self._adopt_plan()
         _logger.debug("step %d is version %d", self._pending_step, self._version.number)
 
     def _drop(self, problem: str) -> None:
@@ -388,6 +427,7 @@ class Attachment:
                 return
         self._run.close()
         self._run = run
+        self._plan_revision = 0  # The server may have been restarted, and counts anew.
         _logger.info('model "%s": pushing again', self._model_name)
         self._away = False
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ema_client import _arrays, _attachment
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._torch_model import named_tensors, unwrap
-from ema_client._types import Version
+from ema_client._torch_model import NamedTensors, named_tensors, specs_of, unwrap
+from ema_client._types import ModelInfo, Version, track_of
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def averaged(
 ) -> Iterator[Version]:
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
 
-    The tensors stay the same objects; values are cast to their dtypes. The model's own values come back bit for bit, also
+    The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
+    keep the model's own values. The model's own values come back bit for bit, also
     after an exception. Costs a copy of the model while it lasts.
 
     Args:
@@ -51,13 +52,17 @@ def averaged(
         ...     evaluate(model)
     """
     address, model_name = split_url(url)
-    with Client(address, timeout_s=timeout_s) as client:
-        if track is None:
-            track = _only_average(client, model_name)
-        weights = client.pull(model_name, track=track, version=version, framework="torch")
     module = unwrap(model)
-    tensors = named_tensors(module).all()
-    _arrays.check_names(f'model "{model_name}"', expected=weights, given=tensors)
+    named = named_tensors(module)
+    with Client(address, timeout_s=timeout_s) as client:
+        info = client.model(model_name)
+        if track is None:
+            track = _only_average(info)
+        weights = client.pull(model_name, track=track, version=version, framework="torch")
+    ignored = _ignored(info, track, named)
+    tensors = {name: tensor for name, tensor in named.all().items() if name not in ignored}
+    expected = [name for name in weights if name not in weights.aliases]
+    _arrays.check_names(f'model "{model_name}"', expected=expected, given=tensors)
     wrong = [
         f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
         for name, tensor in tensors.items()
@@ -88,14 +93,22 @@ def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tenso
             tensor.copy_(values[name])
 
 
-def _only_average(client: Client, model_name: str) -> str:
-    tracks = client.model(model_name).tracks
-    averages = [name for name, track in tracks.items() if not track.is_copy]
+def _only_average(info: ModelInfo) -> str:
+    averages = [name for name, track in info.tracks.items() if not track.is_copy]
     if len(averages) == 1:
         return averages[0]
     if "ema" in averages:
         return "ema"
     raise NotFoundError(
-        f'model "{model_name}": which track? There are {", ".join(tracks)}',
+        f'model "{info.name}": which track? There are {", ".join(info.tracks)}',
         reason="TRACK_NOT_FOUND",
     )
+
+
+def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
+    """Tensors that the track does not have: the model keeps its own."""
+    if track not in info.tracks:  # Removed since; its older versions are still there.
+        return set()
+    specs = specs_of(tensors)
+    actions = track_of(track, info.tracks[track]).actions(specs)
+    return {spec[0] for spec, action in zip(specs, actions) if action == "ignore"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,15 +18,19 @@ from ema_client._types import (
     Checkpoint,
     ListedVersion,
     ModelInfo,
+    NonFinite,
     Shard,
     TrackLike,
     Version,
     Weights,
     model_from,
-    schedule_of,
+    track_of,
     version_from,
 )
 from ema_client._url import with_port
+
+# How often tracks are pulled anew because a newer version has pushed theirs out.
+_STACKED_ATTEMPTS = 20
 
 
 class Client:
@@ -75,6 +80,7 @@ class Client:
         *,
         tracks: Mapping[str, TrackLike],
         max_pinned_versions: int = 0,
+        non_finite: NonFinite = "reject",
         timeout_s: float | None = None,
     ) -> ModelInfo:
         """Makes a model and reserves its memory. The same call again is OK and changes nothing.
@@ -84,8 +90,10 @@ class Client:
             weights: arrays (or TensorSpecs) by name, in the order that all bytes will follow; only
                 their dtypes and shapes are looked at.
             tracks: the averages by name. Each is a half-life ("200ba"), "copy", a Track, or a dict
-                with half_life, smoothing or copy, and update_interval.
+                of a Track's fields.
             max_pinned_versions: versions that readers may hold at once; 0: the server's default.
+            non_finite: what becomes of a step in which a float is NaN or infinity: "reject" it,
+                "skip" the tensor (every track keeps its value), or "allow" it.
             timeout_s: seconds.
 
         Raises:
@@ -94,14 +102,52 @@ class Client:
             ResourceExhaustedError: it does not fit the server's memory budget.
         """
         specs = [_arrays.spec_of(tensor, value) for tensor, value in weights.items()]
-        schedules = [
-            (track, schedule_of(track, rule, update_interval=None))
-            for track, rule in tracks.items()
-        ]
         fields, _ = self._client.create_model(
-            name, specs, schedules, max_pinned_versions, self._timeout(timeout_s)
+            name,
+            specs,
+            [track_of(track, rule) for track, rule in tracks.items()],
+            max_pinned_versions,
+            non_finite,
+            self._timeout(timeout_s),
         )
         return model_from(fields)
+
+    def update_model(
+        self,
+        name: str,
+        *,
+        tracks: Mapping[str, TrackLike] | None = None,
+        remove: Collection[str] = (),
+        pause: Collection[str] = (),
+        resume: Collection[str] = (),
+        timeout_s: float | None = None,
+    ) -> ModelInfo:
+        """Changes the tracks while training runs, all or nothing; what was averaged stays.
+
+        Takes effect at the next commit (until then the result has them as `pending_tracks`), or at
+        once while no run is open or every track is paused. The same call again is OK.
+
+        Args:
+            name: the model.
+            tracks: new ones, and those that get another schedule; as for `create_model`. What is stored
+                of a track cannot change: its tensor_rules, buffers and compensated are to be given as
+                before. It keeps being paused, or not.
+            remove: names of tracks to forget.
+            pause: names of tracks that pushes shall not change any more.
+            resume: names of paused tracks to go on with.
+            timeout_s: seconds.
+
+        Raises:
+            InvalidArgumentError: a track is refused, or what is stored of one would change.
+            NotFoundError: no such model or track.
+            ResourceExhaustedError: a new track does not fit the server's memory budget.
+        """
+        put = [track_of(track, rule) for track, rule in (tracks or {}).items()]
+        return model_from(
+            self._client.update_model(
+                name, put, list(remove), list(pause), list(resume), self._timeout(timeout_s)
+            )
+        )
 
     def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """What the server has of a model. NotFoundError: nothing."""
@@ -221,7 +267,7 @@ class Client:
                 be cast to.
         """
         number = version.number if isinstance(version, Version) else version
-        fields, placed, buffer = self._client.pull(
+        fields, placed, buffer, aliases = self._client.pull(
             name, track, number, self._timeout(timeout_s), on_progress
         )
         pulled = version_from(fields)
@@ -239,9 +285,72 @@ class Client:
             # The server's bytes are one piece; they are scattered from there.
             is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
             tensors = _arrays.build(placed, buffer, framework="torch" if is_torch else "numpy")
-            _arrays.copy_into(out, tensors)
+            # A tied tensor may be there under its other names, too.
+            names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
+            _arrays.copy_into(names, tensors)
             tensors = {tensor: out[tensor] for tensor in tensors}
-        return Weights(tensors, version=pulled, track=track)
+        return Weights(tensors, version=pulled, track=track, aliases=aliases)
+
+    def pull_stacked(
+        self,
+        name: str,
+        *,
+        tracks: Sequence[str],
+        version: int | Version = 0,
+        framework: Framework = "auto",
+        timeout_s: float | None = None,
+    ) -> Weights:
+        """Reads several tracks of one version, each tensor stacked along a new first dimension.
+
+        What `torch.func.functional_call` under `vmap`, or `bmm`, takes to evaluate all of them at once.
+
+        Args:
+            name: the model.
+            tracks: which averages, in the order of the first dimension; they must have the same tensors.
+            version: a number or a record; 0: the newest.
+            framework: as for `pull`.
+            timeout_s: seconds for each track.
+
+        Returns:
+            Tensors of shape [len(tracks), ...] by name, in the first track's dtypes; its `track` is all
+            names, joined by commas.
+
+        Raises:
+            InvalidArgumentError: no tracks, or they have not the same tensors.
+            OutOfRangeError: the version was let go between the tracks; with 0, many times over. More
+                `max_pinned_versions` keep it longer.
+            EmaError: as `pull`.
+        """
+        if not tracks:
+            raise InvalidArgumentError("tracks: at least one is needed", reason="BAD_REQUEST")
+        for attempt in itertools.count(1):
+            try:
+                return self._pull_stacked(name, tracks, version, framework, timeout_s)
+            except OutOfRangeError:
+                # Commits have overtaken the pulls.
+                if version != 0 or attempt == _STACKED_ATTEMPTS:
+                    raise
+        raise AssertionError  # Not reached.
+
+    def _pull_stacked(
+        self,
+        name: str,
+        tracks: Sequence[str],
+        version: int | Version,
+        framework: Framework,
+        timeout_s: float | None,
+    ) -> Weights:
+        first = self.pull(
+            name, track=tracks[0], version=version, framework=framework, timeout_s=timeout_s
+        )
+        names = [tensor for tensor in first if tensor not in first.aliases]
+        stacked = {tensor: _arrays.stack_like(first[tensor], len(tracks)) for tensor in names}
+        for index, track in enumerate(tracks[1:], 1):
+            out = {tensor: stacked[tensor][index, ...] for tensor in names}
+            self.pull(name, track=track, version=first.version, out=out, timeout_s=timeout_s)
+        return Weights(
+            stacked, version=first.version, track=",".join(tracks), aliases=first.aliases
+        )
 
     def watch(
         self, name: str, *, after: int | None = None, timeout_s: float | None = None

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
+from ema_client import _arrays, _ema
 from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ class NamedTensors:
 
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
+    # The other names of tied ones, as state_dict has them.
+    aliases: dict[str, tuple[str, ...]]
+
+    def without(self, names: set[str]) -> NamedTensors:
+        return NamedTensors(
+            {name: value for name, value in self.parameters.items() if name not in names},
+            {name: value for name, value in self.buffers.items() if name not in names},
+            self.aliases,
+        )
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
@@ -80,15 +90,31 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 def named_tensors(module: torch.nn.Module) -> NamedTensors:
     """Collects the tensors of `module`, which is not wrapped."""
-    persistent = module.state_dict(keep_vars=True).keys()
-    return NamedTensors(
-        parameters={
-            name.replace(_COMPILED_PREFIX, ""): parameter
-            for name, parameter in module.named_parameters()
-        },
-        buffers={
-            name.replace(_COMPILED_PREFIX, ""): buffer
-            for name, buffer in module.named_buffers()
-            if name in persistent
-        },
-    )
+    state = module.state_dict(keep_vars=True)
+    parameters = {
+        name.replace(_COMPILED_PREFIX, ""): parameter
+        for name, parameter in module.named_parameters()
+    }
+    buffers = {
+        name.replace(_COMPILED_PREFIX, ""): buffer
+        for name, buffer in module.named_buffers()
+        if name in state
+    }
+    first_names = {id(tensor): name for name, tensor in {**parameters, **buffers}.items()}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, tensor in state.items():
+        clean = name.replace(_COMPILED_PREFIX, "")
+        first = first_names.get(id(tensor), clean)
+        if first != clean:
+            aliases[first] = (*aliases.get(first, ()), clean)
+    return NamedTensors(parameters, buffers, aliases)
+
+
+def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:
+    """What the server is told of them."""
+    return [
+        _arrays.spec_of(
+            name, tensor, is_buffer=name in tensors.buffers, aliases=tensors.aliases.get(name, ())
+        )
+        for name, tensor in tensors.all().items()
+    ]

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Union
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
@@ -33,22 +34,35 @@ class TrainingTime:
 #: What a call takes for a training time: None means that the step is the batch.
 TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
+#: What becomes of a step in which a pushed float is NaN or infinity: the step is refused, the tensor
+#: keeps its value in every track, or the value goes into the averages.
+NonFinite = Literal["reject", "skip", "allow"]
+
 
 @dataclasses.dataclass(frozen=True)
 class TrackVersion:
     """What one track did at one version.
 
     Attributes:
-        weight: that was given to the pushed values, as it was applied (a float32); 1 is a copy.
+        weight: that was given to the pushed values, as it was applied (a float32, unless the track is
+            compensated); 1 is a copy, 0 leaves the average as it was.
         elapsed: training time since the track's update before, in its half-life's unit.
         update_count: updates since the track began, this one included.
         updated: False: the track was not due and is the same as in the version before.
+        window_steps: steps that the average reaches over: steps since the track's update before
+            / weight. 0 if not updated.
+        config: the track's schedule and options as text.
+        stall_gap: a float32 average cannot come nearer to a constant value than this share of it,
+            because smaller changes are rounded away. 0 if copied or compensated.
     """
 
     weight: float
     elapsed: float
     update_count: int
     updated: bool
+    window_steps: float = 0.0
+    config: str = ""
+    stall_gap: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +78,8 @@ class Version:
         run_epoch: the run that pushed it.
         commit_time: seconds since 1970, by the server's clock.
         skipped: from `watch` only: versions before this one whose records were gone.
+        skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
+        skipped_tensors: names of the first of them.
     """
 
     number: int
@@ -74,37 +90,142 @@ class Version:
     run_epoch: int = 0
     commit_time: float = 0.0
     skipped: int = dataclasses.field(default=0, compare=False)
+    skipped_tensor_count: int = 0
+    skipped_tensors: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One named array. `dtype` is a name that PyTorch and NumPy share, such as "float32"."""
+    """One named array.
+
+    Attributes:
+        dtype: a name that PyTorch and NumPy share, such as "float32".
+        is_buffer: something that training keeps beside the parameters, such as BatchNorm's
+            statistics: `Track.buffers` says what tracks do with those.
+        aliases: other names of the same array (tied weights): it is pushed and kept once.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    is_buffer: bool = False
+    aliases: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Track:
-    """How one track averages: by half-life, by constant decay, or (with neither) as a copy.
+    """How one track averages. None: the default. Without a rule: half_life "1000ba".
+
+    One of these names the rule, which gives each update a decay `d`, the share of the old average
+    that is kept; `elapsed` is the training time since the track's last update, `age` that since its
+    start:
+
+    - half_life (and, or only, ramp_ratio): `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`.
+    - smoothing: `d = smoothing` at every update.
+    - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, s: position (units of the interval since the
+      start, less one).
+    - ramp: `d = (1 + s) / (ramp + s)`.
+    - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
+    - uniform: the mean of all updates since the start.
+    - copy: the latest weights as they are.
 
     Attributes:
         half_life: training time until a contribution halves, such as "200ba" or "2ep".
+        ramp_ratio: keeps the half-life short while training is young, such as 0.09 (EDM2).
+        debias: of half_life: without the share of the zeros that the average began with.
         smoothing: share of the old average kept in each update, in [0, 1); never rescaled.
-        update_interval: such as "5ba". None: the server's default, one unit of the half-life.
+        zero_init: of smoothing: begins with zeros, "plain" or "debias" (without their share).
+        inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
+        ramp: of the warm-up (1 + s) / (ramp + s), such as 10.
+        min_decay, max_decay: limits of a warm-up's decay; the defaults are 0 and 0.9999.
+        sigma_rel: relative width of the profile, above 0 and at most 1/sqrt(12).
+        age_offset: added to the time since the start, in the interval's unit; default 0.
+        uniform, copy: True: this rule.
+        update_interval: such as "5ba". None: one unit of the half-life, else "1ba".
+        interval_phase: updates are due at interval_phase + k * update_interval.
+        ema_start: when averaging starts, such as "0.1dur". None: at once.
+        before_start: what the track is until then: "reinit" (its first value, replaced at the start;
+            the default), "copy" (the latest weights) or "hold" (its first value, kept).
+        ema_end: after this time the track does not change any more.
+        tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"}.
+            The first that matches decides.
+        buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
+        compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
+        paused: pushes do not change the track.
     """
 
     half_life: str | None = None
     smoothing: float | None = None
     update_interval: str | None = None
+    ema_start: str | None = None
+    before_start: str | None = None
+    ema_end: str | None = None
+    interval_phase: int | None = None
+    ramp_ratio: float | None = None
+    debias: bool | None = None
+    zero_init: str | None = None
+    inv_gamma: float | None = None
+    power: float | None = None
+    min_decay: float | None = None
+    max_decay: float | None = None
+    ramp: float | None = None
+    sigma_rel: float | None = None
+    age_offset: float | None = None
+    uniform: bool | None = None
+    copy: bool | None = None
+    tensor_rules: Mapping[str, str] | Sequence[tuple[str, str]] = ()
+    buffers: str = "average"
+    compensated: bool = False
+    paused: bool = False
+
+    def __post_init__(self) -> None:
+        # One form of the rules: equal tracks compare equal, and have a hash.
+        object.__setattr__(self, "tensor_rules", _rules(self.tensor_rules))
 
     @property
     def is_copy(self) -> bool:
-        return self.half_life is None and self.smoothing is None
+        return bool(self.copy)
+
+    @classmethod
+    def preset(cls, name: str, /, **arguments: Any) -> Track:
+        """The track that averages as a library does, from that library's own arguments.
+
+        Args:
+            name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
+            arguments: as the library's class or function names them; its defaults count.
+
+        Raises:
+            InvalidArgumentError: no such preset or argument, or a value that cannot be had here.
+
+        Example:
+            >>> Track.preset("ema_pytorch", beta=0.999, update_every=1)
+        """
+        from ema_client import _presets
+
+        return _presets.track_from_preset(name, arguments)
 
 
-#: "copy", a half-life such as "200ba", a Track, or its fields as a dict.
+def _rules(rules: object) -> tuple[tuple[str, str], ...]:
+    """The rules as pairs."""
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else pair for pair in pairs]
+        if all(
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and all(isinstance(part, str) for part in pair)
+            for pair in pairs
+        ):
+            return tuple(pairs)
+    raise InvalidArgumentError(
+        f"tensor_rules {rules!r}: must be names or globs with average, copy or ignore, such as "
+        '{"head.*": "ignore", "bn.*": "copy"}',
+        reason="BAD_SCHEDULE",
+    )
+
+
+#: "copy", a half-life such as "200ba", a Track, its fields as a dict, or a library's arguments as
+#: {"preset": "ema_pytorch", "beta": 0.999}.
 TrackLike = Union[str, Track, Mapping[str, Any]]
 
 
@@ -114,10 +235,14 @@ class ModelInfo:
 
     Attributes:
         tensors: in manifest order; empty in the result of `Client.models`.
+        tracks: by name.
         max_pinned_versions: versions that readers may hold at once.
         reserved_bytes: what the model can use at most of the server's memory.
         latest: the newest version; None before the first.
         run_epoch: the run that may push; 0 before the first.
+        non_finite: what becomes of a step in which a pushed float is not finite.
+        plan_revision: grows when a track is added, changed, paused, resumed or removed.
+        pending_tracks: what `tracks` becomes at the next commit; None: they stay.
     """
 
     name: str
@@ -127,6 +252,9 @@ class ModelInfo:
     reserved_bytes: int
     latest: Version | None
     run_epoch: int
+    non_finite: NonFinite = "reject"
+    plan_revision: int = 0
+    pending_tracks: Mapping[str, Track] | None = dataclasses.field(default=None, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,20 +301,47 @@ class PushStats:
 
 
 class Weights(dict[str, Any]):
-    """Pulled tensors by name, and which version and track they are."""
+    """Pulled tensors by name, and which version and track they are.
 
-    def __init__(self, tensors: Mapping[str, Any], *, version: Version, track: str) -> None:
+    A tied tensor is there under each of its names; `aliases` says which name stands for which other.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        version: Version,
+        track: str,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(tensors)
         self.version = version
         self.track = track
+        self.aliases = dict(aliases or {})
+        for alias, name in self.aliases.items():
+            self[alias] = self[name]
 
 
 def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
     tracks = {
         name: TrackVersion(
-            weight=weight, elapsed=elapsed, update_count=update_count, updated=updated
+            weight=weight,
+            elapsed=elapsed,
+            update_count=update_count,
+            updated=updated,
+            window_steps=window_steps,
+            config=config,
+            stall_gap=stall_gap,
         )
-        for name, (updated, weight, elapsed, update_count) in fields["tracks"].items()
+        for name, (
+            updated,
+            weight,
+            elapsed,
+            update_count,
+            window_steps,
+            config,
+            stall_gap,
+        ) in fields["tracks"].items()
     }
     return Version(
         number=fields["number"],
@@ -197,30 +352,74 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
         run_epoch=fields["run_epoch"],
         commit_time=fields["commit_time"],
         skipped=skipped,
+        skipped_tensor_count=fields["skipped_tensor_count"],
+        skipped_tensors=tuple(fields["skipped_tensors"]),
     )
 
 
 def model_from(fields: dict[str, Any]) -> ModelInfo:
-    tracks = {name: track_from(schedule) for name, schedule in fields["tracks"]}
+    pending = fields["pending_tracks"]
     latest = fields["latest"]
     return ModelInfo(
         name=fields["name"],
         tensors=tuple(specs_from(fields["tensors"])),
-        tracks=tracks,
+        tracks={track.name: track_from(track) for track in fields["tracks"]},
         max_pinned_versions=fields["max_pinned_versions"],
         reserved_bytes=fields["reserved_bytes"],
         latest=None if latest is None else version_from(latest),
         run_epoch=fields["run_epoch"],
+        non_finite=fields["non_finite"],
+        plan_revision=fields["plan_revision"],
+        pending_tracks={track.name: track_from(track) for track in pending} if pending else None,
     )
 
 
 def specs_from(tuples: Sequence[_ema.Spec]) -> list[TensorSpec]:
-    return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tuples]
+    return [
+        TensorSpec(name, dtype, tuple(shape), is_buffer, tuple(aliases))
+        for name, dtype, shape, is_buffer, aliases in tuples
+    ]
 
 
-def track_from(schedule: _ema.Schedule) -> Track:
-    half_life, smoothing, update_interval = schedule.fields()
-    return Track(half_life=half_life, smoothing=smoothing, update_interval=update_interval)
+# Of a Track: how a value becomes the schedule's text.
+_DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
+_WORDS = ("before_start", "zero_init")
+_FLAGS = ("debias", "uniform", "copy")
+_NUMBERS = (
+    "smoothing",
+    "ramp_ratio",
+    "inv_gamma",
+    "power",
+    "min_decay",
+    "max_decay",
+    "ramp",
+    "sigma_rel",
+    "age_offset",
+)
+_DEFAULT_HALF_LIFE = "1000ba"
+# Fields that are of a rule other than half_life, whether or not they name it.
+_OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
+_FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
+
+
+def track_from(track: _ema.Track) -> Track:
+    values: dict[str, Any] = {}
+    for name, text in track.schedule.to_fields().items():
+        if name in _NUMBERS:
+            values[name] = float(text)
+        elif name in _FLAGS:
+            values[name] = text == "true"
+        elif name == "interval_phase":
+            values[name] = int(text)
+        else:
+            values[name] = text
+    return Track(
+        **values,
+        tensor_rules=track.tensor_rules,
+        buffers=track.buffers,
+        compensated=track.compensated,
+        paused=track.paused,
+    )
 
 
 def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
@@ -233,39 +432,138 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
     return dict(time)
 
 
-def schedule_of(name: str, track: TrackLike, *, update_interval: str | None) -> _ema.Schedule:
-    """The schedule of track `name`; `update_interval` is for tracks that set none."""
-    if isinstance(track, Mapping):
-        unknown = set(track) - {"half_life", "smoothing", "copy", "update_interval"}
-        if unknown:
+def track_of(name: str, track: TrackLike, *, update_interval: str | None = None) -> _ema.Track:
+    """The track `name` as the extension module takes it.
+
+    Args:
+        update_interval: for a track that sets none.
+
+    Raises:
+        InvalidArgumentError: a field is wrong; the message names track, field and value.
+    """
+    try:
+        full = _full_track(track)
+        if full.update_interval is None and update_interval is not None:
+            full = dataclasses.replace(full, update_interval=update_interval)
+        schedule = _ema.Schedule.from_fields(_schedule_fields(full))
+        for field in ("compensated", "paused"):
+            if not isinstance(getattr(full, field), bool):
+                raise _bad(f"{field} {getattr(full, field)!r}: must be True or False")
+        if not isinstance(full.buffers, str):
+            raise _bad(f'buffers {full.buffers!r}: must be "average" or "copy"')
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f'track "{name}": {error.args[0]}', reason=error.reason
+        ) from None
+    # Says the name itself.
+    return _ema.Track(
+        name,
+        schedule,
+        list(_rules(full.tensor_rules)),
+        full.buffers,
+        full.compensated,
+        full.paused,
+    )
+
+
+def _bad(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, reason="BAD_SCHEDULE")
+
+
+def _full_track(track: TrackLike) -> Track:
+    if isinstance(track, Track):
+        return track
+    if not isinstance(track, Mapping):
+        # A bare number has no unit, which the parser says better.
+        return Track(copy=True) if track == "copy" else Track(half_life=str(track))
+    fields = dict(track)
+    if "preset" in fields:
+        return Track.preset(str(fields.pop("preset")), **fields)
+    unknown = [str(field) for field in fields if field not in _FIELD_NAMES]
+    if unknown:
+        raise _bad("; ".join(map(_unknown_field, unknown)))
+    return Track(**fields)
+
+
+def _unknown_field(field: str) -> str:
+    nearest = difflib.get_close_matches(field, _FIELD_NAMES, n=1, cutoff=0.5)
+    if nearest:
+        return f'unknown field "{field}"; did you mean "{nearest[0]}"?'
+    return f'unknown field "{field}"; there are {", ".join(_FIELD_NAMES)}'
+
+
+def _schedule_fields(track: Track) -> dict[str, str]:
+    """The track's rule and times as text, from which nothing is lost."""
+    fields = {}
+    for field in (*_DURATIONS, *_WORDS, *_FLAGS, *_NUMBERS, "interval_phase"):
+        value = getattr(track, field)
+        if value is not None and not (value is False and field in _FLAGS):
+            fields[field] = _text(field, value)
+    if "half_life" not in fields and not fields.keys() & _OTHER_RULES:
+        fields["half_life"] = _DEFAULT_HALF_LIFE
+    return fields
+
+
+def _text(field: str, value: Any) -> str:
+    if field in _FLAGS:
+        if value is True:
+            return "true"
+        raise _bad(f"{field} {value!r}: must be True or False")
+    if field not in _NUMBERS and field != "interval_phase":
+        return str(value)
+    kind, what = (float, "a number") if field in _NUMBERS else (int, "a whole number")
+    try:
+        if not isinstance(value, (str, bool)) and kind(value) == value:
+            return repr(kind(value))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _bad(f"{field} {value!r}: must be {what}, such as {_EXAMPLES[field]}")
+
+
+_EXAMPLES = {
+    "smoothing": "0.999",
+    "ramp_ratio": "0.09",
+    "inv_gamma": "1.0",
+    "power": "0.75",
+    "min_decay": "0.0",
+    "max_decay": "0.9999",
+    "ramp": "10.0",
+    "sigma_rel": "0.05",
+    "age_offset": "1.0",
+    "interval_phase": "1",
+}
+
+
+def tracks_of(
+    half_life: str | None,
+    smoothing: float | None,
+    update_interval: str | None,
+    ema_start: str | None,
+    preset: str | Mapping[str, Any] | None,
+    tracks: Mapping[str, TrackLike] | None,
+) -> list[_ema.Track]:
+    """The tracks that `attach` and `LocalEMA` are asked for."""
+    own = {"half_life": half_life, "smoothing": smoothing, "ema_start": ema_start}
+    given = {name: value for name, value in own.items() if value is not None}
+    all_tracks: dict[str, TrackLike] = {}
+    if preset is not None:
+        if update_interval is not None:
+            given["update_interval"] = update_interval
+        if given:
             raise InvalidArgumentError(
-                f'track "{name}": unknown {", ".join(sorted(map(str, unknown)))}; there are '
-                "half_life, smoothing, copy, update_interval",
+                f"preset and {' and '.join(given)} are both given: give preset's own arguments in it, "
+                'such as preset={"preset": "ema_pytorch", "beta": 0.999}',
                 reason="BAD_SCHEDULE",
             )
-        is_copy = bool(track.get("copy", False))
-        half_life = track.get("half_life")
-        smoothing = track.get("smoothing")
-        own_interval = track.get("update_interval")
-    elif isinstance(track, Track):
-        is_copy = track.is_copy
-        half_life, smoothing, own_interval = track.half_life, track.smoothing, track.update_interval
-    else:
-        # A bare number has no unit, which the parser says better.
-        is_copy = track == "copy"
-        half_life = None if is_copy else str(track)
-        smoothing = None
-        own_interval = None
-    if [half_life is not None, smoothing is not None, is_copy].count(True) != 1:
+        all_tracks["ema"] = {"preset": preset} if isinstance(preset, str) else preset
+    elif given or not tracks:
+        all_tracks["ema"] = given
+    if "ema" in all_tracks and tracks is not None and "ema" in tracks:
         raise InvalidArgumentError(
-            f'track "{name}": exactly one of half_life, smoothing and copy is needed',
+            f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
             reason="BAD_SCHEDULE",
         )
-    interval = own_interval if own_interval is not None else update_interval
-    if interval is not None:
-        interval = str(interval)
-    if half_life is not None:
-        return _ema.Schedule.half_life(str(half_life), interval)
-    if smoothing is not None:
-        return _ema.Schedule.constant_decay(float(smoothing), interval)
-    return _ema.Schedule.copy(interval)
+    all_tracks.update(tracks or {})
+    return [
+        track_of(name, track, update_interval=update_interval) for name, track in all_tracks.items()
+    ]

@@ -12,7 +12,8 @@
 
 namespace ema::python {
 
-void BindTypes(nanobind::module_& module);   // Array, Schedule, even_share
+void BindTypes(nanobind::module_& module);   // Array, Schedule, ScheduleState, Track, even_share
+void BindFold(nanobind::module_& module);    // fold_many
 void BindRun(nanobind::module_& module);     // Run, PendingPush
 void BindClient(nanobind::module_& module);  // Client, Watcher
 

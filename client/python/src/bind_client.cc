@@ -55,17 +55,26 @@ class PyClient {
   }
 
   nb::tuple CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
-                        const std::vector<std::tuple<std::string, Schedule>>& tracks,
-                        int64_t max_pinned_versions, double timeout_s) {
+                        const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
+                        const std::string& non_finite, double timeout_s) {
     const Manifest manifest = ToManifest(specs);
-    std::vector<TrackSpec> track_specs;
-    for (const auto& [name, schedule] : tracks) track_specs.push_back({name, schedule});
+    const Client::ModelOptions options{.max_pinned_versions = max_pinned_versions,
+                                       .non_finite = ToNonFinite(non_finite)};
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
-    const auto result = CallWithoutGil([&] {
-      return client->CreateModel(model, manifest, track_specs, max_pinned_versions, timeout);
-    });
+    const auto result = CallWithoutGil(
+        [&] { return client->CreateModel(model, manifest, tracks, options, timeout); });
     return nb::make_tuple(FromModel(result.model), result.created);
+  }
+
+  nb::dict UpdateModel(const std::string& model, const std::vector<TrackConfig>& put,
+                       const std::vector<std::string>& remove,
+                       const std::vector<std::string>& pause,
+                       const std::vector<std::string>& resume, double timeout_s) {
+    const Client::ModelChanges changes{put, remove, pause, resume};
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromModel(CallWithoutGil([&] { return client->UpdateModel(model, changes, timeout); }));
   }
 
   nb::dict GetModel(const std::string& model, double timeout_s) {
@@ -129,7 +138,7 @@ class PyClient {
     return WrapRun(client, std::move(run));
   }
 
-  // (version, [(name, dtype, shape, offset, length)], buffer)
+  // (version, [(name, dtype, shape, offset, length)], buffer, {alias: name})
   nb::tuple Pull(const std::string& model, const std::string& track, int64_t version,
                  double timeout_s, const std::optional<nb::callable>& on_progress) {
     const absl::Duration timeout = ToDuration(timeout_s);
@@ -159,16 +168,18 @@ class PyClient {
         [&] { return client->Pull(model, track, version, allocate, timeout, progress); });
 
     nb::list tensors;
+    nb::dict aliases;
     for (const PulledTensor& tensor : info.tensors) {
-      const auto [name, dtype, shape] = FromSpec(tensor.spec);
-      tensors.append(
-          nb::make_tuple(name, dtype, nb::cast(shape), tensor.offset, tensor.length_bytes));
+      const TensorSpec& spec = tensor.spec;
+      tensors.append(nb::make_tuple(spec.name, std::string(DtypeName(spec.dtype)),
+                                    nb::cast(spec.shape), tensor.offset, tensor.length_bytes));
+      for (const std::string& alias : spec.aliases) aliases[nb::cast(alias)] = spec.name;
     }
     std::byte* const data = buffer.release();
     nb::capsule owner(data, [](void* memory) noexcept { std::free(memory); });
     nb::ndarray<nb::memview, uint8_t, nb::ndim<1>> bytes(
         data, {static_cast<size_t>(info.total_bytes)}, owner);
-    return nb::make_tuple(FromVersion(info.version), tensors, nb::cast(bytes));
+    return nb::make_tuple(FromVersion(info.version), tensors, nb::cast(bytes), aliases);
   }
 
   std::unique_ptr<Watcher> Watch(const std::string& model, std::optional<int64_t> after,
@@ -206,7 +217,9 @@ void BindClient(nb::module_& module) {
       .def(nb::init<const std::string&, double>(), "address"_a, "timeout_s"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
-           "max_pinned_versions"_a, "timeout_s"_a)
+           "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)
+      .def("update_model", &PyClient::UpdateModel, "model"_a, "put"_a, "remove"_a, "pause"_a,
+           "resume"_a, "timeout_s"_a)
       .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)

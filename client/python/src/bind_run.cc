@@ -114,6 +114,11 @@ class PyRun {
     return new PyPendingPush(std::move(push), std::move(kept));
   }
 
+  void RefreshPlan(double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    CallWithoutGil([&] { return run_->RefreshPlan(timeout); });
+  }
+
   void WaitReady(double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     CallWithoutGil([&] { return run_->WaitReady(timeout); });
@@ -162,12 +167,14 @@ void BindRun(nb::module_& module) {
   nb::class_<PyRun>(module, "Run")
       .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a)
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
+      .def("refresh_plan", &PyRun::RefreshPlan, "timeout_s"_a)
       .def(
           "is_due",
           [](const PyRun& self, const nb::dict& now) {
             return Unwrap(self.run().IsDue(ToTime(now)));
           },
           "now"_a)
+      .def_prop_ro("plan", [](const PyRun& self) { return FromPlan(self.run().plan()); })
       .def_prop_ro("tensors", &Tensors)
       .def_prop_ro("shards", &Shards)
       .def_prop_ro("total_bytes",

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Array, Schedule, even_share.
+// Array, Schedule, ScheduleState, Track, even_share.
 #include <nanobind/nanobind.h>
 
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
+#include <tuple>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
 #include "client/python/src/python_error.h"
+#include "ema/error_reason.h"
 #include "ema/schedule.h"
 #include "ema/shard.h"
 #include "ema/time.h"
+#include "ema/track.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.
@@ -23,44 +26,92 @@ using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 namespace ema::python {
 namespace {
 
-std::optional<TrainingDuration> ParseInterval(const std::optional<std::string>& text) {
-  if (!text.has_value()) return std::nullopt;
-  return Unwrap(TrainingDuration::Parse(*text));
-}
-
-Schedule HalfLife(const std::string& half_life, const std::optional<std::string>& update_interval) {
-  const TrainingDuration parsed = Unwrap(TrainingDuration::Parse(half_life));
-  return Unwrap(Schedule::Create(HalfLifeRule{parsed}, ParseInterval(update_interval)));
-}
-
-Schedule ConstantDecay(double smoothing, const std::optional<std::string>& update_interval) {
-  return Unwrap(Schedule::Create(ConstantDecayRule{smoothing}, ParseInterval(update_interval)));
-}
-
-Schedule Copy(const std::optional<std::string>& update_interval) {
-  return Unwrap(Schedule::Create(CopyRule{}, ParseInterval(update_interval)));
-}
-
-// (half_life, smoothing, update_interval), as the factories take them; the first two are absent for
-// a copy.
-nb::tuple Fields(const Schedule& schedule) {
-  nb::object half_life = nb::none();
-  nb::object smoothing = nb::none();
-  if (const auto* rule = std::get_if<HalfLifeRule>(&schedule.rule())) {
-    half_life = nb::cast(rule->half_life.ToString());
-  } else if (const auto* constant = std::get_if<ConstantDecayRule>(&schedule.rule())) {
-    smoothing = nb::cast(constant->smoothing);
+Schedule FromFields(const nb::dict& dict) {
+  Schedule::Fields fields;
+  for (const auto& [name, value] : dict) {
+    fields.emplace_back(nb::cast<std::string>(name), nb::cast<std::string>(value));
   }
-  return nb::make_tuple(half_life, smoothing, schedule.update_interval().ToString());
+  return Unwrap(Schedule::FromFields(fields));
 }
 
-bool IsDue(const Schedule& schedule, const std::optional<nb::dict>& last, const nb::dict& now) {
-  Schedule::State state;
-  if (last.has_value()) {
-    state.update_count = 1;
-    state.last_update = ToTime(*last);
+nb::dict ToFields(const Schedule& schedule) {
+  nb::dict result;
+  for (const auto& [name, value] : schedule.ToFields()) result[nb::cast(name)] = value;
+  return result;
+}
+
+// (due, update_weight, from_zero, elapsed)
+nb::tuple Plan(const Schedule& schedule, const Schedule::State& state, const nb::dict& now) {
+  const Schedule::Update update = Unwrap(schedule.Plan(state, ToTime(now)));
+  return nb::make_tuple(update.due, update.update_weight, update.from_zero, update.elapsed);
+}
+
+Schedule::State Next(const Schedule& schedule, const Schedule::State& state, const nb::dict& now) {
+  const TrainingTime time = ToTime(now);
+  return schedule.Next(state, Unwrap(schedule.Plan(state, time)), time);
+}
+
+// None: absent.
+nb::object FromOptionalTime(const std::optional<TrainingTime>& time) {
+  if (!time.has_value()) return nb::none();
+  return FromTime(*time);
+}
+
+std::optional<TrainingTime> ToOptionalTime(const std::optional<nb::dict>& time) {
+  if (!time.has_value()) return std::nullopt;
+  return ToTime(*time);
+}
+
+constexpr TensorAction kTensorActions[] = {TensorAction::kAverage, TensorAction::kCopy,
+                                           TensorAction::kIgnore};
+
+std::string FromAction(TensorAction action) { return std::string(TensorActionName(action)); }
+
+TensorAction ToAction(const std::string& track, const std::string& what, const std::string& name) {
+  for (const TensorAction action : kTensorActions) {
+    if (name == TensorActionName(action)) return action;
   }
-  return Unwrap(schedule.Plan(state, ToTime(now))).due;
+  ThrowStatus(MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+      absl::StrCat("track \"", track, "\": ", what, " \"", name,
+                   "\": must be \"average\", \"copy\" or \"ignore\", such as {\"head.*\": "
+                   "\"ignore\"}")));
+}
+
+using RuleTuple = std::tuple<std::string, std::string>;
+
+TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
+                      const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
+                      bool compensated, bool paused) {
+  TrackConfig track{.name = name,
+                    .schedule = schedule,
+                    .tensor_rules = {},
+                    .buffers = ToAction(name, "buffers", buffers),
+                    .compensated = compensated,
+                    .paused = paused};
+  for (const auto& [pattern, action] : tensor_rules) {
+    track.tensor_rules.push_back(
+        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action)});
+  }
+  return track;
+}
+
+std::vector<RuleTuple> TensorRules(const TrackConfig& track) {
+  std::vector<RuleTuple> result;
+  for (const TensorRule& rule : track.tensor_rules) {
+    result.emplace_back(rule.pattern, FromAction(rule.action));
+  }
+  return result;
+}
+
+std::vector<std::string> Actions(const TrackConfig& track, const std::vector<SpecTuple>& specs) {
+  const Manifest manifest = ToManifest(specs);
+  ThrowIfError(ValidateTrack(track, manifest));
+  std::vector<std::string> result;
+  for (const TensorAction action : ActionsOf(track, manifest)) {
+    result.push_back(FromAction(action));
+  }
+  return result;
 }
 
 std::vector<ShardTuple> Share(const std::vector<SpecTuple>& specs,
@@ -91,13 +142,66 @@ void BindTypes(nb::module_& module) {
           "name"_a, "object"_a, "dtype"_a = "")
       .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); });
 
+  nb::class_<Schedule::State>(module, "ScheduleState")
+      .def(nb::init<>())
+      .def_static(
+          "from_fields",
+          [](int64_t update_count, int64_t averaged_count,
+             const std::optional<nb::dict>& last_update, const std::optional<nb::dict>& started) {
+            return Schedule::State{update_count, averaged_count, ToOptionalTime(last_update),
+                                   ToOptionalTime(started)};
+          },
+          "update_count"_a, "averaged_count"_a, "last_update"_a.none(), "started"_a.none())
+      .def_ro("update_count", &Schedule::State::update_count)
+      .def_ro("averaged_count", &Schedule::State::averaged_count)
+      .def_prop_ro("last_update",
+                   [](const Schedule::State& state) { return FromOptionalTime(state.last_update); })
+      .def_prop_ro("started",
+                   [](const Schedule::State& state) { return FromOptionalTime(state.started); })
+      .def(
+          "__eq__",
+          [](const Schedule::State& self, const Schedule::State& other) { return self == other; },
+          nb::is_operator());
+
   nb::class_<Schedule>(module, "Schedule")
-      .def_static("half_life", &HalfLife, "half_life"_a, "update_interval"_a = nb::none())
-      .def_static("constant_decay", &ConstantDecay, "smoothing"_a, "update_interval"_a = nb::none())
-      .def_static("copy", &Copy, "update_interval"_a = nb::none())
-      .def("fields", &Fields)
-      .def("is_due", &IsDue, "last"_a.none(), "now"_a)
+      .def_static("from_fields", &FromFields, "fields"_a)
+      .def("to_fields", &ToFields)
+      .def_prop_ro("is_copy", &Schedule::is_copy)
+      .def("plan", &Plan, "state"_a, "now"_a)
+      .def("next", &Next, "state"_a, "now"_a)
+      .def(
+          "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
+          nb::is_operator())
       .def("__str__", &Schedule::ToString);
+
+  nb::class_<TrackConfig>(module, "Track")
+      .def(
+          "__init__",
+          [](TrackConfig* self, const std::string& name, const Schedule& schedule,
+             const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
+             bool compensated, bool paused) {
+            new (self)
+                TrackConfig(MakeTrack(name, schedule, tensor_rules, buffers, compensated, paused));
+          },
+          "name"_a, "schedule"_a, "tensor_rules"_a = std::vector<RuleTuple>(),
+          "buffers"_a = "average", "compensated"_a = false, "paused"_a = false)
+      .def_ro("name", &TrackConfig::name)
+      .def_ro("schedule", &TrackConfig::schedule)
+      .def_prop_ro("tensor_rules", &TensorRules)
+      .def_prop_ro("buffers", [](const TrackConfig& track) { return FromAction(track.buffers); })
+      .def_ro("compensated", &TrackConfig::compensated)
+      .def_ro("paused", &TrackConfig::paused)
+      .def(
+          "without_idle_rules",
+          [](const TrackConfig& track, const std::vector<SpecTuple>& specs) {
+            return WithoutIdleRules(track, ToManifest(specs));
+          },
+          "specs"_a)
+      .def("actions", &Actions, "specs"_a)
+      .def(
+          "__eq__", [](const TrackConfig& self, const TrackConfig& other) { return self == other; },
+          nb::is_operator())
+      .def("__str__", &TrackText);
 
   module.def("even_share", &Share, "specs"_a, "rank0_only"_a, "rank"_a, "world_size"_a);
 }

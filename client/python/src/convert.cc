@@ -2,6 +2,7 @@
 #include "client/python/src/convert.h"
 
 #include <cmath>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -25,6 +26,9 @@ constexpr UnitName kUnitNames[kTimeUnitCount] = {
     {TimeUnit::kIteration, "iteration", true}, {TimeUnit::kProgress, "progress", false},
     {TimeUnit::kSecond, "seconds", false},
 };
+
+// By NonFinitePolicy, less one.
+constexpr const char* kNonFiniteNames[] = {"reject", "skip", "allow"};
 
 nb::str FromText(std::string_view text) { return nb::str(text.data(), text.size()); }
 
@@ -71,7 +75,8 @@ nb::dict FromVersion(const Version& version) {
   nb::dict tracks;
   for (const TrackVersion& track : version.tracks) {
     tracks[FromText(track.track)] =
-        nb::make_tuple(track.updated, track.update_weight, track.elapsed, track.update_count);
+        nb::make_tuple(track.updated, track.update_weight, track.elapsed, track.update_count,
+                       track.window_steps, FromText(track.config), track.stall_gap);
   }
   nb::dict result;
   result["incarnation"] = version.incarnation;
@@ -81,20 +86,26 @@ nb::dict FromVersion(const Version& version) {
   result["run_epoch"] = version.run_epoch;
   result["tracks"] = tracks;
   result["commit_time"] = absl::ToDoubleSeconds(version.commit_time - absl::UnixEpoch());
+  result["skipped_tensor_count"] = version.skipped_tensor_count;
+  result["skipped_tensors"] = nb::cast(version.skipped_tensors);
   return result;
 }
 
 nb::dict FromModel(const ModelInfo& model) {
   nb::list tensors;
   for (const TensorSpec& spec : model.manifest.tensors()) tensors.append(nb::cast(FromSpec(spec)));
-  nb::list tracks;
-  for (const TrackSpec& track : model.tracks) {
-    tracks.append(nb::make_tuple(FromText(track.name), nb::cast(track.schedule)));
-  }
+  const auto from_tracks = [](const std::vector<TrackConfig>& tracks) {
+    nb::list result;
+    for (const TrackConfig& track : tracks) result.append(nb::cast(track));
+    return result;
+  };
   nb::dict result;
   result["name"] = FromText(model.name);
   result["tensors"] = tensors;
-  result["tracks"] = tracks;
+  result["tracks"] = from_tracks(model.tracks);
+  result["pending_tracks"] = from_tracks(model.pending_tracks.value_or(std::vector<TrackConfig>()));
+  result["plan_revision"] = model.plan_revision;
+  result["non_finite"] = nb::str(kNonFiniteNames[static_cast<int>(model.non_finite) - 1]);
   result["max_pinned_versions"] = model.max_pinned_versions;
   result["reserved_bytes"] = model.reserved_bytes;
   result["latest"] = model.latest.has_value() ? nb::object(FromVersion(*model.latest)) : nb::none();
@@ -102,15 +113,36 @@ nb::dict FromModel(const ModelInfo& model) {
   return result;
 }
 
+NonFinitePolicy ToNonFinite(const std::string& name) {
+  for (size_t i = 0; i < std::size(kNonFiniteNames); ++i) {
+    if (name == kNonFiniteNames[i]) return static_cast<NonFinitePolicy>(i + 1);
+  }
+  ThrowStatus(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                        absl::StrCat("non_finite: \"", name,
+                                     "\" given, expected \"reject\", \"skip\" or \"allow\"")));
+}
+
+nb::tuple FromPlan(const RunPlan& plan) {
+  nb::list tracks;
+  for (const RunPlan::Entry& entry : plan.tracks) {
+    tracks.append(nb::make_tuple(nb::cast(entry.track), nb::cast(entry.state), entry.track_id));
+  }
+  return nb::make_tuple(plan.revision, tracks);
+}
+
 SpecTuple FromSpec(const TensorSpec& spec) {
-  return {spec.name, std::string(DtypeName(spec.dtype)), spec.shape};
+  return {spec.name, std::string(DtypeName(spec.dtype)), spec.shape, spec.is_buffer, spec.aliases};
 }
 
 Manifest ToManifest(const std::vector<SpecTuple>& specs) {
   std::vector<TensorSpec> tensors;
   tensors.reserve(specs.size());
-  for (const auto& [name, dtype, shape] : specs) {
-    tensors.push_back({.name = name, .dtype = Unwrap(ParseDtype(dtype)), .shape = shape});
+  for (const auto& [name, dtype, shape, is_buffer, aliases] : specs) {
+    tensors.push_back({.name = name,
+                       .dtype = Unwrap(ParseDtype(dtype)),
+                       .shape = shape,
+                       .is_buffer = is_buffer,
+                       .aliases = aliases});
   }
   return Unwrap(Manifest::Create(std::move(tensors)));
 }

@@ -21,8 +21,9 @@
 
 namespace ema::python {
 
-// (name, dtype, shape)
-using SpecTuple = std::tuple<std::string, std::string, std::vector<int64_t>>;
+// (name, dtype, shape, is_buffer, aliases)
+using SpecTuple =
+    std::tuple<std::string, std::string, std::vector<int64_t>, bool, std::vector<std::string>>;
 // (tensor index, offsets, extents)
 using ShardTuple = std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>;
 
@@ -33,6 +34,10 @@ TrainingTime ToTime(const nanobind::dict& time);
 
 nanobind::dict FromVersion(const Version& version);
 nanobind::dict FromModel(const ModelInfo& model);
+// (revision, [(Track, ScheduleState, track id)])
+nanobind::tuple FromPlan(const RunPlan& plan);
+// Throws InvalidArgumentError: not "reject", "skip" or "allow".
+NonFinitePolicy ToNonFinite(const std::string& name);
 SpecTuple FromSpec(const TensorSpec& spec);
 // Throws InvalidArgumentError, BAD_MANIFEST.
 Manifest ToManifest(const std::vector<SpecTuple>& specs);

@@ -8,6 +8,7 @@ NB_MODULE(_ema, module) {
   // What is alive when the interpreter ends is the user's, and harmless.
   nanobind::set_leak_warnings(false);
   ema::python::BindTypes(module);
+  ema::python::BindFold(module);
   ema::python::BindRun(module);
   ema::python::BindClient(module);
 }

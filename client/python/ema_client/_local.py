@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages without a server, by the same schedules and the same kernel: `LocalEMA`, `compute_ema`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client import _arrays, _ema
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ema_client._torch_model import NamedTensors, check_whole, named_tensors, unwrap
+from ema_client._types import TimeLike, TrackLike, TrackVersion, time_dict, tracks_of
+
+if TYPE_CHECKING:
+    import torch
+
+# Bits of a float32's fraction, the hidden one included.
+_FLOAT_UNIT = 2.0**-24
+
+
+def compute_ema(
+    model: torch.nn.Module, ema_model: torch.nn.Module, smoothing: float = 0.99
+) -> None:
+    """Moves the weights of `ema_model` towards those of `model`, in place; Composer's function.
+
+    `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and buffers, as the
+    server computes it: in float32, with one rounding less. Integer and bool buffers are copied. Tied
+    tensors count once. float32 tensors in host memory are not copied; others are, on the way.
+
+    Args:
+        model: has the latest weights. DistributedDataParallel and torch.compile are looked through.
+        ema_model: has the average; the same names and shapes as `model`.
+        smoothing: share of the old average that is kept, 0 to 1.
+
+    Raises:
+        InvalidArgumentError: names, shapes or dtypes do not match (lists all), or smoothing is no such
+            share; nothing was changed.
+
+    Example:
+        >>> ema_model = copy.deepcopy(model)
+        >>> ...
+        >>> ema_client.compute_ema(model, ema_model, smoothing=0.999)
+    """
+    import torch
+
+    if isinstance(smoothing, (str, bool)) or not 0 <= smoothing <= 1:
+        raise InvalidArgumentError(
+            f"smoothing {smoothing!r}: must be 0 to 1, such as 0.99", reason="BAD_SCHEDULE"
+        )
+    check_whole(unwrap(model))
+    check_whole(unwrap(ema_model))
+    source, target = _all_names(model), _all_names(ema_model)
+    _arrays.check_names("ema_model", expected=source, given=target)
+    wrong = [
+        f"{name}: {_kind(target[name])} for {_kind(source[name])}"
+        for name in source
+        if target[name].shape != source[name].shape
+        or target[name].is_floating_point() != source[name].is_floating_point()
+        or target[name].is_complex()
+    ]
+    if wrong:
+        raise InvalidArgumentError(
+            f"ema_model: tensors do not match: {'; '.join(wrong)}", reason="BAD_LAYOUT"
+        )
+
+    # By the tensor: tied ones once.
+    pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
+    averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]
+    with torch.no_grad():
+        emas = [_on_host(ema).float() for ema, _ in averaged]
+        _ema.fold_many(emas, [param for _, param in averaged], 1.0 - smoothing)
+        for (ema, _), folded in zip(averaged, emas):
+            if folded.data_ptr() != ema.data_ptr():
+                ema.copy_(folded)
+        for ema, param in pairs:
+            if not ema.is_floating_point():
+                ema.copy_(param)
+
+
+def _all_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under all of their names."""
+    tensors = named_tensors(unwrap(model))
+    named = tensors.all()
+    for name, others in tensors.aliases.items():
+        named.update(dict.fromkeys(others, named[name]))
+    return named
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is in host memory and contiguous, else a copy that is."""
+    return tensor.detach().cpu().contiguous()
+
+
+@dataclasses.dataclass
+class _Track:
+    """One average and where it stands."""
+
+    track: _ema.Track
+    actions: dict[str, str]
+    state: _ema.ScheduleState
+    # Absent before the first update. What is averaged, also by low parts: float32.
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    low_parts: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    record: TrackVersion | None = None
+    last_call: int = 0
+
+    def names(self, action: str) -> list[str]:
+        return [name for name, done in self.actions.items() if done == action]
+
+
+class LocalEMA:
+    """Averages of a model in this process, in host memory, with the schedules of a server.
+
+    The same numbers as a server's, bit for bit, for the same pushes: those who start without a server
+    change nothing but this line later. Values that are not finite go into the averages. Not
+    thread-safe.
+
+    Args:
+        model: whose weights are averaged; DistributedDataParallel and torch.compile are looked through.
+            It is read at each `update` and not changed but by `averaged` and `copy_to`.
+        half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
+            tracks: "1000ba".
+        smoothing: of the track "ema", instead: the share of the old average that is kept.
+        update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
+        ema_start: when the track "ema" starts to average, such as "0.1dur".
+        preset: the track "ema" as a library averages; see `Track.preset`.
+        tracks: more tracks, as for `Client.create_model`.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+
+    Example:
+        >>> ema = ema_client.LocalEMA(model, half_life="200ba")
+        >>> for batch in batches:
+        ...     train(model, batch)
+        ...     ema.update()
+        >>> with ema.averaged():
+        ...     evaluate(model)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        half_life: str | None = None,
+        smoothing: float | None = None,
+        update_interval: str | None = None,
+        ema_start: str | None = None,
+        preset: str | Mapping[str, Any] | None = None,
+        tracks: Mapping[str, TrackLike] | None = None,
+    ) -> None:
+        self._module = unwrap(model)
+        check_whole(self._module)
+        tensors = named_tensors(self._module)
+        specs = [
+            _arrays.spec_of(name, tensor, is_buffer=name in tensors.buffers)
+            for name, tensor in tensors.all().items()
+        ]
+        names = [spec[0] for spec in specs]
+        self._tracks = {
+            track.name: _Track(track, dict(zip(names, track.actions(specs))), _ema.ScheduleState())
+            for track in tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
+        }
+        self._batch = 0
+        self._calls = 0
+
+    @property
+    def batch(self) -> int:
+        """Batches so far: those of the last `time` that had them, else the calls of `update`."""
+        return self._batch
+
+    @property
+    def records(self) -> dict[str, TrackVersion]:
+        """What the last `update` did to each track."""
+        return {
+            name: track.record for name, track in self._tracks.items() if track.record is not None
+        }
+
+    def update(self, time: TimeLike = None) -> dict[str, TrackVersion]:
+        """Takes the model's weights into the averages that are due.
+
+        Args:
+            time: training time now. None: one batch more than at the call before, from 1.
+
+        Returns:
+            What was done to each track.
+
+        Raises:
+            InvalidArgumentError: the time lacks a unit that a track needs, or went back; nothing was
+                changed.
+        """
+        now = time_dict(time, step=self._batch + 1)
+        tracks = [track for track in self._tracks.values() if not track.track.paused]
+        plans = [track.track.schedule.plan(track.state, now) for track in tracks]
+        self._batch = int(now.get("batch", self._batch + 1))
+        self._calls += 1
+        host: dict[str, torch.Tensor] = {}
+        if any(due and weight > 0 for due, weight, _, _ in plans):
+            host = dict(named_tensors(self._module).all())
+        for track, (due, weight, from_zero, elapsed) in zip(tracks, plans):
+            if due and weight > 0:
+                self._fold(track, host, weight, from_zero)
+            if due:
+                track.state = track.track.schedule.next(track.state, now)
+            self._record(track, due, weight, elapsed)
+        return self.records
+
+    def _fold(
+        self, track: _Track, source: dict[str, torch.Tensor], weight: float, from_zero: bool
+    ) -> None:
+        import torch
+
+        averaged, copied = track.names("average"), track.names("copy")
+        if not track.tensors:
+            for name in averaged:
+                track.tensors[name] = torch.zeros(source[name].shape, dtype=torch.float32)
+                if track.track.compensated:
+                    track.low_parts[name] = torch.zeros_like(track.tensors[name])
+            for name in copied:
+                track.tensors[name] = torch.zeros(source[name].shape, dtype=source[name].dtype)
+        # One copy to the host serves all tracks.
+        for name in (*averaged, *copied):
+            source[name] = _on_host(source[name])
+        for name in copied:
+            track.tensors[name].copy_(source[name])
+        if from_zero:
+            for name in averaged:
+                track.tensors[name].zero_()
+            for low in track.low_parts.values():
+                low.zero_()
+        _ema.fold_many(
+            [track.tensors[name] for name in averaged],
+            [source[name] for name in averaged],
+            weight,
+            [track.low_parts[name] for name in averaged] if track.track.compensated else None,
+        )
+
+    def _record(self, track: _Track, due: bool, weight: float, elapsed: float) -> None:
+        record = TrackVersion(
+            weight=0.0,
+            elapsed=elapsed,
+            update_count=track.state.update_count,
+            updated=due,
+            config=str(track.track),
+        )
+        if due and weight > 0:
+            compensated = track.track.compensated
+            stalls = weight < 1 and not compensated
+            record = dataclasses.replace(
+                record,
+                weight=weight if compensated else struct.unpack("f", struct.pack("f", weight))[0],
+                window_steps=(self._calls - track.last_call if track.last_call else 1) / weight,
+                stall_gap=_FLOAT_UNIT / weight if stalls else 0.0,
+            )
+        if due:
+            track.last_call = self._calls
+        track.record = record
+
+    def _get(self, name: str | None) -> _Track:
+        averages = [key for key, track in self._tracks.items() if not track.track.schedule.is_copy]
+        if name is None:
+            name = averages[0] if len(averages) == 1 else "ema"
+        if name not in self._tracks:
+            raise NotFoundError(
+                f'no track "{name}"; there are {", ".join(self._tracks)}', reason="TRACK_NOT_FOUND"
+            )
+        track = self._tracks[name]
+        if not track.tensors:
+            raise FailedPreconditionError(
+                f'track "{name}" has no weights yet: call update() first', reason="NO_VERSION"
+            )
+        return track
+
+    def weights(self, track: str | None = None) -> dict[str, torch.Tensor]:
+        """Copies of the track's tensors by name, tied ones under each of theirs.
+
+        Args:
+            track: which average. None: the only one that is not a copy, else "ema".
+
+        Raises:
+            NotFoundError: no such track.
+            FailedPreconditionError: it has no weights yet.
+        """
+        chosen = self._get(track)
+        tensors = {
+            name: chosen.tensors[name].clone() for name in chosen.actions if name in chosen.tensors
+        }
+        for name, others in named_tensors(self._module).aliases.items():
+            if name in tensors:
+                tensors.update(dict.fromkeys(others, tensors[name]))
+        return tensors
+
+    def copy_to(self, model: torch.nn.Module, track: str | None = None) -> None:
+        """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
+
+        Raises:
+            InvalidArgumentError: names or shapes do not match; nothing was changed.
+        """
+        import torch
+
+        values = self._get(track)
+        tensors = named_tensors(unwrap(model))
+        targets = self._targets(tensors, values)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(values.tensors[name])
+
+    def _targets(self, tensors: NamedTensors, track: _Track) -> dict[str, torch.Tensor]:
+        """The tensors that the track's values go into."""
+        named = tensors.all()
+        _arrays.check_names("model", expected=track.actions, given=named)
+        wrong = [
+            f"{name}: {tuple(named[name].shape)} here, {tuple(value.shape)} in the track"
+            for name, value in track.tensors.items()
+            if named[name].shape != value.shape
+        ]
+        if wrong:
+            raise InvalidArgumentError(
+                f"model: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
+            )
+        return {name: named[name] for name in track.tensors}
+
+    @contextlib.contextmanager
+    def averaged(
+        self, model: torch.nn.Module | None = None, *, track: str | None = None
+    ) -> Iterator[None]:
+        """Puts the averages into a model and its own values back afterwards, bit for bit.
+
+        Args:
+            model: None: the one that is averaged.
+            track: as for `weights`.
+
+        Raises:
+            InvalidArgumentError: names or shapes do not match; nothing was changed.
+        """
+        import torch
+
+        target = self._module if model is None else model
+        targets = self._targets(named_tensors(unwrap(target)), self._get(track))
+        own = {name: tensor.detach().clone() for name, tensor in targets.items()}
+        try:
+            self.copy_to(target, track)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in targets.items():
+                    tensor.copy_(own[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs to go on; its tensors are the averages themselves."""
+        return {
+            "batch": self._batch,
+            "calls": self._calls,
+            "tracks": {
+                name: {
+                    "config": str(track.track),
+                    "update_count": track.state.update_count,
+                    "averaged_count": track.state.averaged_count,
+                    "last_update": track.state.last_update,
+                    "started": track.state.started,
+                    "last_call": track.last_call,
+                    "tensors": dict(track.tensors),
+                    "low_parts": dict(track.low_parts),
+                }
+                for name, track in self._tracks.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, also one of tracks with other schedules.
+
+        Raises:
+            InvalidArgumentError: other tracks, or other tensors in them (lists all); nothing was
+                changed.
+        """
+        _arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])
+        current = named_tensors(self._module).all()
+        for name, saved in state["tracks"].items():
+            track = self._tracks[name]
+            stored = [tensor for tensor, done in track.actions.items() if done != "ignore"]
+            low = track.names("average") if track.track.compensated else []
+            if not saved["tensors"]:
+                continue
+            _arrays.check_names(f'track "{name}"', expected=stored, given=saved["tensors"])
+            _arrays.check_names(
+                f'track "{name}", low parts', expected=low, given=saved["low_parts"]
+            )
+            wrong = [
+                f"{tensor}: {_kind(value)}"
+                for tensor, value in saved["tensors"].items()
+                if value.shape != current[tensor].shape
+                or str(value.dtype)
+                != (
+                    "torch.float32"
+                    if tensor in set(track.names("average"))
+                    else str(current[tensor].dtype)
+                )
+            ]
+            if wrong:
+                raise InvalidArgumentError(
+                    f'track "{name}": tensors do not match the model: {"; ".join(wrong)}',
+                    reason="BAD_LAYOUT",
+                )
+        for name, saved in state["tracks"].items():
+            track = self._tracks[name]
+            track.state = _ema.ScheduleState.from_fields(
+                saved["update_count"],
+                saved["averaged_count"],
+                saved["last_update"],
+                saved["started"],
+            )
+            track.last_call = saved["last_call"]
+            track.tensors = {key: value.cpu().clone() for key, value in saved["tensors"].items()}
+            track.low_parts = {
+                key: value.cpu().clone() for key, value in saved["low_parts"].items()
+            }
+            track.record = None
+        self._batch = state["batch"]
+        self._calls = state["calls"]

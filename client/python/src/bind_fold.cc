@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// fold_many: the server's update, on arrays of this process.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/python/src/array.h"
+#include "client/python/src/bind.h"
+#include "client/python/src/dlpack_exchange.h"
+#include "client/python/src/python_error.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/tensor_spec.h"
+#include "server/device/ema_kernel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT: the only way to "name"_a.
+
+namespace ema::python {
+namespace {
+
+// What a thread takes at a time: 1 MiB of float32, which it works on much longer than it takes to
+// start a thread (tens of microseconds).
+constexpr int64_t kPieceElements = int64_t{1} << 18;
+
+absl::Status BadArgument(const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
+}
+
+// One array of a list, and what keeps its memory: one of the owners. To be destroyed with the GIL
+// held.
+struct Operand {
+  std::byte* data = nullptr;  // Written only if it was read as writable.
+  int64_t element_count = 0;
+  Dtype dtype = Dtype::kFloat32;
+  OwnedDlpackTensor dlpack_owner;
+  nb::ndarray<nb::ro> array_owner;
+};
+
+std::optional<Dtype> FloatDtype(nb::dlpack::dtype type) {
+  using Code = nb::dlpack::dtype_code;
+  const auto is = [&](Code code, int bits) {
+    return type.code == static_cast<uint8_t>(code) && type.bits == bits && type.lanes == 1;
+  };
+  if (is(Code::Float, 32)) return Dtype::kFloat32;
+  if (is(Code::Bfloat, 16)) return Dtype::kBFloat16;
+  if (is(Code::Float, 16)) return Dtype::kFloat16;
+  if (is(Code::Float, 64)) return Dtype::kFloat64;
+  return std::nullopt;
+}
+
+// The number of elements; nullopt if they are not row-major and contiguous.
+std::optional<int64_t> ContiguousCount(const nb::dlpack::dltensor& tensor) {
+  int64_t count = 1;
+  bool is_contiguous = true;
+  for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
+    is_contiguous &=
+        tensor.shape[i] == 1 || tensor.strides == nullptr || tensor.strides[i] == count;
+    count *= tensor.shape[i];
+  }
+  if (is_contiguous || count == 0) return count;
+  return std::nullopt;
+}
+
+// The arrays of one argument.
+class OperandList {
+ public:
+  // REQUIRES: `list_name` outlives it.
+  OperandList(std::string_view list_name, const nb::object& sequence, bool is_written)
+      // A copy: reading an array may run Python code that changes the sequence.
+      : objects_(nb::steal<nb::tuple>(PySequence_Tuple(sequence.ptr()))),
+        list_name_(list_name),
+        is_written_(is_written) {
+    if (!objects_.is_valid()) throw nb::python_error();
+  }
+
+  size_t size() const { return objects_.size(); }
+  std::string NameOf(size_t index) const {
+    return absl::StrCat(std::string(list_name_), "[", index, "]");
+  }
+
+  // INVALID_ARGUMENT: names the element.
+  absl::StatusOr<Operand> Read(size_t index) {
+    const nb::handle object = objects_[index];
+    if (std::optional<Operand> operand = ReadFast(object)) return *std::move(operand);
+    return ReadAny(NameOf(index), object);
+  }
+
+ private:
+  // nullopt: ReadAny() says why, if it cannot either.
+  std::optional<Operand> ReadFast(nb::handle object) {
+    OwnedDlpackTensor owner = reader_.Read(object);
+    if (owner == nullptr || (is_written_ && (owner->flags & DlpackTensor::kReadOnly) != 0)) {
+      return std::nullopt;
+    }
+    const nb::dlpack::dltensor& tensor = owner->tensor;
+    const std::optional<Dtype> dtype = FloatDtype(tensor.dtype);
+    const std::optional<int64_t> count = ContiguousCount(tensor);
+    if (!dtype.has_value() || !count.has_value() ||
+        tensor.device.device_type != nb::device::cpu::value) {
+      return std::nullopt;
+    }
+    std::byte* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    return Operand{data, *count, *dtype, std::move(owner)};
+  }
+
+  absl::StatusOr<Operand> ReadAny(const std::string& name, nb::handle object) const {
+    Array array;
+    if (!is_written_ && nb::isinstance<Array>(object)) {
+      array = nb::cast<Array>(object);
+    } else {
+      nb::object readable = nb::borrow(object);
+      // PyTorch gives nothing that requires a gradient.
+      if (nb::hasattr(object, "detach")) readable = object.attr("detach")();
+      EMA_ASSIGN_OR_RETURN(array, Array::Read(name, readable, ""));
+      if (is_written_) {
+        nb::ndarray<> writable;
+        if (!nb::try_cast(readable, writable, /*convert=*/false)) {
+          return BadArgument(absl::StrCat(name, ": expected a writable array, found a read-only ",
+                                          nb::type_name(object.type()).c_str()));
+        }
+        array.owner = nb::ndarray<nb::ro>(writable);
+      }
+    }
+    // Const for the arrays that are only read.
+    auto* data = const_cast<std::byte*>(array.bytes.data());
+    return Operand{data, array.spec.element_count(), array.spec.dtype, nullptr,
+                   std::move(array.owner)};
+  }
+
+  const nb::tuple objects_;
+  const std::string_view list_name_;
+  const bool is_written_;
+  DlpackReader reader_;
+};
+
+// What to do with one average: a fold in place.
+struct Update {
+  Operand param;
+  Operand ema;
+  std::optional<Operand> compensation;
+};
+
+absl::Status CheckWritten(const OperandList& list, size_t index, const Operand& written,
+                          const OperandList& params, const Operand& param) {
+  if (written.dtype != Dtype::kFloat32) {
+    return BadArgument(absl::StrCat(list.NameOf(index), ": expected float32, found ",
+                                    std::string(DtypeName(written.dtype))));
+  }
+  if (written.element_count != param.element_count) {
+    return BadArgument(absl::StrCat(list.NameOf(index), ": expected ", param.element_count,
+                                    " elements, as many as ", params.NameOf(index), " has, found ",
+                                    written.element_count));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
+                                  std::optional<OperandList>& compensations, size_t index) {
+  Update update;
+  EMA_ASSIGN_OR_RETURN(update.param, params.Read(index));
+  if (!IsFloat(update.param.dtype)) {
+    return BadArgument(absl::StrCat(params.NameOf(index),
+                                    ": expected float32, float16, bfloat16 or float64, found ",
+                                    std::string(DtypeName(update.param.dtype))));
+  }
+  EMA_ASSIGN_OR_RETURN(update.ema, emas.Read(index));
+  EMA_RETURN_IF_ERROR(CheckWritten(emas, index, update.ema, params, update.param));
+  if (compensations.has_value()) {
+    EMA_ASSIGN_OR_RETURN(update.compensation, compensations->Read(index));
+    EMA_RETURN_IF_ERROR(
+        CheckWritten(*compensations, index, *update.compensation, params, update.param));
+  }
+  return update;
+}
+
+// Two threads may not write the same memory, and whoever gives it twice has made a mistake.
+absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandList& emas,
+                            const std::optional<OperandList>& compensations) {
+  struct Range {
+    const std::byte* begin;
+    const std::byte* end;
+    const OperandList* list;
+    size_t index;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(updates.size() * (compensations.has_value() ? 2 : 1));
+  const auto add = [&](const OperandList& list, size_t index, const Operand& operand) {
+    if (operand.element_count == 0) return;
+    ranges.push_back({operand.data, operand.data + operand.element_count * int64_t{sizeof(float)},
+                      &list, index});
+  };
+  for (size_t i = 0; i < updates.size(); ++i) {
+    add(emas, i, updates[i].ema);
+    if (compensations.has_value()) add(*compensations, i, *updates[i].compensation);
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    const Range& a = ranges[i - 1];
+    const Range& b = ranges[i];
+    if (b.begin < a.end) {
+      return BadArgument(absl::StrCat(a.list->NameOf(a.index), " and ", b.list->NameOf(b.index),
+                                      " share memory: expected each array once"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Does all updates, in pieces that threads take in turn.
+class Folder {
+ public:
+  Folder(const std::vector<Update>& updates, double update_weight)
+      : updates_(updates), update_weight_(update_weight) {
+    ends_.reserve(updates.size());
+    for (const Update& update : updates) {
+      element_count_ += update.param.element_count;
+      ends_.push_back(element_count_);
+    }
+  }
+
+  // In this thread and up to `thread_count - 1` more.
+  void Run(int64_t thread_count) {
+    const int64_t piece_count = (element_count_ + kPieceElements - 1) / kPieceElements;
+    std::vector<std::jthread> helpers;
+    try {
+      for (int64_t i = 1; i < std::min(thread_count, piece_count); ++i) {
+        helpers.emplace_back([this] { Work(); });
+      }
+    } catch (const std::system_error&) {
+      // No more threads for now: those there are do it all.
+    }
+    Work();
+  }
+
+ private:
+  void Work() {
+    while (true) {
+      const int64_t begin = next_.fetch_add(kPieceElements, std::memory_order_relaxed);
+      if (begin >= element_count_) return;
+      FoldPiece(begin, std::min(begin + kPieceElements, element_count_));
+    }
+  }
+
+  // Elements are numbered through all updates.
+  void FoldPiece(int64_t begin, int64_t end) const {
+    size_t i = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();
+    for (; begin < end; ++i) {
+      const int64_t first = begin - (ends_[i] - updates_[i].param.element_count);
+      const int64_t count = std::min(end, ends_[i]) - begin;
+      FoldPart(updates_[i], first, count);
+      begin += count;
+    }
+  }
+
+  void FoldPart(const Update& update, int64_t first, int64_t count) const {
+    const int64_t offset = first * int64_t{sizeof(float)};
+    FoldTarget target;
+    target.update_weight = update_weight_;
+    target.current = target.next = update.ema.data + offset;
+    // As the server decides it.
+    const bool is_assigned = update.compensation.has_value()
+                                 ? update_weight_ == 1
+                                 : static_cast<float>(update_weight_) == 1;
+    if (update.compensation.has_value()) {
+      target.kind = is_assigned ? FoldTarget::Kind::kAssignCompensated
+                                : FoldTarget::Kind::kAverageCompensated;
+      target.current_low = target.next_low = update.compensation->data + offset;
+    } else {
+      target.kind = is_assigned ? FoldTarget::Kind::kAssign : FoldTarget::Kind::kAverage;
+    }
+    const std::byte* source = update.param.data + first * DtypeSize(update.param.dtype);
+    // Where values are not finite is of no use here: the average has them already.
+    FoldOnCpu({update.param.dtype, source, count, {&target, 1}});
+  }
+
+  const std::vector<Update>& updates_;
+  const double update_weight_;
+  std::vector<int64_t> ends_;  // Of each update, the number of the element behind its last one.
+  int64_t element_count_ = 0;
+  std::atomic<int64_t> next_ = 0;  // Shares out pieces; what they hold was there before.
+};
+
+absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& params,
+                                                std::optional<OperandList>& compensations) {
+  const auto check_size = [&](const char* name, size_t size) {
+    if (size == emas.size()) return absl::OkStatus();
+    return BadArgument(absl::StrCat(name, ": expected ", emas.size(),
+                                    " arrays, one for each of emas, found ", size));
+  };
+  EMA_RETURN_IF_ERROR(check_size("params", params.size()));
+  if (compensations.has_value()) {
+    EMA_RETURN_IF_ERROR(check_size("compensations", compensations->size()));
+  }
+  std::vector<Update> updates(emas.size());
+  for (size_t i = 0; i < updates.size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(updates[i], ReadUpdate(emas, params, compensations, i));
+  }
+  EMA_RETURN_IF_ERROR(CheckNoOverlap(updates, emas, compensations));
+  return updates;
+}
+
+// emas[i] += update_weight * (params[i] - emas[i]) in place, by the server's kernel; a weight of 1
+// assigns. With `compensations` the averages are emas[i] + compensations[i], in float64. `threads`:
+// at most so many, 0 for one per core.
+void FoldMany(const nb::object& emas, const nb::object& params, double update_weight,
+              const nb::object& compensations, int64_t threads) {
+  if (!(update_weight >= 0 && update_weight <= 1)) {
+    ThrowStatus(BadArgument(absl::StrCat("update_weight: expected 0 to 1, found ", update_weight)));
+  }
+  if (threads < 0) {
+    ThrowStatus(BadArgument(absl::StrCat("threads: expected 0 or more, found ", threads)));
+  }
+  OperandList ema_list("emas", emas, /*is_written=*/true);
+  OperandList param_list("params", params, /*is_written=*/false);
+  std::optional<OperandList> compensation_list;
+  if (!compensations.is_none()) {
+    compensation_list.emplace("compensations", compensations, /*is_written=*/true);
+  }
+  const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list, compensation_list));
+  nb::gil_scoped_release release;
+  Folder(updates, update_weight)
+      .Run(threads > 0 ? threads : static_cast<int64_t>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+void BindFold(nb::module_& module) {
+  module.def("fold_many", &FoldMany, "emas"_a, "params"_a, "update_weight"_a,
+             "compensations"_a = nb::none(), "threads"_a = 0);
+}
+
+}  // namespace ema::python

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the parts of Schedule share: schedule.cc, its rules; schedule_check.cc, what may be asked
+// for; schedule_fields.cc, its text.
+#ifndef EMA_SERVER_BASE_SCHEDULE_PARTS_H_
+#define EMA_SERVER_BASE_SCHEDULE_PARTS_H_
+
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "ema/schedule.h"
+
+namespace ema {
+
+// INVALID_ARGUMENT, BAD_SCHEDULE.
+absl::Status BadSchedule(std::string_view message);
+
+// The shortest text that reads back to the same number.
+std::string NumberText(double value);
+
+// The update_interval of a schedule that does not give one.
+inline bool IsWarmUp(const Schedule::Rule& rule) {
+  return std::holds_alternative<InverseGammaRule>(rule) || std::holds_alternative<RampRule>(rule);
+}
+
+TrainingDuration DefaultInterval(const Schedule::Rule& rule);
+
+// True for ba, ep, sp, tok and iter, whose values are whole numbers.
+inline bool IsCounted(TimeUnit unit) {
+  return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
+}
+
+// Of Schedule::Create().
+absl::Status CheckOptions(const Schedule::Options& options);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_BASE_SCHEDULE_PARTS_H_

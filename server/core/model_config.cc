@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/model_config.h"
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+absl::Status BadRequest(std::string message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
+}
+
+}  // namespace
+
+absl::Status CheckTrackCount(size_t count) {
+  constexpr size_t kMaxTracks = 64;
+  if (count >= 1 && count <= kMaxTracks) return absl::OkStatus();
+  return BadRequest(absl::StrCat("tracks: ", count, " given; a model has 1 to ", kMaxTracks));
+}
+
+absl::Status TrackGivenTwice(std::string_view name) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
+                   absl::StrCat("track \"", std::string(name), "\" is given twice"));
+}
+
+int64_t ModelConfig::TrackMemoryBytes(const TrackConfig& track) const {
+  int64_t bytes = StorageLayout(*manifest, ActionsOf(track, *manifest)).total_bytes();
+  const int64_t copies = (track.compensated ? 2 : 1) * (2 + max_pinned_versions);
+  if (__builtin_mul_overflow(bytes, copies, &bytes)) bytes = INT64_MAX;
+  return bytes;
+}
+
+int64_t ModelConfig::MemoryBytes() const {
+  int64_t bytes = 0;
+  for (const TrackConfig& track : tracks) {
+    if (__builtin_add_overflow(bytes, TrackMemoryBytes(track), &bytes)) bytes = INT64_MAX;
+  }
+  return bytes;
+}
+
+absl::Status ModelConfig::Validate() const {
+  constexpr int64_t kMaxPinnedVersions = 64;
+  EMA_RETURN_IF_ERROR(ValidateName("model", name));
+  if (max_pinned_versions < 1 || max_pinned_versions > kMaxPinnedVersions) {
+    return BadRequest(absl::StrCat("max_pinned_versions: ", max_pinned_versions,
+                                   " given, expected 1 to ", kMaxPinnedVersions));
+  }
+  EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
+  absl::flat_hash_set<std::string_view> names;
+  for (const TrackConfig& track : tracks) {
+    EMA_RETURN_IF_ERROR(ValidateTrack(track, *manifest));
+    if (!names.insert(track.name).second) return TrackGivenTwice(track.name);
+  }
+  return absl::OkStatus();
+}
+
+std::string ModelConfig::DifferenceFrom(const ModelConfig& there) const {
+  if (std::string difference = manifest->DifferenceFrom(*there.manifest); !difference.empty()) {
+    return difference;
+  }
+  if (tracks.size() != there.tracks.size()) {
+    return absl::StrCat(tracks.size(), " tracks here, ", there.tracks.size(), " there");
+  }
+  for (size_t t = 0; t < tracks.size(); ++t) {
+    if (tracks[t] == there.tracks[t]) continue;
+    return absl::StrCat("track \"", tracks[t].name, "\" (", TrackText(tracks[t]), ") here, \"",
+                        there.tracks[t].name, "\" (", TrackText(there.tracks[t]), ") there");
+  }
+  if (max_pinned_versions != there.max_pinned_versions) {
+    return absl::StrCat("max_pinned_versions ", max_pinned_versions, " here, ",
+                        there.max_pinned_versions, " there");
+  }
+  if (non_finite != there.non_finite) {
+    constexpr const char* kNames[] = {"", "reject", "skip", "allow"};
+    return absl::StrCat("non_finite ", kNames[static_cast<int>(non_finite)], " here, ",
+                        kNames[static_cast<int>(there.non_finite)], " there");
+  }
+  return "";
+}
+
+}  // namespace ema

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a model is asked to be, at first and later.
+#ifndef EMA_SERVER_CORE_MODEL_CONFIG_H_
+#define EMA_SERVER_CORE_MODEL_CONFIG_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "ema/manifest.h"
+#include "ema/track.h"
+
+namespace ema {
+
+// What CreateModel asks for.
+struct ModelConfig {
+  std::string name;
+  std::shared_ptr<const Manifest> manifest;
+  std::vector<TrackConfig> tracks;
+  // Of a model that comes from a checkpoint: as CreateModel asked for them, where `tracks` have
+  // been changed since.
+  std::vector<TrackConfig> created_tracks = {};
+  // Distinct versions that readers may hold at once; so many versions besides the current one are
+  // kept.
+  int64_t max_pinned_versions = 2;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+
+  // Device memory that a track can use at most: stored bytes times (current + building + kept).
+  int64_t TrackMemoryBytes(const TrackConfig& track) const;
+  // Of all tracks.
+  int64_t MemoryBytes() const;
+  absl::Status Validate() const;
+  // The first difference in words; empty if equal.
+  std::string DifferenceFrom(const ModelConfig& there) const;
+};
+
+// What UpdateModel asks for; ema_service.proto says what each means.
+struct TrackChanges {
+  std::vector<TrackConfig> put;
+  std::vector<std::string> remove;
+  std::vector<std::string> pause;
+  std::vector<std::string> resume;
+};
+
+// INVALID_ARGUMENT, BAD_REQUEST: a model has 1 to 64 tracks.
+absl::Status CheckTrackCount(size_t count);
+// INVALID_ARGUMENT, BAD_NAME.
+absl::Status TrackGivenTwice(std::string_view name);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_MODEL_CONFIG_H_

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The half of Model that makes and changes tracks.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+
+namespace ema {
+
+absl::StatusOr<TrackRef> Model::MakeTrackLocked(const TrackConfig& config) {
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<const MemoryBudget::Reservation> reservation,
+      budget_->Reserve(absl::StrCat("model \"", config_.name, "\", track \"", config.name, "\""),
+                       config_.TrackMemoryBytes(config)));
+  return std::make_shared<const Track>(++last_track_id_, config, manifest(), options_.block_bytes,
+                                       std::move(reservation));
+}
+
+absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef> tracks,
+                                                           const TrackChanges& changes) {
+  const auto find = [&tracks](std::string_view name) {
+    return std::find_if(tracks.begin(), tracks.end(),
+                        [&](const TrackRef& track) { return track->name() == name; });
+  };
+  for (const std::string& name : changes.remove) {
+    if (const auto it = find(name); it != tracks.end()) tracks.erase(it);
+  }
+  absl::flat_hash_set<std::string_view> put_names;
+  for (TrackConfig config : changes.put) {
+    if (!put_names.insert(config.name).second) return TrackGivenTwice(config.name);
+    const auto it = find(config.name);
+    if (it == tracks.end()) {
+      EMA_RETURN_IF_ERROR(CheckUnitsLocked(config, /*track_id=*/0));
+      EMA_ASSIGN_OR_RETURN(TrackRef made, MakeTrackLocked(config));
+      tracks.push_back(std::move(made));
+      continue;
+    }
+    const Track& before = **it;
+    EMA_RETURN_IF_ERROR(CheckUnitsLocked(config, before.id()));
+    // pause and resume are asked for by name.
+    config.paused = before.config().paused;
+    if (before.config() == config) continue;
+    if (before.actions() != ActionsOf(config, manifest()) ||
+        before.config().compensated != config.compensated) {
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                       absl::StrCat("track \"", config.name, "\" (", before.config_text(),
+                                    "): tensor_rules, buffers, compensated and copy cannot be "
+                                    "changed, by (",
+                                    TrackText(config), "); remove it and add another"));
+    }
+    *it = std::make_shared<const Track>(before, config);
+  }
+  for (const bool pause : {true, false}) {
+    for (const std::string& name : pause ? changes.pause : changes.resume) {
+      const auto it = find(name);
+      if (it == tracks.end()) return UnknownTrackLocked(name);
+      if ((*it)->config().paused == pause) continue;
+      TrackConfig config = (*it)->config();
+      config.paused = pause;
+      *it = std::make_shared<const Track>(**it, std::move(config));
+    }
+  }
+  EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
+  return tracks;
+}
+
+absl::Status Model::CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const {
+  if (current_ == nullptr) return absl::OkStatus();
+  const TrackSnapshot* const now = current_->FindId(track_id);
+  const absl::Status status =
+      config.schedule.Plan(now != nullptr ? now->state : Schedule::State(), current_->record.time)
+          .status();
+  if (status.ok()) return status;
+  return MakeError(status.code(), GetErrorReason(status),
+                   absl::StrCat("track \"", config.name, "\" (", config.schedule.ToString(),
+                                "): ", status.message(), "; the trainer reports ",
+                                current_->record.time.ToString()));
+}
+
+absl::Status Model::UpdateTracks(const TrackChanges& changes) {
+  for (const TrackConfig& config : changes.put) {
+    EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest()));
+  }
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closed_);
+  EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed,
+                       ChangedLocked(pending_tracks_.value_or(tracks_), changes));
+  pending_tracks_ = std::move(changed);
+  if (*pending_tracks_ == tracks_) pending_tracks_.reset();
+  const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
+                                      [](const TrackRef& track) { return track->config().paused; });
+  // Without a run, or an active track, there may never be a next commit.
+  if (run_ == nullptr || all_paused) ApplyPendingLocked();
+  return absl::OkStatus();
+}
+
+void Model::ApplyPendingLocked() {
+  if (!pending_tracks_.has_value()) return;
+  tracks_ = *std::exchange(pending_tracks_, std::nullopt);
+  ++plan_revision_;
+}
+
+PushPlan Model::PlanLocked() const {
+  PushPlan plan{.revision = plan_revision_, .tracks = {}};
+  for (const TrackRef& track : tracks_) {
+    const TrackSnapshot* const now = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    plan.tracks.push_back({track, now != nullptr ? now->state : Schedule::State()});
+  }
+  return plan;
+}
+
+PushPlan Model::plan() const {
+  absl::MutexLock lock(&mu_);
+  return PlanLocked();
+}
+
+std::optional<std::vector<TrackConfig>> Model::pending_tracks() const {
+  absl::MutexLock lock(&mu_);
+  if (!pending_tracks_.has_value()) return std::nullopt;
+  std::vector<TrackConfig> configs;
+  for (const TrackRef& track : *pending_tracks_) configs.push_back(track->config());
+  return configs;
+}
+
+std::vector<TrackRef> Model::tracks_after_next_commit() const {
+  absl::MutexLock lock(&mu_);
+  return pending_tracks_.value_or(tracks_);
+}
+
+int64_t Model::reserved_bytes() const {
+  absl::MutexLock lock(&mu_);
+  absl::flat_hash_map<int64_t, int64_t> bytes;  // By track.
+  for (const TrackRef& track : tracks_) bytes[track->id()] = track->reserved_bytes();
+  for (const TrackRef& track : pending_tracks_.value_or(std::vector<TrackRef>())) {
+    bytes[track->id()] = track->reserved_bytes();
+  }
+  int64_t total = 0;
+  for (const auto& [id, track_bytes] : bytes) total += track_bytes;
+  return total;
+}
+
+absl::Status Model::UnknownTrackLocked(std::string_view name) const {
+  const auto append_name = [](std::string* out, const TrackRef& track) {
+    out->append(track->name());
+  };
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                   absl::StrCat("model \"", config_.name, "\" has no track \"", std::string(name),
+                                "\"; it has ", absl::StrJoin(tracks_, ", ", append_name)));
+}
+
+absl::Status Model::CheckTrack(std::string_view name) const {
+  absl::MutexLock lock(&mu_);
+  const bool is_known = std::any_of(tracks_.begin(), tracks_.end(),
+                                    [&](const TrackRef& track) { return track->name() == name; }) ||
+                        (current_ != nullptr && current_->Find(name) != nullptr);
+  return is_known ? absl::OkStatus() : UnknownTrackLocked(name);
+}
+
+void Model::WarnLocked(const VersionRecord& record) {
+  constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
+  if (!options_.on_warning) return;
+  for (const TrackRecord& track : record.tracks) {
+    if (track.stall_gap < kStallGap) continue;
+    std::string about =
+        absl::StrCat("model ", config_.name, ", track ", track.track, " (", track.config, ")");
+    if (!warned_configs_.insert(about).second) continue;
+    options_.on_warning(
+        absl::StrCat(about, ": an update weight of ", track.update_weight,
+                     " is below what float32 can resolve: values stall within ", track.stall_gap,
+                     " of their size short of the average; a compensated track does not"));
+  }
+}
+
+}  // namespace ema

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ema/track.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr TensorAction kAverage = TensorAction::kAverage;
+constexpr TensorAction kCopy = TensorAction::kCopy;
+constexpr TensorAction kIgnore = TensorAction::kIgnore;
+
+Manifest TestManifest() {
+  return *Manifest::Create({{"body.0.weight", Dtype::kBFloat16, {2, 3}},
+                            {"body.0.mean", Dtype::kFloat32, {3}, /*is_buffer=*/true},
+                            {"body.0.count", Dtype::kInt64, {}, /*is_buffer=*/true},
+                            {"head.weight", Dtype::kFloat32, {3}},
+                            {"head[0]", Dtype::kFloat32, {3}},
+                            {"mask", Dtype::kBool, {3}}});
+}
+
+TrackConfig Track(const char* schedule, std::vector<TensorRule> rules = {}) {
+  return {.name = "t", .schedule = *Schedule::Parse(schedule), .tensor_rules = std::move(rules)};
+}
+
+TEST(ActionsOfTest, FloatsAreAveragedAndOthersCopied) {
+  TrackConfig track = Track("200ba");
+  EXPECT_THAT(ActionsOf(track, TestManifest()),
+              ElementsAre(kAverage, kAverage, kCopy, kAverage, kAverage, kCopy));
+  track.buffers = kCopy;
+  EXPECT_THAT(ActionsOf(track, TestManifest()),
+              ElementsAre(kAverage, kCopy, kCopy, kAverage, kAverage, kCopy));
+}
+
+TEST(ActionsOfTest, FirstRuleThatMatchesDecides) {
+  EXPECT_THAT(
+      ActionsOf(Track("200ba", {{"head.weight", kCopy}, {"head*", kIgnore}}), TestManifest()),
+      ElementsAre(kAverage, kAverage, kCopy, kCopy, kIgnore, kCopy));
+  EXPECT_THAT(
+      ActionsOf(Track("200ba", {{"head*", kIgnore}, {"head.weight", kCopy}}), TestManifest()),
+      ElementsAre(kAverage, kAverage, kCopy, kIgnore, kIgnore, kCopy));
+}
+
+TEST(ActionsOfTest, RulesGoBeforeBuffers) {
+  TrackConfig track = Track("200ba", {{"*.mean", kAverage}});
+  track.buffers = kCopy;
+  EXPECT_EQ(ActionsOf(track, TestManifest())[1], kAverage);
+}
+
+TEST(ActionsOfTest, PatternsAreNamesOrGlobs) {
+  const auto ignored = [](const char* pattern) {
+    std::vector<std::string> names;
+    const Manifest manifest = TestManifest();
+    const std::vector<TensorAction> actions =
+        ActionsOf(Track("200ba", {{pattern, kIgnore}}), manifest);
+    for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+      if (actions[i] == kIgnore) names.push_back(manifest.tensor(i).name);
+    }
+    return names;
+  };
+  EXPECT_THAT(ignored("mask"), ElementsAre("mask"));
+  EXPECT_THAT(ignored("body.?.m*"), ElementsAre("body.0.mean"));
+  EXPECT_THAT(ignored("*weight"), ElementsAre("body.0.weight", "head.weight"));
+  // A name that would be a glob of something else is itself.
+  EXPECT_THAT(ignored("head[0]"), ElementsAre("head[0]"));
+  EXPECT_THAT(ignored("[bm]*"),
+              ElementsAre("body.0.weight", "body.0.mean", "body.0.count", "mask"));
+  EXPECT_THAT(ignored("MASK"), ElementsAre());
+  EXPECT_THAT(ignored("mas"), ElementsAre());
+}
+
+TEST(ActionsOfTest, WhatCannotBeAveragedIsCopied) {
+  EXPECT_THAT(ActionsOf(Track("200ba", {{"*", kAverage}}), TestManifest()),
+              ElementsAre(kAverage, kAverage, kCopy, kAverage, kAverage, kCopy));
+  EXPECT_THAT(ActionsOf(Track("200ba", {{"mask", kIgnore}}), TestManifest())[5], kIgnore);
+  EXPECT_THAT(ActionsOf(Track("copy", {{"head.weight", kIgnore}, {"*", kAverage}}), TestManifest()),
+              ElementsAre(kCopy, kCopy, kCopy, kIgnore, kCopy, kCopy));
+}
+
+TEST(ValidateTrackTest, AcceptsWhatTheHeaderSays) {
+  for (TrackConfig track :
+       {Track("copy"), Track("200ba"), Track("200ba", {{"head.*", kIgnore}, {"mask", kAverage}}),
+        Track("copy", {{"[!h]*", kIgnore}})}) {
+    EXPECT_THAT(ValidateTrack(track, TestManifest()), IsOk()) << TrackText(track);
+    track.paused = true;
+    track.buffers = kCopy;
+    EXPECT_THAT(ValidateTrack(track, TestManifest()), IsOk());
+  }
+}
+
+TEST(ValidateTrackTest, RefusesBadNames) {
+  TrackConfig track = Track("copy");
+  track.name = "../x";
+  EXPECT_THAT(ValidateTrack(track, TestManifest()), ReasonIs(ErrorReason::kBadName));
+}
+
+TEST(ValidateTrackTest, NamesTheNearestTensor) {
+  const std::pair<const char*, const char*> cases[] = {{"haed.weight", "head.weight"},
+                                                       {"head.*.weight", "head.weight"},
+                                                       {"body.0.means", "body.0.mean"},
+                                                       {"body.0.Weight", "body.0.weight"},
+                                                       {"model.mask", "mask"}};
+  for (const auto& [pattern, nearest] : cases) {
+    const absl::Status status =
+        ValidateTrack(Track("200ba", {{"*", kAverage}, {pattern, kCopy}}), TestManifest());
+    EXPECT_THAT(status,
+                StatusIs(kInvalid, absl::StrCat("track \"t\": tensor_rules: pattern \"", pattern,
+                                                "\" matches no tensor; the nearest name "
+                                                "is \"",
+                                                nearest, "\"")));
+    EXPECT_THAT(status, ReasonIs(ErrorReason::kBadSchedule));
+  }
+}
+
+TEST(ValidateTrackTest, RefusesPatternsThatAreNone) {
+  for (const std::string& pattern :
+       {std::string(), std::string("*\0x", 3), std::string(1025, '*')}) {
+    EXPECT_THAT(ValidateTrack(Track("200ba", {{pattern, kCopy}}), TestManifest()),
+                StatusIs(kInvalid, AllOf(HasSubstr("tensor_rules: pattern \""),
+                                         HasSubstr("such as \"head.*\""))));
+  }
+  EXPECT_THAT(ValidateTrack(Track("200ba", {{std::string(1024, '*'), kCopy}}), TestManifest()),
+              IsOk());
+}
+
+TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {
+  TrackConfig track = Track("200ba");
+  track.buffers = kIgnore;
+  EXPECT_THAT(ValidateTrack(track, TestManifest()),
+              StatusIs(kInvalid, HasSubstr("buffers \"ignore\": must be \"average\" or \"copy\"")));
+  track = Track("copy");
+  track.compensated = true;
+  EXPECT_THAT(ValidateTrack(track, TestManifest()),
+              StatusIs(kInvalid, HasSubstr("compensated \"true\": has no use with copy")));
+  EXPECT_THAT(ValidateTrack(Track("200ba", {{"*", kIgnore}}), TestManifest()),
+              StatusIs(kInvalid, HasSubstr("every tensor is ignored")));
+}
+
+// Long lists of names, and patterns that make a backtracking matcher slow.
+TEST(ValidateTrackTest, ManyRulesAndHardPatternsAreQuick) {
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRule> rules;
+  for (int i = 0; i < 50'000; ++i) {
+    tensors.push_back({absl::StrCat("layers.", i, ".weight"), Dtype::kFloat32, {1}});
+    if (i > 0) rules.push_back({tensors.back().name, kIgnore});
+  }
+  tensors.push_back({std::string(1000, 'a'), Dtype::kFloat32, {1}});
+  const Manifest manifest = *Manifest::Create(tensors);
+  EXPECT_THAT(ValidateTrack(Track("200ba", rules), manifest), IsOk());
+  EXPECT_THAT(
+      ValidateTrack(Track("200ba", {{"*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*b", kIgnore}}), manifest),
+      StatusIs(kInvalid, HasSubstr("matches no tensor")));
+}
+
+TEST(TrackTextTest, SaysTheScheduleAndWhatIsNotAtItsDefault) {
+  TrackConfig track = Track("half_life=200ba, update_interval=5ba");
+  EXPECT_EQ(TrackText(track), "half_life=200ba, update_interval=5ba");
+  track.compensated = true;
+  track.tensor_rules = {{"head.*", kIgnore}};
+  EXPECT_EQ(TrackText(track), "half_life=200ba, update_interval=5ba; compensated; head.* ignore");
+  track.buffers = kCopy;
+  track.paused = true;
+  track.tensor_rules.push_back({"*", kAverage});
+  EXPECT_EQ(TrackText(track),
+            "half_life=200ba, update_interval=5ba; buffers copy; compensated; paused; head.* "
+            "ignore; * average");
+}
+
+TEST(TrackTest, RulesThatMatchNothingCanBeDropped) {
+  const Manifest manifest = *Manifest::Create({{.name = "a", .shape = {1}}});
+  TrackConfig track{.name = "t", .schedule = *Schedule::Parse("200ba")};
+  track.tensor_rules = {{"b*", TensorAction::kIgnore}, {"a", TensorAction::kCopy}};
+  EXPECT_FALSE(ValidateTrack(track, manifest).ok());
+  const TrackConfig kept = WithoutIdleRules(track, manifest);
+  EXPECT_EQ(kept.tensor_rules, (std::vector<TensorRule>{{"a", TensorAction::kCopy}}));
+  EXPECT_THAT(ValidateTrack(kept, manifest), IsOk());
+}
+
+TEST(TrackTest, OfManyRulesTheTextSaysHowMany) {
+  TrackConfig track{.name = "t", .schedule = *Schedule::Parse("200ba")};
+  track.tensor_rules.assign(1000, {"a", TensorAction::kCopy});
+  EXPECT_EQ(TrackText(track), "half_life=200ba; 1000 tensor rules");
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What tracks do with what is pushed: rules for tensors, compensation, values that are not finite,
+// first values, and changes while training runs.
+#include <cmath>
+#include <limits>
+
+#include "tests/core/test_model.h"
+
+namespace ema {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+TrackConfig Track(const std::string& name, const std::string& schedule) {
+  return {.name = name, .schedule = MakeSchedule(schedule)};
+}
+
+class AveragingTest : public testing::Test {
+ protected:
+  AveragingTest() : store_(TestDevice(), Options()) {}
+
+  ModelStore::Options Options() {
+    ModelStore::Options options = SmallBlocks();
+    options.model.on_warning = [this](const std::string& text) { warnings_.push_back(text); };
+    return options;
+  }
+
+  void Create(std::vector<TrackConfig> tracks,
+              std::vector<TensorSpec> tensors = {{"w", Dtype::kFloat32, {3}}},
+              NonFinitePolicy non_finite = NonFinitePolicy::kReject) {
+    ModelConfig config{.name = "m",
+                       .manifest = MakeManifest(std::move(tensors)),
+                       .tracks = std::move(tracks),
+                       .non_finite = non_finite};
+    const auto created = store_.Create(std::move(config));
+    ASSERT_THAT(created, IsOk());
+    model_ = created->model;
+    OpenRun("launch");
+  }
+
+  void OpenRun(const std::string& launch_id) {
+    rank_ = std::make_unique<TestRank>(model_, launch_id);
+    ASSERT_THAT(rank_->Join(), IsOk());
+  }
+
+  absl::StatusOr<PushResult> Push(int64_t step, const std::vector<float>& values) {
+    return rank_->Push(step, BytesOf(values));
+  }
+
+  std::vector<float> Read(const std::string& track, int64_t version = 0) {
+    const auto bytes = ReadAll(*model_, track, version);
+    EXPECT_THAT(bytes, IsOk());
+    return bytes.ok() ? FloatsOf(*bytes) : std::vector<float>();
+  }
+
+  std::vector<std::string> warnings_;
+  ModelStore store_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+};
+
+TEST_F(AveragingTest, TensorsAreAveragedCopiedOrIgnoredByName) {
+  TrackConfig ema = Track("ema", "smoothing=0.5");
+  ema.tensor_rules = {{"head.*", TensorAction::kIgnore}, {"norm.scale", TensorAction::kCopy}};
+  ema.buffers = TensorAction::kCopy;
+  Create({ema, Track("all", "smoothing=0.5")},
+         {{"body", Dtype::kFloat32, {1}},
+          {"head.a", Dtype::kFloat32, {1}},
+          {"norm.scale", Dtype::kFloat32, {1}},
+          {"mean", Dtype::kFloat32, {1}, /*is_buffer=*/true}});
+  ASSERT_THAT(Push(1, {0, 0, 0, 0}), IsOk());
+  ASSERT_THAT(Push(2, {2, 4, 6, 8}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(1, 6, 8));
+  EXPECT_THAT(Read("all"), ElementsAre(1, 2, 3, 4));
+  EXPECT_THAT(Read("ema", 1), ElementsAre(0, 0, 0));
+}
+
+TEST_F(AveragingTest, AnAverageThatBeginsWithZerosDoes) {
+  Create({Track("plain", "smoothing=0.75, zero_init=plain"),
+          Track("debiased", "smoothing=0.75, zero_init=debias")});
+  ASSERT_THAT(Push(1, {4, 8, -4}), IsOk());
+  EXPECT_THAT(Read("plain"), ElementsAre(1, 2, -1));
+  EXPECT_THAT(Read("debiased"), ElementsAre(4, 8, -4));
+  ASSERT_THAT(Push(2, {5, 10, -1}), IsOk());
+  EXPECT_THAT(Read("plain"), ElementsAre(2, 4, -1));
+}
+
+TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
+  Create({Track("reinit", "smoothing=0.5, ema_start=3ba"),
+          Track("copy", "smoothing=0.5, ema_start=3ba, before_start=copy"),
+          Track("hold", "smoothing=0.5, ema_start=3ba, before_start=hold")});
+  for (int step = 1; step <= 4; ++step) {
+    const float value = static_cast<float>(step);
+    ASSERT_THAT(Push(step, {value, value, value}), IsOk());
+  }
+  EXPECT_EQ(Read("reinit", 2)[0], 1);
+  EXPECT_EQ(Read("copy", 2)[0], 2);
+  EXPECT_EQ(Read("hold", 3)[0], 1);
+  EXPECT_EQ(Read("reinit")[0], 3.5);
+  EXPECT_EQ(Read("copy")[0], 3.5);
+  EXPECT_EQ(Read("hold")[0], 2.5);
+}
+
+TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
+  TrackConfig compensated = Track("compensated", "smoothing=0.99999");
+  compensated.compensated = true;
+  Create({Track("plain", "smoothing=0.99999"), compensated}, {{"w", Dtype::kFloat32, {2}}});
+  ASSERT_THAT(Push(1, {1, 1}), IsOk());
+  constexpr int kSteps = 2000;
+  const float target = 1.004f;
+  for (int step = 2; step <= kSteps; ++step) ASSERT_THAT(Push(step, {target, target}), IsOk());
+  // After the first, a plain step of 4e-8 is less than half a unit of 1.
+  EXPECT_EQ(Read("plain")[0], 1);
+  const double expected = target - (target - 1.0) * std::pow(0.99999, kSteps - 1);
+  EXPECT_EQ(Read("compensated")[0], static_cast<float>(expected));
+  ASSERT_EQ(warnings_.size(), 1);
+  EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track plain"), HasSubstr("compensated")));
+  const VersionRecord record = *model_->latest();
+  EXPECT_NEAR(record.tracks[0].stall_gap, 0x1p-24 / 1e-5, 1e-8);
+  EXPECT_EQ(record.tracks[1].stall_gap, 0);
+}
+
+TEST_F(AveragingTest, RecordsSayTheWindowAndTheConfig) {
+  Create({Track("ema", "smoothing=0.9, update_interval=5ba"), Track("raw", "copy")});
+  ASSERT_THAT(Push(5, {0, 0, 0}), IsOk());
+  EXPECT_EQ(model_->latest()->tracks[0].window_steps, 1);
+  ASSERT_THAT(Push(6, {0, 0, 0}), IsOk());
+  EXPECT_FALSE(model_->latest()->tracks[0].updated);
+  EXPECT_EQ(model_->latest()->tracks[0].window_steps, 0);
+  ASSERT_THAT(Push(10, {0, 0, 0}), IsOk());
+  const TrackRecord track = model_->latest()->tracks[0];
+  EXPECT_NEAR(track.window_steps, 50, 1e-9);
+  EXPECT_EQ(track.config, "smoothing=0.9, update_interval=5ba");
+  EXPECT_EQ(track.update_count, 2);
+}
+
+TEST_F(AveragingTest, ATensorThatIsNotFiniteIsSkippedWhereTheModelSaysSo) {
+  Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")},
+         {{"a", Dtype::kFloat32, {2}}, {"b", Dtype::kFloat32, {1}}}, NonFinitePolicy::kSkipTensor);
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(Push(2, {8, kNan, 8}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 4));
+  EXPECT_THAT(Read("raw"), ElementsAre(0, 0, 8));
+  EXPECT_EQ(model_->latest()->skipped_tensor_count, 1);
+  EXPECT_THAT(model_->latest()->skipped_tensors, ElementsAre("a"));
+  ASSERT_THAT(Push(3, {8, 8, 8}), IsOk());
+  EXPECT_EQ(model_->latest()->skipped_tensor_count, 0);
+  EXPECT_THAT(Read("ema"), ElementsAre(4, 4, 6));
+}
+
+TEST_F(AveragingTest, ATensorWithoutAValueYetCannotBeSkipped) {
+  Create({Track("ema", "smoothing=0.5")}, {{"a", Dtype::kFloat32, {2}}},
+         NonFinitePolicy::kSkipTensor);
+  EXPECT_THAT(Push(1, {0, kNan}), ReasonIs(ErrorReason::kNonFinite));
+  EXPECT_FALSE(model_->latest().has_value());
+}
+
+TEST_F(AveragingTest, ValuesThatAreNotFiniteAreAveragedWhereTheModelAllowsThem) {
+  Create({Track("ema", "smoothing=0.5")}, {{"a", Dtype::kFloat32, {2}}}, NonFinitePolicy::kAllow);
+  ASSERT_THAT(Push(1, {0, 0}), IsOk());
+  ASSERT_THAT(Push(2, {4, std::numeric_limits<float>::infinity()}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(2, std::numeric_limits<float>::infinity()));
+}
+
+TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
+  Create({Track("ema", "smoothing=0.5")});
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75"), Track("new", "copy")}}),
+              IsOk());
+  EXPECT_EQ(model_->plan().tracks.size(), 1);
+  EXPECT_EQ(model_->pending_tracks()->size(), 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, {4, 4, 4}));
+  EXPECT_THAT(Read("ema"), ElementsAre(2, 2, 2));
+  EXPECT_EQ(second.record.tracks.size(), 1);
+  EXPECT_EQ(second.plan.revision, 8);
+  ASSERT_EQ(second.plan.tracks.size(), 2);
+  EXPECT_FALSE(model_->pending_tracks().has_value());
+  // A new track has no value before the next push.
+  EXPECT_THAT(model_->CheckTrack("new"), IsOk());
+  EXPECT_EQ((*model_->PinVersion(0))->Find("new"), nullptr);
+  ASSERT_THAT(Push(3, {6, 6, 6}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 3));
+  EXPECT_THAT(Read("new"), ElementsAre(6, 6, 6));
+  EXPECT_EQ(model_->latest()->tracks[0].config, "smoothing=0.75");
+  EXPECT_EQ(model_->latest()->tracks[0].update_count, 3);
+}
+
+TEST_F(AveragingTest, TheSameChangeAgainIsOkAndUndoneItLeavesNothingPending) {
+  Create({Track("ema", "smoothing=0.5")});
+  const TrackChanges changes{.put = {Track("ema", "smoothing=0.75")}};
+  ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
+  ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
+  EXPECT_TRUE(model_->pending_tracks().has_value());
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
+  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_EQ(model_->plan().revision, 8);
+}
+
+TEST_F(AveragingTest, APausedTrackStaysAsItIsAndGoesOnWhenResumed) {
+  Create({Track("ema", "half_life=1ba"), Track("raw", "copy")});
+  ASSERT_THAT(model_->UpdateTracks({.pause = {"ema"}}), IsOk());
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(Push(2, {8, 8, 8}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 0));
+  EXPECT_FALSE(model_->latest()->tracks[0].updated);
+  EXPECT_THAT(model_->latest()->tracks[0].config, HasSubstr("paused"));
+  ASSERT_THAT(model_->UpdateTracks({.resume = {"ema"}}), IsOk());
+  ASSERT_THAT(Push(3, {8, 8, 8}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 0));
+  ASSERT_THAT(Push(4, {8, 8, 8}), IsOk());
+  // The time that it was paused counts: 3 batches since its last update.
+  EXPECT_THAT(Read("ema"), ElementsAre(7, 7, 7));
+}
+
+TEST_F(AveragingTest, ARemovedTrackGivesItsMemoryBackAndStaysInOlderVersions) {
+  Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
+  const int64_t reserved_bytes = store_.budget().reserved_bytes();
+  ASSERT_THAT(Push(1, {1, 1, 1}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.remove = {"raw"}}), IsOk());
+  ASSERT_THAT(Push(2, {2, 2, 2}), IsOk());
+  ASSERT_THAT(Push(3, {3, 3, 3}), IsOk());
+  EXPECT_THAT(Read("raw", 2), ElementsAre(2, 2, 2));
+  EXPECT_THAT(model_->CheckTrack("raw"), ReasonIs(ErrorReason::kTrackNotFound));
+  EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
+  for (int step = 4; step <= 6; ++step) ASSERT_THAT(Push(step, {3, 3, 3}), IsOk());
+  EXPECT_EQ(model_->reserved_bytes(), reserved_bytes / 2);
+  OpenRun("next");  // The rank before still has the plan that it joined with.
+  EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes / 2);
+
+  // One of the same name begins anew.
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("raw", "smoothing=0.5")}}), IsOk());
+  ASSERT_THAT(Push(7, {3, 3, 3}), IsOk());
+  ASSERT_THAT(Push(8, {5, 5, 5}), IsOk());
+  EXPECT_THAT(Read("raw"), ElementsAre(5, 5, 5));
+}
+
+TEST_F(AveragingTest, AChangeThatIsRefusedChangesNothing) {
+  Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
+  const int64_t reserved_bytes = store_.budget().reserved_bytes();
+  TrackConfig ignoring = Track("new", "200ba");
+  ignoring.tensor_rules = {{"v*", TensorAction::kIgnore}};
+  TrackConfig compensated = Track("ema", "smoothing=0.5");
+  compensated.compensated = true;
+  for (const TrackChanges& changes :
+       {TrackChanges{.put = {Track("new", "copy"), Track("new", "copy")}},
+        TrackChanges{.put = {Track("ok", "copy"), ignoring}},
+        TrackChanges{.put = {Track("ema", "copy")}}, TrackChanges{.put = {compensated}},
+        TrackChanges{.put = {Track("ok", "copy")}, .pause = {"nobody"}},
+        TrackChanges{.put = {Track("a b", "copy")}}, TrackChanges{.remove = {"ema", "raw"}}}) {
+    EXPECT_FALSE(model_->UpdateTracks(changes).ok());
+    EXPECT_FALSE(model_->pending_tracks().has_value());
+    EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
+  }
+  EXPECT_THAT(model_->UpdateTracks({.resume = {"nobody"}}),
+              AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("ema, raw")),
+                    ReasonIs(ErrorReason::kTrackNotFound)));
+}
+
+TEST_F(AveragingTest, ASchedulePushesCannotFollowIsRefused) {
+  Create({Track("ema", "smoothing=0.5")});
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("tokens", "1000tok")}}), IsOk());  // Who knows.
+  ASSERT_THAT(model_->UpdateTracks({.remove = {"tokens"}}), IsOk());
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  for (const char* name : {"ema", "tokens"}) {
+    EXPECT_THAT(model_->UpdateTracks({.put = {Track(name, "1000tok")}}),
+                AllOf(StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("batch 1")),
+                      ReasonIs(ErrorReason::kBadTime)));
+  }
+  ASSERT_THAT(Push(2, {0, 0, 0}), IsOk());
+}
+
+TEST_F(AveragingTest, ANewTrackMustFitTheMemoryBudget) {
+  Create({Track("ema", "smoothing=0.5")}, {{"w", Dtype::kFloat32, {60'000'000}}});
+  EXPECT_THAT(model_->UpdateTracks({.put = {Track("two", "copy")}}),
+              ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_FALSE(model_->pending_tracks().has_value());
+}
+
+TEST_F(AveragingTest, APushThatGoesByAnOlderPlanIsRefused) {
+  Create({Track("ema", "smoothing=0.5")});
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75")}}), IsOk());
+  PushStart start = rank_->Start(2);
+  start.plan_revision = 7;
+  // Not yet: the change waits for a commit.
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), IsOk());
+  ASSERT_THAT(Push(2, {0, 0, 0}), IsOk());
+  start.step = 3;
+  start.time = AtBatch(3);
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kPlanChanged));
+  start.plan_revision = 8;
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), IsOk());
+}
+
+TEST_F(AveragingTest, ANewRunBeginsWithWhatWasPending) {
+  Create({Track("ema", "smoothing=0.5")});
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75")}}), IsOk());
+  OpenRun("next");
+  EXPECT_FALSE(model_->pending_tracks().has_value());
+  ASSERT_THAT(Push(2, {4, 4, 4}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(1, 1, 1));
+}
+
+TEST_F(AveragingTest, CreatingTheModelAgainIsOkAsItWasAndAsItIs) {
+  const std::vector<TrackConfig> before = {Track("ema", "smoothing=0.5")};
+  const std::vector<TrackConfig> after = {Track("ema", "smoothing=0.75")};
+  Create(before);
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.put = after}), IsOk());
+  ASSERT_THAT(Push(2, {0, 0, 0}), IsOk());
+  ModelConfig config = model_->config();
+  for (const auto& tracks : {before, after}) {
+    config.tracks = tracks;
+    EMA_ASSERT_OK_AND_ASSIGN(const auto again, store_.Create(config));
+    EXPECT_FALSE(again.created);
+  }
+  config.tracks = {Track("ema", "smoothing=0.8")};
+  EXPECT_THAT(store_.Create(config),
+              StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("smoothing=0.75")));
+}
+
+// The result of one track does not depend on which other tracks there are.
+TEST_F(AveragingTest, ATrackDoesNotFeelOtherTracks) {
+  const std::vector<std::string> schedules = {
+      "10ba",         "smoothing=0.9, zero_init=plain",     "copy", "inv_gamma=1",
+      "uniform=true", "half_life=30ba, update_interval=3ba"};
+  std::vector<TrackConfig> tracks;
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    tracks.push_back(Track("t" + std::to_string(i), schedules[i]));
+  }
+  Create(tracks);
+  std::vector<std::shared_ptr<Model>> alone;
+  std::vector<TestRank> ranks;
+  for (const TrackConfig& track : tracks) {
+    alone.push_back(
+        store_
+            .Create({.name = track.name, .manifest = model_->config().manifest, .tracks = {track}})
+            ->model);
+    ranks.emplace_back(alone.back(), "launch");
+    ASSERT_THAT(ranks.back().Join(), IsOk());
+  }
+  for (int step = 1; step <= 40; ++step) {
+    const auto value = static_cast<float>(std::sin(step));
+    const std::vector<float> values = {value, -value, value * 1e-3f};
+    ASSERT_THAT(Push(step, values), IsOk());
+    for (TestRank& rank : ranks) ASSERT_THAT(rank.Push(step, BytesOf(values)), IsOk());
+  }
+  for (size_t i = 0; i < tracks.size(); ++i) {
+    const auto bytes = ReadAll(*alone[i], tracks[i].name);
+    ASSERT_THAT(bytes, IsOk());
+    EXPECT_EQ(Read(tracks[i].name), FloatsOf(*bytes)) << schedules[i];
+  }
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalEMA and compute_ema against the replay in NumPy, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+from ema_client import LocalEMA, Track, compute_ema
+from replay import Replay, half_life_weight
+from testing import assert_same_bits, numpy_of
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 5, 3)
+        self.norm = torch.nn.BatchNorm2d(5)
+        self.halves = torch.nn.Parameter(torch.zeros(17, dtype=torch.float16))
+        self.brain = torch.nn.Parameter(torch.zeros(17, dtype=torch.bfloat16))
+        self.head = torch.nn.Linear(5, 4, bias=False)
+        self.tied = torch.nn.Linear(5, 4, bias=False)
+        self.tied.weight = self.head.weight
+
+
+def shake(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor += 1
+
+
+def widened(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Its values as NumPy has them; half precision as float32."""
+    return {
+        name: (tensor.detach().float() if tensor.is_floating_point() else tensor).numpy().copy()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def test_averages_are_bit_equal_to_a_replay():
+    model = Net()
+    ema = LocalEMA(model, half_life="7ba", update_interval="2ba")
+    replay = Replay()
+    for n in range(1, 30):
+        shake(model, n)
+        record = ema.update()["ema"]
+        assert record.updated == (n == 1 or n % 2 == 0)
+        if record.updated:
+            expected = 1.0 if n == 1 else half_life_weight(record.elapsed, 7)
+            assert record.weight == expected
+            replay.update(record.weight, widened(model))
+    assert_same_bits(replay.average, ema.weights())
+    assert ema.batch == 29
+    assert record.config == "half_life=7ba, update_interval=2ba"
+
+
+def test_records_of_updates():
+    ema = LocalEMA(Net(), tracks={"ema": "10ba", "raw": "copy", "slow": Track(compensated=True)})
+    records = ema.update()
+    assert records == ema.records
+    assert (records["ema"].weight, records["ema"].update_count, records["ema"].elapsed) == (1, 1, 0)
+    ema.update()
+    records = ema.update({"batch": 10})
+    weight = float(-np.expm1(-np.log(2) * 8 / 10))
+    assert records["ema"].weight == np.float32(weight)
+    assert records["ema"].window_steps == pytest.approx(1 / weight)
+    assert records["ema"].stall_gap == pytest.approx(2**-24 / weight)
+    assert records["slow"].stall_gap == 0
+    assert records["slow"].weight == pytest.approx(-np.expm1(-np.log(2) * 8 / 1000), rel=1e-15)
+    assert records["raw"].weight == 1
+
+
+def test_without_arguments_it_is_composers_half_life():
+    ema = LocalEMA(Net())
+    ema.update()
+    assert ema.update()["ema"].weight == half_life_weight(1, 1000)
+
+
+def test_many_tracks_do_not_touch_each_other():
+    model = Net()
+    tracks = {"a": "5ba", "b": {"smoothing": 0.9, "update_interval": "3ba"}, "raw": "copy"}
+    together = LocalEMA(model, tracks=tracks)
+    alone = {name: LocalEMA(model, tracks={name: track}) for name, track in tracks.items()}
+    for n in range(1, 12):
+        shake(model, n)
+        together.update()
+        for ema in alone.values():
+            ema.update()
+    for name, ema in alone.items():
+        assert_same_bits(ema.weights(name), together.weights(name))
+    raw = together.weights("raw")
+    assert raw["halves"].dtype == torch.float16
+    assert torch.equal(raw["brain"], model.brain)
+    assert together.weights("a")["halves"].dtype == torch.float32
+
+
+def test_rules_for_tensors():
+    model = Net()
+    ema = LocalEMA(
+        model,
+        tracks={
+            "ema": Track(
+                smoothing=0.5,
+                tensor_rules={"head.*": "ignore", "halves": "copy"},
+                buffers="copy",
+            )
+        },
+    )
+    for n in range(3):
+        shake(model, n)
+        ema.update()
+    weights = ema.weights()
+    assert "head.weight" not in weights and "tied.weight" not in weights
+    assert torch.equal(weights["halves"], model.halves)
+    assert torch.equal(weights["norm.running_mean"], model.norm.running_mean)
+    assert not torch.equal(weights["conv.weight"], model.conv.weight)
+    assert weights["norm.num_batches_tracked"] == 3
+    before = model.head.weight.detach().clone()
+    ema.copy_to(model)
+    assert torch.equal(model.head.weight, before)
+    assert torch.equal(model.conv.weight, weights["conv.weight"])
+
+
+@pytest.mark.parametrize(
+    "before_start, expected",
+    [
+        ("reinit", [1, 1, 1, 4, 4.5, 5.25]),
+        ("copy", [1, 2, 3, 4, 4.5, 5.25]),
+        ("hold", [1, 1, 1, 1, 3, 4.5]),
+    ],
+)
+def test_before_the_start(before_start, expected):
+    model = torch.nn.Linear(1, 1, bias=False)
+    ema = LocalEMA(
+        model, tracks={"e": Track(smoothing=0.5, ema_start="4ba", before_start=before_start)}
+    )
+    values = []
+    for n in range(1, 7):
+        torch.nn.init.constant_(model.weight, n)
+        ema.update()
+        values.append(float(ema.weights()["weight"]))
+    assert values == expected
+
+
+def test_zero_init():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 8)
+    ema = LocalEMA(
+        model,
+        tracks={
+            "plain": Track(smoothing=0.5, zero_init="plain"),
+            "debias": Track(smoothing=0.5, zero_init="debias"),
+        },
+    )
+    for plain in (4, 6, 7):
+        ema.update()
+        assert ema.weights("plain")["weight"] == plain
+        assert ema.weights("debias")["weight"] == 8
+
+
+def test_a_compensated_track_does_not_stall():
+    model = torch.nn.Linear(1, 1, bias=False)
+    tracks = {
+        "plain": {"smoothing": 0.999999},
+        "pair": {"smoothing": 0.999999, "compensated": True},
+    }
+    ema = LocalEMA(model, tracks=tracks)
+    torch.nn.init.constant_(model.weight, 1)
+    ema.update()
+    torch.nn.init.constant_(model.weight, 1.01)
+    for _ in range(1000):
+        ema.update()
+    assert ema.weights("plain")["weight"] == 1
+    exact = 1.01 + (1 - 1.01) * 0.999999**1000
+    assert float(ema.weights("pair")["weight"]) == pytest.approx(exact, rel=2**-23)
+
+
+def test_averaged_and_back():
+    model = Net()
+    ema = LocalEMA(model, smoothing=0.5)
+    for n in range(3):
+        shake(model, n)
+        ema.update()
+    own = widened(model)
+    with pytest.raises(RuntimeError, match="no more"):
+        with ema.averaged():
+            weights = ema.weights()
+            assert torch.equal(model.conv.weight, weights["conv.weight"])
+            assert torch.equal(model.tied.weight, weights["tied.weight"])
+            assert torch.equal(model.halves, weights["halves"].half())
+            raise RuntimeError("no more")
+    assert_same_bits(own, widened(model))
+    other = Net()
+    with ema.averaged(other):
+        assert torch.equal(other.conv.weight, weights["conv.weight"])
+    assert_same_bits(own, widened(model))
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing.*unexpected"):
+        ema.copy_to(torch.nn.Linear(3, 3))
+
+
+def test_weights_load_into_a_model():
+    model = Net()
+    ema = LocalEMA(model)
+    ema.update()
+    other = Net()
+    other.load_state_dict(ema.weights())
+    assert_same_bits(widened(model), widened(other))
+    # They are the caller's.
+    ema.weights()["conv.weight"].zero_()
+    assert torch.equal(ema.weights()["conv.weight"], model.conv.weight)
+
+
+def test_state_dict_goes_on_where_it_was():
+    def make(model):
+        tracks = {
+            "pair": Track(half_life="9ba", compensated=True, ema_start="5ba"),
+            "swa": Track(uniform=True, update_interval="3ba"),
+            "late": Track(half_life="0.5dur", ema_start="0.5dur"),
+        }
+        return LocalEMA(model, tracks=tracks)
+
+    model = Net()
+    ema = make(model)
+    straight = make(model)
+    for n in range(1, 21):
+        shake(model, n)
+        time = {"batch": n, "progress": n / 20}
+        ema.update(time)
+        straight.update(time)
+        if n in (1, 4, 6, 11):
+            file = io.BytesIO()
+            torch.save(ema.state_dict(), file)
+            file.seek(0)
+            ema = make(model)
+            ema.load_state_dict(torch.load(file))
+    for track in ("pair", "swa", "late"):
+        assert_same_bits(straight.weights(track), ema.weights(track))
+    assert straight.records == ema.records
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = Net()
+    ema = LocalEMA(model, half_life="5ba")
+    ema.update()
+    weights = ema.weights()
+    other = LocalEMA(torch.nn.Linear(2, 2), half_life="5ba")
+    other.update()
+    for state in (
+        other.state_dict(),
+        LocalEMA(model, tracks={"x": "5ba"}).state_dict(),
+    ):
+        with pytest.raises(ema_client.InvalidArgumentError, match="missing"):
+            ema.load_state_dict(state)
+    assert_same_bits(weights, ema.weights())
+
+
+def test_bad_times_change_nothing():
+    model = Net()
+    ema = LocalEMA(model, tracks={"a": "5ba", "b": "5sp"})
+    ema.update({"batch": 5, "sample": 5})
+    shake(model, 1)
+    before = ema.weights("a")
+    for time in (None, {"batch": 6}, {"batch": 4, "sample": 9}, {"bach": 6}):
+        with pytest.raises(ema_client.InvalidArgumentError) as error:
+            ema.update(time)
+        assert error.value.reason == "BAD_TIME"
+    assert ema.batch == 5
+    assert_same_bits(before, ema.weights("a"))
+    ema.update({"batch": 6, "sample": 6})
+
+
+def test_tracks_that_are_not_there():
+    ema = LocalEMA(Net(), tracks={"a": "5ba", "b": "6ba", "raw": "copy"})
+    with pytest.raises(ema_client.FailedPreconditionError, match='"a".*no weights yet'):
+        ema.weights("a")
+    with pytest.raises(ema_client.NotFoundError, match='"ema".*a, b, raw'):
+        ema.weights()
+    with pytest.raises(ema_client.InvalidArgumentError, match='track "e".*half_lif'):
+        LocalEMA(Net(), tracks={"e": {"half_lif": "5ba"}})
+
+
+def test_the_models_own_tensors_are_read_not_kept():
+    model = Net()
+    ema = LocalEMA(model, tracks={"raw": "copy", "first": "5ba"})
+    ema.update()
+    raw, first = ema.weights("raw"), ema.weights("first")
+    shake(model, 3)
+    assert_same_bits(numpy_of(raw), numpy_of(ema.weights("raw")))
+    assert_same_bits(first, ema.weights("first"))
+
+
+@pytest.mark.parametrize("smoothing", [0.99, 0.5, 0.0, 1.0, 0.9999])
+def test_compute_ema_is_bit_equal_to_a_replay(smoothing):
+    model, ema_model = Net().float(), Net().float()
+    replay = Replay()
+    replay.update(1.0, widened(ema_model))
+    addresses = [tensor.data_ptr() for tensor in ema_model.state_dict().values()]
+    for n in range(5):
+        shake(model, n)
+        compute_ema(model, ema_model, smoothing=smoothing)
+        replay.update(1 - smoothing, widened(model))
+    assert_same_bits(replay.average, widened(ema_model))
+    assert addresses == [tensor.data_ptr() for tensor in ema_model.state_dict().values()]
+    assert ema_model.tied.weight is ema_model.head.weight
+
+
+def test_compute_ema_of_other_dtypes_and_layouts():
+    model, ema_model = Net(), Net()
+    ema_model.conv.to(memory_format=torch.channels_last)
+    ema_model.halves.data = ema_model.halves.data.double()
+    shake(model, 1)
+    shake(ema_model, 2)
+    before = copy.deepcopy(ema_model)
+    compute_ema(model, ema_model)
+    for name in ("conv.weight", "halves", "brain", "norm.running_var"):
+        new, old = ema_model.state_dict()[name], before.state_dict()[name]
+        expected = 0.99 * old.double() + 0.01 * model.state_dict()[name].double()
+        tolerance = torch.finfo(new.dtype).eps if new.dtype != torch.float64 else 2**-23
+        torch.testing.assert_close(new.double(), expected, rtol=0, atol=4 * tolerance)
+        assert new.stride() == old.stride() and new.dtype == old.dtype
+    assert ema_model.norm.num_batches_tracked == model.norm.num_batches_tracked
+
+
+def test_compute_ema_counts_tied_tensors_once():
+    model, ema_model = Net(), Net()
+    torch.nn.init.zeros_(ema_model.head.weight)
+    torch.nn.init.ones_(model.head.weight)
+    compute_ema(model, ema_model, smoothing=0.9)
+    assert torch.all(ema_model.head.weight == np.float32(0.1))
+    # Tied in one of them only.
+    torch.nn.init.zeros_(ema_model.head.weight)
+    model.tied.weight = torch.nn.Parameter(torch.ones(4, 5))
+    compute_ema(model, ema_model, smoothing=0.9)
+    assert torch.all(ema_model.tied.weight == np.float32(0.1))
+
+
+def test_compute_ema_looks_through_wrappers():
+    model, ema_model = Net(), Net()
+    shake(model, 1)
+    compute_ema(torch.nn.DataParallel(model), ema_model, smoothing=0)
+    assert torch.equal(ema_model.conv.weight, model.conv.weight)
+
+
+def test_compute_ema_refuses_what_does_not_match():
+    model, ema_model = Net(), Net()
+    shake(model, 1)
+    before = widened(ema_model)
+    wrong = Net()
+    wrong.extra = torch.nn.Parameter(torch.zeros(1))
+    del wrong.halves
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing: halves; unexpected: extra"):
+        compute_ema(model, wrong)
+    wrong = Net()
+    wrong.head = torch.nn.Linear(6, 4, bias=False)
+    wrong.norm = torch.nn.BatchNorm2d(4)
+    with pytest.raises(ema_client.InvalidArgumentError, match="head.weight.*") as error:
+        compute_ema(model, wrong)
+    assert "norm.running_mean" in str(error.value)
+    for smoothing in (-0.1, 1.5, float("nan"), "0.9"):
+        with pytest.raises(ema_client.InvalidArgumentError, match="smoothing.*0.99"):
+            compute_ema(model, ema_model, smoothing=smoothing)
+    assert_same_bits(before, widened(ema_model))

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tracks on a real server: rules for tensors, changes while training runs, what is not finite."""
+
+from __future__ import annotations
+
+import time
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+class Tied(torch.nn.Module):
+    """A language model in small: its head is its embedding; its scale is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(5, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.tensor([0, 1, 2, 3])).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_tied_tensor_is_pushed_once_and_read_under_both_names(server, client, model):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="2ba"):
+        train(module, optimizer, 4)
+    info = client.model(model)
+    assert {spec.name: spec.aliases for spec in info.tensors if spec.aliases} == {
+        "embedding.weight": ("head.weight",)
+    }
+    average = client.pull(model, track="ema", framework="torch")
+    assert average["head.weight"] is average["embedding.weight"]
+    other = Tied()
+    other.load_state_dict(average, strict=True)
+    assert torch.equal(other.head.weight, average["embedding.weight"])
+    again = Tied()
+    client.pull(model, track="ema", out=again.state_dict())
+    assert torch.equal(again.head.weight, average["embedding.weight"])
+    with ema_client.averaged(module, server.url(model)):
+        assert torch.equal(module.head.weight, average["embedding.weight"])
+
+
+def test_tensors_are_averaged_copied_or_ignored(server, client, model):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    tracks = {
+        "ema": {
+            "half_life": "2ba",
+            "buffers": "copy",
+            "tensor_rules": {"norm.weight": "copy", "norm.num*": "ignore", "norm.bias": "ignore"},
+        },
+        "body": {"smoothing": 0.5, "tensor_rules": {"norm.*": "ignore"}},
+    }
+    with ema_client.attach(module, optimizer, server.url(model), tracks=tracks):
+        train(module, optimizer, 3)
+    own = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    assert "norm.bias" not in [spec.name for spec in client.model(model).tensors]
+    average = client.pull(model, track="ema", framework="torch")
+    assert "norm.num_batches_tracked" not in average
+    for name in ("norm.weight", "norm.running_mean", "norm.running_var"):
+        assert torch.equal(average[name], own[name])
+    assert not torch.equal(average["embedding.weight"], own["embedding.weight"])
+    body = client.pull(model, track="body", framework="torch")
+    assert sorted(body) == ["embedding.weight", "head.weight"]
+    with ema_client.averaged(module, server.url(model), track="body"):
+        assert torch.equal(module.embedding.weight, body["embedding.weight"])
+        assert torch.equal(module.norm.running_mean, own["norm.running_mean"])
+
+
+def test_tracks_change_while_a_trainer_is_attached(server, client, model):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ema = ema_client.attach(
+        module, optimizer, server.url(model), half_life="10ba", update_interval="5ba"
+    )
+
+    def train_and_wait(steps: int) -> None:
+        for _ in range(steps):
+            train(module, optimizer, 1)
+            deadline = time.monotonic() + 30
+            while ema._pending is not None and not ema._pending.done:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+
+    with ema:
+        train_and_wait(6)
+        assert [entry.version.step for entry in client.versions(model)] == [1, 5]
+        info = client.update_model(
+            model,
+            tracks={"ema": {"half_life": "20ba", "update_interval": "2ba"}, "raw": "copy"},
+        )
+        assert set(info.tracks) == {"ema"}
+        assert info.pending_tracks is not None and set(info.pending_tracks) == {"ema", "raw"}
+        # The trainer goes by the old plan up to the next commit, at 10.
+        train_and_wait(6)
+        assert [entry.version.step for entry in client.versions(model)] == [1, 5, 10, 11, 12]
+        client.update_model(model, remove=["raw"], pause=["ema"], tracks={"slow": "3ba"})
+        train_and_wait(2)
+    versions = [entry.version for entry in client.versions(model)]
+    assert versions[2].tracks["ema"].config == "half_life=10ba, update_interval=5ba"
+    assert versions[4].tracks["ema"].config == "half_life=20ba, update_interval=2ba"
+    assert versions[4].tracks["ema"].update_count == 4
+    assert versions[4].tracks["ema"].weight == np.float32(1 - 2 ** (-2 / 20))
+    assert set(versions[-1].tracks) == {"ema", "slow"}
+    assert not versions[-1].tracks["ema"].updated
+    assert client.model(model).tracks["ema"].paused
+    assert ema.stats.skipped == 0
+
+
+def test_the_composer_defaults_need_no_argument(server, client, model):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model)):
+        train(module, optimizer, 1)
+    assert client.model(model).tracks == {"ema": ema_client.Track(half_life="1000ba")}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"half_life": "5ba", "smoothing": 0.9}, "half_life and smoothing"),
+        ({"half_life": "5ba", "preset": "diffusers"}, "preset and half_life"),
+        ({"preset": "diffusers", "update_interval": "5ba"}, "preset and update_interval"),
+        ({"preset": "diffuser"}, "diffusers"),
+        ({"preset": {"preset": "diffusers", "decai": 0.9}}, "decay"),
+        ({"smoothing": 1.5}, "smoothing 1.5"),
+        ({"tracks": {"a": {"sigma_rel": 0.5}}}, "sigma_rel 0.5"),
+        ({"tracks": {"a": {"half_life": "5ba", "tensor_rules": {"haed.*": "copy"}}}}, "haed"),
+        ({"half_life": "0.5dur"}, "dur"),
+        ({"ema_start": "100"}, "ema_start"),
+    ],
+)
+def test_what_is_wrong_is_named_and_makes_no_model(server, client, model, arguments, message):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ema_client.InvalidArgumentError, match=message):
+        ema_client.attach(module, optimizer, server.url(model), **arguments)
+    with pytest.raises(ema_client.NotFoundError):
+        client.model(model)
+
+
+def test_what_is_not_finite_is_rejected_skipped_or_allowed(client, model):
+    weights = {"a": floats(0, 0), "b": floats(0)}
+    bad = {"a": floats(4, np.nan), "b": floats(4)}
+    for policy in ("reject", "skip", "allow"):
+        name = f"{model}-{policy}"
+        info = client.create_model(
+            name, weights, tracks={"ema": {"smoothing": 0.5}}, non_finite=policy
+        )
+        assert info.non_finite == policy
+        with client.open_run(name) as run:
+            run.push(step=1, weights=weights)
+            if policy == "reject":
+                with pytest.raises(ema_client.InvalidArgumentError, match='"a".*element 1.*rank 0'):
+                    run.push(step=2, weights=bad)
+                continue
+            version = run.push(step=2, weights=bad)
+        average = client.pull(name, track="ema", framework="numpy")
+        assert average["b"].tolist() == [2]
+        if policy == "skip":
+            assert version.skipped_tensors == ("a",) and version.skipped_tensor_count == 1
+            assert average["a"].tolist() == [0, 0]
+        else:
+            assert average["a"][0] == 2 and np.isnan(average["a"][1])
+    with pytest.raises(ema_client.InvalidArgumentError, match="non_finite.*skip"):
+        client.create_model(model, weights, tracks={"a": "copy"}, non_finite="ignore")
+
+
+def test_a_limit_of_zero_is_not_the_default(client, model):
+    weights = {"a": floats(0)}
+    tracks = {
+        "ramp": {"ramp": 10, "max_decay": 0.0},
+        "preset": {"preset": "diffusers", "decay": 0.0},
+    }
+    client.create_model(model, weights, tracks=tracks)
+    with client.open_run(model) as run:
+        for step in range(1, 5):
+            version = run.push(step=step, weights=weights)
+            assert [track.weight for track in version.tracks.values()] == [1, 1]
+
+
+def test_a_trainer_whose_time_goes_back_is_told(client, model):
+    weights = {"a": floats(0)}
+    client.create_model(model, weights, tracks={"ema": "100sp"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights, time={"batch": 1, "sample": 64})
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match="sample 32 is before 64"
+        ) as error:
+            run.push(step=2, weights=weights, time={"batch": 2, "sample": 32})
+        assert error.value.reason == "BAD_TIME"
+        assert run.push(step=2, weights=weights, time={"batch": 2, "sample": 128}).step == 2
+
+
+def test_records_say_how_far_the_average_reaches(client, model):
+    weights = {"a": floats(0)}
+    client.create_model(
+        model, weights, tracks={"ema": {"half_life": "1000ba", "update_interval": "10ba"}}
+    )
+    with client.open_run(model) as run:
+        run.push(step=10, weights=weights)
+        record = run.push(step=20, weights=weights).tracks["ema"]
+    assert record.weight == pytest.approx(6.907504562964099e-3, rel=1e-7)
+    assert record.elapsed == 10 and record.update_count == 2
+    assert record.window_steps == pytest.approx(10 / 6.907504562964099e-3)
+    assert record.stall_gap == pytest.approx(2**-24 / 6.907504562964099e-3)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tracks_are_pulled_stacked(client, model, framework):
+    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(3)}
+    tracks = {"fast": {"smoothing": 0.5}, "slow": {"smoothing": 0.75}, "raw": "copy"}
+    client.create_model(model, weights, tracks=tracks)
+    with client.open_run(model) as run:
+        run.push(step=1, weights={"a": np.zeros((2, 3), np.float32), "n": np.array(2)})
+        version = run.push(step=2, weights=weights)
+    stacked = client.pull_stacked(model, tracks=list(tracks), framework=framework)
+    assert stacked.version == version and stacked.track == "fast,slow,raw"
+    for index, track in enumerate(tracks):
+        single = client.pull(model, track=track, framework="numpy")
+        for name, array in single.items():
+            assert np.array_equal(np.asarray(stacked[name][index]), array)
+    assert stacked["a"].shape == (3, 2, 3) and stacked["n"].shape == (3,)
+    with pytest.raises(ema_client.InvalidArgumentError, match="at least one"):
+        client.pull_stacked(model, tracks=[])
+
+
+def test_a_trainer_whose_only_track_is_paused_goes_on_when_it_is_resumed(server, client, model):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="10ba") as ema:
+        train(module, optimizer, 1)
+        client.update_model(model, pause=["ema"])
+        while not client.model(model).tracks["ema"].paused:
+            train(module, optimizer, 1)
+        for _ in range(20):
+            train(module, optimizer, 1)
+            time.sleep(0.01)
+        paused_at = client.model(model).latest.step
+        train(module, optimizer, 20)
+        assert client.model(model).latest.step == paused_at
+        info = client.update_model(model, resume=["ema"])
+        assert not info.tracks["ema"].paused and info.pending_tracks is None
+        train(module, optimizer, 5)
+    record = client.model(model).latest
+    assert record.step > paused_at and record.tracks["ema"].updated
+    assert ema.stats.skipped == 0
