@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv.
+# Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv
+# (Composer, for the comparison with it, in one more, build/venv-composer).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
 # Usage: deploy/setup.sh [--server|--all]
@@ -25,6 +26,8 @@ case ${1-} in
     ;;
   *) fail "unknown option $1; see the top of $0" ;;
 esac
+with_composer=false
+[[ ${1-} != --all ]] || with_composer=true
 log=build/setup.log
 
 install_packages() {
@@ -74,7 +77,24 @@ install_python_packages() {
   printf '%s\n' ${installed:+"$installed"} "$state" >"$stamp"
 }
 
+# MosaicML Composer, over the packages of build/venv: deploy/requirements-composer.txt says why.
+install_composer() {
+  local venv=build/venv-composer state pip=(-m pip --no-input --disable-pip-version-check)
+  state="$root $(python3 --version) $(sha256sum <deploy/requirements-composer.txt)"
+  [[ $state != "$(cat "$venv/.installed" 2>/dev/null)" ]] || return 0
+  step "make the virtual environment $venv" "$log" python3 -m venv --clear "$venv"
+  local site='import sysconfig; print(sysconfig.get_path("purelib"))'
+  build/venv/bin/python -c "$site" >"$("$venv/bin/python" -c "$site")/build-venv.pth"
+  step "install Composer" "$log" "$venv/bin/python" "${pip[@]}" install --progress-bar off --no-deps \
+    -r deploy/requirements-composer.txt ||
+    fail "pip failed. No network? Connect, or set PIP_FIND_LINKS to a folder of wheels."
+  printf '%s\n' "$state" >"$venv/.installed"
+}
+
 lock setup
 : >"$log"
 install_packages
 install_python_packages
+if $with_composer; then
+  install_composer
+fi
