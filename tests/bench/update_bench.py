@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast averages are updated in this process, on the CPU, in every usual way.
+
+Prints a table: seconds per update (median and range over rounds, in which the ways take turns) and
+bytes per second beside memcpy's. Bytes are what an update in place must move: the new weights and
+the average read, the average written. For memcpy they are what it reads and writes.
+
+    python tests/bench/update_bench.py [--quick] [--threads N] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from ema_client import _ema
+
+UPDATE_WEIGHT = 1e-4
+BYTES_PER_ELEMENT = 4
+
+
+class Weights:
+    """Averages and weights as views of one flat tensor each, so that flat ways see the same."""
+
+    def __init__(self, tensor_count: int, elements_each: int) -> None:
+        self.flat_ema = torch.rand(tensor_count * elements_each)
+        self.flat_param = torch.rand(tensor_count * elements_each)
+        self.emas = list(self.flat_ema.view(tensor_count, elements_each).unbind())
+        self.params = list(self.flat_param.view(tensor_count, elements_each).unbind())
+        self.low_parts = [torch.zeros_like(ema) for ema in self.emas]
+        self.bytes = self.flat_ema.numel() * BYTES_PER_ELEMENT
+        self.fresh: object = None
+
+    def loop_temporaries(self) -> None:
+        decay = 1 - UPDATE_WEIGHT
+        for ema, param in zip(self.emas, self.params):
+            ema.copy_(decay * ema + UPDATE_WEIGHT * param)
+
+    def loop_fresh(self) -> None:
+        decay = 1 - UPDATE_WEIGHT
+        self.fresh = [decay * e + UPDATE_WEIGHT * p for e, p in zip(self.emas, self.params)]
+
+    def loop_in_place(self) -> None:
+        for ema, param in zip(self.emas, self.params):
+            ema.lerp_(param, UPDATE_WEIGHT)
+
+    def foreach(self) -> None:
+        torch._foreach_lerp_(self.emas, self.params, UPDATE_WEIGHT)
+
+    def foreach_fresh(self) -> None:
+        self.fresh = torch._foreach_lerp(self.emas, self.params, UPDATE_WEIGHT)
+
+    def flat(self) -> None:
+        self.flat_ema.lerp_(self.flat_param, UPDATE_WEIGHT)
+
+    def flat_fresh(self) -> None:
+        self.fresh = self.flat_ema.lerp(self.flat_param, UPDATE_WEIGHT)
+
+    def ours(self) -> None:
+        _ema.fold_many(self.emas, self.params, UPDATE_WEIGHT, threads=torch.get_num_threads())
+
+    def ours_flat(self) -> None:
+        _ema.fold_many(
+            [self.flat_ema], [self.flat_param], UPDATE_WEIGHT, threads=torch.get_num_threads()
+        )
+
+    def ours_compensated(self) -> None:
+        _ema.fold_many(
+            self.emas,
+            self.params,
+            UPDATE_WEIGHT,
+            compensations=self.low_parts,
+            threads=torch.get_num_threads(),
+        )
+
+    def memcpy(self) -> None:
+        self.flat_ema.copy_(self.flat_param)
+
+
+# Name, function, and the memory traffic of an update in place, in sizes of the model.
+Way = tuple[str, Callable[[Weights], None], int]
+WAYS: list[Way] = [
+    ("memcpy (flat copy_)", Weights.memcpy, 2),
+    ("loop, temporaries, copied back", Weights.loop_temporaries, 3),
+    ("loop, freshly allocated", Weights.loop_fresh, 3),
+    ("loop, lerp_ in place", Weights.loop_in_place, 3),
+    ("_foreach_lerp, freshly allocated", Weights.foreach_fresh, 3),
+    ("_foreach_lerp_ in place", Weights.foreach, 3),
+    ("one flat lerp, freshly allocated", Weights.flat_fresh, 3),
+    ("one flat lerp_ in place", Weights.flat, 3),
+    ("ours, in place", Weights.ours, 3),
+    ("ours, one flat array in place", Weights.ours_flat, 3),
+    ("ours, compensated, in place", Weights.ours_compensated, 5),
+]
+
+
+def measure(weights: Weights, rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name, _, _ in WAYS}
+    for round_index in range(rounds + 1):
+        for name, way, _ in WAYS:
+            start = time.perf_counter()
+            way(weights)
+            elapsed = time.perf_counter() - start
+            weights.fresh = None  # Not a part of the next one's time.
+            if round_index > 0:  # The first touches memory and loads code.
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def report(weights: Weights, seconds: dict[str, list[float]]) -> None:
+    print(f"| {'':33}|      ms | range, ms         |  GB/s | of memcpy |")
+    print(f"|{'-' * 34}|--------:|------------------:|------:|----------:|")
+    memcpy_rate = 2 * weights.bytes / statistics.median(seconds[WAYS[0][0]])
+    for name, _, moves in WAYS:
+        median = statistics.median(seconds[name])
+        rate = moves * weights.bytes / median
+        span = f"{min(seconds[name]) * 1e3:.1f} - {max(seconds[name]) * 1e3:.1f}"
+        print(
+            f"| {name:33}| {median * 1e3:7.1f} | {span:>17} | {rate / 1e9:5.1f} "
+            f"| {rate / memcpy_rate:9.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="one tiny round: does it run?")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    sizes = [(4, 1000), (100, 10)] if options.quick else [(400, 250_000), (100_000, 1000)]
+    for tensor_count, elements_each in sizes:
+        weights = Weights(tensor_count, elements_each)
+        rounds = 1 if options.quick else options.rounds
+        print(
+            f"\n{tensor_count} tensors of {elements_each} float32, {weights.bytes / 1e6:.0f} MB, "
+            f"{options.threads} threads, {rounds} rounds\n"
+        )
+        report(weights, measure(weights, rounds))
+
+
+if __name__ == "__main__":
+    main()
