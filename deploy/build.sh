@@ -28,7 +28,7 @@ step "build $preset (minutes, the first time)" "$log" cmake --build --preset "$p
 if [[ $preset == release ]]; then
   # pip takes seconds even when there is nothing to do.
   inputs=(CMakeLists.txt deploy/cmake deploy/requirements.txt proto include
-    server/CMakeLists.txt server/base client/CMakeLists.txt client/cpp client/python)
+    server/CMakeLists.txt server/base server/device client/CMakeLists.txt client/cpp client/python)
   hash=$(find "${inputs[@]}" -type f -not -path '*/__pycache__/*' -print0 | sort -z |
     xargs -0 sha256sum | sha256sum)
   stamp=build/venv/.ema_client
