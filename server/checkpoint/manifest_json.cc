@@ -133,8 +133,8 @@ absl::StatusOr<Schedule> ParseSchedule(const Fields& fields, const std::string& 
 
 absl::StatusOr<TrackConfig> ParseConfig(const Fields& fields) {
   EMA_ASSIGN_OR_RETURN(std::string name, fields.String("name"));
-  EMA_ASSIGN_OR_RETURN(Schedule schedule, ParseSchedule(fields, "schedule"));
-  TrackConfig config{.name = std::move(name), .schedule = std::move(schedule)};
+  EMA_ASSIGN_OR_RETURN(const Schedule schedule, ParseSchedule(fields, "schedule"));
+  TrackConfig config{.name = std::move(name), .schedule = schedule};
   EMA_ASSIGN_OR_RETURN(const Json* rules, fields.Array("tensor_rules"));
   for (const Json& element : *rules) {
     EMA_ASSIGN_OR_RETURN(const Fields rule, Fields::Of(element, "tensor_rules[]."));

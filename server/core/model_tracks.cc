@@ -72,7 +72,7 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
 absl::Status Model::CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const {
   if (current_ == nullptr) return absl::OkStatus();
   const TrackSnapshot* const now = current_->FindId(track_id);
-  const absl::Status status =
+  absl::Status status =
       config.schedule.Plan(now != nullptr ? now->state : Schedule::State(), current_->record.time)
           .status();
   if (status.ok()) return status;

@@ -247,6 +247,16 @@ TEST_F(RpcTest, StoppingEndsWatchersAndPushesWithoutACrash) {
   v1::PushResponse response;
   auto push = stub_->Push(&push_context, &response);
   ASSERT_TRUE(push->Write(Header(1)));
+  // What has not reached the server when it shuts down has no answer of its.
+  v1::QueryPushRequest query;
+  query.set_model("m");
+  query.set_run_epoch(run_.run_epoch());
+  query.set_step(1);
+  v1::QueryPushResponse progress;
+  while (progress.state() != v1::QueryPushResponse::STATE_OPEN) {
+    grpc::ClientContext context;
+    ASSERT_TRUE(stub_->QueryPush(&context, query, &progress).ok());
+  }
   store_->Drain(absl::InfinitePast());
   store_->Close();
   server_->Shutdown(absl::Now() + absl::Seconds(5));
