@@ -61,7 +61,7 @@ absl::Status PullCall::Start() {
                      absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request.model()));
-  const absl::Status known = model_->CheckTrack(request.track());
+  absl::Status known = model_->CheckTrack(request.track());
   absl::StatusOr<SnapshotRef> snapshot =
       model_->PinVersion(request.version(), request.incarnation());
   // A track that was removed is still in the versions that have it.
