@@ -167,8 +167,8 @@ class Client {
     std::vector<std::string> resume;
   };
   // Changes the tracks while training runs, all or nothing: from the next commit on, or at once
-  // while no run is open or every track is paused. What was averaged stays. INVALID_ARGUMENT.
-  // NOT_FOUND. RESOURCE_EXHAUSTED.
+  // before the first run, or while every track is paused. What was averaged stays.
+  // INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
   absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
                                         absl::Duration timeout = absl::ZeroDuration());
   // What the server has of a model. NOT_FOUND, MODEL_NOT_FOUND.

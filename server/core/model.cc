@@ -289,6 +289,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;  // Freed last, after everybody has been told.
   PushPlan plan;
+  std::vector<std::string> warnings;
   {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
@@ -311,10 +312,12 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     last_commit_ = {session->run().epoch(), std::move(digests)};
     ApplyPendingLocked();
     plan = PlanLocked();
-    WarnLocked(next->record);
+    warnings = NewWarningsLocked(next->record);
   }
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan)});
   CallWatchers();
+  if (!options_.on_warning) return;
+  for (const std::string& warning : warnings) options_.on_warning(warning);
 }
 
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {

@@ -45,7 +45,7 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t incarnation = 1;
     // Records kept for Watch and ListVersions.
     int64_t record_count = 4096;
-    // Told, once for each track, what its owner should know. May be empty. Called with locks held.
+    // Told, once for each track, what its owner should know. May be empty. Called from any thread.
     std::function<void(const std::string&)> on_warning;
   };
 
@@ -57,7 +57,7 @@ class Model : public std::enable_shared_from_this<Model> {
                                                        const Options& options);
   ~Model();
 
-  // As it was created: UpdateTracks() does not change it.
+  // As it was created or loaded: UpdateTracks() does not change it.
   const ModelConfig& config() const { return config_; }
   const Manifest& manifest() const { return *config_.manifest; }
   Device& device() const { return *device_; }
@@ -65,7 +65,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // --- Tracks ---
 
   // All or nothing. A track that is put keeps being paused, or not. Takes effect at the next
-  // commit, or at once while no run is open or every track is paused. The same again is OK.
+  // commit, or at once before the first run, or while every track is paused. The same again is OK.
   // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of what is
   // stored of an existing track. NOT_FOUND, TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
@@ -195,7 +195,9 @@ class Model : public std::enable_shared_from_this<Model> {
   void ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  void WarnLocked(const VersionRecord& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What Options::on_warning is to be told of a commit.
+  std::vector<std::string> NewWarningsLocked(const VersionRecord& record)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The open session if `start` belongs to it; null if a new one must be made, which ends the open

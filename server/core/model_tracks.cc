@@ -161,19 +161,20 @@ absl::Status Model::CheckTrack(std::string_view name) const {
   return is_known ? absl::OkStatus() : UnknownTrackLocked(name);
 }
 
-void Model::WarnLocked(const VersionRecord& record) {
+std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {
   constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
-  if (!options_.on_warning) return;
+  std::vector<std::string> warnings;
   for (const TrackRecord& track : record.tracks) {
     if (track.stall_gap < kStallGap) continue;
     std::string about =
         absl::StrCat("model ", config_.name, ", track ", track.track, " (", track.config, ")");
     if (!warned_configs_.insert(about).second) continue;
-    options_.on_warning(
+    warnings.push_back(
         absl::StrCat(about, ": an update weight of ", track.update_weight,
                      " is below what float32 can resolve: values stall within ", track.stall_gap,
                      " of their size short of the average; a compensated track does not"));
   }
+  return warnings;
 }
 
 }  // namespace ema

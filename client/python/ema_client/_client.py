@@ -125,7 +125,7 @@ class Client:
         """Changes the tracks while training runs, all or nothing; what was averaged stays.
 
         Takes effect at the next commit (until then the result has them as `pending_tracks`), or at
-        once while no run is open or every track is paused. The same call again is OK.
+        once before the first run, or while every track is paused. The same call again is OK.
 
         Args:
             name: the model.

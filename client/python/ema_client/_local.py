@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from ema_client._torch_model import NamedTensors, check_whole, named_tensors, unwrap
+from ema_client._torch_model import (
+    NamedTensors,
+    check_whole,
+    named_tensors,
+    specs_of,
+    unwrap,
+)
 from ema_client._types import TimeLike, TrackLike, TrackVersion, time_dict, tracks_of
 
 if TYPE_CHECKING:
@@ -159,10 +165,7 @@ class LocalEMA:
         self._module = unwrap(model)
         check_whole(self._module)
         tensors = named_tensors(self._module)
-        specs = [
-            _arrays.spec_of(name, tensor, is_buffer=name in tensors.buffers)
-            for name, tensor in tensors.all().items()
-        ]
+        specs = specs_of(tensors)
         names = [spec[0] for spec in specs]
         self._tracks = {
             track.name: _Track(track, dict(zip(names, track.actions(specs))), _ema.ScheduleState())

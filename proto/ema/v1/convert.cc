@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ema/v1/convert.h"
 
-#include <charconv>
 #include <cmath>
 #include <string>
 #include <string_view>
@@ -11,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/schedule_parts.h"
 
 namespace ema {
 namespace {
@@ -21,12 +21,6 @@ struct Overloaded : Visitors... {
 };
 template <class... Visitors>
 Overloaded(Visitors...) -> Overloaded<Visitors...>;
-
-// The shortest text that reads back to the same number.
-std::string NumberText(double value) {
-  char buffer[32];
-  return {buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr};
-}
 
 // Collects what a message sets; of those that cannot be absent, zero and empty are the default.
 class FieldsWriter {
