@@ -16,6 +16,8 @@ deploy/setup.sh
 lock build
 log=build/$preset.log
 : >"$log"
+# So that another checkout of the same sources finds what this one has compiled.
+export CCACHE_BASEDIR=${CCACHE_BASEDIR-$root} CCACHE_NOHASHDIR=${CCACHE_NOHASHDIR-true}
 
 # A compilation may take 1.5 GB: fewer at a time where there is less.
 memory_gb=$(awk '/^MemAvailable/ { print int($2 / 1e6) }' /proc/meminfo)
