@@ -43,6 +43,20 @@ std::string JoinTracks(const ModelInfo& model) {
   });
 }
 
+// Of a track, or of a tensor rule with a schedule.
+Json ToJson(const TrackVersion& track) {
+  Json json = {{"track", track.track},
+               {"updated", track.updated},
+               {"update_weight", track.update_weight},
+               {"elapsed", track.elapsed},
+               {"update_count", track.update_count},
+               {"window_steps", track.window_steps},
+               {"config", track.config},
+               {"stall_gap", track.stall_gap}};
+  for (const TrackVersion& rule : track.rules) json["rules"].push_back(ToJson(rule));
+  return json;
+}
+
 std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
 }
@@ -51,16 +65,7 @@ std::string LatestVersion(const ModelInfo& model) {
 
 Json ToJson(const Version& version) {
   Json tracks = Json::array();
-  for (const TrackVersion& track : version.tracks) {
-    tracks.push_back({{"track", track.track},
-                      {"updated", track.updated},
-                      {"update_weight", track.update_weight},
-                      {"elapsed", track.elapsed},
-                      {"update_count", track.update_count},
-                      {"window_steps", track.window_steps},
-                      {"config", track.config},
-                      {"stall_gap", track.stall_gap}});
-  }
+  for (const TrackVersion& track : version.tracks) tracks.push_back(ToJson(track));
   return {{"incarnation", version.incarnation},
           {"version", version.number},
           {"step", version.step},

@@ -2,7 +2,6 @@
 #include "client/cpp/chunk_plan.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
@@ -20,16 +19,12 @@ ChunkPlan::ChunkPlan(const RankLayout& layout, int64_t chunk_bytes) {
   starts_.reserve(total_bytes / chunk_bytes + 2);
   starts_.push_back(0);
   while (starts_.back() < total_bytes) {
-    int64_t end = std::min(total_bytes, starts_.back() + chunk_bytes);
+    const bool is_live = starts_.back() < layout.live_bytes();
+    int64_t end = std::min(is_live ? layout.live_bytes() : layout.total_bytes(),
+                           starts_.back() + chunk_bytes);
     while (!layout.IsElementBoundary(end)) --end;
     starts_.push_back(end);
   }
-}
-
-std::vector<int64_t> ChunkPlan::AllChunks() const {
-  std::vector<int64_t> chunks(chunk_count());
-  std::iota(chunks.begin(), chunks.end(), 0);
-  return chunks;
 }
 
 std::vector<int64_t> ChunkPlan::ChunksIn(absl::Span<const PushProgress::Range> ranges) const {
@@ -47,9 +42,9 @@ std::vector<int64_t> ChunkPlan::ChunksIn(absl::Span<const PushProgress::Range> r
   return chunks;
 }
 
-ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan,
+ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
                          absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate)
-    : layout_(layout), plan_(plan), shards_(shards), gate_(gate), crcs_(plan->chunk_count()) {}
+    : layout_(layout), plan_(plan), shards_(shards), gate_(gate), crcs_(chunk_count) {}
 
 // Calls `visit(piece)` for each stretch of the chunk that is contiguous in memory, in order.
 template <typename Visitor>
@@ -110,7 +105,7 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
 
 std::optional<uint32_t> ChunkWriter::Digest() {
   uint32_t digest = 0;
-  for (int64_t chunk = 0; chunk < plan_->chunk_count(); ++chunk) {
+  for (int64_t chunk = 0; chunk < static_cast<int64_t>(crcs_.size()); ++chunk) {
     if (!crcs_[chunk].known) {
       if (!gate_->BeginRead()) return std::nullopt;
       Checksum(chunk);

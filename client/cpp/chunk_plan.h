@@ -7,6 +7,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -24,15 +25,18 @@ namespace ema::client_internal {
 // Immutable.
 class ChunkPlan {
  public:
-  // As many bytes in each chunk as fit into `chunk_bytes` and end between elements. REQUIRES:
-  // chunk_bytes >= 8.
+  // As many bytes in each chunk as fit into `chunk_bytes` and end between elements; none has both
+  // frozen and other bytes. REQUIRES: chunk_bytes >= 8.
   ChunkPlan(const RankLayout& layout, int64_t chunk_bytes);
 
   int64_t chunk_count() const { return static_cast<int64_t>(starts_.size()) - 1; }
   int64_t offset(int64_t chunk) const { return starts_[chunk]; }
   int64_t length_bytes(int64_t chunk) const { return starts_[chunk + 1] - starts_[chunk]; }
 
-  std::vector<int64_t> AllChunks() const;
+  // The chunks that make up the first `end` bytes. REQUIRES: a chunk ends there.
+  int64_t ChunksBefore(int64_t end) const {
+    return std::lower_bound(starts_.begin(), starts_.end(), end) - starts_.begin();
+  }
   // Those with at least one byte in `ranges`, in order, each once.
   std::vector<int64_t> ChunksIn(absl::Span<const PushProgress::Range> ranges) const;
 
@@ -46,15 +50,16 @@ class ChunkPlan {
 class ChunkWriter {
  public:
   // All outlive this object; `gate` and what `shards` point to also the messages.
-  ChunkWriter(const RankLayout* layout, const ChunkPlan* plan,
+  // The first `chunk_count` chunks are pushed.
+  ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
               absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate);
 
   // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. Absent: the
   // weights have been released.
   std::optional<grpc::ByteBuffer> Write(int64_t chunk);
 
-  // CRC32C of all the rank's bytes. Reads none, if every chunk has been written. Absent: the
-  // weights would have to be read, but have been released.
+  // CRC32C of all that is pushed. Reads none, if every chunk has been written. Absent: the weights
+  // would have to be read, but have been released.
   std::optional<uint32_t> Digest();
 
  private:

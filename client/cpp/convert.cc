@@ -39,6 +39,20 @@ absl::StatusOr<TrackConfig> CheckedTrack(const v1::Track& proto) {
   return track;
 }
 
+TrackVersion FromProto(const v1::TrackRecord& proto) {
+  TrackVersion track{.track = proto.track(),
+                     .updated = proto.updated(),
+                     .update_weight = proto.update_weight(),
+                     .elapsed = proto.elapsed(),
+                     .update_count = proto.update_count(),
+                     .window_steps = proto.window_steps(),
+                     .config = proto.config(),
+                     .stall_gap = proto.stall_gap(),
+                     .rules = {}};
+  for (const v1::TrackRecord& rule : proto.rules()) track.rules.push_back(FromProto(rule));
+  return track;
+}
+
 }  // namespace
 
 absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail) {
@@ -68,16 +82,7 @@ Version FromProto(const v1::VersionRecord& proto) {
   version.run_epoch = proto.run_epoch();
   version.commit_time = absl::FromUnixMicros(proto.commit_time_us());
   version.tracks.reserve(proto.tracks_size());
-  for (const v1::TrackRecord& track : proto.tracks()) {
-    version.tracks.push_back({.track = track.track(),
-                              .updated = track.updated(),
-                              .update_weight = track.update_weight(),
-                              .elapsed = track.elapsed(),
-                              .update_count = track.update_count(),
-                              .window_steps = track.window_steps(),
-                              .config = track.config(),
-                              .stall_gap = track.stall_gap()});
-  }
+  for (const v1::TrackRecord& track : proto.tracks()) version.tracks.push_back(FromProto(track));
   version.skipped_tensor_count = proto.skipped_tensor_count();
   version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
   return version;
@@ -134,7 +139,8 @@ absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
 }
 
 absl::StatusOr<RunPlan> FromProto(const v1::PushPlan& proto, const RunPlan& known) {
-  RunPlan plan{.revision = proto.revision(), .tracks = {}};
+  RunPlan plan{
+      .revision = proto.revision(), .tracks = {}, .may_omit_frozen = proto.may_omit_frozen()};
   for (const v1::PushPlan::Entry& entry : proto.tracks()) {
     const auto before = std::find_if(
         known.tracks.begin(), known.tracks.end(),
@@ -143,7 +149,11 @@ absl::StatusOr<RunPlan> FromProto(const v1::PushPlan& proto, const RunPlan& know
         !entry.has_track() && proto.revision() == known.revision && before != known.tracks.end();
     absl::StatusOr<TrackConfig> track = is_left_out ? before->track : CheckedTrack(entry.track());
     EMA_RETURN_IF_ERROR(track.status());
-    plan.tracks.push_back({*std::move(track), ema::FromProto(entry.state()), entry.track_id()});
+    TrackState state;
+    for (const v1::ScheduleState& schedule : entry.states()) {
+      state.push_back(ema::FromProto(schedule));
+    }
+    plan.tracks.push_back({*std::move(track), std::move(state), entry.track_id()});
   }
   return plan;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -52,16 +53,22 @@ bool ShowsServer(const absl::Status& error) {
 
 PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
                         const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        absl::Time deadline)
+                        bool frozen_changed, absl::Time deadline)
     : run_(std::move(run)),
       step_(step),
       time_(time),
       shards_(std::move(shards)),
       plan_revision_(run_->plan_revision()),
+      frozen_(frozen_changed            ? v1::PushHeader::FROZEN_CHANGED
+              : run_->may_omit_frozen() ? v1::PushHeader::FROZEN_OMITTED
+                                        : v1::PushHeader::FROZEN_PUSHED),
+      total_bytes_(frozen_ == v1::PushHeader::FROZEN_OMITTED ? run_->layout().live_bytes()
+                                                             : run_->layout().total_bytes()),
       start_(absl::Now()),
       deadline_(deadline),
-      writer_(&run_->layout(), &run_->chunks(), shards_, &gate_),
-      chunks_to_send_(run_->chunks().AllChunks()) {}
+      writer_(&run_->layout(), &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
+              &gate_),
+      chunks_to_send_(AllChunks()) {}
 
 PendingPush::Impl::~Impl() {
   if (thread_.joinable()) thread_.join();
@@ -70,6 +77,12 @@ PendingPush::Impl::~Impl() {
   bool ok = false;
   while (queue_.Next(&tag, &ok)) {
   }
+}
+
+std::vector<int64_t> PendingPush::Impl::AllChunks() const {
+  std::vector<int64_t> chunks(run_->chunks().ChunksBefore(total_bytes_));
+  std::iota(chunks.begin(), chunks.end(), 0);
+  return chunks;
 }
 
 void PendingPush::Impl::Start() {
@@ -125,8 +138,10 @@ absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::F
   if (progress.state == PushProgress::State::kCommitted) return TakeCommitted(progress);
   if (progress.state == PushProgress::State::kOpen) {
     chunks_to_send_ = run_->chunks().ChunksIn(progress.missing);
+    std::erase_if(chunks_to_send_, [all = run_->chunks().ChunksBefore(total_bytes_)](
+                                       int64_t chunk) { return chunk >= all; });
   } else {
-    chunks_to_send_ = run_->chunks().AllChunks();
+    chunks_to_send_ = AllChunks();
   }
   // A header and a commit alone attach this rank again to a step that has all its bytes. Nothing is
   // read for that, so it is right after the release, too.
@@ -157,6 +172,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   ToProto(time_, header->mutable_time());
   // A server that was restarted has a plan of its own.
   header->set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
+  header->set_frozen(frozen_);
   bool is_whole = stream.Write(message);
 
   int64_t sent_bytes = 0;
@@ -198,6 +214,7 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       run_->Rejoin();
       return true;
     case ErrorReason::kPlanChanged:
+    case ErrorReason::kPlanMismatch:
       // Whether this step is due is for the trainer to say, by the plan that joining again gives.
       run_->Rejoin();
       return false;
@@ -331,7 +348,7 @@ void PendingPush::Impl::Abandon() {
 
 PendingPush::Stats PendingPush::Impl::stats() const {
   const absl::Time left = gate_.left_time();
-  return {.total_bytes = run_->layout().total_bytes(),
+  return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
           .send_time = std::min(left, absl::Now()) - start_};

@@ -36,7 +36,7 @@ namespace ema {
 class PendingPush::Impl {
  public:
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
-       std::vector<std::span<const std::byte>> shards, absl::Time deadline);
+       std::vector<std::span<const std::byte>> shards, bool frozen_changed, absl::Time deadline);
   ~Impl();  // REQUIRES: done(), or never started.
 
   void Start();
@@ -74,6 +74,7 @@ class PendingPush::Impl {
   // Drops the step on the server. What the push ends with: `error`, or the version if the step had
   // been committed.
   absl::StatusOr<Committed> DropStep(const absl::Status& error);
+  std::vector<int64_t> AllChunks() const;
   static Committed TakeCommitted(PushProgress& progress);  // REQUIRES: it says so.
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
@@ -87,6 +88,8 @@ class PendingPush::Impl {
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
   const int64_t plan_revision_;
+  const v1::PushHeader::Frozen frozen_;
+  const int64_t total_bytes_;
   const absl::Time start_;
   const absl::Time deadline_;
   client_internal::WeightsGate gate_;

@@ -22,7 +22,7 @@ class Run::Impl {
 
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+      bool frozen_changed, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -56,11 +56,12 @@ absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>
 
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    absl::Time deadline) {
+    bool frozen_changed, absl::Time deadline) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
   EMA_RETURN_IF_ERROR(CheckShards(shards));
   EMA_RETURN_IF_ERROR(time.Validate());
-  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), deadline);
+  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards),
+                                                  frozen_changed, deadline);
   std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
   if (push_ != nullptr && !push_->done()) {
@@ -137,10 +138,10 @@ absl::Status Run::WaitReady(absl::Duration timeout) {
 
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(
-      std::shared_ptr<PendingPush::Impl> push,
-      impl_->StartPush(step, time, std::move(shards), impl_->core().client().Deadline(timeout)));
+    absl::Duration timeout, bool frozen_changed) {
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PendingPush::Impl> push,
+                       impl_->StartPush(step, time, std::move(shards), frozen_changed,
+                                        impl_->core().client().Deadline(timeout)));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 

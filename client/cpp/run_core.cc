@@ -50,7 +50,8 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
       options.shards->push_back(WholeTensor(info.manifest, i));
     }
   }
-  EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(info.manifest, *options.shards));
+  EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(info.manifest, *options.shards,
+                                                             options.frozen_shard_count));
   options.shards.reset();
   std::shared_ptr<RunCore> core(
       new RunCore(std::move(client), std::move(info), std::move(options), std::move(layout)));
@@ -83,7 +84,7 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
   request.set_rank(options_.rank);
   request.set_world_size(options_.world_size);
   request.set_manifest_digest(manifest().digest());
-  ToProto(layout_.shards(), request.mutable_layout());
+  ToProto(layout_, request.mutable_layout());
   v1::OpenRunResponse response;
   EMA_RETURN_IF_ERROR(client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, &response,
                                      deadline, interrupt));
@@ -162,6 +163,11 @@ int64_t RunCore::plan_revision() const {
   return plan_.revision;
 }
 
+bool RunCore::may_omit_frozen() const {
+  absl::MutexLock lock(&mu_);
+  return plan_.may_omit_frozen;
+}
+
 RunPlan RunCore::plan() const {
   absl::MutexLock lock(&mu_);
   return plan_;
@@ -173,9 +179,9 @@ absl::StatusOr<bool> RunCore::IsDue(const TrainingTime& now) const {
   bool is_due = false;
   for (const RunPlan::Entry& entry : plan_.tracks) {
     if (entry.track.paused) continue;
-    EMA_ASSIGN_OR_RETURN(const Schedule::Update update,
-                         entry.track.schedule.Plan(entry.state, now));
-    is_due |= update.due;
+    EMA_ASSIGN_OR_RETURN(const std::vector<Schedule::Update> updates,
+                         PlanTrack(entry.track, entry.state, now));
+    is_due |= ema::IsDue(updates);
   }
   return is_due;
 }

@@ -41,6 +41,7 @@ class RunCore {
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
   RunPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t plan_revision() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool may_omit_frozen() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Returns when all ranks have joined. Joins again first if Rejoin() was called. DEADLINE_EXCEEDED
   // names missing ranks.

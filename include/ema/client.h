@@ -37,6 +37,7 @@ struct TrackVersion {
   double window_steps = 0;
   std::string config;
   double stall_gap = 0;
+  std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule.
 };
 
 // The record of one commit.
@@ -71,11 +72,13 @@ struct ModelInfo {
 struct RunPlan {
   struct Entry {
     TrackConfig track;
-    Schedule::State state;
+    TrackState state;
     int64_t track_id = 0;  // Another one than a removed track of the same name had.
   };
   int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
   std::vector<Entry> tracks;
+  // The server has the values of the run's frozen tensors in every track: pushes leave them out.
+  bool may_omit_frozen = false;
 };
 
 // Pulled weights: one buffer, tensors in manifest order.
@@ -206,6 +209,10 @@ class Client {
     int64_t world_size = 1;
     // What this rank pushes. Absent: the whole of every tensor.
     std::optional<std::vector<Shard>> shards;
+    // The last so many of these are of frozen tensors, which do not change while the run lasts:
+    // they are pushed until the server has their values in every track. A tensor is frozen on all
+    // ranks or on none.
+    int64_t frozen_shard_count = 0;
     // Of a push that the server fences. True: it joins again, once, in case the server was
     // restarted and has forgotten the run, and waits until the other ranks have too. False: it
     // ends, ABORTED, FENCED: for trainers, who must not wait for other ranks.
@@ -275,12 +282,14 @@ class Run {
   // Starts to push one step in the background and returns at once. `shards` are the bytes of this
   // rank's shards, as layout().shards() and in that order, each row-major and contiguous; they are
   // read in place, not copied, and must not change or be freed until WaitReleased() has returned
-  // (or the push has ended). INVALID_ARGUMENT: a size differs from the layout's.
+  // (or the push has ended). Frozen ones are not read where plan().may_omit_frozen, unless
+  // `frozen_changed`: they are not as they were at this run's pushes before (to be said by all
+  // ranks, until a push has succeeded). INVALID_ARGUMENT: a size differs from the layout's.
   // FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running. `timeout` bounds
   // everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      absl::Duration timeout);
+      absl::Duration timeout, bool frozen_changed = false);
 
   // StartPush() and Wait().
   absl::StatusOr<Version> Push(int64_t step, const TrainingTime& time,

@@ -58,9 +58,12 @@ class Manifest {
   int64_t digest_ = 0;
 };
 
+// Tensors of at least so many stored bytes lie in memory that they share with no other.
+inline constexpr int64_t kLargeTensorBytes = int64_t{1} << 20;
+
 // Where each tensor of a manifest lies when all are laid end to end in stored dtypes: each starts
-// at the next multiple of its element size. Pulled bytes and the tracks' storage both lie like
-// this.
+// at the next multiple of its element size; a large one, and the one after it, at the next multiple
+// of 64. Pulled bytes and the tracks' storage both lie like this.
 class StorageLayout {
  public:
   struct Entry {

@@ -30,20 +30,30 @@ struct Shard {
 Shard WholeTensor(const Manifest& manifest, int64_t tensor_index);
 
 // What one rank pushes at each step: shards in order, their elements (row-major) laid end to end
-// without padding. Offsets in chunks are offsets in these bytes. Immutable once made; safe to read
-// from any thread. Keeps no reference to the manifest.
+// without padding. Offsets in chunks are offsets in these bytes. The last shards may be of frozen
+// tensors, which do not change while the run lasts: they can be left out where the server has their
+// values already. Immutable once made; safe to read from any thread. Keeps no reference to the
+// manifest.
 class RankLayout {
  public:
   // INVALID_ARGUMENT, BAD_LAYOUT: unknown tensor, a rank or box that does not fit the tensor's
-  // shape (the message names tensor, box and shape). LAYOUT_OVERLAP: two shards share an element.
-  // No shards at all is right: a rank may hold nothing.
-  static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards);
+  // shape (the message names tensor, box and shape), or a frozen_shard_count that is no part of the
+  // shards, or of tensors that others of the shards hold, too. LAYOUT_OVERLAP: two shards share an
+  // element. No shards at all is right: a rank may hold nothing.
+  static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards,
+                                           int64_t frozen_shard_count = 0);
 
   absl::Span<const Shard> shards() const { return shards_; }
   int64_t total_bytes() const { return starts_.back(); }
   // Where shard `i` starts in the rank's bytes; `i` == shards().size() gives total_bytes().
   int64_t shard_start(int64_t i) const { return starts_[i]; }
-  // CRC32C over, per shard: tensor index, offsets, extents as little-endian int64.
+  absl::Span<const Shard> frozen_shards() const {
+    return shards().last(static_cast<size_t>(frozen_shard_count_));
+  }
+  // Of the shards before the frozen ones.
+  int64_t live_bytes() const { return starts_[shards_.size() - frozen_shard_count_]; }
+  // CRC32C over, per shard: tensor index, offsets, extents as little-endian int64; then, unless it
+  // is 0, the number of frozen ones.
   int64_t digest() const { return digest_; }
 
   // The shard that holds byte `offset`. REQUIRES: 0 <= offset < total_bytes().
@@ -76,6 +86,7 @@ class RankLayout {
   std::vector<Shard> shards_;
   std::vector<Geometry> geometry_;
   std::vector<int64_t> starts_ = {0};
+  int64_t frozen_shard_count_ = 0;
   int64_t digest_ = 0;
 };
 
@@ -84,9 +95,13 @@ class LayoutCoverage {
  public:
   explicit LayoutCoverage(const Manifest* manifest);
 
-  // Adds rank `rank`'s shards. INVALID_ARGUMENT, LAYOUT_OVERLAP: an element is held already; the
-  // message names the tensor and both ranks, and nothing was added.
+  // Adds rank `rank`'s shards. INVALID_ARGUMENT: LAYOUT_OVERLAP, an element is held already;
+  // BAD_LAYOUT, a tensor is frozen here and not on another rank. The message names the tensor and
+  // both ranks, and nothing was added.
   absl::Status Add(int64_t rank, const RankLayout& layout);
+
+  // By tensor: frozen on all ranks that hold some of it.
+  std::vector<bool> FrozenTensors() const;
 
   // OK if every element is held. INVALID_ARGUMENT, LAYOUT_HOLE: names the first tensor with a hole
   // and how many of its elements are in no shard.
@@ -99,6 +114,7 @@ class LayoutCoverage {
   };
   struct Tensor {
     int64_t covered_elements = 0;
+    bool is_frozen = false;  // If it has boxes.
     // By first element, row-major: boxes that share no element differ in it. None reaches further
     // than `longest_reach` elements past its first, so few of them can touch a new one.
     absl::btree_map<int64_t, Box> boxes;
@@ -111,14 +127,21 @@ class LayoutCoverage {
   std::vector<Tensor> tensors_;
 };
 
+// Tensors of a model by index; empty: none.
+using TensorSet = absl::Span<const bool>;
+
+struct RankShare {
+  std::vector<Shard> shards;
+  int64_t frozen_shard_count = 0;  // As RankLayout::Create() takes it.
+};
+
 // An even split of a model among ranks that all hold all of it (data parallel): rank `rank`'s
-// shards, its bytes within one element of total / world_size. Tensors for which `rank0_only` is
-// true (buffers that differ between ranks) go to rank 0 whole and count in its share. `rank0_only`
-// is by tensor index; empty: none. A tensor is cut at any element; a cut range takes at most 2 x
-// rank - 1 boxes, each contiguous.
-absl::StatusOr<std::vector<Shard>> EvenShare(const Manifest& manifest,
-                                             absl::Span<const bool> rank0_only, int64_t rank,
-                                             int64_t world_size);
+// shards, its bytes within one element of total / world_size, and those of the `frozen` tensors,
+// which come last, too. Tensors in `rank0_only` (buffers that differ between ranks) go to rank 0
+// whole and count in its share; they are not frozen. A tensor is cut at any element; a cut range
+// takes at most 2 x rank - 1 boxes, each contiguous. INVALID_ARGUMENT, BAD_LAYOUT.
+absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_only,
+                                    TensorSet frozen, int64_t rank, int64_t world_size);
 
 }  // namespace ema
 

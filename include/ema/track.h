@@ -4,11 +4,13 @@
 #ifndef EMA_TRACK_H_
 #define EMA_TRACK_H_
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "ema/schedule.h"
 #include "ema/tensor_spec.h"
@@ -20,6 +22,8 @@ namespace ema {
 struct TensorRule {
   std::string pattern;
   TensorAction action = TensorAction::kAverage;
+  // Of tensors that are averaged by a schedule of their own; absent: by the track's.
+  std::optional<Schedule> schedule;
   friend bool operator==(const TensorRule&, const TensorRule&) = default;
 };
 
@@ -44,19 +48,41 @@ struct TrackConfig {
 enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 
 // INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a
-// copy track that is compensated, more than 256 patterns with wildcards, or (BAD_SCHEDULE) a rule
-// that matches no tensor of `manifest`.
+// copy track that is compensated, more than 256 patterns with wildcards, a rule with a schedule
+// that copies, or has no use (it does not average, or the track copies), more than 16 of these, or
+// (BAD_SCHEDULE) a rule that matches no tensor of `manifest`.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 
 // What the track does with each tensor of the manifest. A copy track copies what it does not
 // ignore; only floats are averaged.
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest);
 
+// The schedules of a track, in this order everywhere: its own, then those of its tensor rules.
+std::vector<const Schedule*> SchedulesOf(const TrackConfig& track);
+
+// For each tensor of the manifest, by which of SchedulesOf() it goes.
+std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& manifest);
+
+// Where each of SchedulesOf() stands. Empty: before the track's first update.
+using TrackState = std::vector<Schedule::State>;
+
+// What a push at `now` does by each of SchedulesOf(), whether the track is paused or not. Errors as
+// Schedule::Plan().
+absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
+                                                        const TrackState& state,
+                                                        const TrainingTime& now);
+// True if one of them is due.
+bool IsDue(absl::Span<const Schedule::Update> updates);
+// Where the track stands after `updates`. REQUIRES: these are PlanTrack(track, state, now).
+TrackState NextState(const TrackConfig& track, const TrackState& state,
+                     absl::Span<const Schedule::Update> updates, const TrainingTime& now);
+
 // The track without the rules that match no tensor of the manifest, which ValidateTrack() refuses.
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest);
 
-// Such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore": the schedule and what
-// is not at its default; of many rules their number.
+// Such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore; stem.*
+// (half_life=10ba, update_interval=5ba)": the schedule and what is not at its default; of many
+// rules their number.
 std::string TrackText(const TrackConfig& track);
 
 }  // namespace ema

@@ -130,6 +130,27 @@ absl::Status CheckDisjoint(const Manifest& manifest, const std::vector<Shard>& s
   return absl::OkStatus();
 }
 
+absl::Status CheckFrozen(const Manifest& manifest, absl::Span<const Shard> shards,
+                         int64_t frozen_shard_count) {
+  if (frozen_shard_count < 0 || frozen_shard_count > static_cast<int64_t>(shards.size())) {
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat("frozen_shard_count: ", frozen_shard_count, " given, expected 0 to ",
+                               shards.size(), ", the number of shards"));
+  }
+  if (frozen_shard_count == 0) return absl::OkStatus();
+  std::vector<bool> is_live(manifest.tensors().size());
+  const size_t live_count = shards.size() - static_cast<size_t>(frozen_shard_count);
+  for (const Shard& shard : shards.first(live_count)) is_live[shard.tensor_index] = true;
+  for (const Shard& shard : shards.subspan(live_count)) {
+    if (!is_live[shard.tensor_index]) continue;
+    return Refuse(
+        ErrorReason::kBadLayout,
+        absl::StrCat(Label(manifest.tensor(shard.tensor_index)), ": shard ", BoxString(shard),
+                     " is frozen, another is not; expected all or none"));
+  }
+  return absl::OkStatus();
+}
+
 void AppendNumbers(std::vector<std::byte>& bytes, absl::Span<const int64_t> values) {
   for (const int64_t value : values) {
     for (int shift = 0; shift < 64; shift += 8) {
@@ -231,6 +252,35 @@ int64_t Share(int64_t total, int64_t part, int64_t parts) {
   return total / parts * part + total % parts * part / parts;
 }
 
+// Appends rank `rank`'s part of an even split of `tensors`, of which the first `rank0_count` go to
+// rank 0.
+void AppendShare(const Manifest& manifest, std::span<const int64_t> tensors, int64_t rank0_count,
+                 int64_t rank, int64_t world_size, std::vector<Shard>& shards) {
+  int64_t total = 0;
+  int64_t rank0_bytes = 0;
+  for (const int64_t i : tensors) {
+    if (rank0_count-- > 0) rank0_bytes += manifest.tensor(i).byte_count();
+    total += manifest.tensor(i).byte_count();
+  }
+  const bool rank0_is_full = rank0_bytes > Share(total, 1, world_size);
+  const auto boundary = [&](int64_t r) {
+    if (r == 0 || !rank0_is_full) return Share(total, r, world_size);
+    return rank0_bytes + Share(total - rank0_bytes, r - 1, world_size - 1);
+  };
+  const int64_t begin = boundary(rank);
+  const int64_t end = boundary(rank + 1);
+  int64_t start = 0;
+  for (const int64_t i : tensors) {
+    const TensorSpec& spec = manifest.tensor(i);
+    const int64_t bytes = spec.byte_count();
+    const int64_t size = DtypeSize(spec.dtype);
+    // Rounded down to an element, at this rank's end as at the next rank's begin.
+    AppendBoxes(i, spec.shape, std::clamp<int64_t>(begin - start, 0, bytes) / size,
+                std::clamp<int64_t>(end - start, 0, bytes) / size, shards);
+    start += bytes;
+  }
+}
+
 }  // namespace
 
 int64_t Shard::element_count() const {
@@ -248,7 +298,8 @@ Shard WholeTensor(const Manifest& manifest, int64_t tensor_index) {
   return {tensor_index, std::vector<int64_t>(shape.size(), 0), shape};
 }
 
-absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vector<Shard> shards) {
+absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vector<Shard> shards,
+                                              int64_t frozen_shard_count) {
   // Empty shards would be without limit.
   if (shards.size() > kMaxShards) {
     return MakeError(
@@ -258,6 +309,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   for (const Shard& shard : shards) EMA_RETURN_IF_ERROR(ValidateShard(manifest, shard));
   // Shards without common elements are at most the manifest's bytes, so no sum below overflows.
   EMA_RETURN_IF_ERROR(CheckDisjoint(manifest, shards));
+  EMA_RETURN_IF_ERROR(CheckFrozen(manifest, shards, frozen_shard_count));
 
   RankLayout layout;
   layout.geometry_.reserve(shards.size());
@@ -275,7 +327,13 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     AppendNumbers(digest_bytes, shard.extents);
     crc = Crc32c(crc, digest_bytes);
   }
+  if (frozen_shard_count > 0) {
+    digest_bytes.clear();
+    AppendNumbers(digest_bytes, {frozen_shard_count});
+    crc = Crc32c(crc, digest_bytes);
+  }
   layout.shards_ = std::move(shards);
+  layout.frozen_shard_count_ = frozen_shard_count;
   layout.digest_ = crc;
   return layout;
 }
@@ -338,15 +396,34 @@ absl::Status LayoutCoverage::Add(int64_t rank, const RankLayout& layout) {
                        " share elements; each must be held by one rank"));
     }
   }
+  const Shard* const frozen_begin = layout.frozen_shards().data();
+  for (const Shard& shard : layout.shards()) {
+    if (shard.element_count() == 0) continue;
+    const Tensor& tensor = tensors_[shard.tensor_index];
+    const bool is_frozen = &shard >= frozen_begin;
+    if (tensor.boxes.empty() || tensor.is_frozen == is_frozen) continue;
+    const int64_t other = tensor.boxes.begin()->second.rank;
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat(Label(manifest_->tensor(shard.tensor_index)), ": frozen on rank ",
+                               is_frozen ? rank : other, ", but not on rank ",
+                               is_frozen ? other : rank, "; expected the same on all ranks"));
+  }
   for (const Shard& shard : layout.shards()) {
     if (shard.element_count() == 0) continue;
     Tensor& tensor = tensors_[shard.tensor_index];
+    tensor.is_frozen = &shard >= frozen_begin;
     const auto [first, last] = Reach(shard, manifest_->tensor(shard.tensor_index).shape);
     tensor.covered_elements += shard.element_count();
     tensor.longest_reach = std::max(tensor.longest_reach, last - first);
     tensor.boxes.emplace(first, Box{rank, shard});
   }
   return absl::OkStatus();
+}
+
+std::vector<bool> LayoutCoverage::FrozenTensors() const {
+  std::vector<bool> frozen;
+  for (const Tensor& tensor : tensors_) frozen.push_back(tensor.is_frozen);
+  return frozen;
 }
 
 absl::Status LayoutCoverage::CheckComplete() const {
@@ -362,9 +439,8 @@ absl::Status LayoutCoverage::CheckComplete() const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<Shard>> EvenShare(const Manifest& manifest,
-                                             absl::Span<const bool> rank0_only, int64_t rank,
-                                             int64_t world_size) {
+absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_only,
+                                    TensorSet frozen, int64_t rank, int64_t world_size) {
   constexpr int64_t kMaxWorldSize = 65536;
   if (world_size < 1 || world_size > kMaxWorldSize || rank < 0 || rank >= world_size) {
     return Refuse(ErrorReason::kBadLayout,
@@ -372,38 +448,28 @@ absl::StatusOr<std::vector<Shard>> EvenShare(const Manifest& manifest,
                                ": expected 0 <= rank < world_size <= ", kMaxWorldSize));
   }
   const int64_t tensor_count = manifest.tensor_count();
-  if (!rank0_only.empty() && static_cast<int64_t>(rank0_only.size()) != tensor_count) {
-    return Refuse(ErrorReason::kBadLayout,
-                  absl::StrCat("rank0_only has ", rank0_only.size(), " entries; expected none or ",
-                               tensor_count));
+  for (const auto& [name, set] : {std::pair("rank0_only", rank0_only), {"frozen", frozen}}) {
+    if (set.empty() || static_cast<int64_t>(set.size()) == tensor_count) continue;
+    return Refuse(
+        ErrorReason::kBadLayout,
+        absl::StrCat(name, " has ", set.size(), " entries; expected none or ", tensor_count));
   }
   const auto is_rank0_only = [&](int64_t i) { return !rank0_only.empty() && rank0_only[i]; };
+  const auto is_frozen = [&](int64_t i) {
+    return !frozen.empty() && frozen[i] && !is_rank0_only(i);
+  };
   std::vector<int64_t> order(tensor_count);
   std::iota(order.begin(), order.end(), 0);
-  const auto rest = std::stable_partition(order.begin(), order.end(), is_rank0_only);
-  int64_t rank0_bytes = 0;
-  for (auto it = order.begin(); it != rest; ++it) rank0_bytes += manifest.tensor(*it).byte_count();
-  const int64_t total = manifest.total_bytes();
-  const bool rank0_is_full = rank0_bytes > Share(total, 1, world_size);
-  const auto boundary = [&](int64_t r) {
-    if (r == 0 || !rank0_is_full) return Share(total, r, world_size);
-    return rank0_bytes + Share(total - rank0_bytes, r - 1, world_size - 1);
-  };
-
-  const int64_t begin = boundary(rank);
-  const int64_t end = boundary(rank + 1);
-  int64_t start = 0;
-  std::vector<Shard> shards;
-  for (const int64_t i : order) {
-    const TensorSpec& spec = manifest.tensor(i);
-    const int64_t bytes = spec.byte_count();
-    const int64_t size = DtypeSize(spec.dtype);
-    // Rounded down to an element, at this rank's end as at the next rank's begin.
-    AppendBoxes(i, spec.shape, std::clamp<int64_t>(begin - start, 0, bytes) / size,
-                std::clamp<int64_t>(end - start, 0, bytes) / size, shards);
-    start += bytes;
-  }
-  return shards;
+  const auto frozen_begin =
+      std::stable_partition(order.begin(), order.end(), [&](int64_t i) { return !is_frozen(i); });
+  const auto rest = std::stable_partition(order.begin(), frozen_begin, is_rank0_only);
+  RankShare share;
+  AppendShare(manifest, {order.begin(), frozen_begin}, rest - order.begin(), rank, world_size,
+              share.shards);
+  const size_t live_count = share.shards.size();
+  AppendShare(manifest, {frozen_begin, order.end()}, 0, rank, world_size, share.shards);
+  share.frozen_shard_count = static_cast<int64_t>(share.shards.size() - live_count);
+  return share;
 }
 
 }  // namespace ema

@@ -69,6 +69,39 @@ absl::Status CheckPattern(const TrackConfig& track, const std::string& pattern,
                                       std::string(nearest), "\""));
 }
 
+// For each tensor, the first rule that matches it; -1: none.
+std::vector<int> RuleIndicesOf(const TrackConfig& track, const Manifest& manifest) {
+  std::vector<int> indices(manifest.tensors().size(), -1);
+  for (size_t rule = 0; rule < track.tensor_rules.size(); ++rule) {
+    for (const int64_t i : Matches(track.tensor_rules[rule].pattern, manifest)) {
+      if (indices[i] < 0) indices[i] = static_cast<int>(rule);
+    }
+  }
+  return indices;
+}
+
+absl::Status CheckRuleSchedules(const TrackConfig& track) {
+  constexpr size_t kMaxSchedules = 16;
+  for (const TensorRule& rule : track.tensor_rules) {
+    if (!rule.schedule.has_value()) continue;
+    const std::string what = absl::StrCat("tensor_rules: \"", absl::CHexEscape(rule.pattern),
+                                          "\" (", rule.schedule->ToString(), "): ");
+    if (track.schedule.is_copy() || rule.action != TensorAction::kAverage) {
+      return BadTrack(track, what +
+                                 "a schedule has no use where nothing is averaged; give an "
+                                 "average one, such as half_life=1000ba, or no schedule");
+    }
+    if (rule.schedule->is_copy()) {
+      return BadTrack(track, what +
+                                 "to copy tensors, give the action \"copy\" and no schedule, "
+                                 "such as \"head.*\" copy");
+    }
+  }
+  if (SchedulesOf(track).size() - 1 <= kMaxSchedules) return absl::OkStatus();
+  return BadTrack(track, absl::StrCat("tensor_rules: ", SchedulesOf(track).size() - 1,
+                                      " have a schedule; at most ", kMaxSchedules, " may"));
+}
+
 }  // namespace
 
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
@@ -96,6 +129,7 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
   for (const TensorRule& rule : track.tensor_rules) {
     EMA_RETURN_IF_ERROR(CheckPattern(track, rule.pattern, manifest));
   }
+  EMA_RETURN_IF_ERROR(CheckRuleSchedules(track));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);
   if (std::all_of(actions.begin(), actions.end(),
                   [](TensorAction action) { return action == TensorAction::kIgnore; })) {
@@ -107,23 +141,67 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
 }
 
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest) {
-  std::vector<std::optional<TensorAction>> ruled(manifest.tensors().size());
-  for (const TensorRule& rule : track.tensor_rules) {
-    for (const int64_t i : Matches(rule.pattern, manifest)) {
-      if (!ruled[i].has_value()) ruled[i] = rule.action;
-    }
-  }
+  const std::vector<int> rules = RuleIndicesOf(track, manifest);
   std::vector<TensorAction> actions;
-  actions.reserve(ruled.size());
+  actions.reserve(rules.size());
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
     const TensorSpec& spec = manifest.tensor(i);
-    TensorAction action =
-        ruled[i].value_or(spec.is_buffer ? track.buffers : TensorAction::kAverage);
+    TensorAction action = spec.is_buffer ? track.buffers : TensorAction::kAverage;
+    if (rules[i] >= 0) action = track.tensor_rules[rules[i]].action;
     const bool can_average = !track.schedule.is_copy() && IsFloat(spec.dtype);
     if (action == TensorAction::kAverage && !can_average) action = TensorAction::kCopy;
     actions.push_back(action);
   }
   return actions;
+}
+
+std::vector<const Schedule*> SchedulesOf(const TrackConfig& track) {
+  std::vector<const Schedule*> schedules = {&track.schedule};
+  for (const TensorRule& rule : track.tensor_rules) {
+    if (rule.schedule.has_value()) schedules.push_back(&*rule.schedule);
+  }
+  return schedules;
+}
+
+std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& manifest) {
+  std::vector<int> of_rule;
+  int last = 0;
+  for (const TensorRule& rule : track.tensor_rules) {
+    of_rule.push_back(rule.schedule.has_value() ? ++last : 0);
+  }
+  if (last == 0) return std::vector<int>(manifest.tensors().size());
+  std::vector<int> indices = RuleIndicesOf(track, manifest);
+  for (int& index : indices) index = index < 0 ? 0 : of_rule[index];
+  return indices;
+}
+
+absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
+                                                        const TrackState& state,
+                                                        const TrainingTime& now) {
+  std::vector<Schedule::Update> updates;
+  for (const Schedule* const schedule : SchedulesOf(track)) {
+    const size_t i = updates.size();
+    EMA_ASSIGN_OR_RETURN(const Schedule::Update update,
+                         schedule->Plan(i < state.size() ? state[i] : Schedule::State(), now));
+    updates.push_back(update);
+  }
+  return updates;
+}
+
+bool IsDue(absl::Span<const Schedule::Update> updates) {
+  return std::any_of(updates.begin(), updates.end(),
+                     [](const Schedule::Update& update) { return update.due; });
+}
+
+TrackState NextState(const TrackConfig& track, const TrackState& state,
+                     absl::Span<const Schedule::Update> updates, const TrainingTime& now) {
+  const std::vector<const Schedule*> schedules = SchedulesOf(track);
+  TrackState next = state;
+  next.resize(schedules.size());
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    if (updates[i].due) next[i] = schedules[i]->Next(next[i], updates[i], now);
+  }
+  return next;
 }
 
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest) {
@@ -145,7 +223,9 @@ std::string TrackText(const TrackConfig& track) {
   std::string rules;
   for (const TensorRule& rule : track.tensor_rules) {
     if (rules.size() > kShownBytes) break;
-    absl::StrAppend(&rules, "; ", rule.pattern, " ", std::string(TensorActionName(rule.action)));
+    absl::StrAppend(&rules, "; ", rule.pattern, " ",
+                    rule.schedule.has_value() ? absl::StrCat("(", rule.schedule->ToString(), ")")
+                                              : std::string(TensorActionName(rule.action)));
   }
   // Every version's record has this text.
   if (track.tensor_rules.size() > kShownRules || rules.size() > kShownBytes) {

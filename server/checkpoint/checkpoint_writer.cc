@@ -126,8 +126,9 @@ absl::StatusOr<CheckpointTrack> WriteTrack(const Place& place, Model& model,
                                            const TrackSnapshot& snapshot,
                                            const VersionRecord& record) {
   const std::string& name = snapshot.track->name();
-  CheckpointTrack result{
-      .config = snapshot.track->config(), .state = snapshot.state, .last_step = snapshot.last_step};
+  CheckpointTrack result{.config = snapshot.track->config(),
+                         .state = snapshot.state,
+                         .last_steps = snapshot.last_steps};
   const std::string directory = TrackPath(place.path, name);
   EMA_RETURN_IF_ERROR(place.file_system.CreateDirectory(directory));
   EMA_ASSIGN_OR_RETURN(result.weights,

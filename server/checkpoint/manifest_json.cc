@@ -33,13 +33,19 @@ Json EncodeTime(const TrainingTime& time) {
   return json;
 }
 
+Json EncodeSchedule(const Schedule& schedule) {
+  Json json = Json::object();
+  for (const auto& [field, value] : schedule.ToFields()) json[field] = value;
+  return json;
+}
+
 Json EncodeConfig(const TrackConfig& config) {
-  Json json = {{"name", config.name}, {"schedule", Json::object()}};
-  for (const auto& [field, value] : config.schedule.ToFields()) json["schedule"][field] = value;
+  Json json = {{"name", config.name}, {"schedule", EncodeSchedule(config.schedule)}};
   Json rules = Json::array();
   for (const TensorRule& rule : config.tensor_rules) {
     rules.push_back(
         {{"pattern", rule.pattern}, {"action", std::string(TensorActionName(rule.action))}});
+    if (rule.schedule.has_value()) rules.back()["schedule"] = EncodeSchedule(*rule.schedule);
   }
   json["tensor_rules"] = std::move(rules);
   json["buffers"] = std::string(TensorActionName(config.buffers));
@@ -56,14 +62,16 @@ Json EncodeState(const Schedule::State& state) {
 }
 
 Json EncodeRecord(const TrackRecord& record) {
-  return {{"track", record.track},
-          {"updated", record.updated},
-          {"update_weight", record.update_weight},
-          {"elapsed", record.elapsed},
-          {"update_count", record.update_count},
-          {"window_steps", record.window_steps},
-          {"config", record.config},
-          {"stall_gap", record.stall_gap}};
+  Json json = {{"track", record.track},
+               {"updated", record.updated},
+               {"update_weight", record.update_weight},
+               {"elapsed", record.elapsed},
+               {"update_count", record.update_count},
+               {"window_steps", record.window_steps},
+               {"config", record.config},
+               {"stall_gap", record.stall_gap}};
+  for (const TrackRecord& rule : record.rules) json["rules"].push_back(EncodeRecord(rule));
+  return json;
 }
 
 Json EncodeFile(const CheckpointFile& file) {
@@ -76,9 +84,12 @@ Json EncodeFile(const CheckpointFile& file) {
 }
 
 Json EncodeTrack(const CheckpointTrack& track) {
-  Json json = {{"config", EncodeConfig(track.config)},
-               {"state", EncodeState(track.state)},
-               {"last_step", track.last_step}};
+  Json states = Json::array();
+  for (size_t i = 0; i < track.state.size(); ++i) {
+    states.push_back(EncodeState(track.state[i]));
+    states.back()["last_step"] = track.last_steps[i];
+  }
+  Json json = {{"config", EncodeConfig(track.config)}, {"states", std::move(states)}};
   if (track.weights.has_value()) json["weights"] = EncodeFile(*track.weights);
   if (track.low_parts.has_value()) json["low_parts"] = EncodeFile(*track.low_parts);
   return json;
@@ -97,6 +108,18 @@ absl::StatusOr<TrainingTime> ParseTime(const Fields& fields) {
   }
   if (const absl::Status status = time.Validate(); !status.ok()) return fields.Bad(status);
   return time;
+}
+
+// Calls `parse` for each object of an array.
+absl::Status ForEachObject(const Fields& fields, const std::string& key,
+                           const std::function<absl::Status(const Fields&)>& parse) {
+  EMA_ASSIGN_OR_RETURN(const Json* elements, fields.Array(key));
+  for (size_t i = 0; i < elements->size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(const Fields element,
+                         Fields::Of((*elements)[i], absl::StrCat(key, "[", i, "].")));
+    EMA_RETURN_IF_ERROR(parse(element));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<std::string>> ParseTexts(const Fields& fields, const char* key) {
@@ -141,6 +164,9 @@ absl::StatusOr<TrackConfig> ParseConfig(const Fields& fields) {
     TensorRule& parsed = config.tensor_rules.emplace_back();
     EMA_ASSIGN_OR_RETURN(parsed.pattern, rule.String("pattern"));
     EMA_ASSIGN_OR_RETURN(parsed.action, ParseAction(rule, "action"));
+    if (rule.Has("schedule")) {
+      EMA_ASSIGN_OR_RETURN(parsed.schedule, ParseSchedule(rule, "schedule"));
+    }
   }
   EMA_ASSIGN_OR_RETURN(config.buffers, ParseAction(fields, "buffers"));
   EMA_ASSIGN_OR_RETURN(config.compensated, fields.Boolean("compensated"));
@@ -158,6 +184,11 @@ absl::StatusOr<TrackRecord> ParseRecord(const Fields& fields) {
   EMA_ASSIGN_OR_RETURN(record.window_steps, fields.Number("window_steps"));
   EMA_ASSIGN_OR_RETURN(record.config, fields.String("config"));
   EMA_ASSIGN_OR_RETURN(record.stall_gap, fields.Number("stall_gap"));
+  if (!fields.Has("rules")) return record;
+  EMA_RETURN_IF_ERROR(ForEachObject(fields, "rules", [&](const Fields& rule) -> absl::Status {
+    EMA_ASSIGN_OR_RETURN(record.rules.emplace_back(), ParseRecord(rule));
+    return absl::OkStatus();
+  }));
   return record;
 }
 
@@ -199,9 +230,16 @@ absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_
   EMA_ASSIGN_OR_RETURN(const Fields config_fields, fields.Object("config"));
   EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(config_fields));
   CheckpointTrack track{.config = std::move(config)};
-  EMA_ASSIGN_OR_RETURN(const Fields state, fields.Object("state"));
-  EMA_ASSIGN_OR_RETURN(track.state, ParseState(state));
-  EMA_ASSIGN_OR_RETURN(track.last_step, fields.Integer("last_step", 0));
+  EMA_RETURN_IF_ERROR(ForEachObject(fields, "states", [&](const Fields& state) -> absl::Status {
+    EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
+    EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
+    return absl::OkStatus();
+  }));
+  const size_t schedule_count = SchedulesOf(track.config).size();
+  if (!track.state.empty() && track.state.size() != schedule_count) {
+    return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ", schedule_count,
+                                        " schedules and ", track.state.size(), " states"));
+  }
   if (!fields.Has("weights")) return track;
   EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
   EMA_ASSIGN_OR_RETURN(track.weights, ParseFile(weights, tensor_count));
@@ -210,18 +248,6 @@ absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_
     EMA_ASSIGN_OR_RETURN(track.low_parts, ParseFile(low_parts, tensor_count));
   }
   return track;
-}
-
-// Calls `parse` for each object of an array.
-absl::Status ForEachObject(const Fields& fields, const std::string& key,
-                           const std::function<absl::Status(const Fields&)>& parse) {
-  EMA_ASSIGN_OR_RETURN(const Json* elements, fields.Array(key));
-  for (size_t i = 0; i < elements->size(); ++i) {
-    EMA_ASSIGN_OR_RETURN(const Fields element,
-                         Fields::Of((*elements)[i], absl::StrCat(key, "[", i, "].")));
-    EMA_RETURN_IF_ERROR(parse(element));
-  }
-  return absl::OkStatus();
 }
 
 absl::StatusOr<Manifest> ParseTensors(const Json& json) {

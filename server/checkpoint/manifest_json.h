@@ -36,8 +36,8 @@ struct CheckpointFile {
 // One track of a checkpoint. Without `weights` it has no value yet.
 struct CheckpointTrack {
   TrackConfig config;
-  Schedule::State state;
-  int64_t last_step = 0;
+  TrackState state;
+  std::vector<int64_t> last_steps;  // As `state`.
   std::optional<CheckpointFile> weights;
   std::optional<CheckpointFile> low_parts;  // Of a compensated track.
 

@@ -68,8 +68,7 @@ Model::~Model() {
 }
 
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
-                                                 int64_t world_size, std::vector<Shard> shards) {
-  EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(manifest(), std::move(shards)));
+                                                 int64_t world_size, RankLayout layout) {
   JoinResult result;
   result.layout_digest = layout.digest();
   std::shared_ptr<PushSession> fenced;
@@ -161,21 +160,30 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                   config_.name, "\" has ", plan_revision_,
                                   ": its tracks have changed; OpenRun gives the new plan"));
   }
-  PushSession::Plan plan{start.step, start.time, {}};
+  if (start.frozen == FrozenTensors::kOmitted && !MayOmitFrozenLocked()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+                     absl::StrCat("frozen: step ", start.step,
+                                  " leaves the frozen tensors out, but "
+                                  "model \"",
+                                  config_.name,
+                                  "\" has not the values of this run's in all of its tracks; push "
+                                  "them once"));
+  }
+  PushSession::Plan plan{start.step, start.time, start.frozen, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
-    Schedule::Update update;
+    std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
     if (!track->config().paused) {
-      const absl::StatusOr<Schedule::Update> planned = track->config().schedule.Plan(
-          base != nullptr ? base->state : Schedule::State(), start.time);
+      absl::StatusOr<std::vector<Schedule::Update>> planned =
+          PlanTrack(track->config(), base != nullptr ? base->state : TrackState(), start.time);
       if (!planned.ok()) {
         return MakeError(
             planned.status().code(), GetErrorReason(planned.status()),
             absl::StrCat("track \"", track->name(), "\": ", planned.status().message()));
       }
-      update = *planned;
+      updates = *std::move(planned);
     }
-    plan.tracks.push_back({track, base, update});
+    plan.tracks.push_back({track, base, std::move(updates)});
   }
   return plan;
 }
@@ -195,6 +203,14 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
           absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
           absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.time.ToString(),
                        ", but the step was opened with ", plan.time.ToString()));
+    }
+    if (start.frozen != plan.frozen) {
+      constexpr const char* kNames[] = {"pushed", "omitted", "changed"};
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
+          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says that frozen tensors are ",
+                       kNames[static_cast<int>(start.frozen)], ", but the step was opened with ",
+                       kNames[static_cast<int>(plan.frozen)]));
     }
     return session_;
   }

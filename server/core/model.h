@@ -88,7 +88,7 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before.
   absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
-                                     std::vector<Shard> shards) ABSL_LOCKS_EXCLUDED(mu_);
+                                     RankLayout layout) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Pushes ---
 
@@ -192,6 +192,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // INVALID_ARGUMENT, BAD_TIME: pushes with the units that the trainer reports would fail.
   absl::Status CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // As PushPlan.may_omit_frozen.
+  bool MayOmitFrozenLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -46,11 +46,13 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
     config.paused = before.config().paused;
     if (before.config() == config) continue;
     if (before.actions() != ActionsOf(config, manifest()) ||
+        before.schedule_indices() != ScheduleIndicesOf(config, manifest()) ||
+        SchedulesOf(before.config()).size() != SchedulesOf(config).size() ||
         before.config().compensated != config.compensated) {
       return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                        absl::StrCat("track \"", config.name, "\" (", before.config_text(),
-                                    "): tensor_rules, buffers, compensated and copy cannot be "
-                                    "changed, by (",
+                                    "): tensor_rules (but their schedules), buffers, compensated "
+                                    "and copy cannot be changed, by (",
                                     TrackText(config), "); remove it and add another"));
     }
     *it = std::make_shared<const Track>(before, config);
@@ -73,13 +75,12 @@ absl::Status Model::CheckUnitsLocked(const TrackConfig& config, int64_t track_id
   if (current_ == nullptr) return absl::OkStatus();
   const TrackSnapshot* const now = current_->FindId(track_id);
   absl::Status status =
-      config.schedule.Plan(now != nullptr ? now->state : Schedule::State(), current_->record.time)
-          .status();
+      PlanTrack(config, now != nullptr ? now->state : TrackState(), current_->record.time).status();
   if (status.ok()) return status;
-  return MakeError(status.code(), GetErrorReason(status),
-                   absl::StrCat("track \"", config.name, "\" (", config.schedule.ToString(),
-                                "): ", status.message(), "; the trainer reports ",
-                                current_->record.time.ToString()));
+  return MakeError(
+      status.code(), GetErrorReason(status),
+      absl::StrCat("track \"", config.name, "\" (", TrackText(config), "): ", status.message(),
+                   "; the trainer reports ", current_->record.time.ToString()));
 }
 
 absl::Status Model::UpdateTracks(const TrackChanges& changes) {
@@ -105,11 +106,21 @@ void Model::ApplyPendingLocked() {
   ++plan_revision_;
 }
 
+bool Model::MayOmitFrozenLocked() const {
+  if (current_ == nullptr || run_ == nullptr || !run_->ready() || !run_->has_frozen()) return false;
+  return std::all_of(tracks_.begin(), tracks_.end(),
+                     [&](const TrackRef& track) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+                       if (track->config().paused) return true;
+                       const TrackSnapshot* const now = current_->FindId(track->id());
+                       return now != nullptr && now->frozen_run_epoch == run_->epoch();
+                     });
+}
+
 PushPlan Model::PlanLocked() const {
-  PushPlan plan{.revision = plan_revision_, .tracks = {}};
+  PushPlan plan{.revision = plan_revision_, .tracks = {}, .may_omit_frozen = MayOmitFrozenLocked()};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const now = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
-    plan.tracks.push_back({track, now != nullptr ? now->state : Schedule::State()});
+    plan.tracks.push_back({track, now != nullptr ? now->state : TrackState()});
   }
   return plan;
 }
@@ -164,15 +175,21 @@ absl::Status Model::CheckTrack(std::string_view name) const {
 std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {
   constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
   std::vector<std::string> warnings;
-  for (const TrackRecord& track : record.tracks) {
-    if (track.stall_gap < kStallGap) continue;
-    std::string about =
-        absl::StrCat("model ", config_.name, ", track ", track.track, " (", track.config, ")");
-    if (!warned_configs_.insert(about).second) continue;
+  const auto warn = [&](const TrackRecord& by,
+                        const std::string& about) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (by.stall_gap < kStallGap) return;
+    if (!warned_configs_.insert(about).second) return;
     warnings.push_back(
-        absl::StrCat(about, ": an update weight of ", track.update_weight,
-                     " is below what float32 can resolve: values stall within ", track.stall_gap,
+        absl::StrCat(about, ": an update weight of ", by.update_weight,
+                     " is below what float32 can resolve: values stall within ", by.stall_gap,
                      " of their size short of the average; a compensated track does not"));
+  };
+  for (const TrackRecord& track : record.tracks) {
+    const std::string name = absl::StrCat("model ", config_.name, ", track ", track.track);
+    warn(track, absl::StrCat(name, " (", track.config, ")"));
+    for (const TrackRecord& rule : track.rules) {
+      warn(rule, absl::StrCat(name, ", tensors ", rule.track, " (", rule.config, ")"));
+    }
   }
   return warnings;
 }

@@ -105,8 +105,7 @@ class PushSession::Folder {
       int64_t n = count;
       size_t target_count = 0;
       for (const size_t t : changing_tracks_) {
-        const Track& track = *session_.plan_.tracks[t].track;
-        if (track.action(tensor_index) == TensorAction::kIgnore) continue;
+        if (!session_.Changes(session_.plan_.tracks[t], tensor_index)) continue;
         n = std::min(n, SetTarget(t, tensor_index, element, targets_[target_count++]));
       }
       EMA_ASSIGN_OR_RETURN(
@@ -131,27 +130,29 @@ class PushSession::Folder {
     const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
     const int64_t stored_size = DtypeSize(entry.dtype);
     const int64_t byte = entry.offset + element * stored_size;
-    const int64_t block = byte / track.block_bytes();
-    const int64_t in_block = byte % track.block_bytes();
-    target = {.update_weight = plan.update.update_weight,
-              .next = next.blocks[block]->data() + in_block};
+    const int64_t block = track.FindBlock(byte);
+    const int64_t in_block = byte - track.block_start(block);
+    const Schedule::Update& update = plan.updates[track.schedule_index(tensor_index)];
+    target = {.update_weight = update.update_weight, .next = next.blocks[block]->data() + in_block};
     if (track.action(tensor_index) == TensorAction::kAverage) {
       using Kind = FoldTarget::Kind;
       const bool is_compensated = track.config().compensated;
-      const double weight = plan.update.update_weight;
+      const double weight = update.update_weight;
       const bool is_assigned = is_compensated ? weight == 1 : static_cast<float>(weight) == 1;
       if (is_compensated) target.next_low = next.low_blocks[block]->data() + in_block;
       if (is_assigned) {
         target.kind = is_compensated ? Kind::kAssignCompensated : Kind::kAssign;
       } else {
         target.kind = is_compensated ? Kind::kAverageCompensated : Kind::kAverage;
-        const std::byte* const zeros =
-            plan.update.from_zero ? session_.memory_.zeros->data() : nullptr;
+        const std::byte* const zeros = update.from_zero ? session_.memory_.zeros->data() : nullptr;
         target.current = (zeros != nullptr ? zeros : plan.base->blocks[block]->data()) + in_block;
         if (is_compensated) {
           target.current_low =
               (zeros != nullptr ? zeros : plan.base->low_blocks[block]->data()) + in_block;
         }
+      }
+      if (session_.run_->is_frozen(tensor_index)) {
+        target.differs = &session_.memory_.frozen_differs[t];
       }
     }
     return (track.block_size(block) - in_block) / stored_size;
@@ -175,7 +176,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
       last_progress_(std::chrono::steady_clock::now()) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
-    ranks_.emplace_back(run_->layout(rank)->total_bytes());
+    ranks_.emplace_back(PushedBytes(*run_->layout(rank)));
   }
 }
 
@@ -187,72 +188,15 @@ absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
   return session;
 }
 
-absl::Status PushSession::Allocate() {
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
-  memory_.next.resize(plan_.tracks.size());
-  int64_t zeros_bytes = 0;
-  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
-    const TrackPlan& plan = plan_.tracks[t];
-    if (!plan.update.due || plan.update.update_weight == 0) continue;
-    TrackBlocks& next = memory_.next[t];
-    EMA_ASSIGN_OR_RETURN(next.blocks, AllocatePadded(*plan.track, *stream));
-    if (plan.track->config().compensated) {
-      EMA_ASSIGN_OR_RETURN(next.low_blocks, AllocatePadded(*plan.track, *stream));
-    }
-    if (plan.update.from_zero && plan.track->block_count() > 0) {
-      zeros_bytes = std::max(zeros_bytes, plan.track->block_size(0));
-    }
-  }
-  if (zeros_bytes > 0) {
-    EMA_ASSIGN_OR_RETURN(memory_.zeros, model_.device->Allocate(zeros_bytes));
-    EMA_RETURN_IF_ERROR(stream->Zero(memory_.zeros->data(), zeros_bytes));
-  }
-  return stream->Synchronize().status();
+int64_t PushSession::PushedBytes(const RankLayout& layout) const {
+  return plan_.frozen == FrozenTensors::kOmitted ? layout.live_bytes() : layout.total_bytes();
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<Block>>> PushSession::AllocatePadded(
-    const Track& track, DeviceStream& stream) const {
-  EMA_ASSIGN_OR_RETURN(std::vector<std::shared_ptr<Block>> blocks,
-                       AllocateBlocks(*model_.device, track));
-  // Padding between tensors is served to readers: it must not show what the memory held before.
-  int64_t end = 0;
-  for (const StorageLayout::Entry& entry : track.layout().entries()) {
-    for (; end < entry.offset; ++end) {
-      Block& block = *blocks[end / track.block_bytes()];
-      EMA_RETURN_IF_ERROR(stream.Zero(block.data() + end % track.block_bytes(), 1));
-    }
-    end = entry.offset + entry.length_bytes;
-  }
-  return blocks;
-}
-
-absl::Status PushSession::RestoreTensors(const Memory& memory,
-                                         const absl::btree_set<int64_t>& tensors) const {
-  if (tensors.empty()) return absl::OkStatus();
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
-  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
-    const TrackBlocks& next = memory.next[t];
-    if (next.blocks.empty()) continue;
-    const Track& track = *plan_.tracks[t].track;
-    const TrackSnapshot& base = *plan_.tracks[t].base;
-    for (const int64_t tensor : tensors) {
-      const StorageLayout::Entry& entry = track.layout().entry(tensor);
-      const int64_t end = entry.offset + entry.length_bytes;
-      for (int64_t byte = entry.offset; byte < end;) {
-        const int64_t block = byte / track.block_bytes();
-        const int64_t in_block = byte % track.block_bytes();
-        const int64_t n = std::min(end - byte, track.block_size(block) - in_block);
-        EMA_RETURN_IF_ERROR(stream->Copy(next.blocks[block]->data() + in_block,
-                                         base.blocks[block]->data() + in_block, n));
-        if (!next.low_blocks.empty()) {
-          EMA_RETURN_IF_ERROR(stream->Copy(next.low_blocks[block]->data() + in_block,
-                                           base.low_blocks[block]->data() + in_block, n));
-        }
-        byte += n;
-      }
-    }
-  }
-  return stream->Synchronize().status();
+bool PushSession::Changes(const TrackPlan& plan, int64_t tensor_index) const {
+  if (plan.track->action(tensor_index) == TensorAction::kIgnore) return false;
+  if (plan_.frozen == FrozenTensors::kOmitted && run_->is_frozen(tensor_index)) return false;
+  const Schedule::Update& update = plan.updates[plan.track->schedule_index(tensor_index)];
+  return update.due && update.update_weight != 0;
 }
 
 absl::StatusOr<int64_t> PushSession::OpenStream(int64_t rank, PushCallback on_end) {
@@ -307,10 +251,11 @@ absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader
     return BadChunk(absl::StrCat("chunk at offset ", header.offset, ": ", header.data_bytes,
                                  " bytes given, expected 1 to ", kMaxChunkBytes));
   }
-  if (header.offset < 0 || header.offset > layout.total_bytes() - header.data_bytes) {
-    return BadChunk(absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
-                                 " bytes is not inside the rank's ", layout.total_bytes(),
-                                 " bytes"));
+  if (header.offset < 0 || header.offset > PushedBytes(layout) - header.data_bytes) {
+    return BadChunk(absl::StrCat(
+        "chunk at offset ", header.offset, " with ", header.data_bytes,
+        " bytes is not inside the rank's ", PushedBytes(layout),
+        plan_.frozen == FrozenTensors::kOmitted ? " bytes without its frozen tensors" : " bytes"));
   }
   for (const int64_t end : {header.offset, header.offset + header.data_bytes}) {
     if (!layout.IsElementBoundary(end)) {
@@ -363,9 +308,9 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   }
   if (!folded->non_finite.empty() && model_.non_finite != NonFinitePolicy::kAllow) {
     // A tensor can be skipped where it has a value that it may keep.
-    const bool has_base =
-        std::all_of(plan_.tracks.begin(), plan_.tracks.end(),
-                    [](const TrackPlan& plan) { return plan.base != nullptr || !plan.update.due; });
+    const bool has_base = std::all_of(
+        plan_.tracks.begin(), plan_.tracks.end(),
+        [](const TrackPlan& plan) { return plan.base != nullptr || !IsDue(plan.updates); });
     if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
       coverage.Release(range);
       const Folder::Result::NonFinite& first = folded->non_finite.front();
@@ -449,67 +394,6 @@ std::vector<uint32_t> PushSession::Digests() const {
 std::chrono::steady_clock::time_point PushSession::last_progress() const {
   absl::MutexLock lock(&mu_);
   return last_progress_;
-}
-
-absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
-  constexpr size_t kNamedTensors = 16;
-  Memory memory;
-  absl::btree_set<int64_t> skipped;
-  {
-    absl::MutexLock lock(&mu_);
-    if (ended_.has_value()) return nullptr;
-    memory = memory_;  // So that an End() meanwhile does not free it.
-    skipped = skipped_tensors_;
-  }
-  // All ranks have committed: nobody folds any more.
-  EMA_RETURN_IF_ERROR(RestoreTensors(memory, skipped));
-  auto snapshot = std::make_shared<Snapshot>();
-  VersionRecord& record = snapshot->record;
-  record.step = plan_.step;
-  record.time = plan_.time;
-  record.run_epoch = run_->epoch();
-  record.skipped_tensor_count = static_cast<int64_t>(skipped.size());
-  for (const int64_t tensor : skipped) {
-    if (record.skipped_tensors.size() == kNamedTensors) break;
-    record.skipped_tensors.push_back(model_.manifest->tensor(tensor).name);
-  }
-  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
-    const TrackPlan& plan = plan_.tracks[t];
-    if (plan.base == nullptr && !plan.update.due) continue;
-    TrackSnapshot track = plan.base != nullptr ? *plan.base : TrackSnapshot();
-    track.track = plan.track;
-    record.tracks.push_back(RecordOf(plan, track));
-    if (plan.update.due) {
-      track.state = plan.track->config().schedule.Next(track.state, plan.update, plan_.time);
-      track.last_step = plan_.step;
-    }
-    const TrackBlocks& next = memory.next[t];
-    if (!next.blocks.empty()) {
-      track.blocks.assign(next.blocks.begin(), next.blocks.end());
-      track.low_blocks.assign(next.low_blocks.begin(), next.low_blocks.end());
-    }
-    record.tracks.back().update_count = track.state.update_count;
-    snapshot->tracks.push_back(std::move(track));
-  }
-  return snapshot;
-}
-
-TrackRecord PushSession::RecordOf(const TrackPlan& plan, const TrackSnapshot& before) const {
-  // Bits of a float32's fraction, the hidden one included.
-  constexpr double kFloatUnit = 0x1p-24;
-  TrackRecord record{.track = plan.track->name(),
-                     .updated = plan.update.due,
-                     .elapsed = plan.update.elapsed,
-                     .config = plan.track->config_text()};
-  const double weight = plan.update.update_weight;
-  if (!plan.update.due || weight == 0) return record;
-  const bool is_copy = plan.track->config().schedule.is_copy();
-  const bool is_compensated = plan.track->config().compensated;
-  record.update_weight = is_compensated ? weight : static_cast<float>(weight);
-  const int64_t steps = plan.base != nullptr ? plan_.step - before.last_step : 1;
-  record.window_steps = static_cast<double>(steps) / weight;
-  if (!is_copy && !is_compensated && weight < 1) record.stall_gap = kFloatUnit / weight;
-  return record;
 }
 
 void PushSession::End(const absl::StatusOr<PushResult>& result) {

@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_CORE_PUSH_SESSION_H_
 #define EMA_SERVER_CORE_PUSH_SESSION_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -32,10 +33,12 @@ namespace ema {
 struct PushPlan {
   struct Entry {
     TrackRef track;
-    Schedule::State state;
+    TrackState state;
   };
   int64_t revision = 0;
   std::vector<Entry> tracks;
+  // Pushes may leave out the run's frozen tensors.
+  bool may_omit_frozen = false;
 };
 
 // How a push ended, the same for all ranks.
@@ -47,6 +50,10 @@ struct PushResult {
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
 
+// What a push has of the run's frozen tensors. Numbers are those of ema.v1.PushHeader.Frozen, which
+// says what each means.
+enum class FrozenTensors : int { kPushed = 0, kOmitted = 1, kChanged = 2 };
+
 // What the header of a push says.
 struct PushStart {
   int64_t run_epoch = 0;
@@ -55,6 +62,7 @@ struct PushStart {
   int64_t step = 0;
   TrainingTime time;
   int64_t plan_revision = 0;  // 0: any.
+  FrozenTensors frozen = FrozenTensors::kPushed;
 };
 
 // What the commit message of a push says.
@@ -75,12 +83,13 @@ class PushSession {
   // What is fixed when the first header arrives.
   struct TrackPlan {
     TrackRef track;
-    const TrackSnapshot* base = nullptr;  // In the base snapshot. Null: it has no value yet.
-    Schedule::Update update;
+    const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
+    std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
   };
   struct Plan {
     int64_t step = 0;
     TrainingTime time;
+    FrozenTensors frozen = FrozenTensors::kPushed;
     std::vector<TrackPlan> tracks;
   };
   struct ModelView {  // What a session reads of its model.
@@ -141,7 +150,7 @@ class PushSession {
 
  private:
   struct RankState {
-    explicit RankState(int64_t total_bytes) : coverage(total_bytes) {}
+    explicit RankState(int64_t pushed_bytes) : coverage(pushed_bytes) {}
     Coverage coverage;
     int64_t stream = 0;              // The one that may add; 0: none yet.
     std::optional<uint32_t> digest;  // Once committed.
@@ -153,6 +162,7 @@ class PushSession {
   };
   class Folder;
   struct TrackBlocks {
+    // Null: none of its bytes change, the base's block stays.
     std::vector<std::shared_ptr<Block>> blocks;
     std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
   };
@@ -163,16 +173,29 @@ class PushSession {
     // stream that has claimed its range.
     std::vector<TrackBlocks> next;
     std::shared_ptr<Block> zeros;  // Stands for each block of an average that begins with zeros.
+    // By track: an element of a frozen tensor is not what was pushed. Set by any stream.
+    std::shared_ptr<std::atomic<bool>[]> frozen_differs;
   };
 
   PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
 
+  // What of a rank's layout is pushed.
+  int64_t PushedBytes(const RankLayout& layout) const;
+  // True if the pushed values of a tensor go into the track.
+  bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
   absl::Status Allocate();
-  absl::StatusOr<std::vector<std::shared_ptr<Block>>> AllocatePadded(const Track& track,
-                                                                     DeviceStream& stream) const;
-  // Gives every track its base's values of these tensors again.
+  absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
+  // Gives a track its base's values of a tensor, in those blocks that are not the base's own.
+  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next,
+                                   int64_t tensor_index, DeviceStream& stream);
+  // The same for all tracks.
   absl::Status RestoreTensors(const Memory& memory, const absl::btree_set<int64_t>& tensors) const;
-  TrackRecord RecordOf(const TrackPlan& plan, const TrackSnapshot& before) const;
+  // As TrackSnapshot::frozen_run_epoch.
+  int64_t FrozenRunEpoch(const TrackPlan& plan, bool differs,
+                         const absl::btree_set<int64_t>& skipped) const;
+  TrackRecord RecordOf(const TrackPlan& plan) const;
+  // What the `i`-th schedule of the track did.
+  TrackRecord ScheduleRecord(const TrackPlan& plan, size_t i) const;
   // The blocks, if nobody needs them any more; to be destroyed without the lock.
   Memory TakeUnusedMemoryLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const

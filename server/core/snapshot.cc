@@ -25,8 +25,9 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
                                                   int64_t length_bytes) {
   std::vector<HostPiece> pieces;
   while (length_bytes > 0) {
-    const BlockRef& block = blocks[offset / track.block_bytes()];
-    const int64_t in_block = offset % track.block_bytes();
+    const int64_t index = track.FindBlock(offset);
+    const BlockRef& block = blocks[index];
+    const int64_t in_block = offset - track.block_start(index);
     const int64_t n = std::min(length_bytes, block->size_bytes() - in_block);
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view, device.HostView(block));
     const std::span<const std::byte> bytes(view.get() + in_block, n);
@@ -61,8 +62,9 @@ absl::StatusOr<std::unique_ptr<BlocksWriter>> BlocksWriter::Create(Device& devic
 
 absl::Status BlocksWriter::Write(int64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
-    const std::shared_ptr<Block>& block = blocks_[offset / track_.block_bytes()];
-    const int64_t in_block = offset % track_.block_bytes();
+    const int64_t index = track_.FindBlock(offset);
+    const std::shared_ptr<Block>& block = blocks_[index];
+    const int64_t in_block = offset - track_.block_start(index);
     const int64_t n = std::min(static_cast<int64_t>(bytes.size()), block->size_bytes() - in_block);
     EMA_RETURN_IF_ERROR(stream_->CopyFromHost(block->data() + in_block, bytes.data(), n));
     offset += n;

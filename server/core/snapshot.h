@@ -31,6 +31,8 @@ struct TrackRecord {
   double window_steps = 0;
   std::string config;
   double stall_gap = 0;
+  // Of the tensor rules that have a schedule, in their order.
+  std::vector<TrackRecord> rules;
 };
 
 // Mirrors ema.v1.VersionRecord.
@@ -54,8 +56,11 @@ struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
   Blocks low_blocks;  // Of a compensated track.
-  Schedule::State state;
-  int64_t last_step = 0;  // The trainer's, of the last update.
+  TrackState state;
+  // The trainer's step of the last update, by each schedule.
+  std::vector<int64_t> last_steps;
+  // The run whose frozen tensors it equals bit for bit; 0: none.
+  int64_t frozen_run_epoch = 0;
 };
 
 // All tracks of a model at one version; a track that has no value yet is not among them. Immutable,

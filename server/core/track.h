@@ -18,9 +18,10 @@
 namespace ema {
 
 // A track as its model made it. Immutable; shared by the model, its sessions and its snapshots. The
-// track's bytes are its StorageLayout cut into blocks of `block_bytes`, the last one shorter; an
-// element never straddles two of them. A compensated track has such blocks twice: the second ones
-// hold the low parts.
+// track's bytes are its StorageLayout cut into blocks of at most `block_bytes`; a large tensor has
+// blocks of its own, so that they can be shared by versions between which it does not change; an
+// element never straddles two. A compensated track has such blocks twice: the second ones hold the
+// low parts.
 class Track {
  public:
   // `id`: of no other track that the model ever had. `reservation` holds the memory of all its
@@ -31,11 +32,12 @@ class Track {
         config_(std::move(config)),
         config_text_(TrackText(config_)),
         actions_(ActionsOf(config_, manifest)),
+        schedule_indices_(ScheduleIndicesOf(config_, manifest)),
         layout_(manifest, actions_),
-        block_bytes_(block_bytes),
+        block_starts_(CutIntoBlocks(layout_, block_bytes)),
         reservation_(std::move(reservation)) {}
 
-  // The same track with another schedule, or paused. REQUIRES: the same tensors in the same form.
+  // The same track with other schedules, or paused. REQUIRES: the same tensors in the same form.
   Track(const Track& before, TrackConfig config) : Track(before) {
     config_ = std::move(config);
     config_text_ = TrackText(config_);
@@ -48,23 +50,51 @@ class Track {
   const std::string& config_text() const { return config_text_; }
   TensorAction action(int64_t tensor_index) const { return actions_[tensor_index]; }
   const std::vector<TensorAction>& actions() const { return actions_; }
+  // By which of SchedulesOf(config()) a tensor goes.
+  int schedule_index(int64_t tensor_index) const { return schedule_indices_[tensor_index]; }
+  const std::vector<int>& schedule_indices() const { return schedule_indices_; }
   const StorageLayout& layout() const { return layout_; }
   int64_t reserved_bytes() const { return reservation_->bytes(); }
-  int64_t block_bytes() const { return block_bytes_; }
-  int64_t block_count() const { return (layout_.total_bytes() + block_bytes_ - 1) / block_bytes_; }
-  int64_t block_size(int64_t i) const {
-    return std::min(block_bytes_, layout_.total_bytes() - i * block_bytes_);
+
+  int64_t block_count() const { return static_cast<int64_t>(block_starts_.size()) - 1; }
+  // In the track's bytes; `i` == block_count() gives their end.
+  int64_t block_start(int64_t i) const { return block_starts_[i]; }
+  int64_t block_size(int64_t i) const { return block_starts_[i + 1] - block_starts_[i]; }
+  // The block that holds `byte` of the track's bytes. REQUIRES: there is one.
+  int64_t FindBlock(int64_t byte) const {
+    return std::upper_bound(block_starts_.begin(), block_starts_.end(), byte) -
+           block_starts_.begin() - 1;
   }
 
  private:
   Track(const Track&) = default;
 
+  static std::vector<int64_t> CutIntoBlocks(const StorageLayout& layout, int64_t block_bytes) {
+    std::vector<int64_t> starts;
+    int64_t start = 0;
+    const auto cut_until = [&](int64_t end) {
+      for (; start < end; start += block_bytes) starts.push_back(start);
+      start = end;
+    };
+    bool is_after_large = false;
+    for (const StorageLayout::Entry& entry : layout.entries()) {
+      if (entry.length_bytes == 0) continue;
+      const bool is_large = entry.length_bytes >= kLargeTensorBytes;
+      if (is_large || is_after_large) cut_until(entry.offset);
+      is_after_large = is_large;
+    }
+    cut_until(layout.total_bytes());
+    starts.push_back(layout.total_bytes());
+    return starts;
+  }
+
   int64_t id_;
   TrackConfig config_;
   std::string config_text_;
   std::vector<TensorAction> actions_;
+  std::vector<int> schedule_indices_;
   StorageLayout layout_;
-  int64_t block_bytes_;
+  std::vector<int64_t> block_starts_;  // And the end.
   std::shared_ptr<const MemoryBudget::Reservation> reservation_;
 };
 using TrackRef = std::shared_ptr<const Track>;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/core/trainer_run.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,6 +60,8 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     LayoutCoverage coverage = coverage_;
     EMA_RETURN_IF_ERROR(coverage.Add(rank, layout));
     EMA_RETURN_IF_ERROR(coverage.CheckComplete());
+    frozen_ = coverage.FrozenTensors();
+    if (std::find(frozen_.begin(), frozen_.end(), true) == frozen_.end()) frozen_.clear();
   }
   layouts_[rank] = std::make_unique<const RankLayout>(std::move(layout));
   ++joined_count_;

@@ -37,6 +37,9 @@ class TrainerRun {
   std::vector<int64_t> MissingRanks(int64_t limit) const;
   // Null before the rank has joined.
   const RankLayout* layout(int64_t rank) const { return layouts_[rank].get(); }
+  // Tensors that do not change while the run lasts. REQUIRES: ready().
+  bool has_frozen() const { return !frozen_.empty(); }
+  bool is_frozen(int64_t tensor_index) const { return has_frozen() && frozen_[tensor_index]; }
 
  private:
   TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size);
@@ -45,6 +48,7 @@ class TrainerRun {
   const int64_t epoch_;
   LayoutCoverage coverage_;
   std::vector<std::unique_ptr<const RankLayout>> layouts_;  // By rank.
+  std::vector<bool> frozen_;                                // By tensor, once ready; empty: none.
   int64_t joined_count_ = 0;
 };
 

@@ -5,6 +5,7 @@
 #ifndef EMA_SERVER_DEVICE_DEVICE_H_
 #define EMA_SERVER_DEVICE_DEVICE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,6 +59,10 @@ struct FoldTarget {
   // Of the compensated kinds: the low parts.
   const std::byte* current_low = nullptr;
   std::byte* next_low = nullptr;
+  // Not for kCopy; may be null. Set to true if an element of `next` (and its low part) is not what
+  // assigning the source would have given, bit for bit but for the sign of 0, which averaging does
+  // not keep; final after Synchronize().
+  std::atomic<bool>* differs = nullptr;
 };
 
 // One run of pushed elements and everything to be done with it, in one read of the source.

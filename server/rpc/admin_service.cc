@@ -90,9 +90,12 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
         absl::StrCat("manifest_digest: ", request.manifest_digest(), " given, model \"",
                      request.model(), "\" has ", model->manifest().digest()));
   }
-  EMA_ASSIGN_OR_RETURN(const Model::JoinResult joined,
-                       model->JoinRun(request.launch_id(), request.rank(), request.world_size(),
-                                      FromProto(request.layout())));
+  EMA_ASSIGN_OR_RETURN(RankLayout layout,
+                       RankLayout::Create(model->manifest(), FromProto(request.layout()),
+                                          request.layout().frozen_shard_count()));
+  EMA_ASSIGN_OR_RETURN(
+      const Model::JoinResult joined,
+      model->JoinRun(request.launch_id(), request.rank(), request.world_size(), std::move(layout)));
   v1::OpenRunResponse response;
   response.set_run_epoch(joined.run_epoch);
   response.set_layout_digest(joined.layout_digest);

@@ -30,6 +30,18 @@ absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
   }
 }
 
+void ToProto(const TrackRecord& record, v1::TrackRecord* proto) {
+  proto->set_track(record.track);
+  proto->set_updated(record.updated);
+  proto->set_update_weight(record.update_weight);
+  proto->set_elapsed(record.elapsed);
+  proto->set_update_count(record.update_count);
+  proto->set_window_steps(record.window_steps);
+  proto->set_config(record.config);
+  proto->set_stall_gap(record.stall_gap);
+  for (const TrackRecord& rule : record.rules) ToProto(rule, proto->add_rules());
+}
+
 }  // namespace
 
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
@@ -78,17 +90,7 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
   proto.set_step(record.step);
   ToProto(record.time, proto.mutable_time());
   proto.set_run_epoch(record.run_epoch);
-  for (const TrackRecord& track : record.tracks) {
-    v1::TrackRecord* const out = proto.add_tracks();
-    out->set_track(track.track);
-    out->set_updated(track.updated);
-    out->set_update_weight(track.update_weight);
-    out->set_elapsed(track.elapsed);
-    out->set_update_count(track.update_count);
-    out->set_window_steps(track.window_steps);
-    out->set_config(track.config);
-    out->set_stall_gap(track.stall_gap);
-  }
+  for (const TrackRecord& track : record.tracks) ToProto(track, proto.add_tracks());
   proto.set_commit_time_us(absl::ToUnixMicros(record.commit_time));
   proto.set_skipped_tensor_count(record.skipped_tensor_count);
   for (const std::string& tensor : record.skipped_tensors) proto.add_skipped_tensors(tensor);
@@ -98,12 +100,13 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision) {
   v1::PushPlan proto;
   proto.set_revision(plan.revision);
+  proto.set_may_omit_frozen(plan.may_omit_frozen);
   for (const PushPlan::Entry& entry : plan.tracks) {
     v1::PushPlan::Entry* const out = proto.add_tracks();
     if (plan.revision != known_revision) {
       ToProto(entry.track->config(), out->mutable_track());
     }
-    ToProto(entry.state, out->mutable_state());
+    for (const Schedule::State& state : entry.state) ToProto(state, out->add_states());
     out->set_track_id(entry.track->id());
   }
   return proto;

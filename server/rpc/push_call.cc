@@ -129,6 +129,10 @@ absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
   start.step = header.step();
   start.time = FromProto(header.time());
   start.plan_revision = plan_revision_ = header.plan_revision();
+  if (!v1::PushHeader::Frozen_IsValid(header.frozen())) {
+    return BadMessage(absl::StrCat("frozen ", static_cast<int>(header.frozen())));
+  }
+  start.frozen = static_cast<FrozenTensors>(header.frozen());
   EMA_ASSIGN_OR_RETURN(
       push_, model_->OpenPush(
                  start, [self = shared_from_this()](const auto& result) { self->OnEnd(result); }));

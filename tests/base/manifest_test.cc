@@ -179,6 +179,20 @@ TEST(StorageLayoutTest, ActionsDecideTensorByTensor) {
   EXPECT_EQ(nothing.total_bytes(), 0);
 }
 
+TEST(StorageLayoutTest, LargeTensorsAndThoseAfterThemAreAlignedMore) {
+  const int64_t large = kLargeTensorBytes / 2;
+  const Manifest manifest = Make({{"small", Dtype::kBool, {3}},
+                                  {"large", Dtype::kBFloat16, {large + 1}},
+                                  {"after", Dtype::kBool, {1}},
+                                  {"last", Dtype::kBool, {1}},
+                                  {"below", Dtype::kBFloat16, {large - 1}}});
+  const StorageLayout layout(manifest, std::vector(5, TensorAction::kCopy));
+  EXPECT_EQ(layout.entry(1).offset, 64);
+  EXPECT_EQ(layout.entry(2).offset, 64 + kLargeTensorBytes + 64);
+  EXPECT_EQ(layout.entry(3).offset, layout.entry(2).offset + 1);
+  EXPECT_EQ(layout.entry(4).offset, layout.entry(2).offset + 2);
+}
+
 TEST(StorageLayoutTest, EntriesFollowEachOtherWithLeastPadding) {
   std::mt19937_64 random(1);
   for (int round = 0; round < 200; ++round) {

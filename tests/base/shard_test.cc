@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <limits>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
 #include <span>
@@ -412,10 +413,10 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
       SCOPED_TRACE(absl::StrCat("round ", round, ", world_size ", world_size));
       LayoutCoverage coverage(&c.manifest);
       for (int64_t rank = 0; rank < world_size; ++rank) {
-        EMA_ASSERT_OK_AND_ASSIGN(std::vector<Shard> shards,
-                                 EvenShare(c.manifest, c.rank0_only(), rank, world_size));
+        EMA_ASSERT_OK_AND_ASSIGN(RankShare share,
+                                 EvenShare(c.manifest, c.rank0_only(), {}, rank, world_size));
         EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout,
-                                 RankLayout::Create(c.manifest, std::move(shards)));
+                                 RankLayout::Create(c.manifest, std::move(share.shards)));
         ASSERT_THAT(coverage.Add(rank, layout), IsOk());
         ExpectFewContiguousBoxes(c.manifest, layout);
         for (const Shard& shard : layout.shards()) {
@@ -437,32 +438,99 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
 
 TEST(EvenShareTest, WithoutFlagsNothingIsRankZerosOnly) {
   const Manifest manifest = Make({{"w", Dtype::kFloat32, {3, 4}}});
-  EXPECT_THAT(EvenShare(manifest, {}, 0, 2),
-              IsOkAndHolds(ElementsAre(Shard{0, {0, 0}, {1, 4}}, Shard{0, {1, 0}, {1, 2}})));
-  EXPECT_THAT(EvenShare(manifest, {}, 1, 2),
-              IsOkAndHolds(ElementsAre(Shard{0, {1, 2}, {1, 2}}, Shard{0, {2, 0}, {1, 4}})));
-  EXPECT_THAT(EvenShare(manifest, {}, 0, 1), IsOkAndHolds(ElementsAre(WholeTensor(manifest, 0))));
+  EXPECT_THAT(EvenShare(manifest, {}, {}, 0, 2)->shards,
+              ElementsAre(Shard{0, {0, 0}, {1, 4}}, Shard{0, {1, 0}, {1, 2}}));
+  EXPECT_THAT(EvenShare(manifest, {}, {}, 1, 2)->shards,
+              ElementsAre(Shard{0, {1, 2}, {1, 2}}, Shard{0, {2, 0}, {1, 4}}));
+  EXPECT_THAT(EvenShare(manifest, {}, {}, 0, 1)->shards, ElementsAre(WholeTensor(manifest, 0)));
+}
+
+TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
+  Random random(5);
+  for (int round = 0; round < 200; ++round) {
+    const ShareCase c = RandomShareCase(random);
+    const auto flags = std::make_unique<bool[]>(c.manifest.tensors().size());
+    for (size_t i = 0; i < c.manifest.tensors().size(); ++i) flags[i] = Below(random, 2) == 1;
+    const TensorSet frozen = absl::MakeConstSpan(flags.get(), c.manifest.tensors().size());
+    for (int64_t world_size = 1; world_size <= 5; ++world_size) {
+      SCOPED_TRACE(absl::StrCat("round ", round, ", world_size ", world_size));
+      LayoutCoverage coverage(&c.manifest);
+      int64_t least = std::numeric_limits<int64_t>::max();
+      int64_t most = 0;
+      for (int64_t rank = 0; rank < world_size; ++rank) {
+        EMA_ASSERT_OK_AND_ASSIGN(RankShare share,
+                                 EvenShare(c.manifest, c.rank0_only(), frozen, rank, world_size));
+        EMA_ASSERT_OK_AND_ASSIGN(
+            const RankLayout layout,
+            RankLayout::Create(c.manifest, std::move(share.shards), share.frozen_shard_count));
+        ASSERT_THAT(coverage.Add(rank, layout), IsOk());
+        for (const Shard& shard : layout.frozen_shards()) {
+          EXPECT_TRUE(frozen[shard.tensor_index] && !c.rank0_flags[shard.tensor_index]);
+        }
+        least = std::min(least, layout.total_bytes() - layout.live_bytes());
+        most = std::max(most, layout.total_bytes() - layout.live_bytes());
+      }
+      ASSERT_THAT(coverage.CheckComplete(), IsOk());
+      EXPECT_LE(most - least, 16);
+      const std::vector<bool> found = coverage.FrozenTensors();
+      for (int64_t i = 0; i < c.manifest.tensor_count(); ++i) {
+        const bool is_frozen = frozen[i] && !c.rank0_flags[i];
+        EXPECT_EQ(found[i], is_frozen && c.manifest.tensor(i).element_count() > 0);
+      }
+    }
+  }
+}
+
+TEST(RankLayoutTest, FrozenShardsAreTheLastAndOfWholeTensors) {
+  const Manifest manifest = Make({{"w", Dtype::kFloat32, {4}}, {"v", Dtype::kFloat64, {3}}});
+  const std::vector<Shard> shards = {WholeTensor(manifest, 1), WholeTensor(manifest, 0)};
+  EMA_ASSERT_OK_AND_ASSIGN(const RankLayout live, RankLayout::Create(manifest, shards));
+  EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, shards, 1));
+  EXPECT_EQ(live.live_bytes(), 40);
+  EXPECT_EQ(layout.live_bytes(), 24);
+  EXPECT_EQ(layout.total_bytes(), 40);
+  EXPECT_NE(layout.digest(), live.digest());
+  EXPECT_THAT(layout.frozen_shards(), ElementsAre(WholeTensor(manifest, 0)));
+  for (const int64_t count : {-1, 3}) {
+    EXPECT_THAT(RankLayout::Create(manifest, shards, count),
+                StatusIs(kInvalid, HasSubstr("frozen_shard_count: ")));
+  }
+  EXPECT_THAT(RankLayout::Create(manifest, {{0, {0}, {2}}, {0, {2}, {2}}}, 1),
+              StatusIs(kInvalid, HasSubstr("tensor \"w\": shard [2:4] is frozen, another is not")));
+}
+
+TEST(LayoutCoverageTest, ATensorIsFrozenOnAllRanksOrOnNone) {
+  const Manifest manifest = Make({{"w", Dtype::kFloat32, {4}}});
+  LayoutCoverage coverage(&manifest);
+  ASSERT_THAT(coverage.Add(0, *RankLayout::Create(manifest, {{0, {0}, {2}}}, 1)), IsOk());
+  const Shard rest = {0, {2}, {2}};
+  EXPECT_THAT(coverage.Add(1, *RankLayout::Create(manifest, {rest})),
+              StatusIs(kInvalid, HasSubstr("tensor \"w\": frozen on rank 0, but not on rank 1")));
+  EXPECT_THAT(coverage.Add(1, *RankLayout::Create(manifest, {rest}, 1)), IsOk());
+  EXPECT_THAT(coverage.CheckComplete(), IsOk());
 }
 
 TEST(EvenShareTest, LargestModelDoesNotOverflow) {
   const int64_t elements = int64_t{1} << 61;
   const Manifest manifest =
       Make({{"w", Dtype::kInt8, {elements}}, {"v", Dtype::kInt8, {elements}}});
-  EMA_ASSERT_OK_AND_ASSIGN(const std::vector<Shard> shards, EvenShare(manifest, {}, 65535, 65536));
-  ASSERT_EQ(shards.size(), 1u);
-  EXPECT_EQ(shards[0].element_count(), int64_t{1} << 46);
+  EMA_ASSERT_OK_AND_ASSIGN(const RankShare share, EvenShare(manifest, {}, {}, 65535, 65536));
+  ASSERT_EQ(share.shards.size(), 1u);
+  EXPECT_EQ(share.shards[0].element_count(), int64_t{1} << 46);
 }
 
 TEST(EvenShareTest, RefusesWhatIsNoRank) {
   const Manifest manifest = Make({{"w", Dtype::kFloat32, {3}}, {"v", Dtype::kFloat32, {3}}});
   for (const auto& [rank, world_size] :
        {std::pair<int64_t, int64_t>{-1, 2}, {2, 2}, {0, 0}, {0, -1}, {0, 65537}}) {
-    EXPECT_THAT(EvenShare(manifest, {}, rank, world_size),
+    EXPECT_THAT(EvenShare(manifest, {}, {}, rank, world_size),
                 StatusIs(kInvalid, HasSubstr("expected 0 <= rank < world_size <= 65536")));
   }
   const bool flags[] = {true};
-  EXPECT_THAT(EvenShare(manifest, flags, 0, 2),
+  EXPECT_THAT(EvenShare(manifest, flags, {}, 0, 2),
               StatusIs(kInvalid, HasSubstr("rank0_only has 1 entries; expected none or 2")));
+  EXPECT_THAT(EvenShare(manifest, {}, flags, 0, 2),
+              StatusIs(kInvalid, HasSubstr("frozen has 1 entries; expected none or 2")));
 }
 
 }  // namespace

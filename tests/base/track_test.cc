@@ -91,6 +91,60 @@ TEST(ActionsOfTest, WhatCannotBeAveragedIsCopied) {
               ElementsAre(kCopy, kCopy, kCopy, kIgnore, kCopy, kCopy));
 }
 
+TEST(SchedulesOfTest, ARuleMayHaveAScheduleOfItsOwn) {
+  const TrackConfig track =
+      Track("200ba", {{"mask", kAverage, *Schedule::Parse("10ba")},
+                      {"body.*", kCopy},
+                      {"*.weight", kAverage, *Schedule::Parse("smoothing=0.5")}});
+  ASSERT_THAT(ValidateTrack(track, TestManifest()), IsOk());
+  const std::vector<const Schedule*> schedules = SchedulesOf(track);
+  ASSERT_EQ(schedules.size(), 3);
+  EXPECT_EQ(schedules[0]->ToString(), "half_life=200ba");
+  EXPECT_EQ(schedules[1]->ToString(), "half_life=10ba");
+  EXPECT_EQ(schedules[2]->ToString(), "smoothing=0.5");
+  EXPECT_THAT(ScheduleIndicesOf(track, TestManifest()), ElementsAre(0, 0, 0, 2, 0, 1));
+  EXPECT_EQ(TrackText(track),
+            "half_life=200ba; mask (half_life=10ba); body.* copy; *.weight (smoothing=0.5)");
+}
+
+TEST(ValidateTrackTest, RefusesAScheduleThatHasNoUse) {
+  const Schedule half_life = *Schedule::Parse("10ba");
+  const auto refused = [](const TrackConfig& track) {
+    return std::string(ValidateTrack(track, TestManifest()).message());
+  };
+  EXPECT_THAT(refused(Track("copy", {{"mask", kAverage, half_life}})),
+              HasSubstr("where nothing is averaged"));
+  EXPECT_THAT(refused(Track("200ba", {{"mask", kIgnore, half_life}})),
+              HasSubstr("where nothing is averaged"));
+  EXPECT_THAT(refused(Track("200ba", {{"mask", kAverage, *Schedule::Parse("copy")}})),
+              HasSubstr("give the action \"copy\""));
+  EXPECT_THAT(refused(Track("200ba", std::vector<TensorRule>(17, {"mask", kAverage, half_life}))),
+              HasSubstr("17 have a schedule; at most 16"));
+}
+
+TEST(PlanTrackTest, EachScheduleCountsByItself) {
+  const TrackConfig track =
+      Track("smoothing=0.5, update_interval=2ba",
+            {{"mask", kAverage, *Schedule::Parse("smoothing=0.25, update_interval=3ba")}});
+  TrackState state;
+  std::string due;
+  for (int batch = 1; batch <= 6; ++batch) {
+    TrainingTime now;
+    now.Set(TimeUnit::kBatch, batch);
+    EMA_ASSERT_OK_AND_ASSIGN(const std::vector<Schedule::Update> updates,
+                             PlanTrack(track, state, now));
+    ASSERT_EQ(updates.size(), 2);
+    due += updates[0].due ? 'a' : '-';
+    due += updates[1].due ? 'b' : '-';
+    due += ' ';
+    EXPECT_EQ(IsDue(updates), updates[0].due || updates[1].due);
+    state = NextState(track, state, updates, now);
+  }
+  EXPECT_EQ(due, "ab a- -b a- -- ab ");
+  EXPECT_EQ(state[0].update_count, 4);
+  EXPECT_EQ(state[1].update_count, 3);
+}
+
 TEST(ValidateTrackTest, AcceptsWhatTheHeaderSays) {
   for (TrackConfig track :
        {Track("copy"), Track("200ba"), Track("200ba", {{"head.*", kIgnore}, {"mask", kAverage}}),

@@ -56,19 +56,30 @@ CheckpointManifest MakeCheckpoint() {
   checkpoint.created_tracks = {checkpoint.tracks[1].config};
   TrackConfig& config = checkpoint.tracks[0].config;
   config.tensor_rules = {{"conv.*", TensorAction::kCopy},
-                         {"\"n\" \xc3\xa4", TensorAction::kIgnore}};
+                         {"\"n\" \xc3\xa4", TensorAction::kIgnore},
+                         {"head", TensorAction::kAverage, *Schedule::Parse("smoothing=0.5")}};
   config.buffers = TensorAction::kCopy;
   config.compensated = true;
   config.paused = true;
-  checkpoint.tracks[0].state = {.update_count = 7,
-                                .averaged_count = 3,
-                                .last_update = Time(40, 1e-300),
-                                .started = Time(20, 0)};
-  checkpoint.tracks[0].last_step = 39;
+  checkpoint.tracks[0].state = {
+      {.update_count = 7,
+       .averaged_count = 3,
+       .last_update = Time(40, 1e-300),
+       .started = Time(20, 0)},
+      {.update_count = 2, .averaged_count = 1, .last_update = Time(39, 1), .started = {}}};
+  checkpoint.tracks[0].last_steps = {39, 38};
   checkpoint.tracks[0].weights->file_bytes = int64_t{1} << 60;
   checkpoint.tracks[0].weights->header_crc32c = 0x0000abcd;
   checkpoint.tracks[0].low_parts = CheckpointFile{9, 5, {1, 2}};
-  checkpoint.record.tracks = {{"fast", true, 1.0 / 3, 1e300, 7, 1e-300, "half_life=200ba", 0.1},
+  checkpoint.record.tracks = {{"fast",
+                               true,
+                               1.0 / 3,
+                               1e300,
+                               7,
+                               1e-300,
+                               "half_life=200ba",
+                               0.1,
+                               {{"head", false, 0, 2, 2, 0, "smoothing=0.5", 0}}},
                               {"slow"},
                               {"seconds", true, 1, 0, 1},
                               {"constant", true, std::numeric_limits<double>::denorm_min(), 0, 2},

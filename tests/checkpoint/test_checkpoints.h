@@ -140,7 +140,7 @@ inline void ExpectSameVersion(Model& loaded, Model& saved, const Snapshot& expec
   ASSERT_EQ((*snapshot)->tracks.size(), expected.tracks.size());
   for (size_t t = 0; t < expected.tracks.size(); ++t) {
     EXPECT_EQ((*snapshot)->tracks[t].track->config(), expected.tracks[t].track->config());
-    EXPECT_EQ((*snapshot)->tracks[t].last_step, expected.tracks[t].last_step);
+    EXPECT_EQ((*snapshot)->tracks[t].last_steps, expected.tracks[t].last_steps);
     EXPECT_EQ((*snapshot)->tracks[t].state, expected.tracks[t].state);
     EXPECT_EQ(record.tracks[t].update_weight, expected.record.tracks[t].update_weight);
     // Not EXPECT_EQ, which would print them.

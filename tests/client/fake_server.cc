@@ -145,10 +145,11 @@ v1::PushPlan FakeServer::MakePlan(const v1::VersionRecord& latest) const {
   track->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
   track->mutable_schedule()->set_update_interval("10ba");
   if (latest.version() != 0) {
-    entry->mutable_state()->set_update_count(latest.version());
-    entry->mutable_state()->set_averaged_count(latest.version());
-    *entry->mutable_state()->mutable_last_update() = latest.time();
-    *entry->mutable_state()->mutable_started() = latest.time();
+    v1::ScheduleState* const state = entry->add_states();
+    state->set_update_count(latest.version());
+    state->set_averaged_count(latest.version());
+    *state->mutable_last_update() = latest.time();
+    *state->mutable_started() = latest.time();
   }
   return result;
 }
@@ -206,7 +207,8 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
                       .offsets = {shard.offsets().begin(), shard.offsets().end()},
                       .extents = {shard.extents().begin(), shard.extents().end()}});
   }
-  absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, std::move(shards));
+  absl::StatusOr<RankLayout> layout =
+      RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count());
   if (!layout.ok()) return WithDetail(context, layout.status());
   absl::MutexLock lock(&mu_);
   ++open_run_count_;

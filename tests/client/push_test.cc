@@ -613,9 +613,10 @@ TEST_F(PushTest, IsDueFollowsThePlanOfTheLastReply) {
   entry->mutable_track()->set_name("slow");
   entry->mutable_track()->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
   entry->mutable_track()->mutable_schedule()->set_update_interval("20ba");
-  entry->mutable_state()->set_update_count(4);
-  entry->mutable_state()->mutable_last_update()->set_batch(30);
-  entry->mutable_state()->mutable_started()->set_batch(30);
+  v1::ScheduleState* const state = entry->add_states();
+  state->set_update_count(4);
+  state->mutable_last_update()->set_batch(30);
+  state->mutable_started()->set_batch(30);
   EXPECT_EQ(run_->plan().tracks[0].track.name, "ema");
   ASSERT_THAT(Push(36), IsOk());
   EXPECT_EQ(run_->plan().revision, 2);

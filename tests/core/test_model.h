@@ -71,15 +71,26 @@ class TestRank {
     }
   }
 
-  absl::Status Join() {
-    EMA_ASSIGN_OR_RETURN(joined_, model_->JoinRun(launch_id_, rank_, world_size_, shards_));
+  // The last `frozen_shard_count` shards are frozen.
+  absl::Status Join(int64_t frozen_shard_count = 0) {
+    EMA_ASSIGN_OR_RETURN(RankLayout layout,
+                         RankLayout::Create(model_->manifest(), shards_, frozen_shard_count));
+    EMA_ASSIGN_OR_RETURN(joined_,
+                         model_->JoinRun(launch_id_, rank_, world_size_, std::move(layout)));
     return absl::OkStatus();
   }
+  // What the next pushes say of frozen shards.
+  void SetFrozen(FrozenTensors frozen) { frozen_ = frozen; }
 
   int64_t run_epoch() const { return joined_.run_epoch; }
 
   PushStart Start(int64_t step) const {
-    return {joined_.run_epoch, rank_, joined_.layout_digest, step, AtBatch(step)};
+    return {.run_epoch = joined_.run_epoch,
+            .rank = rank_,
+            .layout_digest = joined_.layout_digest,
+            .step = step,
+            .time = AtBatch(step),
+            .frozen = frozen_};
   }
 
   absl::StatusOr<std::unique_ptr<RankPush>> Open(int64_t step,
@@ -122,6 +133,7 @@ class TestRank {
   const int64_t rank_;
   const int64_t world_size_;
   std::vector<Shard> shards_;
+  FrozenTensors frozen_ = FrozenTensors::kPushed;
   Model::JoinResult joined_;
 };
 

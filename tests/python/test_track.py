@@ -129,28 +129,31 @@ def test_bad_rules(rules):
         Track(tensor_rules=rules)
 
 
-def test_schedule_plans():
-    schedule = _ema.Schedule.from_fields({"half_life": "10ba", "update_interval": "2ba"})
-    state = _ema.ScheduleState()
-    assert (state.update_count, state.last_update, state.started) == (0, None, None)
-    assert schedule.plan(state, {"batch": 1}) == (True, 1.0, False, 0.0)
-    state = schedule.next(state, {"batch": 1})
-    assert (state.update_count, state.averaged_count) == (1, 1)
-    assert state.last_update == {"batch": 1}
-    due, weight, from_zero, elapsed = schedule.plan(state, {"batch": 5})
+def test_track_plans():
+    track = track_of(
+        "ema",
+        Track(half_life="10ba", update_interval="2ba", tensor_rules={"head": {"smoothing": 0.5}}),
+    )
+    state = track.next([], {"batch": 1})
+    assert track.plan([], {"batch": 1}) == [(True, 1.0, False, 0.0)] * 2
+    assert (state[0].update_count, state[0].averaged_count) == (1, 1)
+    assert state[0].last_update == {"batch": 1}
+    (due, weight, from_zero, elapsed), head = track.plan(state, {"batch": 5})
     assert (due, from_zero, elapsed) == (True, False, 4)
     assert weight == pytest.approx(1 - 2 ** (-4 / 10), rel=1e-15)
+    assert head == (True, 0.5, False, 4)
     # Not due: the state stays.
-    state = schedule.next(state, {"batch": 4})
-    assert not schedule.plan(state, {"batch": 5})[0]
-    assert schedule.next(state, {"batch": 5}) == state
+    state = track.next(state, {"batch": 4})
+    assert not track.plan(state, {"batch": 5})[0][0]
+    after = track.next(state, {"batch": 5})
+    assert after[0] == state[0] and after[1].update_count == 3
     with pytest.raises(ema_client.InvalidArgumentError, match="go back") as error:
-        schedule.plan(state, {"batch": 3})
+        track.plan(state, {"batch": 3})
     assert error.value.reason == "BAD_TIME"
     again = _ema.ScheduleState.from_fields(
-        state.update_count, state.averaged_count, state.last_update, state.started
+        state[0].update_count, state[0].averaged_count, state[0].last_update, state[0].started
     )
-    assert again == state
+    assert again == state[0]
 
 
 def test_actions():
@@ -163,9 +166,9 @@ def test_actions():
     ]
     rules = {"head.*": "ignore"}
     track = track_of("ema", Track(tensor_rules=rules))
-    assert track.actions(specs) == ["ignore", "average", "average", "copy"]
+    assert [a for a, _ in track.actions(specs)] == ["ignore", "average", "average", "copy"]
     track = track_of("ema", Track(tensor_rules=rules, buffers="copy"))
-    assert track.actions(specs) == ["ignore", "average", "copy", "copy"]
+    assert [a for a, _ in track.actions(specs)] == ["ignore", "average", "copy", "copy"]
     with pytest.raises(
         ema_client.InvalidArgumentError, match='"hed.*" matches no tensor.*"head.w"'
     ):

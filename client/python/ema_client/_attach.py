@@ -118,7 +118,7 @@ def attach(
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
             # Raises if a unit that it needs is not counted.
-            track.schedule.plan(_ema.ScheduleState(), now)
+            track.plan([], now)
         module = unwrap(model)
         check_whole(module)
         plan = _Plan.make(
@@ -245,6 +245,7 @@ class _Plan:
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             rank0_only=list(self.tensors.buffers),
+            frozen=self.tensors.frozen(),
             rejoins=False,
             timeout_s=timeout_s,
         )
@@ -274,7 +275,7 @@ def _ignored_by_all(tensors: NamedTensors, tracks: list[_ema.Track]) -> set[str]
     return {
         spec[0]
         for spec, *of_tracks in zip(specs, *actions)
-        if all(action == "ignore" for action in of_tracks)
+        if all(action == "ignore" for action, _ in of_tracks)
     }
 
 

@@ -18,7 +18,7 @@ from ema_client import _ema
 from ema_client._client import Client
 from ema_client._errors import DeadlineExceededError, EmaError, UnavailableError
 from ema_client._run import PendingPush, Run
-from ema_client._torch_model import named_tensors
+from ema_client._torch_model import NamedTensors, bit_sums, named_tensors
 from ema_client._types import TimeLike, Version, time_dict
 
 if TYPE_CHECKING:
@@ -133,12 +133,16 @@ class Attachment:
 
         # Where each track stands as far as this rank has tried. Counted here and not taken from the
         # server's replies: all ranks must try at the same steps, whatever became of the pushes before.
-        self._states: dict[str, _ema.ScheduleState] = {}
+        self._states: dict[str, list[_ema.ScheduleState]] = {}
         self._track_ids: dict[str, int] = {}
         self._plan_revision = 0
         self._tracks: list[_ema.Track] = []
         self._adopt_plan()
         self._pushed_names = frozenset(shard.name for shard in run.shards)
+        self._frozen = frozenset(named_tensors(module).frozen())
+        # What the frozen ones were at the last push that had them and succeeded; as it began.
+        self._frozen_sums: list[int] | None = None
+        self._pending_sums: list[int] | None = None
         self._optimizer = optimizer
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -254,7 +258,7 @@ class Attachment:
         if can_push and self._adopt_plan():
             due = self._due(now)
         for track in due:
-            self._states[track.name] = track.schedule.next(self._states[track.name], now)
+            self._states[track.name] = track.next(self._states[track.name], now)
         if all(track.paused for track in due):
             if due and can_push:
                 self._refresh_plan()
@@ -262,9 +266,18 @@ class Attachment:
         if not can_push:
             self._skipped += 1
             return
+        tensors = named_tensors(self._module)
+        sums = bit_sums(tensors.parameters[name] for name in sorted(self._frozen))
+        frozen_changed = self._frozen_sums not in (None, sums)
+        omits_frozen = self._run.may_omit_frozen and not frozen_changed
         self._pending = self._run.start_push(
-            step=self._step, weights=self._weights(), time=now, timeout_s=self._timeout_s
+            step=self._step,
+            weights=self._weights(tensors, omits_frozen),
+            time=now,
+            frozen_changed=frozen_changed,
+            timeout_s=self._timeout_s,
         )
+        self._pending_sums = sums
         self._pending_step = self._step
         self._has_waited = False
 
@@ -295,7 +308,11 @@ class Attachment:
     def _due(self, now: dict[str, float]) -> list[_ema.Track]:
         """Tracks that a push would update; if all are paused, those that it would update else."""
         active = [track for track in self._tracks if not track.paused] or self._tracks
-        return [track for track in active if track.schedule.plan(self._states[track.name], now)[0]]
+        return [
+            track
+            for track in active
+            if any(due for due, *_ in track.plan(self._states[track.name], now))
+        ]
 
     def _adopt_plan(self) -> bool:
         """Takes over what UpdateModel has changed, as far as this rank knows. True: something."""
@@ -325,9 +342,8 @@ class Attachment:
         time_like = None if self._time_of is None else self._time_of(self._step)
         return time_dict(time_like, step=self._step)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
         """What this rank pushes: parameters in place, copies of what may change before the next step."""
-        tensors = named_tensors(self._module)
         optimized = {
             id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
         }
@@ -337,7 +353,8 @@ class Attachment:
                 weights[name] = parameter.detach()
                 # Somebody else may change it, without asking us: another optimizer, or the forward
                 # pass (a key encoder that follows the model).
-                if id(parameter) not in optimized:
+                is_read = not (omits_frozen and name in self._frozen)
+                if id(parameter) not in optimized and is_read:
                     weights[name] = weights[name].clone()
         for name, buffer in tensors.buffers.items():
             if name in self._pushed_names:
@@ -358,6 +375,7 @@ class Attachment:
             return
         self._pushes += 1
         self._in_step = True
+        self._frozen_sums = self._pending_sums
         if self._is_alone:
             self._adopt_plan()
         _logger.debug("step %d is version %d", self._pending_step, self._version.number)

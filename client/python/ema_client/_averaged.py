@@ -111,4 +111,4 @@ def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
         return set()
     specs = specs_of(tensors)
     actions = track_of(track, info.tracks[track]).actions(specs)
-    return {spec[0] for spec, action in zip(specs, actions) if action == "ignore"}
+    return {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}

@@ -186,6 +186,7 @@ class Client:
         world_size: int = 1,
         shards: Sequence[Shard] | None = None,
         rank0_only: Collection[str] = (),
+        frozen: Collection[str] = (),
         rejoins: bool = True,
         timeout_s: float | None = None,
     ) -> Run:
@@ -199,6 +200,8 @@ class Client:
             shards: what this rank pushes. None: an even share, as if all ranks held all tensors.
             rank0_only: tensors that differ between ranks (BatchNorm's statistics): they come from
                 rank 0 and count in its share. Looked at only without `shards`.
+            frozen: tensors that do not change while the run lasts; the same on all ranks. They are
+                pushed until the server has their values in every track, then left out.
             rejoins: a push that finds a restarted server, which knows of no runs, joins again and
                 waits for the other ranks. False: it ends, FENCED.
             timeout_s: seconds.
@@ -216,19 +219,26 @@ class Client:
             launch_id = secrets.token_hex(16)
         timeout = self._timeout(timeout_s)
         tuples: list[_ema.ShardTuple] | None = None
-        if shards is not None or world_size != 1:
+        frozen_count = 0
+        if shards is not None or world_size != 1 or frozen:
             specs: list[_ema.Spec] = self._client.get_model(name, timeout)["tensors"]
+            index = {spec[0]: i for i, spec in enumerate(specs)}
+            unknown = sorted({*frozen, *(shard.name for shard in shards or ())} - index.keys())
+            if unknown:
+                raise InvalidArgumentError(
+                    f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
+                )
             if shards is None:
-                tuples = _ema.even_share(specs, list(rank0_only), rank, world_size)
+                tuples, frozen_count = _ema.even_share(
+                    specs, list(rank0_only), list(frozen), rank, world_size
+                )
             else:
-                index = {spec[0]: i for i, spec in enumerate(specs)}
-                unknown = sorted({shard.name for shard in shards} - index.keys())
-                if unknown:
-                    raise InvalidArgumentError(
-                        f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
-                    )
-                tuples = [(index[s.name], s.offsets, s.extents) for s in shards]
-        run = self._client.open_run(name, launch_id, rank, world_size, tuples, rejoins, timeout)
+                ordered = sorted(shards, key=lambda shard: shard.name in frozen)
+                tuples = [(index[s.name], s.offsets, s.extents) for s in ordered]
+                frozen_count = sum(shard.name in frozen for shard in shards)
+        run = self._client.open_run(
+            name, launch_id, rank, world_size, tuples, frozen_count, rejoins, timeout
+        )
         return Run(run, timeout_s=self._timeout_s)
 
     def pull(

@@ -29,24 +29,26 @@ class ScheduleState:
     @property
     def started(self) -> dict[str, float] | None: ...
 
+# Of a track's schedule, then of those of its tensor rules; empty: before its first update.
+TrackState = list[ScheduleState]
+# Pattern, action, schedule.
+RuleTuple = tuple[str, str, Schedule | None]
+
 class Schedule:
     @staticmethod
     def from_fields(fields: dict[str, str]) -> Schedule: ...
+    @staticmethod
+    def parse(text: str) -> Schedule: ...
     def to_fields(self) -> dict[str, str]: ...
     @property
     def is_copy(self) -> bool: ...
-    # (due, update_weight, from_zero, elapsed)
-    def plan(
-        self, state: ScheduleState, now: dict[str, float]
-    ) -> tuple[bool, float, bool, float]: ...
-    def next(self, state: ScheduleState, now: dict[str, float]) -> ScheduleState: ...
 
 class Track:
     def __init__(
         self,
         name: str,
         schedule: Schedule,
-        tensor_rules: Sequence[tuple[str, str]] = ...,
+        tensor_rules: Sequence[RuleTuple] = ...,
         buffers: str = "average",
         compensated: bool = False,
         paused: bool = False,
@@ -56,7 +58,7 @@ class Track:
     @property
     def schedule(self) -> Schedule: ...
     @property
-    def tensor_rules(self) -> list[tuple[str, str]]: ...
+    def tensor_rules(self) -> list[RuleTuple]: ...
     @property
     def buffers(self) -> str: ...
     @property
@@ -64,11 +66,22 @@ class Track:
     @property
     def paused(self) -> bool: ...
     def without_idle_rules(self, specs: Sequence[Spec]) -> Track: ...
-    def actions(self, specs: Sequence[Spec]) -> list[str]: ...
+    # By tensor: the action, and by which of the track's schedules.
+    def actions(self, specs: Sequence[Spec]) -> list[tuple[str, int]]: ...
+    # By schedule: (due, update_weight, from_zero, elapsed).
+    def plan(
+        self, state: TrackState, now: dict[str, float]
+    ) -> list[tuple[bool, float, bool, float]]: ...
+    def next(self, state: TrackState, now: dict[str, float]) -> TrackState: ...
 
+# The shards, and how many of the last of them are frozen.
 def even_share(
-    specs: Sequence[Spec], rank0_only: Sequence[str], rank: int, world_size: int
-) -> list[ShardTuple]: ...
+    specs: Sequence[Spec],
+    rank0_only: Sequence[str],
+    frozen: Sequence[str],
+    rank: int,
+    world_size: int,
+) -> tuple[list[ShardTuple], int]: ...
 def fold_many(
     emas: Sequence[object],
     params: Sequence[object],
@@ -89,13 +102,22 @@ class PendingPush:
 
 class Run:
     def start_push(
-        self, step: int, time: dict[str, float], arrays: Sequence[Array], timeout_s: float
+        self,
+        step: int,
+        time: dict[str, float],
+        arrays: Sequence[Array],
+        timeout_s: float,
+        frozen_changed: bool = False,
     ) -> PendingPush: ...
     def wait_ready(self, timeout_s: float) -> None: ...
     def refresh_plan(self, timeout_s: float) -> None: ...
     def is_due(self, now: dict[str, float]) -> bool: ...
     @property
-    def plan(self) -> tuple[int, list[tuple[Track, ScheduleState, int]]]: ...
+    def plan(self) -> tuple[int, list[tuple[Track, TrackState, int]]]: ...
+    @property
+    def may_omit_frozen(self) -> bool: ...
+    @property
+    def frozen(self) -> list[str]: ...
     @property
     def tensors(self) -> list[Spec]: ...
     @property
@@ -150,6 +172,7 @@ class Client:
         rank: int,
         world_size: int,
         shards: Sequence[ShardTuple] | None,
+        frozen_shard_count: int,
         rejoins: bool,
         timeout_s: float,
     ) -> Run: ...

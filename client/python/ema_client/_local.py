@@ -110,15 +110,33 @@ class _Track:
 
     track: _ema.Track
     actions: dict[str, str]
-    state: _ema.ScheduleState
+    # By which of the track's schedules each tensor goes.
+    schedules: dict[str, int]
+    # Of each schedule; empty before the first update.
+    state: list[_ema.ScheduleState] = dataclasses.field(default_factory=list)
     # Absent before the first update. What is averaged, also by low parts: float32.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     low_parts: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     record: TrackVersion | None = None
-    last_call: int = 0
+    # Calls of `update` until the last that was due, by schedule.
+    last_calls: list[int] = dataclasses.field(default_factory=list)
 
-    def names(self, action: str) -> list[str]:
-        return [name for name, done in self.actions.items() if done == action]
+    @classmethod
+    def of(cls, track: _ema.Track, specs: list[_ema.Spec]) -> _Track:
+        names = [spec[0] for spec in specs]
+        actions = track.actions(specs)
+        return cls(
+            track,
+            {name: action for name, (action, _) in zip(names, actions)},
+            {name: schedule for name, (_, schedule) in zip(names, actions)},
+        )
+
+    def names(self, action: str, schedule: int | None = None) -> list[str]:
+        return [
+            name
+            for name, done in self.actions.items()
+            if done == action and schedule in (None, self.schedules[name])
+        ]
 
 
 class LocalEMA:
@@ -166,9 +184,8 @@ class LocalEMA:
         check_whole(self._module)
         tensors = named_tensors(self._module)
         specs = specs_of(tensors)
-        names = [spec[0] for spec in specs]
         self._tracks = {
-            track.name: _Track(track, dict(zip(names, track.actions(specs))), _ema.ScheduleState())
+            track.name: _Track.of(track, specs)
             for track in tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
         }
         self._batch = 0
@@ -201,70 +218,91 @@ class LocalEMA:
         """
         now = time_dict(time, step=self._batch + 1)
         tracks = [track for track in self._tracks.values() if not track.track.paused]
-        plans = [track.track.schedule.plan(track.state, now) for track in tracks]
+        plans = [track.track.plan(track.state, now) for track in tracks]
         self._batch = int(now.get("batch", self._batch + 1))
         self._calls += 1
         host: dict[str, torch.Tensor] = {}
-        if any(due and weight > 0 for due, weight, _, _ in plans):
+        if any(due and weight > 0 for plan in plans for due, weight, _, _ in plan):
             host = dict(named_tensors(self._module).all())
-        for track, (due, weight, from_zero, elapsed) in zip(tracks, plans):
-            if due and weight > 0:
-                self._fold(track, host, weight, from_zero)
-            if due:
-                track.state = track.track.schedule.next(track.state, now)
-            self._record(track, due, weight, elapsed)
+        for track, plan in zip(tracks, plans):
+            for schedule, (due, weight, from_zero, _) in enumerate(plan):
+                if due and weight > 0:
+                    self._fold(track, schedule, host, weight, from_zero)
+            track.state = track.track.next(track.state, now)
+            self._record(track, plan)
         return self.records
 
     def _fold(
-        self, track: _Track, source: dict[str, torch.Tensor], weight: float, from_zero: bool
+        self,
+        track: _Track,
+        schedule: int,
+        source: dict[str, torch.Tensor],
+        weight: float,
+        from_zero: bool,
     ) -> None:
         import torch
 
-        averaged, copied = track.names("average"), track.names("copy")
-        if not track.tensors:
-            for name in averaged:
-                track.tensors[name] = torch.zeros(source[name].shape, dtype=torch.float32)
-                if track.track.compensated:
-                    track.low_parts[name] = torch.zeros_like(track.tensors[name])
-            for name in copied:
-                track.tensors[name] = torch.zeros(source[name].shape, dtype=source[name].dtype)
+        averaged, copied = track.names("average", schedule), track.names("copy", schedule)
         # One copy to the host serves all tracks.
         for name in (*averaged, *copied):
             source[name] = _on_host(source[name])
+            if name not in track.tensors:
+                dtype = torch.float32 if name in averaged else source[name].dtype
+                track.tensors[name] = torch.zeros(source[name].shape, dtype=dtype)
+        low_parts = None
+        if track.track.compensated:
+            for name in averaged:
+                track.low_parts.setdefault(name, torch.zeros_like(track.tensors[name]))
+            low_parts = [track.low_parts[name] for name in averaged]
         for name in copied:
             track.tensors[name].copy_(source[name])
         if from_zero:
-            for name in averaged:
-                track.tensors[name].zero_()
-            for low in track.low_parts.values():
-                low.zero_()
+            for zeroed in (*(track.tensors[name] for name in averaged), *(low_parts or ())):
+                zeroed.zero_()
         _ema.fold_many(
             [track.tensors[name] for name in averaged],
             [source[name] for name in averaged],
             weight,
-            [track.low_parts[name] for name in averaged] if track.track.compensated else None,
+            low_parts,
         )
 
-    def _record(self, track: _Track, due: bool, weight: float, elapsed: float) -> None:
+    def _record(self, track: _Track, plan: list[tuple[bool, float, bool, float]]) -> None:
+        track.last_calls = track.last_calls or [0] * len(plan)
+        own, *others = [self._schedule_record(track, i, *step) for i, step in enumerate(plan)]
+        for schedule, (due, *_) in enumerate(plan):
+            if due:
+                track.last_calls[schedule] = self._calls
+        rules = [rule for rule in track.track.tensor_rules if rule[2] is not None]
+        track.record = dataclasses.replace(
+            own,
+            config=str(track.track),
+            rules={
+                pattern: dataclasses.replace(record, config=str(schedule))
+                for (pattern, _, schedule), record in zip(rules, others)
+            },
+        )
+
+    def _schedule_record(
+        self, track: _Track, schedule: int, due: bool, weight: float, _: bool, elapsed: float
+    ) -> TrackVersion:
+        """What one schedule of the track has done."""
         record = TrackVersion(
             weight=0.0,
             elapsed=elapsed,
-            update_count=track.state.update_count,
+            update_count=track.state[schedule].update_count,
             updated=due,
-            config=str(track.track),
         )
-        if due and weight > 0:
-            compensated = track.track.compensated
-            stalls = weight < 1 and not compensated
-            record = dataclasses.replace(
-                record,
-                weight=weight if compensated else struct.unpack("f", struct.pack("f", weight))[0],
-                window_steps=(self._calls - track.last_call if track.last_call else 1) / weight,
-                stall_gap=_FLOAT_UNIT / weight if stalls else 0.0,
-            )
-        if due:
-            track.last_call = self._calls
-        track.record = record
+        if not due or weight == 0:
+            return record
+        compensated = track.track.compensated
+        stalls = weight < 1 and not compensated
+        last_call = track.last_calls[schedule]
+        return dataclasses.replace(
+            record,
+            weight=weight if compensated else struct.unpack("f", struct.pack("f", weight))[0],
+            window_steps=(self._calls - last_call if last_call else 1) / weight,
+            stall_gap=_FLOAT_UNIT / weight if stalls else 0.0,
+        )
 
     def _get(self, name: str | None) -> _Track:
         averages = [key for key, track in self._tracks.items() if not track.track.schedule.is_copy]
@@ -364,11 +402,16 @@ class LocalEMA:
             "tracks": {
                 name: {
                     "config": str(track.track),
-                    "update_count": track.state.update_count,
-                    "averaged_count": track.state.averaged_count,
-                    "last_update": track.state.last_update,
-                    "started": track.state.started,
-                    "last_call": track.last_call,
+                    "states": [
+                        {
+                            "update_count": state.update_count,
+                            "averaged_count": state.averaged_count,
+                            "last_update": state.last_update,
+                            "started": state.started,
+                        }
+                        for state in track.state
+                    ],
+                    "last_calls": list(track.last_calls),
                     "tensors": dict(track.tensors),
                     "low_parts": dict(track.low_parts),
                 }
@@ -389,6 +432,12 @@ class LocalEMA:
             track = self._tracks[name]
             stored = [tensor for tensor, done in track.actions.items() if done != "ignore"]
             low = track.names("average") if track.track.compensated else []
+            count = 1 + sum(rule[2] is not None for rule in track.track.tensor_rules)
+            if len(saved["states"]) not in (0, count):
+                raise InvalidArgumentError(
+                    f'track "{name}": has {count} schedules, the state is of {len(saved["states"])}',
+                    reason="BAD_LAYOUT",
+                )
             if not saved["tensors"]:
                 continue
             _arrays.check_names(f'track "{name}"', expected=stored, given=saved["tensors"])
@@ -413,13 +462,8 @@ class LocalEMA:
                 )
         for name, saved in state["tracks"].items():
             track = self._tracks[name]
-            track.state = _ema.ScheduleState.from_fields(
-                saved["update_count"],
-                saved["averaged_count"],
-                saved["last_update"],
-                saved["started"],
-            )
-            track.last_call = saved["last_call"]
+            track.state = [_ema.ScheduleState.from_fields(**state) for state in saved["states"]]
+            track.last_calls = list(saved["last_calls"])
             track.tensors = {key: value.cpu().clone() for key, value in saved["tensors"].items()}
             track.low_parts = {
                 key: value.cpu().clone() for key, value in saved["low_parts"].items()

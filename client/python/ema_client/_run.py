@@ -121,8 +121,18 @@ class Run:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that this rank sends in a push."""
+        """Bytes that this rank sends in a push, frozen tensors included."""
         return self._get().total_bytes
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The frozen tensors of which this rank holds some."""
+        return tuple(self._get().frozen)
+
+    @property
+    def may_omit_frozen(self) -> bool:
+        """The server has the frozen tensors' values in every track: the next push leaves them out."""
+        return self._get().may_omit_frozen
 
     @property
     def rank(self) -> int:
@@ -139,7 +149,7 @@ class Run:
         return None if latest is None else version_from(latest)
 
     @property
-    def plan(self) -> tuple[int, list[tuple[_ema.Track, _ema.ScheduleState, int]]]:
+    def plan(self) -> tuple[int, list[tuple[_ema.Track, list[_ema.ScheduleState], int]]]:
         """Revision, and tracks, where they stand and their ids, as the server's last answer said."""
         return self._get().plan
 
@@ -161,6 +171,7 @@ class Run:
         step: int,
         weights: Mapping[str, Any],
         time: TimeLike = None,
+        frozen_changed: bool = False,
         timeout_s: float | None = None,
     ) -> PendingPush:
         """Starts to push one step in the background.
@@ -172,6 +183,8 @@ class Run:
                 share), or just the rank's shard of it. They are read in place; an array that is
                 not contiguous is copied first.
             time: training time at the step. None: the step is the batch.
+            frozen_changed: the run's frozen tensors are not as they were at its pushes before. To be
+                said by all ranks, until a push has succeeded.
             timeout_s: seconds for everything, the wait for other ranks included.
 
         Raises:
@@ -183,6 +196,7 @@ class Run:
             time_dict(time, step=step),
             _arrays.read_all(weights),
             self._timeout_s if timeout_s is None else timeout_s,
+            frozen_changed,
         )
         return PendingPush(push)
 
@@ -192,6 +206,7 @@ class Run:
         step: int,
         weights: Mapping[str, Any],
         time: TimeLike = None,
+        frozen_changed: bool = False,
         timeout_s: float | None = None,
     ) -> Version:
         """Pushes one step and waits until it is committed. Arguments as for `start_push`.
@@ -202,5 +217,11 @@ class Run:
         Raises:
             EmaError: the step did not commit; the average is unchanged.
         """
-        push = self.start_push(step=step, weights=weights, time=time, timeout_s=timeout_s)
+        push = self.start_push(
+            step=step,
+            weights=weights,
+            time=time,
+            frozen_changed=frozen_changed,
+            timeout_s=timeout_s,
+        )
         return push.wait()

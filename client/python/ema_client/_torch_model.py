@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _ema
@@ -36,24 +37,36 @@ class NamedTensors:
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
 
+    def frozen(self) -> list[str]:
+        """Parameters that are not trained."""
+        return [name for name, value in self.parameters.items() if not value.requires_grad]
+
     def fingerprints(self) -> list[tuple[str, str, int]]:
         """Name, dtype and shape of each tensor; of parameters also the sum of their bits."""
+        sums = dict(zip(self.parameters, bit_sums(self.parameters.values())))
         return [
-            (
-                name,
-                f"{tensor.dtype}{list(tensor.shape)}",
-                _bit_sum(tensor) if name in self.parameters else 0,
-            )
+            (name, f"{tensor.dtype}{list(tensor.shape)}", sums.get(name, 0))
             for name, tensor in self.all().items()
         ]
 
 
-def _bit_sum(tensor: torch.Tensor) -> int:
+def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The sum of each tensor's bits as integers: other values, another sum, all but surely."""
     import torch
 
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    flat = tensor.detach().reshape(-1)
-    return int(flat.view(words.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        word = words.get(flat.element_size(), torch.int64)
+        sums.append(flat.view(word).sum(dtype=torch.int64))
+    # Waits for a GPU once.
+    devices = {value.device for value in sums}
+    totals = {
+        device: iter(torch.stack([v for v in sums if v.device == device]).tolist())
+        for device in devices
+    }
+    return [next(totals[value.device]) for value in sums]
 
 
 def check_whole(module: torch.nn.Module) -> None:

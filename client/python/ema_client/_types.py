@@ -54,6 +54,7 @@ class TrackVersion:
         config: the track's schedule and options as text.
         stall_gap: a float32 average cannot come nearer to a constant value than this share of it,
             because smaller changes are rounded away. 0 if copied or compensated.
+        rules: the same for each tensor rule with a schedule of its own, by its pattern.
     """
 
     weight: float
@@ -63,6 +64,7 @@ class TrackVersion:
     window_steps: float = 0.0
     config: str = ""
     stall_gap: float = 0.0
+    rules: Mapping[str, TrackVersion] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,11 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
 
 
+#: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
+#: one ("smoothing=0.9"), or a Track's fields as a dict.
+RuleLike = Union[str, Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Track:
     """How one track averages. None: the default. Without a rule: half_life "1000ba".
@@ -147,8 +154,9 @@ class Track:
         before_start: what the track is until then: "reinit" (its first value, replaced at the start;
             the default), "copy" (the latest weights) or "hold" (its first value, kept).
         ema_end: after this time the track does not change any more.
-        tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"}.
-            The first that matches decides.
+        tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"},
+            or the schedule that they are averaged by in place of the track's: {"stem.*": "50ba",
+            "neck.*": {"smoothing": 0.9}}. The first that matches decides.
         buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
         compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
         paused: pushes do not change the track.
@@ -173,7 +181,7 @@ class Track:
     age_offset: float | None = None
     uniform: bool | None = None
     copy: bool | None = None
-    tensor_rules: Mapping[str, str] | Sequence[tuple[str, str]] = ()
+    tensor_rules: Mapping[str, RuleLike] | Sequence[tuple[str, RuleLike]] = ()
     buffers: str = "average"
     compensated: bool = False
     paused: bool = False
@@ -206,22 +214,42 @@ class Track:
 
 
 def _rules(rules: object) -> tuple[tuple[str, str], ...]:
-    """The rules as pairs."""
+    """The rules as pairs of a pattern and an action or a schedule's text."""
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
     if isinstance(pairs, Iterable) and not isinstance(pairs, str):
         pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else pair for pair in pairs]
         if all(
             isinstance(pair, tuple)
             and len(pair) == 2
-            and all(isinstance(part, str) for part in pair)
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], (str, Mapping))
             for pair in pairs
         ):
-            return tuple(pairs)
+            return tuple((pattern, _rule_text(rule)) for pattern, rule in pairs)
     raise InvalidArgumentError(
-        f"tensor_rules {rules!r}: must be names or globs with average, copy or ignore, such as "
-        '{"head.*": "ignore", "bn.*": "copy"}',
+        f"tensor_rules {rules!r}: must be names or globs with average, copy, ignore or a schedule, "
+        'such as {"head.*": "ignore", "bn.*": "copy", "stem.*": "50ba"}',
         reason="BAD_SCHEDULE",
     )
+
+
+def _rule_text(rule: str | Mapping[str, Any]) -> str:
+    if not isinstance(rule, str):
+        return str(_ema.Schedule.from_fields(_schedule_fields(_full_track(rule))))
+    try:
+        return str(_ema.Schedule.parse(rule))
+    except InvalidArgumentError:
+        return rule  # An action, or wrong.
+
+
+def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
+    """The rule as the extension module takes it, which says what is wrong with an action."""
+    if not any(sign.isdigit() or sign == "=" for sign in rule):
+        return pattern, rule, None
+    try:
+        return pattern, "average", _ema.Schedule.parse(rule)
+    except InvalidArgumentError as error:
+        raise _bad(f"tensor_rules: {pattern}: {error.args[0]}") from None
 
 
 #: "copy", a half-life such as "200ba", a Track, its fields as a dict, or a library's arguments as
@@ -322,8 +350,8 @@ class Weights(dict[str, Any]):
             self[alias] = self[name]
 
 
-def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
-    tracks = {
+def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:
+    return {
         name: TrackVersion(
             weight=weight,
             elapsed=elapsed,
@@ -332,6 +360,7 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
             window_steps=window_steps,
             config=config,
             stall_gap=stall_gap,
+            rules=_track_versions(rules),
         )
         for name, (
             updated,
@@ -341,14 +370,18 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
             window_steps,
             config,
             stall_gap,
-        ) in fields["tracks"].items()
+            rules,
+        ) in fields.items()
     }
+
+
+def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
     return Version(
         number=fields["number"],
         step=fields["step"],
         incarnation=fields["incarnation"],
         time=TrainingTime(**fields["time"]),
-        tracks=tracks,
+        tracks=_track_versions(fields["tracks"]),
         run_epoch=fields["run_epoch"],
         commit_time=fields["commit_time"],
         skipped=skipped,
@@ -415,7 +448,10 @@ def track_from(track: _ema.Track) -> Track:
             values[name] = text
     return Track(
         **values,
-        tensor_rules=track.tensor_rules,
+        tensor_rules=[
+            (pattern, action if schedule is None else str(schedule))
+            for pattern, action, schedule in track.tensor_rules
+        ],
         buffers=track.buffers,
         compensated=track.compensated,
         paused=track.paused,
@@ -446,6 +482,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         if full.update_interval is None and update_interval is not None:
             full = dataclasses.replace(full, update_interval=update_interval)
         schedule = _ema.Schedule.from_fields(_schedule_fields(full))
+        rules = [_rule_tuple(pattern, rule) for pattern, rule in _rules(full.tensor_rules)]
         for field in ("compensated", "paused"):
             if not isinstance(getattr(full, field), bool):
                 raise _bad(f"{field} {getattr(full, field)!r}: must be True or False")
@@ -459,7 +496,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
     return _ema.Track(
         name,
         schedule,
-        list(_rules(full.tensor_rules)),
+        rules,
         full.buffers,
         full.compensated,
         full.paused,

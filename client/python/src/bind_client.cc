@@ -120,11 +120,12 @@ class PyClient {
 
   nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
                      int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
-                     bool rejoins, double timeout_s) {
+                     int64_t frozen_shard_count, bool rejoins, double timeout_s) {
     Client::RunOptions options{.launch_id = launch_id,
                                .rank = rank,
                                .world_size = world_size,
                                .shards = std::nullopt,
+                               .frozen_shard_count = frozen_shard_count,
                                .rejoins = rejoins};
     if (shards.has_value()) {
       options.shards.emplace();
@@ -226,7 +227,7 @@ void BindClient(nb::module_& module) {
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
       .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
-           "shards"_a.none(), "rejoins"_a, "timeout_s"_a)
+           "shards"_a.none(), "frozen_shard_count"_a, "rejoins"_a, "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "timeout_s"_a,
            "on_progress"_a.none())
       .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);

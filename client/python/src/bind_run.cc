@@ -101,7 +101,8 @@ class PyRun {
   const Run& run() const { return *run_; }
 
   PyPendingPush* StartPush(int64_t step, const nb::dict& time,
-                           const std::vector<const Array*>& arrays, double timeout_s) {
+                           const std::vector<const Array*>& arrays, double timeout_s,
+                           bool frozen_changed) {
     const TrainingTime training_time = ToTime(time);
     const absl::Duration timeout = ToDuration(timeout_s);
     std::vector<std::span<const std::byte>> shards =
@@ -109,8 +110,9 @@ class PyRun {
     std::vector<Array> kept;
     kept.reserve(arrays.size());
     for (const Array* array : arrays) kept.push_back(*array);
-    std::unique_ptr<PendingPush> push = CallWithoutGil(
-        [&] { return run_->StartPush(step, training_time, std::move(shards), timeout); });
+    std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
+      return run_->StartPush(step, training_time, std::move(shards), timeout, frozen_changed);
+    });
     return new PyPendingPush(std::move(push), std::move(kept));
   }
 
@@ -149,6 +151,16 @@ std::vector<ShardTuple> Shards(const PyRun& self) {
   return result;
 }
 
+// Names of the frozen tensors of which this rank holds some.
+std::vector<std::string> Frozen(const PyRun& self) {
+  std::vector<std::string> result;
+  for (const Shard& shard : self.run().layout().frozen_shards()) {
+    const std::string& name = self.run().manifest().tensor(shard.tensor_index).name;
+    if (result.empty() || result.back() != name) result.push_back(name);
+  }
+  return result;
+}
+
 }  // namespace
 
 nb::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run) {
@@ -165,7 +177,8 @@ void BindRun(nb::module_& module) {
       .def_prop_ro("stats", &PyPendingPush::stats);
 
   nb::class_<PyRun>(module, "Run")
-      .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a)
+      .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a,
+           "frozen_changed"_a = false)
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
       .def("refresh_plan", &PyRun::RefreshPlan, "timeout_s"_a)
       .def(
@@ -175,6 +188,9 @@ void BindRun(nb::module_& module) {
           },
           "now"_a)
       .def_prop_ro("plan", [](const PyRun& self) { return FromPlan(self.run().plan()); })
+      .def_prop_ro("may_omit_frozen",
+                   [](const PyRun& self) { return self.run().plan().may_omit_frozen; })
+      .def_prop_ro("frozen", &Frozen)
       .def_prop_ro("tensors", &Tensors)
       .def_prop_ro("shards", &Shards)
       .def_prop_ro("total_bytes",

@@ -40,15 +40,20 @@ nb::dict ToFields(const Schedule& schedule) {
   return result;
 }
 
-// (due, update_weight, from_zero, elapsed)
-nb::tuple Plan(const Schedule& schedule, const Schedule::State& state, const nb::dict& now) {
-  const Schedule::Update update = Unwrap(schedule.Plan(state, ToTime(now)));
-  return nb::make_tuple(update.due, update.update_weight, update.from_zero, update.elapsed);
+// By schedule: (due, update_weight, from_zero, elapsed).
+std::vector<std::tuple<bool, double, bool, double>> Plan(const TrackConfig& track,
+                                                         const TrackState& state,
+                                                         const nb::dict& now) {
+  std::vector<std::tuple<bool, double, bool, double>> result;
+  for (const Schedule::Update& update : Unwrap(PlanTrack(track, state, ToTime(now)))) {
+    result.emplace_back(update.due, update.update_weight, update.from_zero, update.elapsed);
+  }
+  return result;
 }
 
-Schedule::State Next(const Schedule& schedule, const Schedule::State& state, const nb::dict& now) {
+TrackState Next(const TrackConfig& track, const TrackState& state, const nb::dict& now) {
   const TrainingTime time = ToTime(now);
-  return schedule.Next(state, Unwrap(schedule.Plan(state, time)), time);
+  return NextState(track, state, Unwrap(PlanTrack(track, state, time)), time);
 }
 
 // None: absent.
@@ -78,7 +83,8 @@ TensorAction ToAction(const std::string& track, const std::string& what, const s
                    "\"ignore\"}")));
 }
 
-using RuleTuple = std::tuple<std::string, std::string>;
+// Pattern, action, schedule.
+using RuleTuple = std::tuple<std::string, std::string, std::optional<Schedule>>;
 
 TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                       const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
@@ -89,9 +95,9 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                     .buffers = ToAction(name, "buffers", buffers),
                     .compensated = compensated,
                     .paused = paused};
-  for (const auto& [pattern, action] : tensor_rules) {
+  for (const auto& [pattern, action, rule_schedule] : tensor_rules) {
     track.tensor_rules.push_back(
-        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action)});
+        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action), rule_schedule});
   }
   return track;
 }
@@ -99,35 +105,53 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
 std::vector<RuleTuple> TensorRules(const TrackConfig& track) {
   std::vector<RuleTuple> result;
   for (const TensorRule& rule : track.tensor_rules) {
-    result.emplace_back(rule.pattern, FromAction(rule.action));
+    result.emplace_back(rule.pattern, FromAction(rule.action), rule.schedule);
   }
   return result;
 }
 
-std::vector<std::string> Actions(const TrackConfig& track, const std::vector<SpecTuple>& specs) {
+// By tensor: the action, and by which of the track's schedules.
+std::vector<std::tuple<std::string, int>> Actions(const TrackConfig& track,
+                                                  const std::vector<SpecTuple>& specs) {
   const Manifest manifest = ToManifest(specs);
   ThrowIfError(ValidateTrack(track, manifest));
-  std::vector<std::string> result;
-  for (const TensorAction action : ActionsOf(track, manifest)) {
-    result.push_back(FromAction(action));
+  const std::vector<TensorAction> actions = ActionsOf(track, manifest);
+  const std::vector<int> schedules = ScheduleIndicesOf(track, manifest);
+  std::vector<std::tuple<std::string, int>> result;
+  for (size_t i = 0; i < actions.size(); ++i) {
+    result.emplace_back(FromAction(actions[i]), schedules[i]);
   }
   return result;
 }
 
-std::vector<ShardTuple> Share(const std::vector<SpecTuple>& specs,
-                              const std::vector<std::string>& rank0_only, int64_t rank,
-                              int64_t world_size) {
+class TensorFlags {
+ public:
+  TensorFlags(const Manifest& manifest, const std::vector<std::string>& names)
+      : size_(manifest.tensors().size()), flags_(std::make_unique<bool[]>(size_)) {
+    for (const std::string& name : names) {
+      if (const auto index = manifest.Find(name)) flags_[*index] = true;
+    }
+  }
+  TensorSet set() const { return absl::MakeConstSpan(flags_.get(), size_); }
+
+ private:
+  const size_t size_;
+  const std::unique_ptr<bool[]> flags_;
+};
+
+// The shards, and how many of the last of them are frozen.
+std::tuple<std::vector<ShardTuple>, int64_t> Share(const std::vector<SpecTuple>& specs,
+                                                   const std::vector<std::string>& rank0_only,
+                                                   const std::vector<std::string>& frozen,
+                                                   int64_t rank, int64_t world_size) {
   const Manifest manifest = ToManifest(specs);
-  const auto flags = std::make_unique<bool[]>(specs.size());
-  for (const std::string& name : rank0_only) {
-    if (const auto index = manifest.Find(name)) flags[*index] = true;
+  RankShare share = Unwrap(EvenShare(manifest, TensorFlags(manifest, rank0_only).set(),
+                                     TensorFlags(manifest, frozen).set(), rank, world_size));
+  std::vector<ShardTuple> shards;
+  for (Shard& shard : share.shards) {
+    shards.emplace_back(shard.tensor_index, std::move(shard.offsets), std::move(shard.extents));
   }
-  std::vector<ShardTuple> result;
-  for (Shard& shard : Unwrap(
-           EvenShare(manifest, absl::MakeConstSpan(flags.get(), specs.size()), rank, world_size))) {
-    result.emplace_back(shard.tensor_index, std::move(shard.offsets), std::move(shard.extents));
-  }
-  return result;
+  return {std::move(shards), share.frozen_shard_count};
 }
 
 }  // namespace
@@ -165,10 +189,10 @@ void BindTypes(nb::module_& module) {
 
   nb::class_<Schedule>(module, "Schedule")
       .def_static("from_fields", &FromFields, "fields"_a)
+      .def_static(
+          "parse", [](const std::string& text) { return Unwrap(Schedule::Parse(text)); }, "text"_a)
       .def("to_fields", &ToFields)
       .def_prop_ro("is_copy", &Schedule::is_copy)
-      .def("plan", &Plan, "state"_a, "now"_a)
-      .def("next", &Next, "state"_a, "now"_a)
       .def(
           "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
           nb::is_operator())
@@ -188,6 +212,8 @@ void BindTypes(nb::module_& module) {
       .def_ro("name", &TrackConfig::name)
       .def_ro("schedule", &TrackConfig::schedule)
       .def_prop_ro("tensor_rules", &TensorRules)
+      .def("plan", &Plan, "state"_a, "now"_a)
+      .def("next", &Next, "state"_a, "now"_a)
       .def_prop_ro("buffers", [](const TrackConfig& track) { return FromAction(track.buffers); })
       .def_ro("compensated", &TrackConfig::compensated)
       .def_ro("paused", &TrackConfig::paused)
@@ -203,7 +229,7 @@ void BindTypes(nb::module_& module) {
           nb::is_operator())
       .def("__str__", &TrackText);
 
-  module.def("even_share", &Share, "specs"_a, "rank0_only"_a, "rank"_a, "world_size"_a);
+  module.def("even_share", &Share, "specs"_a, "rank0_only"_a, "frozen"_a, "rank"_a, "world_size"_a);
 }
 
 }  // namespace ema::python

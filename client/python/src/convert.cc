@@ -71,20 +71,25 @@ TrainingTime ToTime(const nb::dict& time) {
   return result;
 }
 
-nb::dict FromVersion(const Version& version) {
-  nb::dict tracks;
-  for (const TrackVersion& track : version.tracks) {
-    tracks[FromText(track.track)] =
-        nb::make_tuple(track.updated, track.update_weight, track.elapsed, track.update_count,
-                       track.window_steps, FromText(track.config), track.stall_gap);
+// By name; of tensor rules by pattern.
+nb::dict FromTrackVersions(const std::vector<TrackVersion>& tracks) {
+  nb::dict result;
+  for (const TrackVersion& track : tracks) {
+    result[FromText(track.track)] = nb::make_tuple(
+        track.updated, track.update_weight, track.elapsed, track.update_count, track.window_steps,
+        FromText(track.config), track.stall_gap, FromTrackVersions(track.rules));
   }
+  return result;
+}
+
+nb::dict FromVersion(const Version& version) {
   nb::dict result;
   result["incarnation"] = version.incarnation;
   result["number"] = version.number;
   result["step"] = version.step;
   result["time"] = FromTime(version.time);
   result["run_epoch"] = version.run_epoch;
-  result["tracks"] = tracks;
+  result["tracks"] = FromTrackVersions(version.tracks);
   result["commit_time"] = absl::ToDoubleSeconds(version.commit_time - absl::UnixEpoch());
   result["skipped_tensor_count"] = version.skipped_tensor_count;
   result["skipped_tensors"] = nb::cast(version.skipped_tensors);

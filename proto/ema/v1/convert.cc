@@ -238,7 +238,15 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     EMA_ASSIGN_OR_RETURN(
         const TensorAction action,
         FromProto(rule.action(), absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\"")));
-    track.tensor_rules.push_back({rule.pattern(), action});
+    TensorRule& parsed = track.tensor_rules.emplace_back(rule.pattern(), action);
+    if (!rule.has_schedule()) continue;
+    schedule = FromProto(rule.schedule());
+    if (!schedule.ok()) {
+      return MakeError(schedule.status().code(), GetErrorReason(schedule.status()),
+                       absl::StrCat(what, ", tensor_rules \"", rule.pattern(),
+                                    "\": ", schedule.status().message()));
+    }
+    parsed.schedule = *std::move(schedule);
   }
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
   track.compensated = proto.compensated();
@@ -301,6 +309,7 @@ void ToProto(const TrackConfig& track, v1::Track* proto) {
     v1::TensorRule* const out = proto->add_tensor_rules();
     out->set_pattern(rule.pattern);
     out->set_action(ActionToProto(rule.action));
+    if (rule.schedule.has_value()) ToProto(*rule.schedule, out->mutable_schedule());
   }
   proto->set_buffers(ActionToProto(track.buffers));
   proto->set_compensated(track.compensated);
@@ -324,7 +333,9 @@ void ToProto(const Schedule::State& state, v1::ScheduleState* proto) {
   if (state.started.has_value()) ToProto(*state.started, proto->mutable_started());
 }
 
-void ToProto(absl::Span<const Shard> shards, v1::RankLayout* proto) {
+void ToProto(const RankLayout& layout, v1::RankLayout* proto) {
+  const absl::Span<const Shard> shards = layout.shards();
+  proto->set_frozen_shard_count(static_cast<int64_t>(layout.frozen_shards().size()));
   proto->mutable_shards()->Reserve(static_cast<int>(shards.size()));
   for (const Shard& shard : shards) {
     v1::Shard* const out = proto->add_shards();

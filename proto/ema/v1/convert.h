@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "ema/schedule.h"
 #include "ema/shard.h"
@@ -33,7 +32,7 @@ void ToProto(const Manifest& manifest, v1::Manifest* proto);
 void ToProto(const TrackConfig& track, v1::Track* proto);
 void ToProto(const TrainingTime& time, v1::TrainingTime* proto);
 void ToProto(const Schedule::State& state, v1::ScheduleState* proto);
-void ToProto(absl::Span<const Shard> shards, v1::RankLayout* proto);
+void ToProto(const RankLayout& layout, v1::RankLayout* proto);
 
 }  // namespace ema
 

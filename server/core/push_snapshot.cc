@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of PushSession that makes the next snapshot: its blocks at the start, what it says at
+// the end.
+#include <algorithm>
+#include <utility>
+
+#include "ema/internal/status_macros.h"
+#include "server/core/push_session.h"
+
+namespace ema {
+namespace {
+
+// Puts the new blocks in the place of the base's.
+void TakeBlocks(const std::vector<std::shared_ptr<Block>>& next, Blocks& blocks) {
+  blocks.resize(std::max(blocks.size(), next.size()));
+  for (size_t i = 0; i < next.size(); ++i) {
+    if (next[i] != nullptr) blocks[i] = next[i];
+  }
+}
+
+}  // namespace
+
+absl::Status PushSession::Allocate() {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
+  memory_.next.resize(plan_.tracks.size());
+  if (run_->has_frozen()) {
+    memory_.frozen_differs =
+        std::shared_ptr<std::atomic<bool>[]>(new std::atomic<bool>[plan_.tracks.size()]());
+  }
+  int64_t zeros_bytes = 0;
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    const TrackPlan& plan = plan_.tracks[t];
+    if (!IsDue(plan.updates)) continue;
+    EMA_RETURN_IF_ERROR(AllocateTrack(plan, memory_.next[t], *stream));
+    if (std::any_of(plan.updates.begin(), plan.updates.end(),
+                    [](const Schedule::Update& update) { return update.from_zero; })) {
+      for (const std::shared_ptr<Block>& block : memory_.next[t].blocks) {
+        if (block != nullptr) zeros_bytes = std::max(zeros_bytes, block->size_bytes());
+      }
+    }
+  }
+  if (zeros_bytes > 0) {
+    EMA_ASSIGN_OR_RETURN(memory_.zeros, model_.device->Allocate(zeros_bytes));
+    EMA_RETURN_IF_ERROR(stream->Zero(memory_.zeros->data(), zeros_bytes));
+  }
+  return stream->Synchronize().status();
+}
+
+absl::Status PushSession::AllocateTrack(const TrackPlan& plan, TrackBlocks& next,
+                                        DeviceStream& stream) const {
+  const Track& track = *plan.track;
+  const absl::Span<const StorageLayout::Entry> entries = track.layout().entries();
+  std::vector<std::shared_ptr<Block>> blocks(track.block_count());
+  std::vector<int64_t> kept;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i].length_bytes == 0) continue;
+    if (plan.base != nullptr && !Changes(plan, i)) {
+      kept.push_back(i);
+      continue;
+    }
+    const int64_t last = track.FindBlock(entries[i].offset + entries[i].length_bytes - 1);
+    for (int64_t block = track.FindBlock(entries[i].offset); block <= last; ++block) {
+      if (blocks[block] != nullptr) continue;
+      EMA_ASSIGN_OR_RETURN(blocks[block], model_.device->Allocate(track.block_size(block)));
+    }
+  }
+  const auto is_null = [](const std::shared_ptr<Block>& block) { return block == nullptr; };
+  if (std::all_of(blocks.begin(), blocks.end(), is_null)) return absl::OkStatus();
+  if (track.config().compensated) {
+    for (const std::shared_ptr<Block>& block : blocks) {
+      std::shared_ptr<Block>& low_block = next.low_blocks.emplace_back();
+      if (block == nullptr) continue;
+      EMA_ASSIGN_OR_RETURN(low_block, model_.device->Allocate(block->size_bytes()));
+    }
+  }
+  next.blocks = std::move(blocks);
+  for (const int64_t tensor : kept) EMA_RETURN_IF_ERROR(CopyFromBase(plan, next, tensor, stream));
+
+  // Padding between tensors is served to readers: it must not show what the memory held before.
+  int64_t end = 0;
+  for (const StorageLayout::Entry& entry : entries) {
+    while (end < entry.offset) {
+      const int64_t block = track.FindBlock(end);
+      const int64_t n = std::min(entry.offset, track.block_start(block + 1)) - end;
+      for (const auto* padded : {&next.blocks, &next.low_blocks}) {
+        if (padded->empty() || (*padded)[block] == nullptr) continue;
+        EMA_RETURN_IF_ERROR(
+            stream.Zero((*padded)[block]->data() + end - track.block_start(block), n));
+      }
+      end += n;
+    }
+    end = entry.offset + entry.length_bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::CopyFromBase(const TrackPlan& plan, const TrackBlocks& next,
+                                       int64_t tensor_index, DeviceStream& stream) {
+  const Track& track = *plan.track;
+  const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
+  const int64_t end = entry.offset + entry.length_bytes;
+  for (int64_t byte = entry.offset; byte < end;) {
+    const int64_t block = track.FindBlock(byte);
+    const int64_t in_block = byte - track.block_start(block);
+    const int64_t n = std::min(end, track.block_start(block + 1)) - byte;
+    byte += n;
+    if (next.blocks[block] == nullptr) continue;
+    EMA_RETURN_IF_ERROR(stream.Copy(next.blocks[block]->data() + in_block,
+                                    plan.base->blocks[block]->data() + in_block, n));
+    if (next.low_blocks.empty()) continue;
+    EMA_RETURN_IF_ERROR(stream.Copy(next.low_blocks[block]->data() + in_block,
+                                    plan.base->low_blocks[block]->data() + in_block, n));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::RestoreTensors(const Memory& memory,
+                                         const absl::btree_set<int64_t>& tensors) const {
+  if (tensors.empty()) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    if (memory.next[t].blocks.empty()) continue;
+    for (const int64_t tensor : tensors) {
+      EMA_RETURN_IF_ERROR(CopyFromBase(plan_.tracks[t], memory.next[t], tensor, *stream));
+    }
+  }
+  return stream->Synchronize().status();
+}
+
+absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
+  constexpr size_t kNamedTensors = 16;
+  Memory memory;
+  absl::btree_set<int64_t> skipped;
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_.has_value()) return nullptr;
+    memory = memory_;  // So that an End() meanwhile does not free it.
+    skipped = skipped_tensors_;
+  }
+  // All ranks have committed: nobody folds any more.
+  EMA_RETURN_IF_ERROR(RestoreTensors(memory, skipped));
+  auto snapshot = std::make_shared<Snapshot>();
+  VersionRecord& record = snapshot->record;
+  record.step = plan_.step;
+  record.time = plan_.time;
+  record.run_epoch = run_->epoch();
+  record.skipped_tensor_count = static_cast<int64_t>(skipped.size());
+  for (const int64_t tensor : skipped) {
+    if (record.skipped_tensors.size() == kNamedTensors) break;
+    record.skipped_tensors.push_back(model_.manifest->tensor(tensor).name);
+  }
+  for (size_t t = 0; t < plan_.tracks.size(); ++t) {
+    const TrackPlan& plan = plan_.tracks[t];
+    if (plan.base == nullptr && !IsDue(plan.updates)) continue;
+    record.tracks.push_back(RecordOf(plan));
+    TrackSnapshot track = plan.base != nullptr ? *plan.base : TrackSnapshot();
+    track.track = plan.track;
+    track.state = NextState(plan.track->config(), track.state, plan.updates, plan_.time);
+    track.last_steps.resize(plan.updates.size());
+    for (size_t i = 0; i < plan.updates.size(); ++i) {
+      if (plan.updates[i].due) track.last_steps[i] = plan_.step;
+    }
+    const bool differs = memory.frozen_differs != nullptr &&
+                         memory.frozen_differs[t].load(std::memory_order_relaxed);
+    track.frozen_run_epoch = FrozenRunEpoch(plan, differs, skipped);
+    TakeBlocks(memory.next[t].blocks, track.blocks);
+    TakeBlocks(memory.next[t].low_blocks, track.low_blocks);
+    snapshot->tracks.push_back(std::move(track));
+  }
+  return snapshot;
+}
+
+int64_t PushSession::FrozenRunEpoch(const TrackPlan& plan, bool differs,
+                                    const absl::btree_set<int64_t>& skipped) const {
+  if (!run_->has_frozen() || differs) return 0;
+  bool is_compared = plan_.frozen != FrozenTensors::kOmitted;
+  for (int64_t i = 0; i < model_.manifest->tensor_count(); ++i) {
+    if (!run_->is_frozen(i) || plan.track->action(i) == TensorAction::kIgnore) continue;
+    if (skipped.contains(i)) return 0;
+    is_compared &= Changes(plan, i);
+  }
+  if (is_compared) return run_->epoch();
+  // Neither these nor the track's values of them have changed.
+  return plan.base != nullptr && plan_.frozen != FrozenTensors::kChanged
+             ? plan.base->frozen_run_epoch
+             : 0;
+}
+
+TrackRecord PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {
+  // Bits of a float32's fraction, the hidden one included.
+  constexpr double kFloatUnit = 0x1p-24;
+  const Schedule& schedule = *SchedulesOf(plan.track->config())[i];
+  const Schedule::Update& update = plan.updates[i];
+  const bool has_state = plan.base != nullptr && i < plan.base->state.size();
+  TrackRecord record{
+      .updated = update.due,
+      .elapsed = update.elapsed,
+      .update_count = (has_state ? plan.base->state[i].update_count : 0) + (update.due ? 1 : 0),
+      .config = schedule.ToString()};
+  const double weight = update.update_weight;
+  if (!update.due || weight == 0) return record;
+  const bool is_compensated = plan.track->config().compensated;
+  record.update_weight = is_compensated ? weight : static_cast<float>(weight);
+  const int64_t steps = has_state ? plan_.step - plan.base->last_steps[i] : 1;
+  record.window_steps = static_cast<double>(steps) / weight;
+  if (!schedule.is_copy() && !is_compensated && weight < 1) record.stall_gap = kFloatUnit / weight;
+  return record;
+}
+
+TrackRecord PushSession::RecordOf(const TrackPlan& plan) const {
+  TrackRecord record = ScheduleRecord(plan, 0);
+  record.track = plan.track->name();
+  record.config = plan.track->config_text();
+  for (const TensorRule& rule : plan.track->config().tensor_rules) {
+    if (!rule.schedule.has_value()) continue;
+    record.rules.push_back(ScheduleRecord(plan, record.rules.size() + 1));
+    record.rules.back().track = rule.pattern;
+  }
+  return record;
+}
+
+}  // namespace ema

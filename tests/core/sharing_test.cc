@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What does not change costs nothing: frozen tensors, and tensors whose own schedule is not due,
+// are shared by the versions.
+#include "tests/core/test_model.h"
+
+namespace ema {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+// Of a large tensor, which has blocks of its own.
+constexpr int64_t kLarge = kLargeTensorBytes / int64_t{sizeof(float)} + 5;
+
+// Tensors "live" and "frozen" of `live_count` and `frozen_count` floats.
+class SharingTest : public testing::Test {
+ protected:
+  SharingTest() : store_(TestDevice(), SmallBlocks()) {}
+
+  void Create(std::vector<TrackConfig> tracks, int64_t live_count = 2,
+              int64_t frozen_count = kLarge) {
+    live_count_ = live_count;
+    frozen_count_ = frozen_count;
+    const auto created =
+        store_.Create({.name = "m",
+                       .manifest = MakeManifest({{"live", Dtype::kFloat32, {live_count}},
+                                                 {"frozen", Dtype::kFloat32, {frozen_count}}}),
+                       .tracks = std::move(tracks)});
+    ASSERT_THAT(created, IsOk());
+    model_ = created->model;
+  }
+
+  void OpenRun(const std::string& launch_id, int64_t frozen_shard_count = 1) {
+    rank_ = std::make_unique<TestRank>(model_, launch_id);
+    ASSERT_THAT(rank_->Join(frozen_shard_count), IsOk());
+  }
+
+  absl::StatusOr<PushResult> Push(int64_t step, float live, float frozen,
+                                  FrozenTensors what = FrozenTensors::kPushed) {
+    std::vector<float> values(live_count_, live);
+    if (what != FrozenTensors::kOmitted) values.resize(live_count_ + frozen_count_, frozen);
+    rank_->SetFrozen(what);
+    return rank_->Push(step, BytesOf(values));
+  }
+
+  // The first and last element of both tensors.
+  std::vector<float> Read(const std::string& track, int64_t version = 0) {
+    const auto snapshot = model_->PinVersion(version);
+    const auto bytes = ReadAll(*model_, track, version);
+    EXPECT_THAT(bytes, IsOk());
+    if (!bytes.ok()) return {};
+    std::vector<float> values;
+    const StorageLayout& layout = (*snapshot)->Find(track)->track->layout();
+    for (const StorageLayout::Entry& entry : layout.entries()) {
+      for (const int64_t at : {entry.offset, entry.offset + entry.length_bytes - 4}) {
+        float value = 0;
+        std::memcpy(&value, bytes->data() + at, sizeof(value));
+        values.push_back(value);
+      }
+    }
+    return values;
+  }
+
+  // Blocks of `track` that two versions share, and all that it has.
+  std::pair<int64_t, int64_t> SharedBlocks(const std::string& track, int64_t a, int64_t b) {
+    const SnapshotRef first = *model_->PinVersion(a);
+    const SnapshotRef second = *model_->PinVersion(b);
+    int64_t shared = 0;
+    const Blocks& blocks = first->Find(track)->blocks;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      shared += blocks[i] == second->Find(track)->blocks[i] ? 1 : 0;
+    }
+    return {shared, static_cast<int64_t>(blocks.size())};
+  }
+
+  ModelStore store_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+  int64_t live_count_ = 0;
+  int64_t frozen_count_ = 0;
+};
+
+TEST_F(SharingTest, FrozenTensorsArePushedOnceAndSharedFromThen) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")},
+          {.name = "raw", .schedule = MakeSchedule("copy")}});
+  OpenRun("launch");
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult first, Push(1, 2, 7));
+  EXPECT_TRUE(first.plan.may_omit_frozen);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, 4, 0, FrozenTensors::kOmitted));
+  EXPECT_TRUE(second.plan.may_omit_frozen);
+  EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 7, 7));
+  EXPECT_THAT(Read("raw"), ElementsAre(4, 4, 7, 7));
+  for (const std::string track : {"ema", "raw"}) {
+    const auto [shared, all] = SharedBlocks(track, 1, 2);
+    EXPECT_EQ(shared, all - 1) << track;  // All but that of the live tensor.
+    EXPECT_GT(all, 200);
+  }
+}
+
+TEST_F(SharingTest, SmallFrozenTensorsAreCarriedAlong) {
+  TrackConfig compensated{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
+  compensated.compensated = true;
+  Create({compensated}, /*live_count=*/3, /*frozen_count=*/2);
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 0.1f), IsOk());
+  ASSERT_THAT(Push(2, 4, 0, FrozenTensors::kOmitted), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 0.1f, 0.1f));
+  ASSERT_THAT(Push(3, 5, 0.1f), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(4, 4, 0.1f, 0.1f));
+}
+
+TEST_F(SharingTest, ATrackWhoseAverageDiffersGetsThemPushed) {
+  Create({{.name = "zero", .schedule = MakeSchedule("smoothing=0.5, zero_init=plain")}});
+  OpenRun("launch");
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult first, Push(1, 2, 8));
+  EXPECT_FALSE(first.plan.may_omit_frozen);
+  EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("frozen: step 2 leaves")));
+  ASSERT_THAT(Push(2, 2, 8), IsOk());
+  EXPECT_THAT(Read("zero"), ElementsAre(1.5, 1.5, 6, 6));
+}
+
+TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}});
+  OpenRun("first");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  OpenRun("second");
+  EXPECT_FALSE(model_->plan().may_omit_frozen);
+  EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("push them once")));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult same, Push(2, 2, 7));
+  EXPECT_TRUE(same.plan.may_omit_frozen);
+  // Other values than in the run before: averaged, until the average equals them.
+  OpenRun("third");
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(3, 2, 9));
+  EXPECT_FALSE(changed.plan.may_omit_frozen);
+  EXPECT_THAT(Read("ema"), ElementsAre(2, 2, 8, 8));
+}
+
+TEST_F(SharingTest, ATrackThatWasNotDueHasThemStill) {
+  Create({{.name = "often", .schedule = MakeSchedule("smoothing=0.5")},
+          {.name = "seldom", .schedule = MakeSchedule("smoothing=0.5, update_interval=3ba")}});
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(2, 2, 7));
+  EXPECT_TRUE(pushed.plan.may_omit_frozen);
+  // Changed: the one that is not due has the old values.
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(4, 2, 7, FrozenTensors::kChanged));
+  EXPECT_TRUE(changed.plan.may_omit_frozen);  // Both were due, and they are the same.
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(5, 2, 7, FrozenTensors::kChanged));
+  EXPECT_FALSE(again.plan.may_omit_frozen);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult both, Push(6, 2, 7));
+  EXPECT_TRUE(both.plan.may_omit_frozen);
+}
+
+TEST_F(SharingTest, ATrackThatIsAddedGetsThem) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}});
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  ASSERT_THAT(
+      model_->UpdateTracks({.put = {{.name = "new", .schedule = MakeSchedule("smoothing=0.25")}}}),
+      IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pending, Push(2, 2, 0, FrozenTensors::kOmitted));
+  EXPECT_FALSE(pending.plan.may_omit_frozen);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(3, 2, 7));
+  EXPECT_TRUE(pushed.plan.may_omit_frozen);
+  EXPECT_THAT(Read("new"), ElementsAre(2, 2, 7, 7));
+}
+
+TEST_F(SharingTest, RanksMustSayTheSameOfThem) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}});
+  TestRank zero(model_, "launch", 0, 2, {{0, {0}, {1}}, {1, {0}, {kLarge}}}, /*whole=*/false);
+  TestRank one(model_, "launch", 1, 2, {{0, {1}, {1}}}, /*whole=*/false);
+  ASSERT_THAT(zero.Join(1), IsOk());
+  ASSERT_THAT(one.Join(), IsOk());
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, zero.Open(1, outcome));
+  one.SetFrozen(FrozenTensors::kChanged);
+  EXPECT_THAT(one.Open(1, outcome).status(),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("rank 1 says that frozen tensors are changed, but the step was "
+                                 "opened with pushed")));
+}
+
+TEST_F(SharingTest, ATensorGoesByTheScheduleOfItsRule) {
+  TrackConfig ema{.name = "ema", .schedule = MakeSchedule("smoothing=0.5, update_interval=2ba")};
+  ema.tensor_rules = {
+      {"frozen", TensorAction::kAverage, MakeSchedule("smoothing=0.75, update_interval=3ba")}};
+  Create({ema});
+  OpenRun("launch", /*frozen_shard_count=*/0);
+  ASSERT_THAT(Push(1, 8, 8), IsOk());
+  ASSERT_THAT(Push(2, 4, 4), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(6, 6, 8, 8));
+  {
+    const auto [shared, all] = SharedBlocks("ema", 1, 2);
+    EXPECT_EQ(shared, all - 1);
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult third, Push(3, 4, 4));
+  EXPECT_THAT(Read("ema"), ElementsAre(6, 6, 7, 7));
+  {
+    const auto [shared, all] = SharedBlocks("ema", 2, 3);
+    EXPECT_EQ(shared, 1);
+  }
+  const TrackRecord& record = third.record.tracks[0];
+  EXPECT_FALSE(record.updated);
+  EXPECT_EQ(record.update_count, 2);
+  ASSERT_EQ(record.rules.size(), 1);
+  EXPECT_EQ(record.rules[0].track, "frozen");
+  EXPECT_TRUE(record.rules[0].updated);
+  EXPECT_EQ(record.rules[0].update_weight, 0.25);
+  EXPECT_EQ(record.rules[0].window_steps, 8);
+  EXPECT_EQ(record.rules[0].config, "smoothing=0.75, update_interval=3ba");
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult sixth, Push(6, 4, 4));
+  EXPECT_THAT(Read("ema"), ElementsAre(5, 5, 6.25, 6.25));
+  EXPECT_TRUE(sixth.record.tracks[0].updated);
+}
+
+TEST_F(SharingTest, AnotherScheduleOfARuleIsAChangeAnotherRuleIsNot) {
+  TrackConfig ema{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
+  ema.tensor_rules = {{"live", TensorAction::kAverage, MakeSchedule("smoothing=0.75")}};
+  Create({ema}, 2, 2);
+  OpenRun("launch", 0);
+  ASSERT_THAT(Push(1, 8, 8), IsOk());
+  ema.tensor_rules[0].schedule = MakeSchedule("smoothing=0.25");
+  ASSERT_THAT(model_->UpdateTracks({.put = {ema}}), IsOk());
+  ASSERT_THAT(Push(2, 8, 8), IsOk());
+  ASSERT_THAT(Push(3, 4, 4), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(5, 5, 6, 6));
+  ema.tensor_rules[0].pattern = "frozen";
+  EXPECT_THAT(model_->UpdateTracks({.put = {ema}}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("(but their schedules)")));
+  ema.tensor_rules.clear();
+  EXPECT_THAT(model_->UpdateTracks({.put = {ema}}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("cannot be changed")));
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen tensors are pushed once a run; groups of tensors go by schedules of their own."""
+
+from __future__ import annotations
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+from testing import assert_same_bits, replay
+
+HALF = {"smoothing": 0.5}
+
+
+class Adapter(torch.nn.Module):
+    """A large frozen base, a small frozen bias, and the adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.base = torch.nn.Linear(600, 600).requires_grad_(False)
+        self.down = torch.nn.Linear(600, 3, bias=False)
+        self.up = torch.nn.Linear(3, 600, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapter_trainer():
+    module = Adapter()
+    optimizer = torch.optim.SGD([*module.down.parameters(), *module.up.parameters()], lr=0.01)
+
+    def step():
+        optimizer.zero_grad()
+        module(torch.randn(4, 600)).square().mean().backward()
+        optimizer.step()
+
+    return module, optimizer, step
+
+
+def byte_counts(module):
+    """Of what is trained, and of what is frozen."""
+    live = sum(p.numel() * 4 for p in module.parameters() if p.requires_grad)
+    return live, sum(p.numel() * 4 for p in module.parameters() if not p.requires_grad)
+
+
+def test_a_trainer_sends_frozen_tensors_once(server, client, model):
+    module, optimizer, step = adapter_trainer()
+    live, frozen = byte_counts(module)
+    logged = {}
+    with ema_client.attach(
+        module, optimizer, server.url(model), tracks={"ema": "3ba", "slow": "30ba", "raw": "copy"}
+    ) as ema:
+        for number in range(1, 9):
+            step()
+            logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
+        ema.close()
+        assert ema.stats.pushes == 8
+        assert ema.stats.sent_bytes == 8 * live + frozen
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    for track in ("ema", "slow"):
+        assert_same_bits(replay(pushes, track), client.pull(model, track=track))
+    assert_same_bits(logged[8], client.pull(model, track="raw"))
+
+    # The next life of the trainer has to show them once again.
+    module, optimizer, step = adapter_trainer()
+    with ema_client.attach(
+        module, optimizer, server.url(model), tracks={"ema": "3ba", "slow": "30ba", "raw": "copy"}
+    ) as ema:
+        for _ in range(3):
+            step()
+        ema.close()
+        assert ema.stats.sent_bytes == 3 * live + frozen
+
+
+@pytest.mark.parametrize("how", ["data", "assigned", "unfrozen"])
+def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
+    module, optimizer, step = adapter_trainer()
+    live, frozen = byte_counts(module)
+    logged = {}
+
+    def log(number):
+        step()
+        logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
+        for number in range(1, 4):
+            log(number)
+        before = module.base.weight.detach().clone()
+        if how == "data":
+            module.base.weight.data[7, 9] += 1  # No version counter sees this.
+        elif how == "assigned":
+            module.base.weight.data = before + 1
+        else:
+            module.base.weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [module.base.weight]})
+        log(4)
+        assert not torch.equal(before, module.base.weight)
+        ema.close()
+        assert ema.stats.pushes == 4
+        assert ema.stats.sent_bytes == 4 * live + 2 * frozen
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
+def test_runs_of_arrays_have_frozen_tensors_too(client, model):
+    weights = {"a": np.full(3, 2.0, np.float32), "frozen": np.full(5, 0.1, np.float32)}
+    client.create_model(model, weights, tracks={"ema": HALF})
+    with pytest.raises(ema_client.InvalidArgumentError, match="has no tensors forzen"):
+        client.open_run(model, frozen=["forzen"])
+    with client.open_run(model, frozen=["frozen"]) as run:
+        assert run.frozen == ("frozen",)
+        assert not run.may_omit_frozen
+        run.push(step=1, weights=weights)
+        assert run.may_omit_frozen
+        weights["a"] += 2
+        weights["frozen"] += 9  # Not looked at: the caller has promised.
+        assert run.start_push(step=2, weights=weights).wait().number == 2
+        pulled = client.pull(model, track="ema", framework="numpy")
+        assert pulled["a"].tolist() == [3, 3, 3]
+        assert_same_bits({"f": np.full(5, 0.1, np.float32)}, {"f": pulled["frozen"]})
+        run.push(step=3, weights=weights, frozen_changed=True)
+        assert not run.may_omit_frozen
+    pulled = client.pull(model, track="ema", framework="numpy")
+    np.testing.assert_allclose(pulled["frozen"], 4.6, rtol=1e-6)
+
+
+def test_a_group_of_tensors_has_its_own_schedule(server, client, model):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    track = ema_client.Track(
+        half_life="4ba",
+        update_interval="2ba",
+        tensor_rules={"1.*": {"smoothing": 0.5, "update_interval": "3ba"}, "0.bias": "2ba"},
+    )
+    local = ema_client.LocalEMA(module, tracks={"ema": track})
+    logged = {}
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": track}) as ema:
+        for number in range(1, 8):
+            optimizer.zero_grad()
+            module(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            local.update()
+            logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
+        ema.close()
+        assert ema.stats.pushes == 7  # "2ba" is due at each.
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+    assert client.model(model).tracks["ema"] == track
+    versions = [entry.version for entry in client.versions(model)]
+    own = [version.step for version in versions if version.tracks["ema"].updated]
+    group = [v.step for v in versions if v.tracks["ema"].rules["1.*"].updated]
+    assert (own, group) == ([1, 2, 4, 6], [1, 3, 6])
+    assert versions[5].tracks["ema"].rules["1.*"].weight == 0.5
+    assert versions[5].tracks["ema"].rules["0.bias"].config == "half_life=2ba"
+    assert local.records["ema"].rules["1.*"].update_count == 3
+
+    state = local.state_dict()
+    other = ema_client.LocalEMA(module, tracks={"ema": track})
+    other.load_state_dict(state)
+    assert_same_bits(local.weights(), other.weights())
+    with pytest.raises(ema_client.InvalidArgumentError, match="has 1 schedules"):
+        ema_client.LocalEMA(module, tracks={"ema": "4ba"}).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("2bananas", "2bananas"),
+        ("avrage", 'must be "average", "copy" or "ignore"'),
+        ({"half_life": "2ba", "smoothing": 0.5}, "half_life and smoothing"),
+        ({"half_live": "2ba"}, 'did you mean "half_life"'),
+        (7, "must be names or globs"),
+    ],
+)
+def test_what_is_wrong_with_a_rule_is_said(client, model, rule, message):
+    weights = {"a": np.zeros(3, np.float32)}
+    with pytest.raises(ema_client.InvalidArgumentError, match=message):
+        client.create_model(
+            model, weights, tracks={"ema": {"half_life": "9ba", "tensor_rules": {"a": rule}}}
+        )
+    with pytest.raises(ema_client.NotFoundError):
+        client.model(model)
