@@ -59,16 +59,9 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
       time_(time),
       shards_(std::move(shards)),
       plan_revision_(run_->plan_revision()),
-      frozen_(frozen_changed            ? v1::PushHeader::FROZEN_CHANGED
-              : run_->may_omit_frozen() ? v1::PushHeader::FROZEN_OMITTED
-                                        : v1::PushHeader::FROZEN_PUSHED),
-      total_bytes_(frozen_ == v1::PushHeader::FROZEN_OMITTED ? run_->layout().live_bytes()
-                                                             : run_->layout().total_bytes()),
+      frozen_changed_(frozen_changed),
       start_(absl::Now()),
-      deadline_(deadline),
-      writer_(&run_->layout(), &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
-              &gate_),
-      chunks_to_send_(AllChunks()) {}
+      deadline_(deadline) {}
 
 PendingPush::Impl::~Impl() {
   if (thread_.joinable()) thread_.join();
@@ -124,11 +117,36 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  EMA_RETURN_IF_ERROR(ChooseBytes());
   if (has_begun_) {
     EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, FindWhatIsMissing());
     if (committed.has_value()) return *std::move(committed);
   }
   return Send();
+}
+
+absl::Status PendingPush::Impl::ChooseBytes() {
+  if (has_begun_ && begun_epoch_ == run_->run_epoch()) return absl::OkStatus();
+  const RankLayout& layout = run_->layout();
+  const bool omits_frozen = !frozen_changed_ && run_->may_omit_frozen();
+  frozen_ = omits_frozen      ? v1::PushHeader::FROZEN_OMITTED
+            : frozen_changed_ ? v1::PushHeader::FROZEN_CHANGED
+                              : v1::PushHeader::FROZEN_PUSHED;
+  int64_t given_bytes = 0;
+  for (const std::span<const std::byte> shard : shards_) {
+    given_bytes += static_cast<int64_t>(shard.size());
+  }
+  if (!omits_frozen && given_bytes < layout.total_bytes()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+                     absl::StrCat(Name(),
+                                  ": the server has not the values of the frozen tensors "
+                                  "(any more), and they were not given"));
+  }
+  total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
+  writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
+                  &gate_);
+  chunks_to_send_ = AllChunks();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::FindWhatIsMissing() {
@@ -158,6 +176,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
   client_internal::Call call(connection_, deadline_, &interrupt_);
   has_begun_ = true;
+  begun_epoch_ = run_->run_epoch();
   SetCutOff(false);
   stream_count_.fetch_add(1, std::memory_order_relaxed);
   PushStream stream(&call, &queue_);
@@ -165,7 +184,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   v1::PushRequest message;
   v1::PushHeader* const header = message.mutable_header();
   header->set_model(run_->model());
-  header->set_run_epoch(run_->run_epoch());
+  header->set_run_epoch(begun_epoch_);
   header->set_rank(run_->rank());
   header->set_layout_digest(run_->layout().digest());
   header->set_step(step_);
@@ -179,7 +198,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   for (const int64_t chunk : chunks_to_send_) {
     if (!is_whole) break;
     // Made while the chunk before is being sent.
-    const std::optional<grpc::ByteBuffer> encoded = writer_.Write(chunk);
+    const std::optional<grpc::ByteBuffer> encoded = writer_->Write(chunk);
     if (!encoded.has_value()) return stream.Cancel();
     is_whole = stream.Write(*encoded);
     if (!is_whole) break;
@@ -188,7 +207,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   }
   v1::PushCommit* const commit = message.mutable_commit();
   if (is_whole) {
-    const std::optional<uint32_t> digest = writer_.Digest();
+    const std::optional<uint32_t> digest = writer_->Digest();
     if (!digest.has_value()) return stream.Cancel();
     gate_.HaveRead();
     commit->set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));

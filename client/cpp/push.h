@@ -62,6 +62,9 @@ class PendingPush::Impl {
   // Tries until it succeeds or fails for good.
   absl::StatusOr<Committed> Push();
   absl::StatusOr<Committed> Attempt();
+  // Sets what is to be pushed, by the plan, unless the server may know of the step. PLAN_CHANGED:
+  // it has not the frozen tensors' values, and they were not given.
+  absl::Status ChooseBytes();
   // Header, `chunks_to_send_`, commit.
   absl::StatusOr<Committed> Send();
   // True: what failed with `error` may succeed next time.
@@ -88,23 +91,25 @@ class PendingPush::Impl {
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
   const int64_t plan_revision_;
-  const v1::PushHeader::Frozen frozen_;
-  const int64_t total_bytes_;
+  const bool frozen_changed_;
   const absl::Time start_;
   const absl::Time deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
 
   // Relaxed: figures for stats().
+  std::atomic<int64_t> total_bytes_ = 0;
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> stream_count_ = 0;
 
   // The thread's own.
-  client_internal::ChunkWriter writer_;
+  v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
+  std::optional<client_internal::ChunkWriter> writer_;
   grpc::CompletionQueue queue_;
   std::shared_ptr<client_internal::Connection> connection_;  // Of the last stream.
   std::vector<int64_t> chunks_to_send_;
-  bool has_begun_ = false;  // The server may know of the step.
+  bool has_begun_ = false;   // The server may know of the step,
+  int64_t begun_epoch_ = 0;  // as one of this run epoch.
   bool has_rejoined_ = false;
   int odd_failure_count_ = 0;
 

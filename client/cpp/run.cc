@@ -26,14 +26,17 @@ class Run::Impl {
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  absl::Status CheckShards(const std::vector<std::span<const std::byte>>& shards) const;
+  // `omits_frozen`: frozen ones may be empty.
+  absl::Status CheckShards(const std::vector<std::span<const std::byte>>& shards,
+                           bool omits_frozen) const;
 
   const std::shared_ptr<RunCore> core_;
   absl::Mutex mu_;
   std::shared_ptr<PendingPush::Impl> push_ ABSL_GUARDED_BY(mu_);  // The last one.
 };
 
-absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>>& shards) const {
+absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>>& shards,
+                                    bool omits_frozen) const {
   const RankLayout& layout = core_->layout();
   const auto error = [](std::string_view message) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
@@ -42,7 +45,9 @@ absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>
     return error(absl::StrCat("rank ", core_->rank(), " has ", layout.shards().size(),
                               " shards, but ", shards.size(), " were given"));
   }
+  const size_t frozen_begin = shards.size() - layout.frozen_shards().size();
   for (size_t i = 0; i < shards.size(); ++i) {
+    if (omits_frozen && i >= frozen_begin && shards[i].empty()) continue;
     const int64_t expected_bytes = layout.shard_start(i + 1) - layout.shard_start(i);
     if (static_cast<int64_t>(shards[i].size()) != expected_bytes) {
       const TensorSpec& tensor = core_->manifest().tensor(layout.shards()[i].tensor_index);
@@ -58,7 +63,7 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
     bool frozen_changed, absl::Time deadline) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
-  EMA_RETURN_IF_ERROR(CheckShards(shards));
+  EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));
   EMA_RETURN_IF_ERROR(time.Validate());
   auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards),
                                                   frozen_changed, deadline);

@@ -77,7 +77,8 @@ struct RunPlan {
   };
   int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
   std::vector<Entry> tracks;
-  // The server has the values of the run's frozen tensors in every track: pushes leave them out.
+  // The server has the values of the run's frozen tensors in every track that is not paused (bit
+  // for bit but for the sign of 0): pushes leave them out, unless they are said to have changed.
   bool may_omit_frozen = false;
 };
 
@@ -282,9 +283,10 @@ class Run {
   // Starts to push one step in the background and returns at once. `shards` are the bytes of this
   // rank's shards, as layout().shards() and in that order, each row-major and contiguous; they are
   // read in place, not copied, and must not change or be freed until WaitReleased() has returned
-  // (or the push has ended). Frozen ones are not read where plan().may_omit_frozen, unless
-  // `frozen_changed`: they are not as they were at this run's pushes before (to be said by all
-  // ranks, until a push has succeeded). INVALID_ARGUMENT: a size differs from the layout's.
+  // (or the push has ended). Frozen ones are not read, and may be empty, where
+  // plan().may_omit_frozen, unless `frozen_changed`: they are not as they were at this run's pushes
+  // before, or that is not known, because one of these has failed (one rank's word is enough, but
+  // then none may leave them out). INVALID_ARGUMENT: a size differs from the layout's.
   // FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running. `timeout` bounds
   // everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(

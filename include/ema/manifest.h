@@ -59,7 +59,7 @@ class Manifest {
 };
 
 // Tensors of at least so many stored bytes lie in memory that they share with no other.
-inline constexpr int64_t kLargeTensorBytes = int64_t{1} << 20;
+inline constexpr int64_t kLargeTensorBytes = int64_t{2} << 20;  // A huge page.
 
 // Where each tensor of a manifest lies when all are laid end to end in stored dtypes: each starts
 // at the next multiple of its element size; a large one, and the one after it, at the next multiple

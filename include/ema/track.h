@@ -22,7 +22,8 @@ namespace ema {
 struct TensorRule {
   std::string pattern;
   TensorAction action = TensorAction::kAverage;
-  // Of tensors that are averaged by a schedule of their own; absent: by the track's.
+  // Of tensors that are averaged by a schedule of their own; absent: by the track's. See
+  // RuleSchedule().
   std::optional<Schedule> schedule;
   friend bool operator==(const TensorRule&, const TensorRule&) = default;
 };
@@ -56,6 +57,10 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 // What the track does with each tensor of the manifest. A copy track copies what it does not
 // ignore; only floats are averaged.
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest);
+
+// A rule's schedule as readers of text and messages take it into a track: one without an
+// update_interval has the track's.
+Schedule RuleSchedule(const Schedule& rule, const Schedule& track);
 
 // The schedules of a track, in this order everywhere: its own, then those of its tensor rules.
 std::vector<const Schedule*> SchedulesOf(const TrackConfig& track);

@@ -155,6 +155,15 @@ std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& ma
   return actions;
 }
 
+Schedule RuleSchedule(const Schedule& rule, const Schedule& track) {
+  Schedule::Options options = rule.options();
+  if (options.update_interval.has_value() || track.update_interval().value == 0) return rule;
+  options.update_interval = track.update_interval();
+  // What is wrong with it then, such as a phase of another unit, is said where it is validated.
+  absl::StatusOr<Schedule> result = Schedule::Create(options);
+  return result.ok() ? *std::move(result) : rule;
+}
+
 std::vector<const Schedule*> SchedulesOf(const TrackConfig& track) {
   std::vector<const Schedule*> schedules = {&track.schedule};
   for (const TensorRule& rule : track.tensor_rules) {

@@ -226,10 +226,33 @@ absl::StatusOr<CheckpointFile> ParseFile(const Fields& fields, int64_t tensor_co
   return file;
 }
 
+// What the track's files have, put into `track`.
+absl::StatusOr<CheckpointTrack> ParseFiles(const Fields& fields, int64_t tensor_count,
+                                           CheckpointTrack track) {
+  if (!fields.Has("weights")) return track;
+  EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
+  EMA_ASSIGN_OR_RETURN(track.weights, ParseFile(weights, tensor_count));
+  if (track.config.compensated) {
+    EMA_ASSIGN_OR_RETURN(const Fields low_parts, fields.Object("low_parts"));
+    EMA_ASSIGN_OR_RETURN(track.low_parts, ParseFile(low_parts, tensor_count));
+  }
+  return track;
+}
+
 absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_count) {
   EMA_ASSIGN_OR_RETURN(const Fields config_fields, fields.Object("config"));
   EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(config_fields));
   CheckpointTrack track{.config = std::move(config)};
+  if (!fields.Has("states")) {  // Format 1.
+    EMA_ASSIGN_OR_RETURN(const Fields state, fields.Object("state"));
+    EMA_ASSIGN_OR_RETURN(const int64_t last_step, fields.Integer("last_step", 0));
+    // Without weights it had no updates, and states are of updates.
+    if (fields.Has("weights")) {
+      EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
+      track.last_steps = {last_step};
+    }
+    return ParseFiles(fields, tensor_count, std::move(track));
+  }
   EMA_RETURN_IF_ERROR(ForEachObject(fields, "states", [&](const Fields& state) -> absl::Status {
     EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
     EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
@@ -240,14 +263,7 @@ absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t tensor_
     return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ", schedule_count,
                                         " schedules and ", track.state.size(), " states"));
   }
-  if (!fields.Has("weights")) return track;
-  EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
-  EMA_ASSIGN_OR_RETURN(track.weights, ParseFile(weights, tensor_count));
-  if (track.config.compensated) {
-    EMA_ASSIGN_OR_RETURN(const Fields low_parts, fields.Object("low_parts"));
-    EMA_ASSIGN_OR_RETURN(track.low_parts, ParseFile(low_parts, tensor_count));
-  }
-  return track;
+  return ParseFiles(fields, tensor_count, std::move(track));
 }
 
 absl::StatusOr<Manifest> ParseTensors(const Json& json) {

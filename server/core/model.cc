@@ -144,7 +144,14 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   EMA_RETURN_IF_ERROR(start.time.Validate());
   if (current_ == nullptr) return false;
   const VersionRecord& last = current_->record;
-  if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) return true;
+  if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
+    const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
+    if (omits_frozen == last_commit_.omits_frozen) return true;
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
+                     absl::StrCat("frozen: step ", start.step, " is committed already, ",
+                                  omits_frozen ? "with the frozen tensors" : "without them",
+                                  "; QueryPush says as which version"));
+  }
   if (start.step <= last.step) {
     return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
                                                          start.step, " is not after ", last.step));
@@ -204,14 +211,18 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
           absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.time.ToString(),
                        ", but the step was opened with ", plan.time.ToString()));
     }
-    if (start.frozen != plan.frozen) {
-      constexpr const char* kNames[] = {"pushed", "omitted", "changed"};
+    const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
+    if (omits_frozen != (plan.frozen == FrozenTensors::kOmitted)) {
       return MakeError(
           absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
-          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says that frozen tensors are ",
-                       kNames[static_cast<int>(start.frozen)], ", but the step was opened with ",
-                       kNames[static_cast<int>(plan.frozen)]));
+          absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
+                       omits_frozen
+                           ? " leaves the frozen tensors out, but the step was opened with "
+                             "them"
+                           : " has the frozen tensors, but the step was opened without "
+                             "them"));
     }
+    if (start.frozen == FrozenTensors::kChanged) session_->NoteFrozenChanged();
     return session_;
   }
   if (session_->RankCommitted(start.rank)) {
@@ -325,7 +336,9 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     }
     records_.push_back(next->record);
     if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
-    last_commit_ = {session->run().epoch(), std::move(digests)};
+    last_commit_ = {.run_epoch = session->run().epoch(),
+                    .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
+                    .digests = std::move(digests)};
     ApplyPendingLocked();
     plan = PlanLocked();
     warnings = NewWarningsLocked(next->record);

@@ -176,6 +176,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // The step committed last, for retries.
   struct LastCommit {
     int64_t run_epoch = 0;
+    bool omits_frozen = false;
     std::vector<uint32_t> digests;  // By rank.
   };
 

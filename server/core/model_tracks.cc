@@ -3,6 +3,7 @@
 // The half of Model that makes and changes tracks.
 #include <algorithm>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -11,6 +12,22 @@
 #include "server/core/model.h"
 
 namespace ema {
+namespace {
+
+// True if an update to come takes the average for zeros.
+bool WillBeginWithZeros(const Track& track, const TrackState& state) {
+  const std::vector<const Schedule*> schedules = SchedulesOf(track.config());
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    const auto* rule = std::get_if<ConstantDecayRule>(&schedules[i]->rule());
+    if (rule != nullptr && rule->zero_init == ConstantDecayRule::ZeroInit::kPlain &&
+        !state[i].started.has_value()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 absl::StatusOr<TrackRef> Model::MakeTrackLocked(const TrackConfig& config) {
   EMA_ASSIGN_OR_RETURN(
@@ -112,7 +129,8 @@ bool Model::MayOmitFrozenLocked() const {
                      [&](const TrackRef& track) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
                        if (track->config().paused) return true;
                        const TrackSnapshot* const now = current_->FindId(track->id());
-                       return now != nullptr && now->frozen_run_epoch == run_->epoch();
+                       return now != nullptr && now->frozen_run_epoch == run_->epoch() &&
+                              !WillBeginWithZeros(*track, now->state);
                      });
 }
 

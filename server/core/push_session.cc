@@ -172,6 +172,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
+      frozen_changed_(plan_.frozen == FrozenTensors::kChanged),
       memory_{.base = std::move(base), .next = {}, .zeros = nullptr},
       last_progress_(std::chrono::steady_clock::now()) {
   ranks_.reserve(run_->world_size());

@@ -106,6 +106,8 @@ class PushSession {
                                                              SnapshotRef base, Plan plan);
 
   const Plan& plan() const { return plan_; }
+  // A rank has found that the frozen tensors, which it pushes, are not as before.
+  void NoteFrozenChanged() { frozen_changed_.store(true, std::memory_order_relaxed); }
   const TrainerRun& run() const { return *run_; }
 
   // Makes a stream of `rank` the one that may add. That rank's stream before it ends: FENCED.
@@ -206,6 +208,7 @@ class PushSession {
   const ModelView model_;
   const std::shared_ptr<const TrainerRun> run_;
   const Plan plan_;
+  std::atomic<bool> frozen_changed_;  // Relaxed: set before that rank commits.
   Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
 
   mutable absl::Mutex mu_;

@@ -182,7 +182,7 @@ int64_t PushSession::FrozenRunEpoch(const TrackPlan& plan, bool differs,
   }
   if (is_compared) return run_->epoch();
   // Neither these nor the track's values of them have changed.
-  return plan.base != nullptr && plan_.frozen != FrozenTensors::kChanged
+  return plan.base != nullptr && !frozen_changed_.load(std::memory_order_relaxed)
              ? plan.base->frozen_run_epoch
              : 0;
 }

@@ -59,7 +59,7 @@ struct TrackSnapshot {
   TrackState state;
   // The trainer's step of the last update, by each schedule.
   std::vector<int64_t> last_steps;
-  // The run whose frozen tensors it equals bit for bit; 0: none.
+  // The run whose frozen tensors it equals, as FoldTarget::differs means it; 0: none.
   int64_t frozen_run_epoch = 0;
 };
 

@@ -62,7 +62,7 @@ void BlockPool::State::Give(std::unique_ptr<Memory> memory, int64_t size_bytes) 
 }
 
 std::unique_ptr<BlockPool::Memory> BlockPool::State::RemoveOldestLocked() {
-  // Sizes are few: one for full blocks, one for each last block of a track.
+  // Sizes are at most as many as large tensors of different sizes.
   auto oldest = free_by_size.begin();
   for (auto it = free_by_size.begin(); it != free_by_size.end(); ++it) {
     if (it->second.front().freed_order < oldest->second.front().freed_order) oldest = it;

@@ -190,6 +190,8 @@ bool SameFloats(const std::byte* a, const std::byte* b, int64_t count) {
 
 // As FoldTarget::differs, the other way round.
 bool HoldsSource(const FoldOp& op, const FoldTarget& target) {
+  using Kind = FoldTarget::Kind;
+  if (target.kind == Kind::kAssign || target.kind == Kind::kAssignCompensated) return true;
   constexpr int64_t kElements = 1024;  // At a time, on the stack.
   alignas(64) std::array<std::byte, kElements * sizeof(float)> high;
   alignas(64) std::array<std::byte, kElements * sizeof(float)> low;
@@ -223,7 +225,8 @@ class CpuStream : public DeviceStream {
     }
     const std::optional<int64_t> non_finite = FoldOnCpu(op);
     for (const FoldTarget& target : op.targets) {
-      if (target.differs != nullptr && !HoldsSource(op, target)) {
+      if (target.differs != nullptr && !target.differs->load(std::memory_order_relaxed) &&
+          !HoldsSource(op, target)) {
         target.differs->store(true, std::memory_order_relaxed);
       }
     }

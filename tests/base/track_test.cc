@@ -107,6 +107,16 @@ TEST(SchedulesOfTest, ARuleMayHaveAScheduleOfItsOwn) {
             "half_life=200ba; mask (half_life=10ba); body.* copy; *.weight (smoothing=0.5)");
 }
 
+TEST(RuleScheduleTest, WithoutAnIntervalItHasTheTracks) {
+  const Schedule track = *Schedule::Parse("half_life=200ba, update_interval=10ba");
+  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), track).ToString(),
+            "half_life=50ba, update_interval=10ba");
+  EXPECT_EQ(RuleSchedule(*Schedule::Parse("half_life=50ba, update_interval=2ba"), track).ToString(),
+            "half_life=50ba, update_interval=2ba");
+  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), *Schedule::Parse("9sec")).ToString(),
+            "half_life=50ba");  // Such a track is updated by every push.
+}
+
 TEST(ValidateTrackTest, RefusesAScheduleThatHasNoUse) {
   const Schedule half_life = *Schedule::Parse("10ba");
   const auto refused = [](const TrackConfig& track) {

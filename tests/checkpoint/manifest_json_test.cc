@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <regex>
 #include <span>
 #include <string>
 
@@ -148,13 +149,30 @@ TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
 TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
   const std::string text =
       WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
-                                       {{"\"format_version\": 1", "\"format_version\": 2"}}));
+                                       {{"\"format_version\": 2", "\"format_version\": 3"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 2; this server reads up to 1")));
+                       HasSubstr("format_version 3; this server reads up to 2")));
   // Also if that format has its checksum elsewhere.
   EXPECT_THAT(ParseCheckpointManifest(R"({"format_version": 3, "other": []})"),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 3")));
+}
+
+TEST(ManifestJsonTest, TheFormatBeforeIsStillRead) {
+  CheckpointManifest before = MakeCheckpoint();
+  CheckpointTrack& track = before.tracks[0];
+  track.config.tensor_rules.pop_back();  // The one with a schedule, which that format has not.
+  track.state.resize(1);
+  track.last_steps.resize(1);
+  before.record.tracks[0].rules.clear();
+  const std::string text = absl::StrReplaceAll(
+      EncodeCheckpointManifest(before), {{"\"format_version\": 2", "\"format_version\": 1"}});
+  const std::regex states(R"re("states":\[(\{[^\]]*\})\])re");
+  const std::string old = std::regex_replace(text, states, R"("last_step":39,"state":$1)");
+  ASSERT_NE(old, text);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
+                           ParseCheckpointManifest(WithChecksum(old)));
+  EXPECT_EQ(after.tracks[0], track);
 }
 
 struct BadCase {
@@ -203,7 +221,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "bad shape"},
         BadCase{"TensorTwice", "\"name\":\"\\\"n\\\" \xc3\xa4\"", "\"name\":\"conv.weight\"",
                 "conv.weight"},
-        BadCase{"FormatVersionIsZero", "\"format_version\": 1", "\"format_version\": 0",
+        BadCase{"FormatVersionIsZero", "\"format_version\": 2", "\"format_version\": 0",
                 "format_version"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 

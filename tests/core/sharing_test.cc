@@ -2,6 +2,8 @@
 //
 // What does not change costs nothing: frozen tensors, and tensors whose own schedule is not due,
 // are shared by the versions.
+#include <limits>
+
 #include "tests/core/test_model.h"
 
 namespace ema {
@@ -19,14 +21,16 @@ class SharingTest : public testing::Test {
   SharingTest() : store_(TestDevice(), SmallBlocks()) {}
 
   void Create(std::vector<TrackConfig> tracks, int64_t live_count = 2,
-              int64_t frozen_count = kLarge) {
+              int64_t frozen_count = kLarge,
+              NonFinitePolicy non_finite = NonFinitePolicy::kReject) {
     live_count_ = live_count;
     frozen_count_ = frozen_count;
     const auto created =
         store_.Create({.name = "m",
                        .manifest = MakeManifest({{"live", Dtype::kFloat32, {live_count}},
                                                  {"frozen", Dtype::kFloat32, {frozen_count}}}),
-                       .tracks = std::move(tracks)});
+                       .tracks = std::move(tracks),
+                       .non_finite = non_finite});
     ASSERT_THAT(created, IsOk());
     model_ = created->model;
   }
@@ -176,11 +180,105 @@ TEST_F(SharingTest, RanksMustSayTheSameOfThem) {
   ASSERT_THAT(one.Join(), IsOk());
   auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(const auto push, zero.Open(1, outcome));
-  one.SetFrozen(FrozenTensors::kChanged);
+  one.SetFrozen(FrozenTensors::kOmitted);
   EXPECT_THAT(one.Open(1, outcome).status(),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("rank 1 says that frozen tensors are changed, but the step was "
-                                 "opened with pushed")));
+                       HasSubstr("rank 1 leaves the frozen tensors out, but the step was opened "
+                                 "with them")));
+}
+
+TEST_F(SharingTest, OneRankIsEnoughToSayThatTheyHaveChanged) {
+  Create({{.name = "often", .schedule = MakeSchedule("smoothing=0.5")},
+          {.name = "seldom", .schedule = MakeSchedule("smoothing=0.5, update_interval=100ba")}},
+         /*live_count=*/2, /*frozen_count=*/2);
+  TestRank zero(model_, "launch", 0, 2, {{0, {0}, {2}}}, /*whole=*/false);
+  TestRank one(model_, "launch", 1, 2, {{1, {0}, {2}}}, /*whole=*/false);
+  ASSERT_THAT(zero.Join(), IsOk());
+  ASSERT_THAT(one.Join(1), IsOk());
+  const auto push = [&](int64_t step) {
+    EXPECT_THAT(zero.Push(step, BytesOf({1, 1})), testing::Not(IsOk()));  // Not ended yet.
+    return one.Push(step, BytesOf({5, 5}));
+  };
+  EXPECT_TRUE(push(1)->plan.may_omit_frozen);
+  EXPECT_TRUE(push(2)->plan.may_omit_frozen);
+  one.SetFrozen(FrozenTensors::kChanged);
+  EXPECT_FALSE(push(3)->plan.may_omit_frozen);  // "seldom" was not compared.
+}
+
+TEST_F(SharingTest, AnAverageThatIsToBeginWithZerosGetsThemPushed) {
+  Create({{.name = "zero",
+           .schedule = MakeSchedule("smoothing=0.5, zero_init=plain, ema_start=3ba")}});
+  OpenRun("launch");
+  for (int64_t step = 1; step <= 3; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(step, 8, 8));
+    EXPECT_FALSE(pushed.plan.may_omit_frozen) << step;
+  }
+  EXPECT_THAT(Read("zero"), ElementsAre(4, 4, 4, 4));
+}
+
+TEST_F(SharingTest, ACommittedStepIsNotTakenForTheSameWithoutThem) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}});
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(1, 2, 7));
+  EXPECT_TRUE(again.duplicate);
+  EXPECT_THAT(Push(1, 2, 0, FrozenTensors::kOmitted),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("step 1 is committed already, with the frozen tensors")));
+}
+
+TEST_F(SharingTest, APausedTrackThatIsResumedHasWhatChangedMeanwhile) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")},
+          {.name = "paused", .schedule = MakeSchedule("smoothing=0.5")}});
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.pause = {"paused"}}), IsOk());
+  ASSERT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(3, 2, 7, FrozenTensors::kChanged));
+  EXPECT_TRUE(changed.plan.may_omit_frozen);  // Of the one that is not paused.
+  ASSERT_THAT(model_->UpdateTracks({.resume = {"paused"}}), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult resumed, Push(4, 2, 0, FrozenTensors::kOmitted));
+  EXPECT_FALSE(resumed.plan.may_omit_frozen);
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(5, 2, 7));
+  EXPECT_TRUE(pushed.plan.may_omit_frozen);
+}
+
+TEST_F(SharingTest, ACompensatedTrackSharesBothOfItsParts) {
+  TrackConfig ema{.name = "ema", .schedule = MakeSchedule("smoothing=0.75")};
+  ema.tensor_rules = {
+      {"live", TensorAction::kAverage, MakeSchedule("smoothing=0.75, update_interval=2ba")}};
+  ema.compensated = true;
+  Create({ema}, /*live_count=*/kLarge);
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 1, 1), IsOk());
+  ASSERT_THAT(Push(2, 1.1f, 0, FrozenTensors::kOmitted), IsOk());
+  ASSERT_THAT(Push(3, 1.2f, 0, FrozenTensors::kOmitted), IsOk());
+  {
+    const SnapshotRef second = *model_->PinVersion(2);
+    const SnapshotRef third = *model_->PinVersion(3);
+    EXPECT_EQ(second->tracks[0].blocks, third->tracks[0].blocks);
+    EXPECT_EQ(second->tracks[0].low_blocks, third->tracks[0].low_blocks);
+  }
+  ASSERT_THAT(Push(4, 1.3f, 0, FrozenTensors::kOmitted), IsOk());
+  const double expected = 1 + 0.25 * (1.1f - 1.0);
+  const float fourth = static_cast<float>(expected + 0.25 * (1.3f - expected));
+  EXPECT_THAT(Read("ema"), ElementsAre(fourth, fourth, 1, 1));
+}
+
+TEST_F(SharingTest, ASkippedTensorOfAGroupThatIsNotDueStays) {
+  TrackConfig ema{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
+  ema.tensor_rules = {
+      {"frozen", TensorAction::kAverage, MakeSchedule("smoothing=0.5, update_interval=2ba")}};
+  Create({ema}, 2, kLarge, NonFinitePolicy::kSkipTensor);
+  OpenRun("launch");
+  ASSERT_THAT(Push(2, 4, 4), IsOk());
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult not_due, Push(3, 2, nan));
+  EXPECT_EQ(not_due.record.skipped_tensor_count, 1);
+  EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 4, 4));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult due, Push(4, 1, nan));
+  EXPECT_FALSE(due.plan.may_omit_frozen);
+  EXPECT_THAT(Read("ema"), ElementsAre(2, 2, 4, 4));
 }
 
 TEST_F(SharingTest, ATensorGoesByTheScheduleOfItsRule) {

@@ -132,7 +132,11 @@ def test_bad_rules(rules):
 def test_track_plans():
     track = track_of(
         "ema",
-        Track(half_life="10ba", update_interval="2ba", tensor_rules={"head": {"smoothing": 0.5}}),
+        Track(
+            half_life="10ba",
+            update_interval="2ba",
+            tensor_rules={"head": {"smoothing": 0.5, "update_interval": "1ba"}},
+        ),
     )
     state = track.next([], {"batch": 1})
     assert track.plan([], {"batch": 1}) == [(True, 1.0, False, 0.0)] * 2

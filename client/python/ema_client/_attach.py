@@ -165,6 +165,7 @@ def attach(
         max_wait_s=max_wait_s,
         timeout_s=timeout_s,
         on_error=on_error,
+        frozen=plan.tensors.frozen(),
     )
 
 

@@ -18,7 +18,7 @@ from ema_client import _ema
 from ema_client._client import Client
 from ema_client._errors import DeadlineExceededError, EmaError, UnavailableError
 from ema_client._run import PendingPush, Run
-from ema_client._torch_model import NamedTensors, bit_sums, named_tensors
+from ema_client._torch_model import NamedTensors, checksums, named_tensors
 from ema_client._types import TimeLike, Version, time_dict
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Attachment:
         max_wait_s: float,
         timeout_s: float,
         on_error: OnError,
+        frozen: list[str],
     ) -> None:
         self._client = client
         self._open_run = (
@@ -139,10 +140,12 @@ class Attachment:
         self._tracks: list[_ema.Track] = []
         self._adopt_plan()
         self._pushed_names = frozenset(shard.name for shard in run.shards)
-        self._frozen = frozenset(named_tensors(module).frozen())
-        # What the frozen ones were at the last push that had them and succeeded; as it began.
+        self._frozen = frozen
+        # Checksums of these as the server has them, if this rank knows: of its last push, if that
+        # succeeded. Before the first the run has none.
         self._frozen_sums: list[int] | None = None
-        self._pending_sums: list[int] | None = None
+        self._has_pushed = False
+        self._pending_sums: list[int] = []
         self._optimizer = optimizer
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -267,17 +270,19 @@ class Attachment:
             self._skipped += 1
             return
         tensors = named_tensors(self._module)
-        sums = bit_sums(tensors.parameters[name] for name in sorted(self._frozen))
-        frozen_changed = self._frozen_sums not in (None, sums)
-        omits_frozen = self._run.may_omit_frozen and not frozen_changed
+        sums = checksums(
+            tensors.parameters[name] for name in self._frozen if name in tensors.parameters
+        )
+        frozen_changed = self._has_pushed and self._frozen_sums != sums
+        # Until its reply says that the server has these values, it may have others.
+        self._frozen_sums, self._pending_sums, self._has_pushed = None, sums, True
         self._pending = self._run.start_push(
             step=self._step,
-            weights=self._weights(tensors, omits_frozen),
+            weights=self._weights(tensors, self._run.may_omit_frozen and not frozen_changed),
             time=now,
             frozen_changed=frozen_changed,
             timeout_s=self._timeout_s,
         )
-        self._pending_sums = sums
         self._pending_step = self._step
         self._has_waited = False
 
@@ -348,13 +353,13 @@ class Attachment:
             id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
         }
         weights: dict[str, torch.Tensor] = {}
+        omitted = frozenset(self._frozen if omits_frozen else ())
         for name, parameter in tensors.parameters.items():
-            if name in self._pushed_names:
+            if name in self._pushed_names and name not in omitted:
                 weights[name] = parameter.detach()
                 # Somebody else may change it, without asking us: another optimizer, or the forward
                 # pass (a key encoder that follows the model).
-                is_read = not (omits_frozen and name in self._frozen)
-                if id(parameter) not in optimized and is_read:
+                if id(parameter) not in optimized:
                     weights[name] = weights[name].clone()
         for name, buffer in tensors.buffers.items():
             if name in self._pushed_names:

@@ -247,12 +247,14 @@ class LocalEMA:
         for name in (*averaged, *copied):
             source[name] = _on_host(source[name])
             if name not in track.tensors:
-                dtype = torch.float32 if name in averaged else source[name].dtype
+                is_averaged = track.actions[name] == "average"
+                dtype = torch.float32 if is_averaged else source[name].dtype
                 track.tensors[name] = torch.zeros(source[name].shape, dtype=dtype)
         low_parts = None
         if track.track.compensated:
             for name in averaged:
-                track.low_parts.setdefault(name, torch.zeros_like(track.tensors[name]))
+                if name not in track.low_parts:
+                    track.low_parts[name] = torch.zeros_like(track.tensors[name])
             low_parts = [track.low_parts[name] for name in averaged]
         for name in copied:
             track.tensors[name].copy_(source[name])

@@ -131,7 +131,7 @@ class Run:
 
     @property
     def may_omit_frozen(self) -> bool:
-        """The server has the frozen tensors' values in every track: the next push leaves them out."""
+        """The next push leaves the frozen tensors out: every track that is not paused has their values."""
         return self._get().may_omit_frozen
 
     @property
@@ -181,10 +181,11 @@ class Run:
             weights: arrays by name, of anything that speaks DLPack or the buffer protocol (PyTorch,
                 NumPy, JAX, ...). Each is a whole tensor (a contiguous piece of it is this rank's
                 share), or just the rank's shard of it. They are read in place; an array that is
-                not contiguous is copied first.
+                not contiguous is copied first. Frozen tensors may be missing where
+                `may_omit_frozen`.
             time: training time at the step. None: the step is the batch.
-            frozen_changed: the run's frozen tensors are not as they were at its pushes before. To be
-                said by all ranks, until a push has succeeded.
+            frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
+                of these has failed and they may not be. To be said by all ranks.
             timeout_s: seconds for everything, the wait for other ranks included.
 
         Raises:

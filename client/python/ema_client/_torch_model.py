@@ -42,31 +42,67 @@ class NamedTensors:
         return [name for name, value in self.parameters.items() if not value.requires_grad]
 
     def fingerprints(self) -> list[tuple[str, str, int]]:
-        """Name, dtype and shape of each tensor; of parameters also the sum of their bits."""
-        sums = dict(zip(self.parameters, bit_sums(self.parameters.values())))
+        """Name, dtype, shape and whether it is trained, of each tensor; of parameters also a checksum."""
+        sums = dict(zip(self.parameters, checksums(self.parameters.values())))
         return [
-            (name, f"{tensor.dtype}{list(tensor.shape)}", sums.get(name, 0))
+            (
+                name,
+                f"{tensor.dtype}{list(tensor.shape)}"
+                f"{'' if name in self.buffers or tensor.requires_grad else ', frozen'}",
+                sums.get(name, 0),
+            )
             for name, tensor in self.all().items()
         ]
 
 
-def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The sum of each tensor's bits as integers: other values, another sum, all but surely."""
+# Words of 8 bytes that are multiplied with their weights at a time.
+_WORDS = 1 << 20
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A checksum of each tensor's bytes: other values, another sum, all but surely.
+
+    In host memory CRC32C. Elsewhere a sum of words, each times an odd weight by its place, so that it
+    sees permutations; a GPU is waited for once.
+    """
     import torch
 
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    sums: list[torch.Tensor] = []
+    result: list[int] = []
+    waiting: list[tuple[int, torch.Tensor]] = []
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        word = words.get(flat.element_size(), torch.int64)
-        sums.append(flat.view(word).sum(dtype=torch.int64))
-    # Waits for a GPU once.
-    devices = {value.device for value in sums}
-    totals = {
-        device: iter(torch.stack([v for v in sums if v.device == device]).tolist())
-        for device in devices
-    }
-    return [next(totals[value.device]) for value in sums]
+        result.append(0)
+        if tensor.device.type == "meta":
+            continue  # Has no values.
+        if tensor.device.type == "cpu":
+            result[-1] = _ema.Array(
+                "", tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            ).crc32c
+        else:
+            waiting.append((len(result) - 1, weighted_sum(tensor)))
+    if waiting:
+        sums = torch.stack([value.to(waiting[0][1].device) for _, value in waiting]).tolist()
+        for (index, _), value in zip(waiting, sums):
+            result[index] = value
+    return result
+
+
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's words, wrapping, as a scalar on its device."""
+    import torch
+
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8 != 0:
+        data = data.clone()
+    count = data.numel() // 8
+    words = data[: count * 8].view(torch.int64)
+    total = data[count * 8 :].sum(dtype=torch.int64)
+    # Odd, so that no bit is lost.
+    weights = torch.arange(1, 2 * min(count, _WORDS), 2, dtype=torch.int64, device=data.device)
+    weights = weights * 0x9E3779B97F4A7C1
+    for begin in range(0, count, _WORDS):
+        piece = words[begin : begin + _WORDS]
+        total = total * 3 + (piece * weights[: piece.numel()]).sum()
+    return total
 
 
 def check_whole(module: torch.nn.Module) -> None:

@@ -156,7 +156,8 @@ class Track:
         ema_end: after this time the track does not change any more.
         tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"},
             or the schedule that they are averaged by in place of the track's: {"stem.*": "50ba",
-            "neck.*": {"smoothing": 0.9}}. The first that matches decides.
+            "neck.*": {"smoothing": 0.9}}; without an update_interval by the track's. The first
+            that matches decides.
         buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
         compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
         paused: pushes do not change the track.
@@ -235,7 +236,14 @@ def _rules(rules: object) -> tuple[tuple[str, str], ...]:
 
 def _rule_text(rule: str | Mapping[str, Any]) -> str:
     if not isinstance(rule, str):
-        return str(_ema.Schedule.from_fields(_schedule_fields(_full_track(rule))))
+        track = _full_track(rule)
+        for field in ("tensor_rules", "buffers", "compensated", "paused"):
+            if getattr(track, field) != getattr(_DEFAULT_TRACK, field):
+                raise _bad(
+                    f"tensor_rules: {field} {getattr(track, field)!r}: a rule has a schedule's fields "
+                    "only, such as half_life and update_interval; this one is the whole track's"
+                )
+        return str(_ema.Schedule.from_fields(_schedule_fields(track)))
     try:
         return str(_ema.Schedule.parse(rule))
     except InvalidArgumentError:
@@ -433,6 +441,7 @@ _DEFAULT_HALF_LIFE = "1000ba"
 # Fields that are of a rule other than half_life, whether or not they name it.
 _OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
 _FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
+_DEFAULT_TRACK = Track()
 
 
 def track_from(track: _ema.Track) -> Track:

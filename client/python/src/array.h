@@ -39,7 +39,8 @@ struct Array {
 // The bytes of a rank's shards, found in `arrays` by name, in the layout's order. An array is the
 // whole tensor (the shard is then a contiguous piece of it) or the one shard of it that the rank
 // holds. INVALID_ARGUMENT, BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype
-// and shape. Arrays of tensors that the rank does not push are checked and left alone.
+// and shape; frozen shards may be missing, and are empty then. Arrays of tensors that the rank does
+// not push are checked and left alone.
 absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
     const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays);
 

@@ -19,6 +19,7 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/track.h"
+#include "server/base/crc32c.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.
@@ -96,8 +97,9 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                     .compensated = compensated,
                     .paused = paused};
   for (const auto& [pattern, action, rule_schedule] : tensor_rules) {
-    track.tensor_rules.push_back(
-        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action), rule_schedule});
+    TensorRule& rule = track.tensor_rules.emplace_back(
+        pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action));
+    if (rule_schedule.has_value()) rule.schedule = RuleSchedule(*rule_schedule, schedule);
   }
   return track;
 }
@@ -164,7 +166,11 @@ void BindTypes(nb::module_& module) {
             new (self) Array(Unwrap(Array::Read(name, object, dtype)));
           },
           "name"_a, "object"_a, "dtype"_a = "")
-      .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); });
+      .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); })
+      .def_prop_ro("crc32c", [](const Array& array) {
+        nb::gil_scoped_release release;
+        return Crc32c(0, array.bytes);
+      });
 
   nb::class_<Schedule::State>(module, "ScheduleState")
       .def(nb::init<>())

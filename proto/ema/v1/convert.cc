@@ -246,7 +246,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
                        absl::StrCat(what, ", tensor_rules \"", rule.pattern(),
                                     "\": ", schedule.status().message()));
     }
-    parsed.schedule = *std::move(schedule);
+    parsed.schedule = RuleSchedule(*schedule, track.schedule);
   }
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
   track.compensated = proto.compensated();
