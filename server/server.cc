@@ -11,9 +11,19 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/file_system.h"
+#include "server/checkpoint/synthesis.h"
 #include "server/ops/logging.h"
 
 namespace ema {
+
+namespace {
+
+absl::Status NoDataDir() {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                   "the server was started without --data-dir, so it keeps no checkpoints");
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
   const absl::Time begin = absl::Now();
@@ -35,6 +45,23 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     EMA_ASSIGN_OR_RETURN(server->checkpoints_,
                          CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir}));
     store_options.model.incarnation = server->checkpoints_->incarnation();
+    store_options.model.has_data_dir = true;
+    server->scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{
+        .save =
+            [server = server.get()](Model& model, const SnapshotRef& snapshot) {
+              return server->Save(model, snapshot, /*keep=*/true).status();
+            },
+        .on_error =
+            [](const Model& model, const absl::Status& status) {
+              LogError(absl::StrCat(
+                  "model ", model.config().name,
+                  ": a snapshot could not be kept, and is tried again: ", status.ToString()));
+            }});
+    store_options.model.on_commit = [scheduler = server->scheduler_.get()](
+                                        const std::shared_ptr<Model>& model,
+                                        const Snapshot& snapshot) {
+      scheduler->OnCommit(model, snapshot);
+    };
   }
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   LogInfo(
@@ -63,6 +90,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   rpc_options.stall_timeout = options.stream_timeout;
   CheckpointHooks hooks;
   hooks.save = [server = server.get()](Model& model) { return server->SaveNewest(model); };
+  hooks.synthesize = [server = server.get()](Model& model, const SynthesisRequest& request) {
+    return server->Synthesize(model, request);
+  };
   hooks.forget = [server = server.get()](std::string_view model) {
     return server->checkpoints_ != nullptr ? server->checkpoints_->DeleteModel(model)
                                            : absl::OkStatus();
@@ -79,19 +109,29 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 }
 
 absl::StatusOr<CheckpointHooks::Saved> Server::SaveNewest(Model& model) {
-  if (checkpoints_ == nullptr) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
-                     "the server was started without --data-dir, so it keeps no checkpoints");
-  }
+  if (checkpoints_ == nullptr) return NoDataDir();
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.PinVersion(0));
   return Save(model, snapshot);
 }
 
-absl::StatusOr<CheckpointHooks::Saved> Server::Save(Model& model, const SnapshotRef& snapshot) {
-  EMA_ASSIGN_OR_RETURN(CheckpointStore::SaveResult saved, checkpoints_->Save(model, snapshot));
+absl::StatusOr<CheckpointHooks::Saved> Server::Save(Model& model, const SnapshotRef& snapshot,
+                                                    bool keep) {
+  EMA_ASSIGN_OR_RETURN(CheckpointStore::SaveResult saved,
+                       checkpoints_->Save(model, snapshot, keep));
   LogInfo(absl::StrCat("model ", model.config().name, ": step ", snapshot->record.step,
-                       ", version ", snapshot->record.version, " saved as ", saved.name));
+                       ", version ", snapshot->record.version, " saved as ", saved.name,
+                       keep ? ", to be kept" : ""));
   return CheckpointHooks::Saved{snapshot->record, std::move(saved.name), saved.total_bytes};
+}
+
+absl::StatusOr<Synthesis> Server::Synthesize(Model& model, const SynthesisRequest& request) {
+  if (checkpoints_ == nullptr) return NoDataDir();
+  const absl::Time begin = absl::Now();
+  EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*checkpoints_, model, request));
+  LogInfo(absl::StrCat("model ", model.config().name, ": ", request.name, " built for step ",
+                       result.record.step, " from ", result.sources.size(), " snapshots, residual ",
+                       result.residual, ", in ", absl::FormatDuration(absl::Now() - begin)));
+  return result;
 }
 
 absl::Status Server::Drain() {
@@ -100,10 +140,12 @@ absl::Status Server::Drain() {
   store_->Drain(deadline);
   absl::Status result;
   if (checkpoints_ != nullptr) {
+    scheduler_->Stop();
     for (const std::shared_ptr<Model>& model : store_->List()) {
       const SnapshotRef newest = model->NewestAfterDrain();
       if (newest == nullptr) continue;
-      if (const auto saved = Save(*model, newest); !saved.ok()) {
+      const bool keep = IsKeepDue(*newest, model->kept_time());
+      if (const auto saved = Save(*model, newest, keep); !saved.ok()) {
         LogError(absl::StrCat("model ", model->config().name,
                               ": not saved: ", saved.status().ToString()));
         result.Update(saved.status());

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_store.h"
 #include "server/ops/options.h"
@@ -34,11 +35,14 @@ class Server {
 
   absl::StatusOr<CheckpointHooks::Saved> SaveNewest(Model& model);
   // REQUIRES: there is a data directory.
-  absl::StatusOr<CheckpointHooks::Saved> Save(Model& model, const SnapshotRef& snapshot);
+  absl::StatusOr<CheckpointHooks::Saved> Save(Model& model, const SnapshotRef& snapshot,
+                                              bool keep = false);
+  absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request);
 
   const ServerOptions options_;
   std::unique_ptr<CheckpointStore> checkpoints_;  // Null without a data directory.
   std::shared_ptr<ModelStore> store_;
+  std::unique_ptr<CheckpointScheduler> scheduler_;  // Null without a data directory.
   std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
 };
 

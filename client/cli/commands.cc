@@ -76,8 +76,11 @@ absl::Status Update(const Session& session, const UpdateOptions& options) {
       for (const TrackConfig& track : before.pending_tracks.value_or(before.tracks)) {
         if (track.name != put.name) continue;
         const Schedule schedule = put.schedule;
+        const std::optional<TrainingDuration> snapshot_interval =
+            put.snapshot_interval.has_value() ? put.snapshot_interval : track.snapshot_interval;
         put = track;
         put.schedule = schedule;
+        put.snapshot_interval = snapshot_interval;
       }
     }
   }
@@ -199,6 +202,34 @@ absl::Status Checkpoint(const Session& session, const std::string& model) {
                        " (step ", result.version.step, "), ", FormatBytes(result.total_bytes),
                        ", on the disk\n"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status Synthesize(const Session& session, const SynthesizeOptions& options) {
+  // As for a checkpoint.
+  EMA_ASSIGN_OR_RETURN(
+      const Client::SynthesizeResult result,
+      session.client->Synthesize(options.model, options.request,
+                                 session.has_timeout ? session.timeout : absl::Minutes(10)));
+  if (session.json) {
+    Json sources = Json::array();
+    for (const auto& source : result.sources) {
+      sources.push_back(
+          {{"track", source.track}, {"step", source.step}, {"weight", source.weight}});
+    }
+    PrintJson({{"name", options.request.name},
+               {"version", ToJson(result.version)},
+               {"residual", result.residual},
+               {"sources", std::move(sources)}});
+    return absl::OkStatus();
+  }
+  Table table({"TRACK", "STEP", "WEIGHT"});
+  for (const auto& source : result.sources) {
+    table.Add({source.track, absl::StrCat(source.step), absl::StrCat(source.weight)});
+  }
+  Print(absl::StrCat(options.request.name, ": step ", result.version.step, ", residual ",
+                     result.residual, ", from ", result.sources.size(), " snapshots\n\n",
+                     table.ToString()));
   return absl::OkStatus();
 }
 

@@ -58,6 +58,13 @@ struct PullOptions {
 absl::Status Pull(const Session& session, const PullOptions& options);
 
 absl::Status Checkpoint(const Session& session, const std::string& model);
+
+struct SynthesizeOptions {
+  std::string model;
+  Client::SynthesizeOptions request;
+};
+absl::Status Synthesize(const Session& session, const SynthesizeOptions& options);
+
 absl::Status Delete(const Session& session, const std::string& model);
 
 // To stderr: "emactl: message", or with `json` {"error": {...}}.

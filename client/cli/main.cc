@@ -20,6 +20,7 @@
 
 namespace {
 
+using ema::Client;
 using ema::Schedule;
 using ema::cli::Session;
 
@@ -32,8 +33,8 @@ constexpr char kFooter[] =
 
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
-    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them); "
-    "repeatable";
+    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them; "
+    "besides, with sigma_rel: snapshot_interval=1000ba); repeatable";
 
 volatile sig_atomic_t interrupted = 0;
 void OnSignal(int) { interrupted = 1; }
@@ -72,6 +73,7 @@ struct Options {
   ema::cli::UpdateOptions update;
   ema::cli::WatchOptions watch;
   ema::cli::PullOptions pull;
+  ema::cli::SynthesizeOptions synthesize;
   ema::cli::ExplainOptions explain;
 };
 
@@ -168,6 +170,25 @@ void AddCommands(CLI::App& app, Options& options,
   sub = add("checkpoint", "Save the newest version on the server",
             [&](const Session& session) { return ema::cli::Checkpoint(session, options.model); });
   add_model(sub, options.model);
+
+  sub = add(
+      "synthesize", "Build an average of another length from kept snapshots, to be pulled",
+      [&](const Session& session) { return ema::cli::Synthesize(session, options.synthesize); });
+  add_model(sub, options.synthesize.model);
+  Client::SynthesizeOptions& request = options.synthesize.request;
+  sub->add_option("--name", request.name, "What pull --track calls the result")->required();
+  CLI::Option_group* const profile = sub->add_option_group("profile");
+  profile->add_option("--sigma-rel", request.sigma_rel,
+                      "Relative width of a power function, above 0 and at most 0.288675");
+  profile->add_option("--half-life", request.half_life,
+                      "Half-life in the unit of the tracks' update_interval, such as 1000ba");
+  profile->require_option(1);
+  sub->add_option("--step", request.step,
+                  "Step at which the average stands (default: the newest that is stored)")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--track", request.tracks,
+                  "Track to build from, repeatable (default: all that fit together)")
+      ->take_all();
 
   sub = add("delete", "Forget a model; its checkpoints stay on the disk",
             [&](const Session& session) { return ema::cli::Delete(session, options.model); });

@@ -95,13 +95,16 @@ Json ToJson(const TrackConfig& track) {
         {{"pattern", rule.pattern}, {"action", std::string(TensorActionName(rule.action))}});
   }
   const TrainingDuration interval = track.schedule.update_interval();
-  return {{"name", track.name},
-          {"schedule", std::move(schedule)},
-          {"update_interval", interval.value > 0 ? Json(interval.ToString()) : Json()},
-          {"tensor_rules", std::move(rules)},
-          {"buffers", std::string(TensorActionName(track.buffers))},
-          {"compensated", track.compensated},
-          {"paused", track.paused}};
+  return {
+      {"name", track.name},
+      {"schedule", std::move(schedule)},
+      {"update_interval", interval.value > 0 ? Json(interval.ToString()) : Json()},
+      {"tensor_rules", std::move(rules)},
+      {"buffers", std::string(TensorActionName(track.buffers))},
+      {"compensated", track.compensated},
+      {"paused", track.paused},
+      {"snapshot_interval",
+       track.snapshot_interval.has_value() ? Json(track.snapshot_interval->ToString()) : Json()}};
 }
 
 Json ToJson(const ModelInfo& model) {

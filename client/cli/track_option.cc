@@ -4,8 +4,13 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -45,11 +50,32 @@ absl::StatusOr<TrackConfig> ParseTrackOption(std::string_view text) {
   if (const absl::Status name = ValidateName("track", parts->first); !name.ok()) {
     return error({name.message().data(), name.message().size()});
   }
-  absl::StatusOr<Schedule> schedule = ParseSchedule(parts->second);
+  // All but the fields of the track itself is the schedule.
+  constexpr char kSnapshotInterval[] = "snapshot_interval=";
+  std::vector<std::string> fields;
+  std::optional<TrainingDuration> snapshot_interval;
+  for (absl::string_view field :
+       absl::StrSplit(absl::string_view(parts->second.data(), parts->second.size()), ',')) {
+    absl::string_view value = absl::StripAsciiWhitespace(field);
+    if (!absl::ConsumePrefix(&value, kSnapshotInterval)) {
+      fields.emplace_back(field);
+      continue;
+    }
+    const absl::StatusOr<TrainingDuration> interval =
+        TrainingDuration::Parse({value.data(), value.size()});
+    if (!interval.ok() || snapshot_interval.has_value()) {
+      return error(interval.ok() ? "snapshot_interval is given twice"
+                                 : absl::StrCat("snapshot_interval ", interval.status().message()));
+    }
+    snapshot_interval = *interval;
+  }
+  absl::StatusOr<Schedule> schedule = ParseSchedule(absl::StrJoin(fields, ","));
   if (!schedule.ok()) {
     return error({schedule.status().message().data(), schedule.status().message().size()});
   }
-  return TrackConfig{.name = std::string(parts->first), .schedule = *std::move(schedule)};
+  return TrackConfig{.name = std::string(parts->first),
+                     .schedule = *std::move(schedule),
+                     .snapshot_interval = snapshot_interval};
 }
 
 }  // namespace ema::cli

@@ -12,8 +12,9 @@
 namespace ema::cli {
 
 // Reads "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
-// "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". INVALID_ARGUMENT: anything else; the
-// message quotes `text` and shows a right one.
+// "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". Besides the schedule's fields there may
+// be snapshot_interval: "NAME=sigma_rel=0.05,snapshot_interval=1000ba". INVALID_ARGUMENT: anything
+// else; the message quotes `text` and shows a right one.
 absl::StatusOr<TrackConfig> ParseTrackOption(std::string_view text);
 
 }  // namespace ema::cli

@@ -143,4 +143,31 @@ absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_vi
                           response.total_bytes()};
 }
 
+absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view model,
+                                                            const SynthesizeOptions& options,
+                                                            absl::Duration timeout) {
+  if (options.sigma_rel.has_value() && !options.half_life.empty()) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+        absl::StrCat("sigma_rel ", *options.sigma_rel, " and half_life \"", options.half_life,
+                     "\" are both given: give one, such as "
+                     "sigma_rel=0.07"));
+  }
+  v1::SynthesizeRequest request;
+  request.set_model(std::string(model));
+  request.set_name(options.name);
+  if (options.sigma_rel.has_value()) request.set_sigma_rel(*options.sigma_rel);
+  if (!options.half_life.empty()) request.set_half_life(options.half_life);
+  request.set_step(options.step);
+  for (const std::string& track : options.tracks) request.add_tracks(track);
+  v1::SynthesizeResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSynthesize, request, &response, timeout));
+  SynthesizeResult result{FromProto(response.version()), response.residual(), {}};
+  for (const v1::SynthesizeResponse::Source& source : response.sources()) {
+    result.sources.push_back({source.track(), source.step(), source.weight()});
+  }
+  return result;
+}
+
 }  // namespace ema

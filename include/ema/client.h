@@ -202,6 +202,31 @@ class Client {
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
                                                     absl::Duration timeout = absl::Minutes(10));
 
+  struct SynthesizeOptions {
+    std::string name;  // What Pull() takes as the track.
+    // Of these one must be given. half_life: in the unit of the tracks' update_interval.
+    std::optional<double> sigma_rel;
+    std::string half_life;
+    int64_t step = 0;                 // 0: the newest that is stored.
+    std::vector<std::string> tracks;  // To build from; empty: all that fit together.
+  };
+  struct SynthesizeResult {
+    struct Source {
+      std::string track;
+      int64_t step = 0;
+      double weight = 0;
+    };
+    Version version;
+    double residual = 0;
+    std::vector<Source> sources;
+  };
+  // Builds the average of another length, at any past step, from what the server has kept of tracks
+  // with a snapshot_interval; ema_service.proto says how near it comes, how long the result lives,
+  // and each error.
+  absl::StatusOr<SynthesizeResult> Synthesize(std::string_view model,
+                                              const SynthesizeOptions& options,
+                                              absl::Duration timeout = absl::Minutes(10));
+
   struct RunOptions {
     // New for each life of the trainer, the same on all ranks. Empty: a random one (right for one
     // rank only).

@@ -177,6 +177,10 @@ class Schedule {
   // `now` lacks a unit that the schedule needs, or went back in it.
   absl::StatusOr<Update> Plan(const State& state, const TrainingTime& now) const;
 
+  // The time that a track's age is counted from, in the unit that its rule goes by. REQUIRES: the
+  // track has started. INVALID_ARGUMENT, BAD_TIME: that update's time lacks the unit.
+  absl::StatusOr<double> AgeOrigin(const State& state) const;
+
   // Where a track in `state` stands after `update`. REQUIRES: `update` is Plan(state, now).
   State Next(const State& state, const Update& update, const TrainingTime& now) const;
 

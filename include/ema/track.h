@@ -14,6 +14,7 @@
 #include "ema/manifest.h"
 #include "ema/schedule.h"
 #include "ema/tensor_spec.h"
+#include "ema/time.h"
 
 namespace ema {
 
@@ -40,6 +41,9 @@ struct TrackConfig {
   bool compensated = false;
   // Pushes do not change it.
   bool paused = false;
+  // Of a power function: the server keeps a version on its disk for each such length of training,
+  // from which it can build averages of other lengths later.
+  std::optional<TrainingDuration> snapshot_interval = std::nullopt;
 
   friend bool operator==(const TrackConfig&, const TrackConfig&) = default;
 };
@@ -50,7 +54,8 @@ enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 
 // INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a
 // copy track that is compensated, more than 256 patterns with wildcards, a rule with a schedule
-// that copies, or has no use (it does not average, or the track copies), more than 16 of these, or
+// that copies, or has no use (it does not average, or the track copies), more than 16 of these, a
+// snapshot_interval of no length, without a power function, or beside rules with schedules, or
 // (BAD_SCHEDULE) a rule that matches no tensor of `manifest`.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 
@@ -72,7 +77,7 @@ std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& man
 using TrackState = std::vector<Schedule::State>;
 
 // What a push at `now` does by each of SchedulesOf(), whether the track is paused or not. Errors as
-// Schedule::Plan().
+// Schedule::Plan(); BAD_TIME also where `now` lacks the unit of the snapshot_interval.
 absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
                                                         const TrackState& state,
                                                         const TrainingTime& now);

@@ -81,15 +81,6 @@ bool IsAfter(double time, const TrainingDuration& limit) {
   return IsCounted(limit.unit) ? time > limit.value : time > limit.value * (1 + kRelativeTolerance);
 }
 
-// floor((time - phase) / interval). Counts are whole, and the floors of their quotients exact, up
-// to 2^53.
-double WholeIntervals(double time, const TrainingDuration& interval, int64_t phase) {
-  if (IsCounted(interval.unit)) {
-    return std::floor((time - static_cast<double>(phase)) / interval.value);
-  }
-  return std::floor(time / interval.value * (1 + kRelativeTolerance));
-}
-
 // The clock that a rule's elapsed time and age are read from.
 Clock RuleClock(const Schedule::Options& options, const TrainingDuration& update_interval) {
   const auto* half_life = std::get_if<HalfLifeRule>(&options.rule);
@@ -152,6 +143,13 @@ double PowerFunctionWeight(double gamma, double age_offset, const Moment& moment
 
 }  // namespace
 
+double WholeIntervals(double time, const TrainingDuration& interval, int64_t phase) {
+  if (IsCounted(interval.unit)) {
+    return std::floor((time - static_cast<double>(phase)) / interval.value);
+  }
+  return std::floor(time / interval.value * (1 + kRelativeTolerance));
+}
+
 TrainingDuration DefaultInterval(const Schedule::Rule& rule) {
   const auto* half_life_rule = std::get_if<HalfLifeRule>(&rule);
   if (half_life_rule == nullptr || std::isinf(half_life_rule->half_life.value)) {
@@ -195,6 +193,17 @@ absl::StatusOr<bool> Schedule::HasStarted(const State& state, const TrainingTime
   return IsAtLeast(value, options_.start);
 }
 
+absl::StatusOr<double> Schedule::AgeOrigin(const State& state) const {
+  const Clock clock = RuleClock(options_, update_interval_);
+  const TrainingDuration& start = options_.start;
+  if (start.value == 0) return 0;
+  if (start.unit != clock.duration.unit) return ReadEarlier(clock, *state.started, "start");
+  // A start that was moved behind what has begun does not take it back.
+  const std::optional<double> started =
+      state.started.has_value() ? state.started->Get(start.unit) : std::nullopt;
+  return std::min(start.value, started.value_or(start.value));
+}
+
 absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& now,
                                         double elapsed) const {
   const Clock clock = RuleClock(options_, update_interval_);
@@ -202,17 +211,8 @@ absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& 
   EMA_ASSIGN_OR_RETURN(const double value, Read(clock, state, now));
   Moment moment{.elapsed = elapsed,
                 .averaged_number = static_cast<double>(state.averaged_count) + 1};
-  if (start.value == 0) {
-    moment.age = value;
-  } else if (start.unit == clock.duration.unit) {
-    // A start that was moved behind what has begun does not take it back.
-    const std::optional<double> started =
-        state.started.has_value() ? state.started->Get(start.unit) : std::nullopt;
-    moment.age = value - std::min(start.value, started.value_or(start.value));
-  } else {
-    EMA_ASSIGN_OR_RETURN(const double started, ReadEarlier(clock, *state.started, "start"));
-    moment.age = value - started;
-  }
+  EMA_ASSIGN_OR_RETURN(const double origin, AgeOrigin(state));
+  moment.age = value - origin;
   // From a start in another unit, the update that began the average is the one at position 0.
   const bool counts_from_update = start.value > 0 && start.unit != clock.duration.unit;
   moment.position = counts_from_update ? moment.age : moment.age - 1;

@@ -19,17 +19,21 @@ absl::Status BadSchedule(std::string_view message);
 // The shortest text that reads back to the same number.
 std::string NumberText(double value);
 
-// The update_interval of a schedule that does not give one.
 inline bool IsWarmUp(const Schedule::Rule& rule) {
   return std::holds_alternative<InverseGammaRule>(rule) || std::holds_alternative<RampRule>(rule);
 }
 
+// The update_interval of a schedule that does not give one.
 TrainingDuration DefaultInterval(const Schedule::Rule& rule);
 
 // True for ba, ep, sp, tok and iter, whose values are whole numbers.
 inline bool IsCounted(TimeUnit unit) {
   return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
 }
+
+// floor((time - phase) / interval). Counts are whole, and the floors of their quotients exact, up
+// to 2^53; shares and seconds are tolerant of their rounding, and have no phase.
+double WholeIntervals(double time, const TrainingDuration& interval, int64_t phase);
 
 // Of Schedule::Create().
 absl::Status CheckOptions(const Schedule::Options& options);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <variant>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -102,6 +103,39 @@ absl::Status CheckRuleSchedules(const TrackConfig& track) {
                                       " have a schedule; at most ", kMaxSchedules, " may"));
 }
 
+absl::Status CheckSnapshotInterval(const TrackConfig& track) {
+  if (!track.snapshot_interval.has_value()) return absl::OkStatus();
+  const std::string given =
+      absl::StrCat("snapshot_interval \"", track.snapshot_interval->ToString(), "\": ");
+  if (!std::holds_alternative<PowerFunctionRule>(track.schedule.rule())) {
+    return BadTrack(track, absl::StrCat(given,
+                                        "averages can be built only from snapshots of power "
+                                        "functions; use it with one, such as sigma_rel=0.05, "
+                                        "snapshot_interval=1000ba"));
+  }
+  if (SchedulesOf(track).size() > 1) {
+    return BadTrack(track, absl::StrCat(given,
+                                        "a tensor rule has a schedule of its own, but snapshots are "
+                                        "of one profile; use two tracks, each with the other's "
+                                        "tensors ignored, such as \"head.*\" ignore"));
+  }
+  if (!(track.snapshot_interval->value > 0) ||
+      !TrainingDuration::Parse(track.snapshot_interval->ToString()).ok()) {
+    return BadTrack(track, absl::StrCat(given, "must be finite and above 0, such as \"1000ba\""));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSnapshotUnit(const TrackConfig& track, const TrainingTime& now) {
+  if (!track.snapshot_interval.has_value()) return absl::OkStatus();
+  const TrainingDuration& interval = *track.snapshot_interval;
+  if (now.Get(interval.unit).has_value()) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadTime,
+      absl::StrCat("training time lacks \"", std::string(TimeUnitSuffix(interval.unit)),
+                   "\", which snapshot_interval ", interval.ToString(), " needs"));
+}
+
 }  // namespace
 
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
@@ -116,6 +150,7 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
                     "compensated \"true\": has no use with copy, which loses nothing; use it with "
                     "an average, such as half_life=1000ba");
   }
+  EMA_RETURN_IF_ERROR(CheckSnapshotInterval(track));
   // Each is tried on every tensor.
   constexpr int64_t kMaxGlobs = 256;
   const int64_t globs = std::count_if(track.tensor_rules.begin(), track.tensor_rules.end(),
@@ -187,6 +222,7 @@ std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& man
 absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
                                                         const TrackState& state,
                                                         const TrainingTime& now) {
+  EMA_RETURN_IF_ERROR(CheckSnapshotUnit(track, now));
   std::vector<Schedule::Update> updates;
   for (const Schedule* const schedule : SchedulesOf(track)) {
     const size_t i = updates.size();
@@ -227,6 +263,9 @@ std::string TrackText(const TrackConfig& track) {
   }
   if (track.compensated) absl::StrAppend(&text, "; compensated");
   if (track.paused) absl::StrAppend(&text, "; paused");
+  if (track.snapshot_interval.has_value()) {
+    absl::StrAppend(&text, "; snapshot_interval ", track.snapshot_interval->ToString());
+  }
   constexpr size_t kShownRules = 8;
   constexpr size_t kShownBytes = 200;
   std::string rules;

@@ -20,16 +20,6 @@ absl::Status Corrupt(const std::string& problem) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
 }
 
-// `status` with "model "m", checkpoint "c": " before its message.
-absl::Status Locate(const absl::Status& status, const std::string& model,
-                    const std::string& checkpoint) {
-  const std::string message =
-      absl::StrCat("model \"", model, "\", checkpoint \"", checkpoint, "\": ", status.message());
-  const ErrorReason reason = GetErrorReason(status);
-  if (reason == ErrorReason::kUnspecified) return absl::Status(status.code(), message);
-  return MakeError(status.code(), reason, message);
-}
-
 }  // namespace
 
 absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore& models) {
@@ -50,9 +40,9 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (const CheckpointId& id : ids) {
     const std::string name = CheckpointName(id);
-    const absl::Status status = LoadCheckpoint(model_name, id, folder, models, report);
-    if (status.ok()) return absl::OkStatus();
-    if (!absl::IsDataLoss(status)) return Locate(status, model_name, name);
+    absl::Status status = LoadCheckpoint(model_name, id, folder, models, report);
+    if (status.ok()) return RestoreKeptTime(folder, id, **models.Get(model_name));
+    if (!absl::IsDataLoss(status)) return LocateError(status, model_name, name);
     EMA_RETURN_IF_ERROR(Quarantine(folder, name));
     report.quarantined.push_back({model_name, name, status});
   }
@@ -83,6 +73,29 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   created.model->Restore(*std::move(snapshot));
   created.model->SetDurableStep(checkpoint.record.step);
   report.loaded.push_back({model_name, name, checkpoint.record, checkpoint.total_bytes});
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, const CheckpointId& loaded,
+                                              Model& model) {
+  if (std::none_of(model.config().tracks.begin(), model.config().tracks.end(),
+                   [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
+    return absl::OkStatus();
+  }
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, FindCheckpoints(folder));
+  std::sort(ids.begin(), ids.end(), std::greater<>());
+  for (const CheckpointId& id : ids) {
+    const std::string path = JoinPath(folder.path, CheckpointName(id));
+    EMA_ASSIGN_OR_RETURN(const bool is_kept, file_system_.Exists(JoinPath(path, kKeepFileName)));
+    if (!is_kept || id > loaded) continue;
+    const absl::StatusOr<CheckpointManifest> checkpoint =
+        ReadCheckpointManifest(file_system_, path);
+    if (absl::IsDataLoss(checkpoint.status())) continue;
+    if (!checkpoint.ok())
+      return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
+    model.SetKeptTime(checkpoint->record.time);
+    break;
+  }
   return absl::OkStatus();
 }
 

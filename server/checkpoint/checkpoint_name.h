@@ -19,6 +19,8 @@ inline constexpr std::string_view kTemporaryPrefix = ".tmp-";
 inline constexpr std::string_view kCorruptPrefix = ".corrupt-";
 inline constexpr std::string_view kDeletedPrefix = ".deleted-";
 inline constexpr std::string_view kLatestFileName = "LATEST";
+// In a checkpoint that is never removed.
+inline constexpr std::string_view kKeepFileName = "KEEP";
 
 // Which version a checkpoint holds. Ordered as versions are: by incarnation, then version.
 struct CheckpointId {

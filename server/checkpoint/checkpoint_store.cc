@@ -116,25 +116,28 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
 }
 
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
-                                                                  SnapshotRef snapshot) {
+                                                                  SnapshotRef snapshot, bool keep) {
   const std::shared_ptr<Folder> folder = GetFolder(model.config().name);
   absl::MutexLock lock(&folder->mu);
   // DeleteModel() may have come first; what it has set aside must not come back.
   if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
-  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, *folder);
+  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, keep, *folder);
   if (!result.ok()) return AsSaveError(result.status());
   if (snapshot->record.step > model.durable_step()) model.SetDurableStep(snapshot->record.step);
+  if (keep) model.SetKeptTime(snapshot->record.time);
   return result;
 }
 
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& model,
                                                                         const Snapshot& snapshot,
-                                                                        Folder& folder) {
+                                                                        bool keep, Folder& folder) {
   EMA_RETURN_IF_ERROR(latch_.status());
   if (folder.must_delete) EMA_RETURN_IF_ERROR(DeleteLocked(model.config().name, folder));
   const CheckpointId id = IdOf(snapshot.record);
   SaveResult result{.name = CheckpointName(id)};
+  const std::string path = JoinPath(folder.path, result.name);
   if (folder.latest == id && folder.latest_bytes > 0) {
+    if (keep) EMA_RETURN_IF_ERROR(Keep(path));
     result.total_bytes = folder.latest_bytes;
     return result;
   }
@@ -144,8 +147,10 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
     result.total_bytes = *bytes;
     // An earlier call, or server, may have ended between the rename and this.
     EMA_RETURN_IF_ERROR(Sync(folder.path));
+    if (keep) EMA_RETURN_IF_ERROR(Keep(path));
   } else {
-    EMA_ASSIGN_OR_RETURN(result.total_bytes, WriteAndRename(model, snapshot, folder, result.name));
+    EMA_ASSIGN_OR_RETURN(result.total_bytes,
+                         WriteAndRename(model, snapshot, keep, folder, result.name));
   }
   if (id >= folder.latest) {
     if (id != folder.latest) {
@@ -190,7 +195,7 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folde
 }
 
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
-                                                        const Folder& folder,
+                                                        bool keep, const Folder& folder,
                                                         const std::string& name) {
   const int64_t needed_bytes = CheckpointDataBytes(snapshot) + kSpareBytes;
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
@@ -203,6 +208,10 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   EMA_RETURN_IF_ERROR(file_system_.RemoveTree(temporary));
   absl::StatusOr<CheckpointManifest> written =
       WriteCheckpoint(file_system_, latch_, temporary, model, snapshot);
+  if (const absl::Status kept = keep && written.ok() ? Keep(temporary) : absl::OkStatus();
+      !kept.ok()) {
+    written = kept;
+  }
   if (!written.ok()) {
     // Best effort: the start-up clears it, too.
     file_system_.RemoveTree(temporary).IgnoreError();
@@ -213,22 +222,70 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   return written->total_bytes;
 }
 
-absl::Status CheckpointStore::RemoveOld(const Folder& folder, const CheckpointId& saved) {
+absl::Status CheckpointStore::Keep(const std::string& checkpoint_path) {
+  const std::string path = JoinPath(checkpoint_path, kKeepFileName);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+  if (!exists) {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                         file_system_.NewWritableFile(path));
+    EMA_RETURN_IF_ERROR(latch_.Check(file->Sync()));
+    EMA_RETURN_IF_ERROR(file->Close());
+  }
+  // Also if it was there: a call before may have ended here.
+  return Sync(checkpoint_path);
+}
+
+absl::Status CheckpointStore::RemoveOld(Folder& folder, const CheckpointId& saved) {
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        file_system_.ListDirectory(folder.path));
   std::vector<CheckpointId> ids;
   for (const DirectoryEntry& entry : entries) {
     const std::optional<CheckpointId> id = ParseCheckpointName(entry.name);
-    if (id.has_value() && entry.is_directory) ids.push_back(*id);
+    if (!id.has_value() || !entry.is_directory) continue;
+    EMA_ASSIGN_OR_RETURN(
+        const bool is_kept,
+        file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName)));
+    if (!is_kept) ids.push_back(*id);
   }
   std::sort(ids.begin(), ids.end(), std::greater<>());
+  const auto is_held = [&folder](const CheckpointId& id) {
+    absl::MutexLock lock(&folder.held_mu);
+    return folder.held.contains(id);
+  };
   for (size_t i = options_.keep_count; i < ids.size(); ++i) {
-    if (ids[i] == saved || ids[i] == folder.latest) continue;
+    if (ids[i] == saved || ids[i] == folder.latest || is_held(ids[i])) continue;
     const std::string name = CheckpointName(ids[i]);
     EMA_RETURN_IF_ERROR(file_system_.Rename(
         JoinPath(folder.path, name), JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name))));
   }
   return ClearTemporary(folder.path);
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(
+    std::string_view model_name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  auto held = std::make_unique<HeldCheckpoints>(folder);
+  absl::MutexLock lock(&folder->mu);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
+  // What is still to be deleted is not the model's any more.
+  if (!exists || folder->must_delete) return held;
+  EMA_ASSIGN_OR_RETURN(held->ids_, FindCheckpoints(*folder));
+  std::sort(held->ids_.begin(), held->ids_.end(), std::greater<>());
+  absl::MutexLock held_lock(&folder->held_mu);
+  for (const CheckpointId& id : held->ids_) ++folder->held[id];
+  return held;
+}
+
+CheckpointStore::HeldCheckpoints::~HeldCheckpoints() {
+  absl::MutexLock lock(&folder_->held_mu);
+  for (const CheckpointId& id : ids_) {
+    const auto it = folder_->held.find(id);
+    if (--it->second == 0) folder_->held.erase(it);
+  }
+}
+
+std::string CheckpointStore::HeldCheckpoints::Path(const CheckpointId& id) const {
+  return JoinPath(folder_->path, CheckpointName(id));
 }
 
 absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {

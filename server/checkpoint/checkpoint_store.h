@@ -6,6 +6,10 @@
 //   INCARNATION                           durable counter, raised at each start
 //   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C
 //   models/<model>/checkpoints/<name>/    manifest.json, tracks/<track>/model.safetensors
+//   models/<model>/checkpoints/<name>/KEEP
+//                                         an empty file: this checkpoint is not removed to make
+//                                         room for newer ones, nor counted; a person may make or
+//                                         remove it
 //   .tmp-*                                (in any of these folders) unfinished or being removed;
 //                                         cleared at start
 //   .corrupt-<name>                       a checkpoint that failed verification, kept for a person
@@ -52,7 +56,7 @@ class CheckpointStore {
   struct Options {
     // Made if it is not there.
     std::string data_dir;
-    // Checkpoints kept of each model, the newest ones. 1 or more.
+    // Checkpoints kept of each model, the newest ones, besides those with a KEEP file. 1 or more.
     int64_t keep_count = 3;
   };
 
@@ -105,13 +109,43 @@ class CheckpointStore {
 
   // Writes `snapshot`, a version of `model`, and sets model.SetDurableStep(). OK: it is on the
   // disk, and is what will be loaded unless a newer one is saved. Saving what is saved already is
-  // OK and writes nothing. Saves of one model wait for each other; commits and readers do not wait
-  // for them. Holds `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL: works again when
-  // there is space. UNAVAILABLE, STORE_READ_ONLY. UNAVAILABLE: the disk failed.
-  // FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has
-  // been deleted. INTERNAL, DEVICE. After any of these the checkpoints from before are as they
-  // were.
-  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK and writes nothing. With `keep` it has its KEEP file, too, and model.SetKeptTime() is set.
+  // Saves of one model wait for each other; commits and readers do not wait for them. Holds
+  // `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space.
+  // UNAVAILABLE, STORE_READ_ONLY. UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's
+  // name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE.
+  // After any of these the checkpoints from before are as they were.
+  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot, bool keep = false)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Folder;
+
+ public:
+  // A model's checkpoints as they were when it was made: no Save() removes them while it lives
+  // (DeleteModel() sets them aside all the same). Thread-safe; outlived by its store.
+  class HeldCheckpoints {
+   public:
+    explicit HeldCheckpoints(std::shared_ptr<Folder> folder) : folder_(std::move(folder)) {}
+    ~HeldCheckpoints();
+    HeldCheckpoints(const HeldCheckpoints&) = delete;
+    HeldCheckpoints& operator=(const HeldCheckpoints&) = delete;
+
+    // Newest first.
+    const std::vector<CheckpointId>& ids() const { return ids_; }
+    std::string Path(const CheckpointId& id) const;
+
+   private:
+    friend class CheckpointStore;
+    const std::shared_ptr<Folder> folder_;
+    std::vector<CheckpointId> ids_;  // Constant after HoldCheckpoints().
+  };
+  // Waits for a running Save() of the model. UNAVAILABLE: the disk failed.
+  absl::StatusOr<std::unique_ptr<HeldCheckpoints>> HoldCheckpoints(std::string_view model_name)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Where the checkpoints are.
+  FileSystem& file_system() const { return file_system_; }
 
   // Sets a deleted model's checkpoints aside, durably; they are not loaded again. To be called
   // after ModelStore::Delete() of it, and before a model of that name is created again. Waits for
@@ -137,6 +171,9 @@ class CheckpointStore {
     // What LATEST names, durably; all zero: nothing.
     CheckpointId latest ABSL_GUARDED_BY(mu);
     int64_t latest_bytes ABSL_GUARDED_BY(mu) = 0;  // 0: not known.
+
+    absl::Mutex held_mu ABSL_ACQUIRED_AFTER(mu);  // Never held across a call of the file system.
+    std::map<CheckpointId, int> held ABSL_GUARDED_BY(held_mu);  // By how many.
   };
 
   CheckpointStore(FileSystem& file_system, const Options& options)
@@ -152,21 +189,25 @@ class CheckpointStore {
                          LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
                               const Folder& folder, ModelStore& models, LoadReport& report);
+  // Sets the model's kept time from what has a KEEP file, up to the loaded checkpoint.
+  absl::Status RestoreKeptTime(const Folder& folder, const CheckpointId& loaded, Model& model);
   // Candidates of a folder, best first.
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
   absl::Status Quarantine(const Folder& folder, const std::string& name);
 
   // Parts of Save() and DeleteModel().
-  absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot, Folder& folder)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot, bool keep,
+                                        Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status MakeDurable(const std::string& model_name, Folder& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The bytes of a checkpoint that is complete; nullopt: there is none of that name.
   absl::StatusOr<std::optional<int64_t>> FindComplete(const Folder& folder,
                                                       const std::string& name);
-  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,
+  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot, bool keep,
                                          const Folder& folder, const std::string& name);
-  absl::Status RemoveOld(const Folder& folder, const CheckpointId& saved)
+  // Makes a checkpoint's KEEP file, durably; OK if it is there.
+  absl::Status Keep(const std::string& checkpoint_path);
+  absl::Status RemoveOld(Folder& folder, const CheckpointId& saved)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status DeleteLocked(const std::string& model_name, Folder& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);

@@ -51,6 +51,9 @@ Json EncodeConfig(const TrackConfig& config) {
   json["buffers"] = std::string(TensorActionName(config.buffers));
   json["compensated"] = config.compensated;
   json["paused"] = config.paused;
+  if (config.snapshot_interval.has_value()) {
+    json["snapshot_interval"] = config.snapshot_interval->ToString();
+  }
   return json;
 }
 
@@ -171,6 +174,12 @@ absl::StatusOr<TrackConfig> ParseConfig(const Fields& fields) {
   EMA_ASSIGN_OR_RETURN(config.buffers, ParseAction(fields, "buffers"));
   EMA_ASSIGN_OR_RETURN(config.compensated, fields.Boolean("compensated"));
   EMA_ASSIGN_OR_RETURN(config.paused, fields.Boolean("paused"));
+  if (fields.Has("snapshot_interval")) {
+    EMA_ASSIGN_OR_RETURN(const std::string text, fields.String("snapshot_interval"));
+    const absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(text);
+    if (!interval.ok()) return fields.Bad(interval.status());
+    config.snapshot_interval = *interval;
+  }
   return config;
 }
 

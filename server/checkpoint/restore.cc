@@ -38,7 +38,7 @@ using FilePlaces = std::vector<std::pair<int64_t, int64_t>>;
 // Checks the header of a track's file: its checksum, and that it holds `expected` tensors, all the
 // track's, in its dtypes.
 absl::StatusOr<FilePlaces> ReadHeader(const RandomAccessFile& file, const CheckpointFile& saved,
-                                      const Track& track, const Manifest& manifest,
+                                      const StorageLayout& layout, const Manifest& manifest,
                                       size_t expected) {
   if (file.size_bytes() != saved.file_bytes) {
     return Corrupt(
@@ -65,8 +65,7 @@ absl::StatusOr<FilePlaces> ReadHeader(const RandomAccessFile& file, const Checkp
   for (const SafetensorsTensor& tensor : header->tensors) {
     const std::optional<int64_t> i = manifest.Find(tensor.spec.name);
     if (!i.has_value() || tensor.spec.shape != manifest.tensor(*i).shape ||
-        tensor.spec.dtype != track.layout().entry(*i).dtype ||
-        !track.layout().entry(*i).is_stored) {
+        tensor.spec.dtype != layout.entry(*i).dtype || !layout.entry(*i).is_stored) {
       return Corrupt(absl::StrCat("tensor \"", tensor.spec.name, "\": its file has ",
                                   tensor.spec.TypeString(), ", the manifest does not"));
     }
@@ -76,17 +75,17 @@ absl::StatusOr<FilePlaces> ReadHeader(const RandomAccessFile& file, const Checkp
 }
 
 absl::Status ReadTensor(const RandomAccessFile& file, int64_t file_offset, uint32_t expected_crc,
-                        const StorageLayout::Entry& entry, BlocksWriter& writer,
+                        int64_t index, int64_t length_bytes, const TensorVisitor& visit,
                         std::vector<std::byte>& buffer) {
   uint32_t crc = 0;
-  for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
+  for (int64_t done = 0; done < length_bytes; done += kReadBytes) {
     const std::span<std::byte> bytes =
-        std::span(buffer).first(std::min(kReadBytes, entry.length_bytes - done));
+        std::span(buffer).first(std::min(kReadBytes, length_bytes - done));
     if (const absl::Status status = file.Read(file_offset + done, bytes); !status.ok()) {
       return BlameCheckpoint(status);
     }
     crc = Crc32c(crc, bytes);
-    EMA_RETURN_IF_ERROR(writer.Write(entry.offset + done, bytes));
+    EMA_RETURN_IF_ERROR(visit(index, done, bytes));
   }
   if (crc != expected_crc) return Corrupt("its checksum is wrong");
   return absl::OkStatus();
@@ -95,23 +94,13 @@ absl::Status ReadTensor(const RandomAccessFile& file, int64_t file_offset, uint3
 absl::StatusOr<Blocks> RestoreBlocks(FileSystem& file_system, const std::string& file_path,
                                      const CheckpointFile& saved, const Track& track, Model& model,
                                      size_t expected) {
-  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(file_path);
-  if (!file.ok()) return BlameCheckpoint(file.status());
-  EMA_ASSIGN_OR_RETURN(const FilePlaces places,
-                       ReadHeader(**file, saved, track, model.manifest(), expected));
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksWriter> writer,
                        BlocksWriter::Create(model.device(), track));
-  std::vector<std::byte> buffer(
-      std::min<int64_t>(kReadBytes, std::max<int64_t>(saved.file_bytes, 1)));
-  for (const auto& [i, file_offset] : places) {
-    const absl::Status status = ReadTensor(**file, file_offset, saved.tensor_crc32c[i],
-                                           track.layout().entry(i), *writer, buffer);
-    if (absl::IsDataLoss(status)) {
-      return Corrupt(
-          absl::StrCat("tensor \"", model.manifest().tensor(i).name, "\": ", status.message()));
-    }
-    EMA_RETURN_IF_ERROR(status);
-  }
+  EMA_RETURN_IF_ERROR(
+      ReadTrackFile(file_system, file_path, saved, model.manifest(), track.layout(), expected,
+                    [&](int64_t index, int64_t offset, std::span<const std::byte> bytes) {
+                      return writer->Write(track.layout().entry(index).offset + offset, bytes);
+                    }));
   return writer->Finish();
 }
 
@@ -138,6 +127,36 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::s
 }
 
 }  // namespace
+
+absl::Status LocateError(const absl::Status& status, std::string_view model,
+                         std::string_view checkpoint) {
+  const std::string message = absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
+                                           std::string(checkpoint), "\": ", status.message());
+  const ErrorReason reason = GetErrorReason(status);
+  if (reason == ErrorReason::kUnspecified) return absl::Status(status.code(), message);
+  return MakeError(status.code(), reason, message);
+}
+
+absl::Status ReadTrackFile(FileSystem& file_system, const std::string& file_path,
+                           const CheckpointFile& saved, const Manifest& manifest,
+                           const StorageLayout& layout, size_t tensor_count,
+                           const TensorVisitor& visit) {
+  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(file_path);
+  if (!file.ok()) return BlameCheckpoint(file.status());
+  EMA_ASSIGN_OR_RETURN(const FilePlaces places,
+                       ReadHeader(**file, saved, layout, manifest, tensor_count));
+  std::vector<std::byte> buffer(
+      std::min<int64_t>(kReadBytes, std::max<int64_t>(saved.file_bytes, 1)));
+  for (const auto& [i, file_offset] : places) {
+    const absl::Status status = ReadTensor(**file, file_offset, saved.tensor_crc32c[i], i,
+                                           layout.entry(i).length_bytes, visit, buffer);
+    if (absl::IsDataLoss(status)) {
+      return Corrupt(absl::StrCat("tensor \"", manifest.tensor(i).name, "\": ", status.message()));
+    }
+    EMA_RETURN_IF_ERROR(status);
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
                                                           const std::string& path) {

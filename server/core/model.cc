@@ -64,6 +64,7 @@ Model::~Model() {
   // What the pool keeps of these is in no model's reservation any more.
   current_.reset();
   older_.clear();
+  synthesized_.clear();
   device_->Trim();
 }
 
@@ -345,6 +346,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   }
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan)});
   CallWatchers();
+  if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.on_warning) return;
   for (const std::string& warning : warnings) options_.on_warning(warning);
 }
@@ -440,9 +442,11 @@ void Model::Drain(const absl::Status& status, absl::Time deadline) {
 }
 
 void Model::Close(const absl::Status& status) {
+  std::vector<SnapshotRef> synthesized;  // Freed without the lock.
   {
     absl::MutexLock lock(&mu_);
     closed_ = status;
+    synthesized.swap(synthesized_);
   }
   Drain(status, absl::InfinitePast());
   CallWatchers();

@@ -47,6 +47,11 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t record_count = 4096;
     // Told, once for each track, what its owner should know. May be empty. Called from any thread.
     std::function<void(const std::string&)> on_warning;
+    // Told of every commit, after the trainer's ranks. May be empty. Called from any thread, also
+    // from several at once, without a lock of the model's; must not block for long.
+    std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
+    // Versions can be kept on a disk: tracks may have a snapshot_interval.
+    bool has_data_dir = false;
   };
 
   // REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not
@@ -67,7 +72,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // All or nothing. A track that is put keeps being paused, or not. Takes effect at the next
   // commit, or at once before the first run, or while every track is paused. The same again is OK.
   // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of what is
-  // stored of an existing track. NOT_FOUND, TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  // stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
+  // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
   // What pushes are planned by; and after the next commit, if that differs.
   PushPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -151,6 +157,29 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
   void SetDurableStep(int64_t step) { durable_step_.store(step, std::memory_order_relaxed); }
 
+  // Training time of the newest version that is kept for its tracks' snapshot_interval; absent:
+  // none. Set by whoever keeps them.
+  std::optional<TrainingTime> kept_time() const ABSL_LOCKS_EXCLUDED(mu_);
+  void SetKeptTime(const TrainingTime& time) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Synthesized averages ---
+
+  // What AddSynthesized() needs of a track: one version's memory is reserved. REQUIRES:
+  // ValidateTrack() is OK. ALREADY_EXISTS, MODEL_DIFFERS: the model has a track of that name.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  absl::StatusOr<TrackRef> MakeSynthesizedTrack(const TrackConfig& config) ABSL_LOCKS_EXCLUDED(mu_);
+  // Keeps an average that does not come from pushes, under its one track's name. One of that name
+  // before it goes, and so does the oldest of more than kMaxSynthesized. It is in memory only, and
+  // goes when the model gets a track of that name. Errors as Make..., or the model is closed.
+  absl::Status AddSynthesized(SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  // Null: there is none of that name. Holds it, and the model, until it is dropped; no version
+  // counts as pinned by it.
+  SnapshotRef FindSynthesized(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  static constexpr size_t kMaxSynthesized = 4;
+
+  // What all models share. Outlives the model.
+  MemoryBudget& budget() const { return *budget_; }
+
   struct RecordEntry {
     VersionRecord record;
     bool available = false;
@@ -196,6 +225,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // As PushPlan.may_omit_frozen.
   bool MayOmitFrozenLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // OK, or ALREADY_EXISTS: there is a track of that name, now or from the next commit on.
+  absl::Status CheckNoTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // What Options::on_warning is to be told of a commit.
@@ -242,6 +273,9 @@ class Model : public std::enable_shared_from_this<Model> {
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<const Snapshot*, int64_t> pins_ ABSL_GUARDED_BY(mu_);
   std::deque<VersionRecord> records_ ABSL_GUARDED_BY(mu_);
+  std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
+  // Oldest first.
+  std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);
   // Replaced, never changed, once ready; fenced ones live on in their sessions.
   std::shared_ptr<TrainerRun> run_ ABSL_GUARDED_BY(mu_);
   int64_t incarnation_ ABSL_GUARDED_BY(mu_);

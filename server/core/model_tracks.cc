@@ -27,9 +27,48 @@ bool WillBeginWithZeros(const Track& track, const TrackState& state) {
   return false;
 }
 
+// INVALID_ARGUMENT: snapshots of the track before and after the change would not be of one profile.
+absl::Status CheckSameProfile(const Track& before, const TrackConfig& config) {
+  const TrackConfig& was = before.config();
+  if (!was.snapshot_interval.has_value() && !config.snapshot_interval.has_value()) {
+    return absl::OkStatus();
+  }
+  const Schedule& from = was.schedule;
+  const Schedule& to = config.schedule;
+  // The rule has the age_offset.
+  if (was.snapshot_interval == config.snapshot_interval && from.rule() == to.rule() &&
+      from.options().start == to.options().start &&
+      from.update_interval().unit == to.update_interval().unit) {
+    return absl::OkStatus();
+  }
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat("track \"", config.name, "\" (", before.config_text(),
+                                "): its snapshots must be of one profile, so rule, ema_start, "
+                                "snapshot_interval and the unit of update_interval cannot be "
+                                "changed, by (",
+                                TrackText(config), "); remove it and add another"));
+}
+
+absl::Status CheckDataDir(const TrackConfig& config, bool has_data_dir) {
+  if (has_data_dir || !config.snapshot_interval.has_value()) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                   absl::StrCat("track \"", config.name, "\": snapshot_interval \"",
+                                config.snapshot_interval->ToString(),
+                                "\" needs a server that was started with --data-dir"));
+}
+
+// The synthesized average of that name.
+std::vector<SnapshotRef>::iterator FindNamed(std::vector<SnapshotRef>& snapshots,
+                                             std::string_view name) {
+  return std::find_if(snapshots.begin(), snapshots.end(), [&](const SnapshotRef& snapshot) {
+    return snapshot->tracks[0].track->name() == name;
+  });
+}
+
 }  // namespace
 
 absl::StatusOr<TrackRef> Model::MakeTrackLocked(const TrackConfig& config) {
+  EMA_RETURN_IF_ERROR(CheckDataDir(config, options_.has_data_dir));
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<const MemoryBudget::Reservation> reservation,
       budget_->Reserve(absl::StrCat("model \"", config_.name, "\", track \"", config.name, "\""),
@@ -72,6 +111,7 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
                                     "and copy cannot be changed, by (",
                                     TrackText(config), "); remove it and add another"));
     }
+    EMA_RETURN_IF_ERROR(CheckSameProfile(before, config));
     *it = std::make_shared<const Track>(before, config);
   }
   for (const bool pause : {true, false}) {
@@ -104,10 +144,18 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   for (const TrackConfig& config : changes.put) {
     EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest()));
   }
+  std::vector<SnapshotRef> dropped;  // Freed after the lock is let go.
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closed_);
   EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed,
                        ChangedLocked(pending_tracks_.value_or(tracks_), changes));
+  // The tracks' names come first.
+  for (const TrackRef& track : changed) {
+    const auto it = FindNamed(synthesized_, track->name());
+    if (it == synthesized_.end()) continue;
+    dropped.push_back(std::move(*it));
+    synthesized_.erase(it);
+  }
   pending_tracks_ = std::move(changed);
   if (*pending_tracks_ == tracks_) pending_tracks_.reset();
   const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
@@ -188,6 +236,70 @@ absl::Status Model::CheckTrack(std::string_view name) const {
                                     [&](const TrackRef& track) { return track->name() == name; }) ||
                         (current_ != nullptr && current_->Find(name) != nullptr);
   return is_known ? absl::OkStatus() : UnknownTrackLocked(name);
+}
+
+absl::Status Model::CheckNoTrackLocked(std::string_view name) const {
+  const auto is_named = [&](const TrackRef& track) { return track->name() == name; };
+  if (std::none_of(tracks_.begin(), tracks_.end(), is_named) &&
+      (!pending_tracks_.has_value() ||
+       std::none_of(pending_tracks_->begin(), pending_tracks_->end(), is_named)) &&
+      (current_ == nullptr || current_->Find(name) == nullptr)) {
+    return absl::OkStatus();
+  }
+  return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+                   absl::StrCat("name \"", std::string(name), "\": model \"", config_.name,
+                                "\" has a track of that name; a right one is \"post-hoc\""));
+}
+
+absl::StatusOr<TrackRef> Model::MakeSynthesizedTrack(const TrackConfig& config) {
+  const int64_t bytes = StorageLayout(manifest(), ActionsOf(config, manifest())).total_bytes();
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closed_);
+  EMA_RETURN_IF_ERROR(CheckNoTrackLocked(config.name));
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<const MemoryBudget::Reservation> reservation,
+      budget_->Reserve(absl::StrCat("model \"", config_.name, "\", \"", config.name, "\""), bytes));
+  return std::make_shared<const Track>(++last_track_id_, config, manifest(), options_.block_bytes,
+                                       std::move(reservation));
+}
+
+absl::Status Model::AddSynthesized(SnapshotRef snapshot) {
+  SnapshotRef dropped;  // Freed after the lock is let go.
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closed_);
+  const std::string& name = snapshot->tracks[0].track->name();
+  EMA_RETURN_IF_ERROR(CheckNoTrackLocked(name));
+  auto it = FindNamed(synthesized_, name);
+  if (it == synthesized_.end() && synthesized_.size() == kMaxSynthesized) {
+    it = synthesized_.begin();
+  }
+  if (it != synthesized_.end()) {
+    dropped = std::move(*it);
+    synthesized_.erase(it);
+  }
+  synthesized_.push_back(std::move(snapshot));
+  return absl::OkStatus();
+}
+
+SnapshotRef Model::FindSynthesized(std::string_view name) {
+  absl::MutexLock lock(&mu_);
+  const auto it = FindNamed(synthesized_, name);
+  if (it == synthesized_.end()) return nullptr;
+  const Snapshot* const raw = it->get();
+  return SnapshotRef(raw, [model = shared_from_this(), snapshot = *it](const Snapshot*) mutable {
+    // Its memory goes back while the model, and so the budget, is there.
+    snapshot.reset();
+  });
+}
+
+std::optional<TrainingTime> Model::kept_time() const {
+  absl::MutexLock lock(&mu_);
+  return kept_time_;
+}
+
+void Model::SetKeptTime(const TrainingTime& time) {
+  absl::MutexLock lock(&mu_);
+  kept_time_ = time;
 }
 
 std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {

@@ -17,7 +17,7 @@ constexpr int64_t kDefaultMaxPinnedVersions = 2;
 }  // namespace
 
 void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
-                          const std::function<void(std::function<void()>)>& worker) {
+                          const Executor& worker, const Executor& slow_worker) {
 #define EMA_LISTEN(method, executor)                                                           \
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
       rpc, queue,                                                                              \
@@ -35,6 +35,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(QueryPush, nullptr);
   EMA_LISTEN(ListVersions, nullptr);
   EMA_LISTEN(CreateCheckpoint, worker);
+  EMA_LISTEN(Synthesize, slow_worker);
 #undef EMA_LISTEN
 }
 
@@ -166,6 +167,23 @@ absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
   *response.mutable_version() = ToProto(saved.record);
   response.set_checkpoint(saved.name);
   response.set_total_bytes(saved.total_bytes);
+  return response;
+}
+
+absl::StatusOr<v1::SynthesizeResponse> AdminService::Synthesize(
+    const v1::SynthesizeRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));
+  EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.synthesize(*model, parsed));
+  v1::SynthesizeResponse response;
+  *response.mutable_version() = ToProto(synthesis.record);
+  response.set_residual(synthesis.residual);
+  for (const Synthesis::Source& source : synthesis.sources) {
+    v1::SynthesizeResponse::Source* const out = response.add_sources();
+    out->set_track(source.track);
+    out->set_step(source.step);
+    out->set_weight(source.weight);
+  }
   return response;
 }
 

@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/core/model.h"
+#include "server/core/synthesis.h"
 #include "server/rpc/call.h"
 
 namespace ema {
@@ -23,6 +24,8 @@ struct CheckpointHooks {
     int64_t total_bytes = 0;
   };
   std::function<absl::StatusOr<Saved>(Model&)> save;
+  // As Synthesize in ema_service.proto.
+  std::function<absl::StatusOr<Synthesis>(Model&, const SynthesisRequest&)> synthesize;
   // After a model has been deleted, so that a restart does not bring it back.
   std::function<absl::Status(std::string_view model)> forget;
 };
@@ -33,10 +36,12 @@ class AdminService {
   AdminService(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints)
       : store_(std::move(store)), checkpoints_(std::move(checkpoints)) {}
 
-  // Waits for the next call of each method on `queue`. `worker` runs what may block on a disk; this
-  // outlives the queue.
-  void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
-              const std::function<void(std::function<void()>)>& worker);
+  // Runs a function on another thread.
+  using Executor = std::function<void(std::function<void()>)>;
+  // Waits for the next call of each method on `queue`. `worker` runs what may block on a disk,
+  // `slow_worker` what may do so for minutes; this outlives the queue.
+  void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Executor& worker,
+              const Executor& slow_worker);
 
  private:
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
@@ -49,6 +54,7 @@ class AdminService {
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
   absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
       const v1::CreateCheckpointRequest& request);
+  absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
 
   const std::shared_ptr<ModelStore> store_;
   const CheckpointHooks checkpoints_;

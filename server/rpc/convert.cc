@@ -83,6 +83,31 @@ absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
   return changes;
 }
 
+absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request) {
+  SynthesisRequest parsed{.name = request.name(), .step = request.step()};
+  parsed.tracks.assign(request.tracks().begin(), request.tracks().end());
+  switch (request.profile_case()) {
+    case v1::SynthesizeRequest::kSigmaRel:
+      parsed.profile = request.sigma_rel();
+      return parsed;
+    case v1::SynthesizeRequest::kHalfLife: {
+      const absl::StatusOr<TrainingDuration> half_life =
+          TrainingDuration::Parse(request.half_life());
+      if (!half_life.ok()) {
+        return MakeError(half_life.status().code(), GetErrorReason(half_life.status()),
+                         absl::StrCat("half_life ", half_life.status().message()));
+      }
+      parsed.profile = *half_life;
+      return parsed;
+    }
+    case v1::SynthesizeRequest::PROFILE_NOT_SET:
+      break;
+  }
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+                   "sigma_rel or half_life: one must be given, such as sigma_rel=0.07 or "
+                   "half_life=\"1000ba\"");
+}
+
 v1::VersionRecord ToProto(const VersionRecord& record) {
   v1::VersionRecord proto;
   proto.set_incarnation(record.incarnation);

@@ -8,6 +8,7 @@
 #include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/core/model.h"
+#include "server/core/synthesis.h"
 
 namespace ema {
 
@@ -15,6 +16,7 @@ namespace ema {
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
                                       int64_t default_max_pinned_versions);
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
+absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
 
 v1::VersionRecord ToProto(const VersionRecord& record);
 // `known_revision`: of the plan whose tracks the reader has already.

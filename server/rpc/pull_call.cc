@@ -61,6 +61,9 @@ absl::Status PullCall::Start() {
                      absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request.model()));
+  if (SnapshotRef synthesized = model_->FindSynthesized(request.track())) {
+    return StartSynthesized(std::move(synthesized), request.version(), request.incarnation());
+  }
   absl::Status known = model_->CheckTrack(request.track());
   absl::StatusOr<SnapshotRef> snapshot =
       model_->PinVersion(request.version(), request.incarnation());
@@ -76,6 +79,22 @@ absl::Status PullCall::Start() {
                      absl::StrCat("track \"", request.track(), "\" has no value in version ",
                                   snapshot_->record.version, " yet"));
   }
+  total_bytes_ = track_->track->layout().total_bytes();
+  return absl::OkStatus();
+}
+
+absl::Status PullCall::StartSynthesized(SnapshotRef snapshot, int64_t version,
+                                        int64_t incarnation) {
+  const VersionRecord& record = snapshot->record;
+  if ((version != 0 && version != record.version) ||
+      (version != 0 && incarnation != 0 && incarnation != record.incarnation)) {
+    return MakeError(
+        absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+        absl::StrCat("version: ", version, " given, but \"", snapshot->tracks[0].track->name(),
+                     "\" has been built as version ", record.version, " for step ", record.step));
+  }
+  snapshot_ = std::move(snapshot);
+  track_ = &snapshot_->tracks[0];
   total_bytes_ = track_->track->layout().total_bytes();
   return absl::OkStatus();
 }

@@ -31,6 +31,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void EndStalled() override;
 
   absl::Status Start();
+  // Of an average that Synthesize has built.
+  absl::Status StartSynthesized(SnapshotRef snapshot, int64_t version, int64_t incarnation);
   absl::Status WriteChunk();
   void WriteHeader();
   void WriteTrailer();

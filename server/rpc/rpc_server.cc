@@ -71,7 +71,9 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
-  rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->RunWorker(); });
+  for (Work* const work : {&rpc->work_, &rpc->slow_work_}) {
+    rpc->threads_.emplace_back([rpc = rpc.get(), work] { rpc->RunWorker(work); });
+  }
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
   rpc->SetServing(true);
   rpc->listener_->Start(std::move(acceptor));
@@ -130,10 +132,7 @@ void RpcServer::ServeQueue(grpc::ServerCompletionQueue* queue) {
   PushCall::Listen(&rpc_, queue);
   PullCall::Listen(&rpc_, queue);
   WatchCall::Listen(&rpc_, queue);
-  admin_.Listen(&rpc_, queue, [this](std::function<void()> work) {
-    absl::MutexLock lock(&mu_);
-    work_.push_back(std::move(work));
-  });
+  admin_.Listen(&rpc_, queue, ExecutorOf(&work_), ExecutorOf(&slow_work_));
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, queue,
       [this](grpc::ServerContext* context, auto* request, auto* writer,
@@ -145,18 +144,25 @@ void RpcServer::ServeQueue(grpc::ServerCompletionQueue* queue) {
   while (queue->Next(&tag, &ok)) static_cast<CompletionTag*>(tag)->Complete(ok);
 }
 
-void RpcServer::RunWorker() {
-  const auto ready = [this]()
-                         ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !work_.empty(); };
+AdminService::Executor RpcServer::ExecutorOf(Work* work) {
+  return [this, work](std::function<void()> function) {
+    absl::MutexLock lock(&mu_);
+    work->push_back(std::move(function));
+  };
+}
+
+void RpcServer::RunWorker(Work* work) {
+  const auto ready = [this, work]()
+                         ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !work->empty(); };
   while (true) {
-    std::function<void()> work;
+    std::function<void()> function;
     {
       absl::MutexLock lock(&mu_, absl::Condition(&ready));
-      if (work_.empty()) return;
-      work = std::move(work_.front());
-      work_.pop_front();
+      if (work->empty()) return;
+      function = std::move(work->front());
+      work->pop_front();
     }
-    work();
+    function();
   }
 }
 

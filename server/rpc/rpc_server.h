@@ -27,7 +27,7 @@
 namespace ema {
 
 // Owns the listener, the completion queues with one thread each, a worker for calls that block on a
-// disk, and a thread that ends what has stalled.
+// disk and one for those that do so for long, and a thread that ends what has stalled.
 class RpcServer {
  public:
   struct Options {
@@ -67,7 +67,10 @@ class RpcServer {
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
   void ServeQueue(grpc::ServerCompletionQueue* queue);
-  void RunWorker() ABSL_LOCKS_EXCLUDED(mu_);
+  // Functions that wait for a worker's thread.
+  using Work = std::deque<std::function<void()>>;
+  AdminService::Executor ExecutorOf(Work* work);
+  void RunWorker(Work* work) ABSL_LOCKS_EXCLUDED(mu_);
   void CheckStalled() ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
@@ -81,7 +84,8 @@ class RpcServer {
   std::vector<std::thread> threads_;        // The others.
 
   absl::Mutex mu_;
-  std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
+  Work work_ ABSL_GUARDED_BY(mu_);
+  Work slow_work_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <ostream>
 #include <string>
 #include <utility>
@@ -214,6 +215,31 @@ TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {
               StatusIs(kInvalid, HasSubstr("every tensor is ignored")));
 }
 
+TEST(ValidateTrackTest, SnapshotsAreOfPowerFunctions) {
+  TrackConfig track = Track("sigma_rel=0.05");
+  track.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
+  EXPECT_THAT(ValidateTrack(track, TestManifest()), IsOk());
+  EXPECT_THAT(CheckSnapshotUnit(track, TrainingTime()),
+              StatusIs(kInvalid, HasSubstr("lacks \"ep\", which snapshot_interval 50ep needs")));
+  TrainingTime now;
+  now.Set(TimeUnit::kEpoch, 0);
+  EXPECT_THAT(CheckSnapshotUnit(track, now), IsOk());
+  for (const char* schedule : {"200ba", "copy", "uniform=true"}) {
+    track.schedule = *Schedule::Parse(schedule);
+    const absl::Status status = ValidateTrack(track, TestManifest());
+    EXPECT_THAT(status, StatusIs(kInvalid, AllOf(HasSubstr("snapshot_interval \"50ep\""),
+                                                 HasSubstr("sigma_rel=0.05"))));
+    EXPECT_THAT(status, ReasonIs(ErrorReason::kBadSchedule));
+  }
+  track.schedule = *Schedule::Parse("sigma_rel=0.05");
+  for (const double value : {0.0, -1.0, 1.5, 1e300, std::nan("")}) {
+    track.snapshot_interval->value = value;
+    EXPECT_THAT(ValidateTrack(track, TestManifest()),
+                StatusIs(kInvalid, HasSubstr("snapshot_interval")))
+        << value;
+  }
+}
+
 // Long lists of names, and patterns that make a backtracking matcher slow.
 TEST(ValidateTrackTest, ManyRulesAndHardPatternsAreQuick) {
   std::vector<TensorSpec> tensors;
@@ -242,6 +268,9 @@ TEST(TrackTextTest, SaysTheScheduleAndWhatIsNotAtItsDefault) {
   EXPECT_EQ(TrackText(track),
             "half_life=200ba, update_interval=5ba; buffers copy; compensated; paused; head.* "
             "ignore; * average");
+  track = Track("sigma_rel=0.05");
+  track.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
+  EXPECT_EQ(TrackText(track), "sigma_rel=0.05; snapshot_interval 50ep");
 }
 
 TEST(TrackTest, RulesThatMatchNothingCanBeDropped) {

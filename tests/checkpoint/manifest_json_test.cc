@@ -53,6 +53,7 @@ CheckpointManifest MakeCheckpoint() {
                        MakeTrack("seconds", {{"half_life", "0.3333333333333333sec"}}),
                        MakeTrack("constant", {{"smoothing", "0.99999999999999989"}}),
                        MakeTrack("raw", {{"copy", "true"}})};
+  checkpoint.tracks[3].config.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
   checkpoint.tracks[4].weights.reset();
   checkpoint.created_tracks = {checkpoint.tracks[1].config};
   TrackConfig& config = checkpoint.tracks[0].config;

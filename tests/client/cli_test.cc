@@ -40,6 +40,22 @@ TEST(TrackOptionTest, ReadsEveryForm) {
   }
 }
 
+TEST(TrackOptionTest, ReadsASnapshotIntervalAnywhere) {
+  for (const char* text :
+       {"p=sigma_rel=0.05,snapshot_interval=50ep", "p=snapshot_interval=50ep,sigma_rel=0.05",
+        "p=sigma_rel=0.05, snapshot_interval=50ep, update_interval=2ba"}) {
+    EMA_ASSERT_OK_AND_ASSIGN(const TrackConfig track, ParseTrackOption(text));
+    EXPECT_EQ(track.snapshot_interval, (TrainingDuration{50, TimeUnit::kEpoch})) << text;
+    EXPECT_THAT(track.schedule.ToString(), HasSubstr("sigma_rel=0.05"));
+  }
+  for (const char* text : {"p=sigma_rel=0.05,snapshot_interval=50", "p=snapshot_interval=50ep",
+                           "p=sigma_rel=0.05,snapshot_interval=5ba,snapshot_interval=5ba"}) {
+    EXPECT_THAT(ParseTrackOption(text),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("p=")))
+        << text;
+  }
+}
+
 TEST(TrackOptionTest, RefusesTheRestAndShowsARightOne) {
   for (const char* text :
        {"", "fast", "=200ba", "fast=", "fast=200", "fast=-1ba", "fast=0ba", "fast=inf",

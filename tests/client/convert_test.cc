@@ -63,6 +63,7 @@ TEST(ConvertTest, TracksComeBackAsTheyWere) {
   tracks[0].paused = true;
   tracks[1].compensated = true;
   tracks[2].buffers = TensorAction::kCopy;
+  tracks[4].snapshot_interval = TrainingDuration{0.125, TimeUnit::kProgress};
   tracks[3].tensor_rules = {{"a*", TensorAction::kIgnore}, {"b", TensorAction::kCopy}};
   for (const TrackConfig& track : tracks) {
     SCOPED_TRACE(TrackText(track));

@@ -163,6 +163,7 @@ inline ModelStore::Options SmallBlocks() {
   options.memory_bytes = int64_t{1} << 30;
   options.model.block_bytes = 4096;  // So that small models have several blocks.
   options.model.incarnation = 7;
+  options.model.has_data_dir = true;
   return options;
 }
 

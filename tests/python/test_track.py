@@ -22,6 +22,7 @@ TRACKS = [
     Track(inv_gamma=3, power=0.7, min_decay=0.1, max_decay=0.99, interval_phase=1),
     Track(ramp=10.0, ema_start="10ba", before_start="copy", ema_end="1e6ba"),
     Track(sigma_rel=0.05),
+    Track(sigma_rel=0.1, age_offset=1.0, snapshot_interval="50ep"),
     Track(uniform=True, paused=True),
     Track(copy=True, tensor_rules={"head.*": "ignore"}),
     Track(
@@ -111,6 +112,7 @@ BAD = {
     "buffers": (Track(buffers="drop"), 'buffers "drop"'),
     "action": (Track(tensor_rules={"a": "mean"}), 'tensor_rules: a "mean".*"average"'),
     "compensated": (Track(compensated="yes"), "compensated 'yes'.*True or False"),
+    "snapshots": (Track(sigma_rel=0.1, snapshot_interval=50), 'snapshot_interval "50".*"50ba"'),
     "preset": ({"preset": "timmm"}, '"timmm".*"timm"'),
     "preset-argument": ({"preset": "timm", "decy": 0.9}, '"decy".*"decay"'),
 }

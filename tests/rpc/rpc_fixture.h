@@ -41,6 +41,9 @@ class RpcFixture : public testing::Test {
     hooks.save = [](Model&) -> absl::StatusOr<CheckpointHooks::Saved> {
       return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir, "none");
     };
+    hooks.synthesize = [](Model&, const SynthesisRequest&) -> absl::StatusOr<Synthesis> {
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir, "none");
+    };
     hooks.forget = [this](std::string_view) {
       return std::exchange(forget_status_, absl::OkStatus());
     };

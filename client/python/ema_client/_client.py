@@ -20,6 +20,8 @@ from ema_client._types import (
     ModelInfo,
     NonFinite,
     Shard,
+    Synthesis,
+    SynthesisSource,
     TrackLike,
     Version,
     Weights,
@@ -176,6 +178,60 @@ class Client:
         """Saves the newest version, all tracks. When it returns, they are on the server's disk."""
         version, checkpoint, total_bytes = self._client.create_checkpoint(name, timeout_s)
         return Checkpoint(version_from(version), checkpoint, total_bytes)
+
+    def synthesize(
+        self,
+        name: str,
+        *,
+        sigma_rel: float | None = None,
+        half_life: str | None = None,
+        step: int = 0,
+        result: str = "post-hoc",
+        tracks: Collection[str] = (),
+        timeout_s: float = 600.0,
+    ) -> Synthesis:
+        """Builds the average of another length, at any past step, from kept snapshots.
+
+        The server keeps snapshots of tracks that have a snapshot_interval. What it builds can be
+        pulled like a track until it stops, or has made four more.
+
+        Args:
+            name: the model.
+            sigma_rel: relative width of the power-function profile, above 0 and at most 1/sqrt(12).
+            half_life: instead: such as "1000ba", in the unit of the tracks' update_interval.
+            step: at which the average stands; 0: the newest that is stored.
+            result: what `pull` takes as the track; an earlier result of that name is replaced.
+            tracks: to build from; empty: all that fit together.
+            timeout_s: seconds.
+
+        Raises:
+            InvalidArgumentError: neither or both of sigma_rel and half_life, a wrong one, or a track
+                that does not fit the others.
+            NotFoundError: no such model or track.
+            AlreadyExistsError: the model has a track with the result's name.
+            OutOfRangeError: the step is not committed yet, or is before the first snapshot.
+            FailedPreconditionError: no snapshot is stored yet.
+            ResourceExhaustedError: no memory for the result.
+            DataLossError: a checkpoint on the server's disk is damaged.
+
+        Example:
+            >>> made = client.synthesize("m", sigma_rel=0.07, step=5000)
+            >>> weights = client.pull("m", track="post-hoc")
+        """
+        version, residual, sources = self._client.synthesize(
+            name,
+            result,
+            sigma_rel,
+            "" if half_life is None else str(half_life),
+            step,
+            list(tracks),
+            timeout_s,
+        )
+        return Synthesis(
+            version_from(version),
+            residual,
+            tuple(SynthesisSource(*source) for source in sources),
+        )
 
     def open_run(
         self,

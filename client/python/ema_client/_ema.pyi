@@ -54,6 +54,7 @@ class Track:
         buffers: str = "average",
         compensated: bool = False,
         paused: bool = False,
+        snapshot_interval: str | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -67,6 +68,8 @@ class Track:
     def compensated(self) -> bool: ...
     @property
     def paused(self) -> bool: ...
+    @property
+    def snapshot_interval(self) -> str | None: ...
     def without_idle_rules(self, specs: Sequence[Spec]) -> Track: ...
     # By tensor: the action, and by which of the track's schedules.
     def actions(self, specs: Sequence[Spec]) -> list[tuple[str, int]]: ...
@@ -167,6 +170,16 @@ class Client:
     def create_checkpoint(
         self, model: str, timeout_s: float
     ) -> tuple[dict[str, Any], str, int]: ...
+    def synthesize(
+        self,
+        model: str,
+        result: str,
+        sigma_rel: float | None,
+        half_life: str,
+        step: int,
+        tracks: Sequence[str],
+        timeout_s: float,
+    ) -> tuple[dict[str, Any], float, list[tuple[str, int, float]]]: ...
     def open_run(
         self,
         model: str,

@@ -161,6 +161,9 @@ class Track:
         buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
         compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
         paused: pushes do not change the track.
+        snapshot_interval: of sigma_rel: the server keeps a version on its disk for each such length of
+            training, such as "1000ba", from which `Client.synthesize` builds averages of other
+            lengths. A LocalEMA keeps none.
     """
 
     half_life: str | None = None
@@ -186,6 +189,7 @@ class Track:
     buffers: str = "average"
     compensated: bool = False
     paused: bool = False
+    snapshot_interval: str | None = None
 
     def __post_init__(self) -> None:
         # One form of the rules: equal tracks compare equal, and have a hash.
@@ -308,6 +312,31 @@ class Checkpoint:
     version: Version
     name: str
     total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesisSource:
+    """A track at one step, and its weight in what was built; all weights' sum is 1."""
+
+    track: str
+    step: int
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesis:
+    """An average that the server has built from kept snapshots.
+
+    Attributes:
+        version: its step and time; number and incarnation are those of the newest checkpoint used.
+        residual: how far its profile is from the one that was asked for: the norm of the difference
+            over the norm of the latter.
+        sources: what it was built from.
+    """
+
+    version: Version
+    residual: float
+    sources: tuple[SynthesisSource, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,6 +493,7 @@ def track_from(track: _ema.Track) -> Track:
         buffers=track.buffers,
         compensated=track.compensated,
         paused=track.paused,
+        snapshot_interval=track.snapshot_interval,
     )
 
 
@@ -509,6 +539,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         full.buffers,
         full.compensated,
         full.paused,
+        None if full.snapshot_interval is None else str(full.snapshot_interval),
     )
 
 

@@ -118,6 +118,25 @@ class PyClient {
                           result.total_bytes);
   }
 
+  // (version, residual, [(track, step, weight)])
+  nb::tuple Synthesize(const std::string& model, const std::string& result,
+                       const std::optional<double>& sigma_rel, const std::string& half_life,
+                       int64_t step, const std::vector<std::string>& tracks, double timeout_s) {
+    const Client::SynthesizeOptions options{.name = result,
+                                            .sigma_rel = sigma_rel,
+                                            .half_life = half_life,
+                                            .step = step,
+                                            .tracks = tracks};
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const auto made = CallWithoutGil([&] { return client->Synthesize(model, options, timeout); });
+    nb::list sources;
+    for (const auto& source : made.sources) {
+      sources.append(nb::make_tuple(nb::cast(source.track), source.step, source.weight));
+    }
+    return nb::make_tuple(FromVersion(made.version), made.residual, sources);
+  }
+
   nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
                      int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
                      int64_t frozen_shard_count, bool rejoins, double timeout_s) {
@@ -226,6 +245,8 @@ void BindClient(nb::module_& module) {
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
       .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "timeout_s"_a)
+      .def("synthesize", &PyClient::Synthesize, "model"_a, "result"_a, "sigma_rel"_a.none(),
+           "half_life"_a, "step"_a, "tracks"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
            "shards"_a.none(), "frozen_shard_count"_a, "rejoins"_a, "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "timeout_s"_a,

@@ -89,7 +89,8 @@ using RuleTuple = std::tuple<std::string, std::string, std::optional<Schedule>>;
 
 TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                       const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
-                      bool compensated, bool paused) {
+                      bool compensated, bool paused,
+                      const std::optional<std::string>& snapshot_interval) {
   TrackConfig track{.name = name,
                     .schedule = schedule,
                     .tensor_rules = {},
@@ -100,6 +101,15 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
     TensorRule& rule = track.tensor_rules.emplace_back(
         pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action));
     if (rule_schedule.has_value()) rule.schedule = RuleSchedule(*rule_schedule, schedule);
+  }
+  if (snapshot_interval.has_value()) {
+    const absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(*snapshot_interval);
+    if (!interval.ok()) {
+      ThrowStatus(MakeError(
+          interval.status().code(), GetErrorReason(interval.status()),
+          absl::StrCat("track \"", name, "\": snapshot_interval ", interval.status().message())));
+    }
+    track.snapshot_interval = *interval;
   }
   return track;
 }
@@ -209,12 +219,13 @@ void BindTypes(nb::module_& module) {
           "__init__",
           [](TrackConfig* self, const std::string& name, const Schedule& schedule,
              const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
-             bool compensated, bool paused) {
-            new (self)
-                TrackConfig(MakeTrack(name, schedule, tensor_rules, buffers, compensated, paused));
+             bool compensated, bool paused, const std::optional<std::string>& snapshot_interval) {
+            new (self) TrackConfig(MakeTrack(name, schedule, tensor_rules, buffers, compensated,
+                                             paused, snapshot_interval));
           },
           "name"_a, "schedule"_a, "tensor_rules"_a = std::vector<RuleTuple>(),
-          "buffers"_a = "average", "compensated"_a = false, "paused"_a = false)
+          "buffers"_a = "average", "compensated"_a = false, "paused"_a = false,
+          "snapshot_interval"_a = nb::none())
       .def_ro("name", &TrackConfig::name)
       .def_ro("schedule", &TrackConfig::schedule)
       .def_prop_ro("tensor_rules", &TensorRules)
@@ -223,6 +234,11 @@ void BindTypes(nb::module_& module) {
       .def_prop_ro("buffers", [](const TrackConfig& track) { return FromAction(track.buffers); })
       .def_ro("compensated", &TrackConfig::compensated)
       .def_ro("paused", &TrackConfig::paused)
+      .def_prop_ro("snapshot_interval",
+                   [](const TrackConfig& track) -> std::optional<std::string> {
+                     if (!track.snapshot_interval.has_value()) return std::nullopt;
+                     return track.snapshot_interval->ToString();
+                   })
       .def(
           "without_idle_rules",
           [](const TrackConfig& track, const std::vector<SpecTuple>& specs) {

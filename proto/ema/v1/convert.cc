@@ -251,6 +251,14 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
   track.compensated = proto.compensated();
   track.paused = proto.paused();
+  if (!proto.snapshot_interval().empty()) {
+    absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(proto.snapshot_interval());
+    if (!interval.ok()) {
+      return MakeError(interval.status().code(), GetErrorReason(interval.status()),
+                       absl::StrCat(what, ": snapshot_interval ", interval.status().message()));
+    }
+    track.snapshot_interval = *interval;
+  }
   return track;
 }
 
@@ -314,6 +322,9 @@ void ToProto(const TrackConfig& track, v1::Track* proto) {
   proto->set_buffers(ActionToProto(track.buffers));
   proto->set_compensated(track.compensated);
   proto->set_paused(track.paused);
+  if (track.snapshot_interval.has_value()) {
+    proto->set_snapshot_interval(track.snapshot_interval->ToString());
+  }
 }
 
 void ToProto(const TrainingTime& time, v1::TrainingTime* proto) {

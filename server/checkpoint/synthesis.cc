@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/synthesis.h"
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/synthesis_plan.h"
+
+namespace ema {
+namespace {
+
+// Blocks of a track into which stored values are folded: two float32 for each average while it is
+// built, so that the sum is as exact as its parts. Not thread-safe.
+class BlocksMixer {
+ public:
+  // RESOURCE_EXHAUSTED: no memory.
+  static absl::StatusOr<std::unique_ptr<BlocksMixer>> Create(Device& device, const Track& track) {
+    std::unique_ptr<BlocksMixer> mixer(new BlocksMixer(track));
+    EMA_ASSIGN_OR_RETURN(mixer->blocks_, AllocateBlocks(device, track));
+    EMA_ASSIGN_OR_RETURN(mixer->low_blocks_, AllocateBlocks(device, track));
+    EMA_ASSIGN_OR_RETURN(mixer->stream_, device.NewStream());
+    // Between tensors, too: readers get those bytes.
+    for (const std::shared_ptr<Block>& block : mixer->blocks_) {
+      EMA_RETURN_IF_ERROR(mixer->stream_->Zero(block->data(), block->size_bytes()));
+    }
+    return mixer;
+  }
+
+  // Puts the bytes there as they are.
+  absl::Status Copy(int64_t offset, std::span<const std::byte> bytes) {
+    EMA_RETURN_IF_ERROR(ForEachBlock(
+        offset, bytes, [this](size_t i, int64_t in_block, std::span<const std::byte> piece) {
+          return stream_->CopyFromHost(blocks_[i]->data() + in_block, piece.data(),
+                                       static_cast<int64_t>(piece.size()));
+        }));
+    // The caller uses its buffer again.
+    return stream_->Synchronize().status();
+  }
+
+  // Moves float32 averages by `share` of the way to `bytes`; 1: to them, whatever there was.
+  absl::Status Fold(int64_t offset, std::span<const std::byte> bytes, double share) {
+    return ForEachBlock(
+        offset, bytes, [this, share](size_t i, int64_t in_block, std::span<const std::byte> piece) {
+          FoldTarget target;
+          target.kind = share == 1 ? FoldTarget::Kind::kAssignCompensated
+                                   : FoldTarget::Kind::kAverageCompensated;
+          target.update_weight = share;
+          target.next = blocks_[i]->data() + in_block;
+          target.current = target.next;
+          target.next_low = low_blocks_[i]->data() + in_block;
+          target.current_low = target.next_low;
+          // Averages that are not finite are what the model's owner has allowed.
+          return stream_
+              ->Fold({.source_dtype = Dtype::kFloat32,
+                      .source = piece.data(),
+                      .element_count = static_cast<int64_t>(piece.size() / sizeof(float)),
+                      .targets = {&target, 1}})
+              .status();
+        });
+  }
+
+  // The averages, rounded to float32. Ends the mixer.
+  absl::StatusOr<Blocks> Finish() {
+    EMA_RETURN_IF_ERROR(stream_->Synchronize().status());
+    low_blocks_.clear();
+    return Blocks(blocks_.begin(), blocks_.end());
+  }
+
+ private:
+  explicit BlocksMixer(const Track& track) : track_(track) {}
+
+  template <typename Visit>
+  absl::Status ForEachBlock(int64_t offset, std::span<const std::byte> bytes, const Visit& visit) {
+    while (!bytes.empty()) {
+      const int64_t i = track_.FindBlock(offset);
+      const int64_t in_block = offset - track_.block_start(i);
+      const int64_t n =
+          std::min<int64_t>(static_cast<int64_t>(bytes.size()), track_.block_size(i) - in_block);
+      EMA_RETURN_IF_ERROR(visit(i, in_block, bytes.first(n)));
+      offset += n;
+      bytes = bytes.subspan(n);
+    }
+    return absl::OkStatus();
+  }
+
+  const Track& track_;
+  std::vector<std::shared_ptr<Block>> blocks_;
+  std::vector<std::shared_ptr<Block>> low_blocks_;
+  std::unique_ptr<DeviceStream> stream_;
+};
+
+// Which checkpoints there are, and what they say.
+absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
+    FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held, const Model& model,
+    const VersionRecord& latest) {
+  std::vector<StoredCheckpoint> checkpoints;
+  for (const CheckpointId& id : OnBranch(held.ids(), latest)) {
+    EMA_RETURN_IF_ERROR(model.closed());
+    absl::StatusOr<CheckpointManifest> manifest =
+        ReadCheckpointManifest(file_system, held.Path(id));
+    if (!manifest.ok()) {
+      return LocateError(manifest.status(), model.config().name, CheckpointName(id));
+    }
+    if (manifest->manifest == model.manifest()) checkpoints.push_back({id, *std::move(manifest)});
+  }
+  return checkpoints;
+}
+
+// Reads one source into the result. `share`: of the way from what is there to the source's
+// averages; 0: they are not wanted.
+absl::Status FoldSource(FileSystem& file_system, const std::string& path, const Model& model,
+                        const Track& track, const SynthesisPlan::Source& source, double share,
+                        bool gives_rest, BlocksMixer& mixer) {
+  const StorageLayout& layout = track.layout();
+  const auto is_mixed = [&](int64_t i) {
+    return track.action(i) == TensorAction::kAverage && !model.manifest().tensor(i).is_buffer;
+  };
+  const size_t tensor_count =
+      std::count_if(track.actions().begin(), track.actions().end(),
+                    [](TensorAction action) { return action != TensorAction::kIgnore; });
+  absl::Status status = ReadTrackFile(
+      file_system, TrackFilePath(path, source.track->config.name), *source.track->weights,
+      model.manifest(), layout, tensor_count,
+      [&](int64_t i, int64_t offset, std::span<const std::byte> bytes) -> absl::Status {
+        // A server that stops does not wait for this.
+        EMA_RETURN_IF_ERROR(model.closed());
+        const int64_t place = layout.entry(i).offset + offset;
+        if (!is_mixed(i)) return gives_rest ? mixer.Copy(place, bytes) : absl::OkStatus();
+        return share != 0 ? mixer.Fold(place, bytes, share) : absl::OkStatus();
+      });
+  if (!absl::IsDataLoss(status)) return status;
+  return LocateError(
+      MakeError(status.code(), GetErrorReason(status),
+                absl::StrCat("track \"", source.track->config.name, "\": ", status.message())),
+      model.config().name, CheckpointName(source.checkpoint->id));
+}
+
+// All of the plan's sources in `track`'s blocks.
+absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held,
+                           const Model& model, const SynthesisPlan& plan, const Track& track) {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksMixer> mixer,
+                       BlocksMixer::Create(model.device(), track));
+  // The positive weights first, the largest first: then every sum on the way is positive, and the
+  // share of each source in the average so far is its weight over that sum.
+  std::vector<SynthesisPlan::Source> sources = plan.sources;
+  std::stable_sort(sources.begin(), sources.end(),
+                   [](const auto& a, const auto& b) { return a.weight > b.weight; });
+  const auto gives_rest = [&](const SynthesisPlan::Source& source) {
+    return source.track == plan.newest.track;
+  };
+  if (std::none_of(sources.begin(), sources.end(), gives_rest)) {
+    sources.push_back(plan.newest);
+    sources.back().weight = 0;
+  }
+  double sum = 0;
+  for (const SynthesisPlan::Source& source : sources) {
+    sum += source.weight;
+    const double share = &source == &sources.front() ? 1 : source.weight / sum;
+    EMA_RETURN_IF_ERROR(FoldSource(file_system, held.Path(source.checkpoint->id), model, track,
+                                   source, share, gives_rest(source), *mixer));
+  }
+  return mixer->Finish();
+}
+
+absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
+                                         const SynthesisRequest& request) {
+  EMA_RETURN_IF_ERROR(model.closed());
+  EMA_RETURN_IF_ERROR(ValidateName("name", request.name));
+  const std::optional<VersionRecord> latest = model.latest();
+  if (!latest.has_value()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+        absl::StrCat("model \"", model.config().name, "\": nothing has been committed yet"));
+  }
+  if (request.step < 0) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+        absl::StrCat("step: ", request.step,
+                     " given, expected 0 (the newest snapshot) or more, such as ", latest->step));
+  }
+  if (request.step > latest->step) {
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,
+                     absl::StrCat("model \"", model.config().name, "\": step ", request.step,
+                                  " is not committed yet; the newest is ", latest->step));
+  }
+  EMA_ASSIGN_OR_RETURN(const auto held, store.HoldCheckpoints(model.config().name));
+  EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,
+                       ReadManifests(store.file_system(), *held, model, *latest));
+  EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
+
+  EMA_ASSIGN_OR_RETURN(TrackRef track, model.MakeSynthesizedTrack(plan.config));
+  // The low parts; not used when this ends.
+  EMA_ASSIGN_OR_RETURN(const auto low_parts_memory,
+                       model.budget().Reserve(absl::StrCat("model \"", model.config().name,
+                                                           "\": to build \"", request.name, "\""),
+                                              track->layout().total_bytes()));
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->record = plan.record;
+  TrackSnapshot& result = snapshot->tracks.emplace_back();
+  result.track = track;
+  result.last_steps = {plan.record.step};
+  EMA_ASSIGN_OR_RETURN(result.blocks, Mix(store.file_system(), *held, model, plan, *track));
+  EMA_RETURN_IF_ERROR(model.AddSynthesized(std::move(snapshot)));
+
+  Synthesis synthesis{.record = plan.record, .residual = plan.residual};
+  for (const SynthesisPlan::Source& source : plan.sources) {
+    synthesis.sources.push_back(
+        {source.track->config.name, source.track->last_steps[0], source.weight});
+  }
+  return synthesis;
+}
+
+}  // namespace
+
+absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
+                                     const SynthesisRequest& request) {
+  absl::StatusOr<Synthesis> result = SynthesizeOpen(store, model, request);
+  if (result.ok()) return result;
+  // Of a deleted model the files go, which is no fault of theirs.
+  EMA_RETURN_IF_ERROR(model.closed());
+  return result;
+}
+
+}  // namespace ema

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which snapshots a synthesized average is built from, and with what weights. Reads manifests only.
+#ifndef EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
+#define EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/track.h"
+#include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/manifest_json.h"
+#include "server/core/model.h"
+#include "server/core/synthesis.h"
+
+namespace ema {
+
+// A checkpoint of the model, without its weights.
+struct StoredCheckpoint {
+  CheckpointId id;
+  CheckpointManifest manifest;
+};
+
+struct SynthesisPlan {
+  // One track of one checkpoint, which outlives the plan.
+  struct Source {
+    const StoredCheckpoint* checkpoint = nullptr;
+    const CheckpointTrack* track = nullptr;
+    double weight = 0;  // Their sum is 1; 0: not to be read for its averages.
+  };
+  TrackConfig config;  // Of the result; its tensors are as the sources'.
+  // By track's name and step.
+  std::vector<Source> sources;
+  // What is not averaged comes from here.
+  Source newest;
+  VersionRecord record;
+  double residual = 0;
+};
+
+// The ids of the checkpoints that `latest`, the model's newest version, has come from, in their
+// order (newest first): not those of a future that was given up when an older one was restored.
+std::vector<CheckpointId> OnBranch(absl::Span<const CheckpointId> ids, const VersionRecord& latest);
+
+// Errors as Synthesize in ema_service.proto. `checkpoints`: newest first, of this manifest.
+// REQUIRES: the model has a version. O(n^3) for n sources, of which there are at most 1024.
+absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
+                                            absl::Span<const StoredCheckpoint> checkpoints);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
