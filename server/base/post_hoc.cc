@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <utility>
 
 namespace ema {
 namespace {
@@ -128,7 +129,13 @@ PostHocSolution SolvePostHoc(absl::Span<const PowerProfile> sources, const Targe
   }
   if (!(sum > 0)) {
     // The target is nearly at right angles to all of them: take the nearest.
-    const size_t nearest = std::max_element(to_target.begin(), to_target.end()) - to_target.begin();
+    size_t nearest = 0;
+    for (size_t i = 1; i < n; ++i) {
+      if (std::pair(to_target[i], sources[i].end) >
+          std::pair(to_target[nearest], sources[nearest].end)) {
+        nearest = i;
+      }
+    }
     weights.assign(n, 0);
     weights[nearest] = sum = 1;
   }

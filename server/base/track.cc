@@ -114,10 +114,11 @@ absl::Status CheckSnapshotInterval(const TrackConfig& track) {
                                         "snapshot_interval=1000ba"));
   }
   if (SchedulesOf(track).size() > 1) {
-    return BadTrack(track, absl::StrCat(given,
-                                        "a tensor rule has a schedule of its own, but snapshots are "
-                                        "of one profile; use two tracks, each with the other's "
-                                        "tensors ignored, such as \"head.*\" ignore"));
+    return BadTrack(track,
+                    absl::StrCat(given,
+                                 "a tensor rule has a schedule of its own, but snapshots are "
+                                 "of one profile; use two tracks, each with the other's "
+                                 "tensors ignored, such as \"head.*\" ignore"));
   }
   if (!(track.snapshot_interval->value > 0) ||
       !TrainingDuration::Parse(track.snapshot_interval->ToString()).ok()) {

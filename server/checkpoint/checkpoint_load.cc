@@ -3,6 +3,7 @@
 // The half of CheckpointStore that finds checkpoints and loads them.
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -38,12 +39,20 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
   if (!exists) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
-  for (const CheckpointId& id : ids) {
-    const std::string name = CheckpointName(id);
-    absl::Status status = LoadCheckpoint(model_name, id, folder, models, report);
-    if (status.ok()) return RestoreKeptTime(folder, id, **models.Get(model_name));
+  for (auto id = ids.begin(); id != ids.end(); ++id) {
+    const std::string name = CheckpointName(*id);
+    absl::Status status = LoadCheckpoint(model_name, *id, folder, models, report);
+    if (status.ok()) {
+      // Nobody was told of newer ones: a crash came before LATEST. Training goes on from here, and
+      // they are no part of what comes of it.
+      for (auto other = std::next(id); other != ids.end(); ++other) {
+        if (*other < *id) continue;
+        EMA_RETURN_IF_ERROR(SetAside(folder, CheckpointName(*other), kAbandonedPrefix));
+      }
+      return RestoreKeptTime(folder, **models.Get(model_name));
+    }
     if (!absl::IsDataLoss(status)) return LocateError(status, model_name, name);
-    EMA_RETURN_IF_ERROR(Quarantine(folder, name));
+    EMA_RETURN_IF_ERROR(SetAside(folder, name, kCorruptPrefix));
     report.quarantined.push_back({model_name, name, status});
   }
   return absl::OkStatus();
@@ -76,8 +85,7 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, const CheckpointId& loaded,
-                                              Model& model) {
+absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model) {
   if (std::none_of(model.config().tracks.begin(), model.config().tracks.end(),
                    [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
     return absl::OkStatus();
@@ -87,7 +95,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, const Checkp
   for (const CheckpointId& id : ids) {
     const std::string path = JoinPath(folder.path, CheckpointName(id));
     EMA_ASSIGN_OR_RETURN(const bool is_kept, file_system_.Exists(JoinPath(path, kKeepFileName)));
-    if (!is_kept || id > loaded) continue;
+    if (!is_kept) continue;
     const absl::StatusOr<CheckpointManifest> checkpoint =
         ReadCheckpointManifest(file_system_, path);
     if (absl::IsDataLoss(checkpoint.status())) continue;
@@ -131,14 +139,15 @@ absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Fo
   return ParseCheckpointName(*name);
 }
 
-absl::Status CheckpointStore::Quarantine(const Folder& folder, const std::string& name) {
+absl::Status CheckpointStore::SetAside(const Folder& folder, const std::string& name,
+                                       std::string_view prefix) {
   absl::Status status;
   int64_t count = 0;
   do {
     const std::string suffix = count == 0 ? "" : absl::StrCat("-", count);
-    status = file_system_.Rename(
-        JoinPath(folder.path, name),
-        JoinPath(folder.path, absl::StrCat(std::string(kCorruptPrefix), name, suffix)));
+    status =
+        file_system_.Rename(JoinPath(folder.path, name),
+                            JoinPath(folder.path, absl::StrCat(std::string(prefix), name, suffix)));
     ++count;
   } while (absl::IsAlreadyExists(status));
   EMA_RETURN_IF_ERROR(status);

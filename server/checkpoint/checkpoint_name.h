@@ -17,6 +17,7 @@ namespace ema {
 // None of these can be the name of a model or a checkpoint.
 inline constexpr std::string_view kTemporaryPrefix = ".tmp-";
 inline constexpr std::string_view kCorruptPrefix = ".corrupt-";
+inline constexpr std::string_view kAbandonedPrefix = ".abandoned-";
 inline constexpr std::string_view kDeletedPrefix = ".deleted-";
 inline constexpr std::string_view kLatestFileName = "LATEST";
 // In a checkpoint that is never removed.

@@ -36,28 +36,12 @@ CheckpointScheduler::~CheckpointScheduler() { Stop(); }
 
 void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
   if (!IsKeepDue(snapshot, model->kept_time())) return;
-  const std::string& name = model->config().name;
-  {
-    absl::MutexLock lock(&mu_);
-    if (is_stopping_) return;
-    State& state = states_[name];
-    if (state.is_busy || absl::Now() < state.retry_time) return;
-    state.is_busy = true;
-  }
-  absl::StatusOr<SnapshotRef> pinned = SnapshotRef();
-  // A save may have ended since the first look; now none can.
-  if (IsKeepDue(snapshot, model->kept_time())) {
-    pinned = model->PinVersion(snapshot.record.version, snapshot.record.incarnation);
-  }
   absl::MutexLock lock(&mu_);
-  if (pinned.ok() && *pinned != nullptr && !is_stopping_) {
-    work_.push_back({model, *std::move(pinned)});
-    return;
-  }
-  // Or it has been overtaken, or readers hold as many versions as they may: a later commit will do.
-  State& state = states_[name];
-  state.is_busy = false;
-  if (state.last_error.ok()) states_.erase(name);
+  if (is_stopping_) return;
+  State& state = states_[model->config().name];
+  if (state.is_busy || absl::Now() < state.retry_time) return;
+  state.is_busy = true;
+  work_.push_back({model->config().name, model});
 }
 
 void CheckpointScheduler::Run() {
@@ -65,20 +49,26 @@ void CheckpointScheduler::Run() {
     return is_stopping_ || !work_.empty();
   };
   while (true) {
-    Work work;
+    std::shared_ptr<Model> model;
     {
       absl::MutexLock lock(&mu_, absl::Condition(&is_ready));
       if (is_stopping_) return;
-      work = std::move(work_.front());
+      model = work_.front().model.lock();
+      if (model == nullptr) states_.erase(work_.front().model_name);
       work_.pop_front();
     }
-    Save(work);
+    if (model != nullptr) Save(*model);
   }
 }
 
-void CheckpointScheduler::Save(const Work& work) {
-  const std::string& name = work.model->config().name;
-  const absl::Status status = options_.save(*work.model, work.snapshot);
+void CheckpointScheduler::Save(Model& model) {
+  const std::string& name = model.config().name;
+  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(0);
+  absl::Status status = pinned.status();
+  // A save by somebody else may have come first.
+  if (status.ok() && IsKeepDue(**pinned, model.kept_time())) {
+    status = options_.save(model, *pinned);
+  }
   bool is_new_error = false;
   {
     absl::MutexLock lock(&mu_);
@@ -90,10 +80,11 @@ void CheckpointScheduler::Save(const Work& work) {
       return;
     }
     state.retry_time = absl::Now() + options_.retry_delay;
-    is_new_error = state.last_error != status;
+    is_new_error = state.last_error.code() != status.code() ||
+                   GetErrorReason(state.last_error) != GetErrorReason(status);
     state.last_error = status;
   }
-  if (is_new_error && options_.on_error) options_.on_error(*work.model, status);
+  if (is_new_error && options_.on_error) options_.on_error(model, status);
 }
 
 void CheckpointScheduler::AwaitIdle() {
@@ -106,11 +97,10 @@ void CheckpointScheduler::AwaitIdle() {
 }
 
 void CheckpointScheduler::Stop() {
-  std::deque<Work> dropped;  // Without the lock.
   {
     absl::MutexLock lock(&mu_);
     is_stopping_ = true;
-    dropped.swap(work_);
+    work_.clear();
   }
   if (thread_.joinable()) thread_.join();
 }

@@ -26,15 +26,16 @@ bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept
 
 // Told of every commit; saves those that are due in a thread of its own, one at a time, so that
 // commits never wait. While it saves one of a model, others of that model are passed over: what is
-// due then still is at the first commit after. After an error the model's next try is at a commit
-// `retry_delay` later or more. Thread-safe.
+// due then still is at the first commit after. After an error (readers may hold as many versions as
+// they may, too) the model's next try is at a commit `retry_delay` later or more. Thread-safe.
 class CheckpointScheduler {
  public:
   struct Options {
     // Saves a version so that it is kept; sets Model::SetKeptTime(). Called on the scheduler's
     // thread; may block for as long as it takes.
     std::function<absl::Status(Model&, const SnapshotRef&)> save;
-    // Told of an error, once until it changes or a save succeeds. Called on the scheduler's thread.
+    // Told of an error, once until its code or reason changes or a save succeeds. Called on the
+    // scheduler's thread.
     std::function<void(const Model&, const absl::Status&)> on_error;
     absl::Duration retry_delay = absl::Seconds(10);
   };
@@ -42,7 +43,7 @@ class CheckpointScheduler {
   explicit CheckpointScheduler(Options options);
   ~CheckpointScheduler();  // Stop().
 
-  // As Model::Options::on_commit. Pins the version if it is due; never waits for the disk.
+  // As Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot)
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -53,10 +54,6 @@ class CheckpointScheduler {
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  struct Work {
-    std::shared_ptr<Model> model;
-    SnapshotRef snapshot;
-  };
   // Of a model by name; there while something is to be remembered.
   struct State {
     bool is_busy = false;  // Waiting or being saved.
@@ -65,10 +62,15 @@ class CheckpointScheduler {
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  void Save(const Work& work) ABSL_LOCKS_EXCLUDED(mu_);
+  void Save(Model& model) ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
   absl::Mutex mu_;  // Taken by commits: never held across a save or a call of a model.
+  // That wait for their turn: only then is a version pinned, the newest.
+  struct Work {
+    std::string model_name;
+    std::weak_ptr<Model> model;
+  };
   std::deque<Work> work_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, State> states_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;

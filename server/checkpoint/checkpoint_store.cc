@@ -190,18 +190,20 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folde
   const absl::StatusOr<CheckpointManifest> checkpoint = ReadCheckpointManifest(file_system_, path);
   if (checkpoint.ok()) return checkpoint->total_bytes;
   if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
-  EMA_RETURN_IF_ERROR(Quarantine(folder, name));
+  EMA_RETURN_IF_ERROR(SetAside(folder, name, kCorruptPrefix));
   return std::nullopt;
 }
 
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
                                                         bool keep, const Folder& folder,
                                                         const std::string& name) {
-  const int64_t needed_bytes = CheckpointDataBytes(snapshot) + kSpareBytes;
+  // What is kept for good must leave room for what is not.
+  const int64_t needed_bytes = (CheckpointDataBytes(snapshot) + kSpareBytes) * (keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
   if (free_bytes < needed_bytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
-                     absl::StrCat("model \"", model.config().name, "\": a checkpoint takes ",
+                     absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
+                                  keep ? "to be kept, and room for one more, take " : "takes ",
                                   needed_bytes, " bytes, the disk has ", free_bytes, " left"));
   }
   const std::string temporary = JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name));

@@ -13,6 +13,7 @@
 //   .tmp-*                                (in any of these folders) unfinished or being removed;
 //                                         cleared at start
 //   .corrupt-<name>                       a checkpoint that failed verification, kept for a person
+//   .abandoned-<name>                     one that a crash left newer than LATEST, kept likewise
 //   models/.deleted-*-<model>             a deleted model, never loaded again
 //
 // Files: checkpoint_store.cc opens, saves and deletes; checkpoint_load.cc finds and loads.
@@ -190,10 +191,11 @@ class CheckpointStore {
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
                               const Folder& folder, ModelStore& models, LoadReport& report);
   // Sets the model's kept time from what has a KEEP file, up to the loaded checkpoint.
-  absl::Status RestoreKeptTime(const Folder& folder, const CheckpointId& loaded, Model& model);
+  absl::Status RestoreKeptTime(const Folder& folder, Model& model);
   // Candidates of a folder, best first.
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
-  absl::Status Quarantine(const Folder& folder, const std::string& name);
+  // Renames a checkpoint, durably, so that it is not found any more.
+  absl::Status SetAside(const Folder& folder, const std::string& name, std::string_view prefix);
 
   // Parts of Save() and DeleteModel().
   absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot, bool keep,

@@ -19,8 +19,8 @@
 
 namespace ema {
 
-// What this build writes, and the newest that it reads. 1: a track had one schedule, its `state` and
-// `last_step`.
+// What this build writes, and the newest that it reads. 1: a track had one schedule, its `state`
+// and `last_step`.
 inline constexpr int64_t kCheckpointFormatVersion = 2;
 
 // A safetensors file of a checkpoint.

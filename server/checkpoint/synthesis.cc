@@ -109,7 +109,12 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     if (!manifest.ok()) {
       return LocateError(manifest.status(), model.config().name, CheckpointName(id));
     }
-    if (manifest->manifest == model.manifest()) checkpoints.push_back({id, *std::move(manifest)});
+    if (manifest->manifest != model.manifest()) continue;
+    // The largest parts, which are not needed: there may be hundreds of checkpoints.
+    manifest->manifest = Manifest();
+    manifest->created_tracks.clear();
+    manifest->record.tracks.clear();
+    checkpoints.push_back({id, *std::move(manifest)});
   }
   return checkpoints;
 }

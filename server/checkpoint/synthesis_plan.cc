@@ -221,19 +221,19 @@ Clock MakeClock(const Model& model, absl::Span<const StoredCheckpoint> checkpoin
   return clock;
 }
 
-// Of more than kMaxSources every second step, or third, ...: always the newest.
+// Of more than kMaxSources those of every second checkpoint, or third, ...: always the newest.
 void ThinOut(std::vector<Candidate>& chosen) {
   if (chosen.size() <= kMaxSources) return;
-  std::vector<double> ends;
-  ends.reserve(chosen.size());
-  for (const Candidate& candidate : chosen) ends.push_back(candidate.profile.end);
-  std::sort(ends.begin(), ends.end(), std::greater<>());
-  ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+  std::vector<CheckpointId> ids;
+  ids.reserve(chosen.size());
+  for (const Candidate& candidate : chosen) ids.push_back(candidate.source.checkpoint->id);
+  std::sort(ids.begin(), ids.end(), std::greater<>());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   const size_t stride = (chosen.size() + kMaxSources - 1) / kMaxSources;
   std::erase_if(chosen, [&](const Candidate& candidate) {
     const auto it =
-        std::lower_bound(ends.begin(), ends.end(), candidate.profile.end, std::greater<>());
-    return (it - ends.begin()) % stride != 0;
+        std::lower_bound(ids.begin(), ids.end(), candidate.source.checkpoint->id, std::greater<>());
+    return (it - ids.begin()) % stride != 0;
   });
 }
 
@@ -320,7 +320,13 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
   double end = newest->profile.end;
   if (step != newest->step()) {
     const std::optional<double> time = clock.At(step, unit);
-    if (!time.has_value()) return BeforeFirst(model, step, chosen);
+    if (!time.has_value()) {
+      return MakeError(
+          absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+          absl::StrCat("model \"", model.config().name, "\": the training time of step ", step,
+                       " in ", std::string(TimeUnitSuffix(unit)), " is not known; ",
+                       StepsText(chosen)));
+    }
     end = std::max(end, *time - newest->origin);
   }
   EMA_ASSIGN_OR_RETURN(const TargetProfile target, TargetOf(request, unit, end));

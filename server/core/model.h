@@ -79,7 +79,7 @@ class Model : public std::enable_shared_from_this<Model> {
   PushPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
   std::optional<std::vector<TrackConfig>> pending_tracks() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Of all tracks, pending ones too.
+  // Of all tracks, pending and synthesized ones too.
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Runs ---

@@ -149,13 +149,15 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   EMA_RETURN_IF_ERROR(closed_);
   EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed,
                        ChangedLocked(pending_tracks_.value_or(tracks_), changes));
-  // The tracks' names come first.
-  for (const TrackRef& track : changed) {
-    const auto it = FindNamed(synthesized_, track->name());
-    if (it == synthesized_.end()) continue;
+  const auto drop = [&](std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto it = FindNamed(synthesized_, name);
+    if (it == synthesized_.end()) return;
     dropped.push_back(std::move(*it));
     synthesized_.erase(it);
-  }
+  };
+  // The tracks' names come first.
+  for (const TrackRef& track : changed) drop(track->name());
+  for (const std::string& name : changes.remove) drop(name);
   pending_tracks_ = std::move(changed);
   if (*pending_tracks_ == tracks_) pending_tracks_.reset();
   const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
@@ -215,6 +217,9 @@ int64_t Model::reserved_bytes() const {
   for (const TrackRef& track : tracks_) bytes[track->id()] = track->reserved_bytes();
   for (const TrackRef& track : pending_tracks_.value_or(std::vector<TrackRef>())) {
     bytes[track->id()] = track->reserved_bytes();
+  }
+  for (const SnapshotRef& result : synthesized_) {
+    bytes[result->tracks[0].track->id()] = result->tracks[0].track->reserved_bytes();
   }
   int64_t total = 0;
   for (const auto& [id, track_bytes] : bytes) total += track_bytes;

@@ -204,7 +204,11 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     executor_ ? executor_(std::move(answer)) : answer();
   }
   void Answer() {
-    const absl::StatusOr<Response> response = handler_(request_);
+    // A call that has waited for its executor may have nobody left who waits for it.
+    const absl::StatusOr<Response> response =
+        executor_ != nullptr && context_.deadline() < std::chrono::system_clock::now()
+            ? absl::DeadlineExceededError("the deadline was over before the call's turn came")
+            : handler_(request_);
     void* const tag = finished_.Arm(this->shared_from_this());
     if (response.ok()) {
       writer_.Finish(*response, grpc::Status::OK, tag);

@@ -219,11 +219,16 @@ TEST(ValidateTrackTest, SnapshotsAreOfPowerFunctions) {
   TrackConfig track = Track("sigma_rel=0.05");
   track.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
   EXPECT_THAT(ValidateTrack(track, TestManifest()), IsOk());
-  EXPECT_THAT(CheckSnapshotUnit(track, TrainingTime()),
-              StatusIs(kInvalid, HasSubstr("lacks \"ep\", which snapshot_interval 50ep needs")));
   TrainingTime now;
+  now.Set(TimeUnit::kBatch, 1);
+  EXPECT_THAT(PlanTrack(track, {}, now).status(),
+              StatusIs(kInvalid, HasSubstr("lacks \"ep\", which snapshot_interval 50ep needs")));
   now.Set(TimeUnit::kEpoch, 0);
-  EXPECT_THAT(CheckSnapshotUnit(track, now), IsOk());
+  EXPECT_THAT(PlanTrack(track, {}, now).status(), IsOk());
+  track.tensor_rules = {{"mask", kAverage, *Schedule::Parse("10ba")}};
+  EXPECT_THAT(ValidateTrack(track, TestManifest()),
+              StatusIs(kInvalid, HasSubstr("snapshots are of one profile; use two tracks")));
+  track.tensor_rules.clear();
   for (const char* schedule : {"200ba", "copy", "uniform=true"}) {
     track.schedule = *Schedule::Parse(schedule);
     const absl::Status status = ValidateTrack(track, TestManifest());

@@ -195,6 +195,22 @@ TEST_F(CheckpointSchedulerTest, AfterAnErrorItWaits) {
   EXPECT_THAT(AwaitTried(1), ElementsAre(10));
 }
 
+TEST_F(CheckpointSchedulerTest, ReadersThatHoldAllVersionsHinderItAndThatIsToldOnce) {
+  ModelConfig config = SnapshotModel();
+  config.max_pinned_versions = 1;
+  Start(config);
+  Push(1);
+  {
+    const SnapshotRef read = *model_->PinVersion(0);
+    PushAndSettle({10, 11, 12});
+  }
+  PushAndSettle({13});
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(1), ElementsAre(13));
+  ASSERT_EQ(errors_.size(), 1u);
+  EXPECT_EQ(GetErrorReason(errors_[0]), ErrorReason::kTooManyPins);
+}
+
 TEST_F(CheckpointSchedulerTest, ADeletedModelIsNoError) {
   Start();
   {
@@ -248,6 +264,43 @@ TEST(KeepTest, RetentionLeavesWhatIsKeptAndDoesNotCountIt) {
   EXPECT_THAT(files.RemoveFile(JoinPath(PathOf(*versions.snapshots[1]), "KEEP")), IsOk());
   EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0]), IsOk());
   EXPECT_THAT(SavedSteps(files), ElementsAre(10, 20, -30, -40, -50));
+}
+
+TEST(KeepTest, WhatIsKeptLeavesRoomForWhatIsNot) {
+  FakeFileSystem files;
+  const auto store = OpenStore(files);
+  const Versions versions({10, 20});
+  files.set_free_bytes((int64_t{1} << 20) + 1000);  // The weights take a few bytes.
+  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], /*keep=*/true),
+              ReasonIs(ErrorReason::kDiskFull));
+  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1]), IsOk());
+}
+
+TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
+  FakeFileSystem files;
+  const Versions versions({10, 20});
+  {
+    const auto store = OpenStore(files);
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0]), IsOk());
+    files.set_hook([](const std::string& operation, const std::string& path) {
+      return operation == "rename" && absl::StrContains(path, "LATEST")
+                 ? absl::UnavailableError("Input/output error")
+                 : absl::OkStatus();
+    });
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1], /*keep=*/true),
+                testing::Not(IsOk()));
+    files.set_hook(nullptr);
+    EXPECT_THAT(SavedSteps(files), ElementsAre(10, -20));
+  }
+  const auto store = OpenStore(files);
+  ModelStore models(TestDevice(), SmallBlocks());
+  EXPECT_THAT(store->LoadAll(models), IsOk());
+  EXPECT_EQ((*models.Get("m"))->latest()->step, 10);
+  EXPECT_FALSE((*models.Get("m"))->kept_time().has_value());
+  EXPECT_THAT(SavedSteps(files), ElementsAre(10));
+  const std::string aside =
+      absl::StrCat(kFolder, "/.abandoned-", CheckpointName(IdOf(versions.snapshots[1]->record)));
+  EXPECT_TRUE(*files.Exists(aside));
 }
 
 TEST(KeepTest, WhatIsHeldIsNotRemoved) {

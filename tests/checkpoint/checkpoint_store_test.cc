@@ -375,13 +375,13 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
 }
 
 TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
-  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 2}";
+  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 3}";
   auto store = OpenStore(files_);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
-                             HasSubstr("format_version 2"))));
+                             HasSubstr("format_version 3"))));
 }
 
 TEST_F(DamageTest, AModelThatDoesNotFitStopsTheStart) {

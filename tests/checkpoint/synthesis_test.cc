@@ -322,9 +322,9 @@ TEST(SynthesisPlanTest, OfVeryManySnapshotsSomeAreLeftOut) {
     checkpoint.manifest.record = {.incarnation = 7, .version = step, .step = step};
     checkpoint.manifest.record.time = AtBatch(step);
     for (size_t t = 0; t < 2; ++t) {
-      CheckpointTrack track{.config = config.tracks[t], .last_step = step};
-      track.state[0].started = AtBatch(1);
-      track.state[0].last_update = AtBatch(step);
+      CheckpointTrack track{.config = config.tracks[t],
+                            .state = {{.last_update = AtBatch(step), .started = AtBatch(1)}},
+                            .last_steps = {step}};
       track.weights.emplace();
       checkpoint.manifest.tracks.push_back(std::move(track));
     }

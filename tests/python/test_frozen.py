@@ -197,7 +197,11 @@ def test_a_group_of_tensors_has_its_own_schedule(server, client, model):
     track = ema_client.Track(
         half_life="4ba",
         update_interval="2ba",
-        tensor_rules={"1.*": {"smoothing": 0.5, "update_interval": "3ba"}, "0.bias": "2ba"},
+        tensor_rules={
+            "1.*": {"smoothing": 0.5, "update_interval": "3ba"},
+            "0.bias": "2ba",
+            "0.weight": {"half_life": "9ba", "update_interval": "1ba"},
+        },
     )
     local = ema_client.LocalEMA(module, tracks={"ema": track})
     logged = {}
@@ -209,15 +213,17 @@ def test_a_group_of_tensors_has_its_own_schedule(server, client, model):
             local.update()
             logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
         ema.close()
-        assert ema.stats.pushes == 5
+        assert ema.stats.pushes == 7  # The one with "1ba" is due at each.
     assert_same_bits(local.weights(), client.pull(model, track="ema"))
     served = client.model(model).tracks["ema"]
     assert dict(served.tensor_rules)["0.bias"] == "half_life=2ba, update_interval=2ba"
+    # What the server says can be given back.
+    assert client.update_model(model, tracks={"ema": served}).pending_tracks is None
     versions = [entry.version for entry in client.versions(model)]
     own = [version.step for version in versions if version.tracks["ema"].updated]
     group = [v.step for v in versions if v.tracks["ema"].rules["1.*"].updated]
     assert (own, group) == ([1, 2, 4, 6], [1, 3, 6])
-    assert versions[4].tracks["ema"].rules["1.*"].weight == 0.5
+    assert versions[5].tracks["ema"].rules["1.*"].weight == 0.5
     assert local.records["ema"].rules["1.*"].update_count == 3
 
     state = local.state_dict()

@@ -154,11 +154,11 @@ def test_a_stored_track_is_rebuilt_exactly(server, client, model):
                 wait_until_kept(server, model, step)
             walk.note(client, model, step)
     for step in (10, 20, 30):
-        made = client.synthesize(model, sigma_rel=0.05, step=step)
+        made = client.synthesize(model, result="post-hoc", sigma_rel=0.05, step=step)
         assert made.residual < 1e-6
         built = client.pull(model, track="post-hoc", framework="numpy")["w"]
         np.testing.assert_allclose(built, walk.direct[step]["p05"], rtol=2e-6, atol=1e-5)
-    assert client.synthesize(model, sigma_rel=0.05).version.step == 30
+    assert client.synthesize(model, result="post-hoc", sigma_rel=0.05).version.step == 30
 
 
 def test_restarts_late_pushes_pauses_and_retention(tmp_path, model):
@@ -242,7 +242,7 @@ def made(server, client, model):
 )
 def test_what_is_wrong_is_named(client, made, arguments, error, reason, message):
     with pytest.raises(getattr(ema_client, error), match=message) as caught:
-        client.synthesize(made, **arguments)
+        client.synthesize(made, **{"result": "post-hoc", **arguments})
     assert caught.value.reason == reason
     with pytest.raises(ema_client.NotFoundError):
         client.pull(made, track="post-hoc")
@@ -260,6 +260,10 @@ def test_results_are_pulled_replaced_and_dropped(client, made):
         assert client.pull(made, track="r2", version=wanted).version == version
     with pytest.raises(ema_client.OutOfRangeError):
         client.pull(made, track="r2", version=version.number + 1)
+    before = client.model(made).reserved_bytes
+    assert client.update_model(made, remove=["r2"]).reserved_bytes < before
+    with pytest.raises(ema_client.NotFoundError):
+        client.pull(made, track="r2")
     assert "r2" not in client.model(made).tracks
     client.update_model(made, tracks={"r2": "5ba"})
     with pytest.raises(ema_client.EmaError):
@@ -267,12 +271,12 @@ def test_results_are_pulled_replaced_and_dropped(client, made):
     client.pull(made, track="r4")
     client.delete_model(made)
     with pytest.raises(ema_client.NotFoundError):
-        client.synthesize(made, sigma_rel=0.05)
+        client.synthesize(made, result="post-hoc", sigma_rel=0.05)
 
 
 def test_one_track_is_enough_and_says_how_far_off(client, made):
-    both = client.synthesize(made, sigma_rel=0.07)
-    one = client.synthesize(made, sigma_rel=0.07, tracks=["p10"])
+    both = client.synthesize(made, result="post-hoc", sigma_rel=0.07)
+    one = client.synthesize(made, result="post-hoc", sigma_rel=0.07, tracks=["p10"])
     assert {source.track for source in one.sources} == {"p10"}
     assert one.residual > both.residual
 
@@ -329,7 +333,7 @@ def test_a_push_whose_time_lacks_the_unit_is_refused(client, model):
         assert error.value.reason == "BAD_TIME"
         run.push(step=1, weights=weights, time={"batch": 1, "epoch": 1})
     with pytest.raises(ema_client.FailedPreconditionError, match="snapshot_interval") as error:
-        client.synthesize(model, sigma_rel=0.07)
+        client.synthesize(model, result="post-hoc", sigma_rel=0.07)
     assert error.value.reason == "NO_VERSION"
 
 
@@ -340,7 +344,7 @@ def test_a_server_without_a_data_dir_refuses_it(tmp_path, model):
         for attempt in (
             lambda: client.create_model(model, weights, tracks={"a": track}),
             lambda: client.update_model(model, tracks={"a": track}),
-            lambda: client.synthesize(model, sigma_rel=0.07),
+            lambda: client.synthesize(model, result="post-hoc", sigma_rel=0.07),
         ):
             with pytest.raises(ema_client.FailedPreconditionError, match="--data-dir") as error:
                 attempt()
@@ -360,12 +364,12 @@ def test_a_damaged_checkpoint_makes_nothing(server, client, made):
     data[-5] ^= 1
     path.write_bytes(data)
     with pytest.raises(ema_client.DataLossError, match="step-000000000020.*p10") as error:
-        client.synthesize(made, sigma_rel=0.07)
+        client.synthesize(made, result="post-hoc", sigma_rel=0.07)
     assert error.value.reason == "CHECKPOINT_CORRUPT"
     with pytest.raises(ema_client.NotFoundError):
         client.pull(made, track="post-hoc")
     # It is not needed for an earlier step.
-    client.synthesize(made, sigma_rel=0.07, step=15)
+    client.synthesize(made, result="post-hoc", sigma_rel=0.07, step=15)
 
 
 def test_emactl(server, client, made, tmp_path):
@@ -415,7 +419,7 @@ def test_other_starts_and_offsets_are_counted_in(server, client, model, options,
             if step == first or (step > first and step % 10 == 0):
                 wait_until_kept(server, model, step)
     direct = client.pull(model, track="p07", framework="numpy")["w"].astype(np.float64)
-    made = client.synthesize(model, sigma_rel=0.07)
+    made = client.synthesize(model, result="post-hoc", sigma_rel=0.07)
     built = client.pull(model, track="post-hoc", framework="numpy")["w"].astype(np.float64)
     assert made.version.step == 200 and made.residual < 0.02
     assert rms(built - direct) <= bound(made, "p07", 200)

@@ -9,7 +9,7 @@ import ema_client
 import numpy as np
 import pytest
 from ema_client import Track, _ema
-from ema_client._types import track_from, track_of
+from ema_client._track import track_from, track_of
 
 TRACKS = [
     "200ba",

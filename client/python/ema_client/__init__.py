@@ -45,6 +45,7 @@ from ema_client._errors import (
 from ema_client._local import LocalEMA, compute_ema
 from ema_client._read import pull, watch
 from ema_client._run import PendingPush, Run
+from ema_client._track import Track
 from ema_client._types import (
     Checkpoint,
     ListedVersion,
@@ -54,7 +55,6 @@ from ema_client._types import (
     Synthesis,
     SynthesisSource,
     TensorSpec,
-    Track,
     TrackVersion,
     TrainingTime,
     Version,

@@ -24,7 +24,8 @@ from ema_client._torch_model import (
     specs_of,
     unwrap,
 )
-from ema_client._types import NonFinite, TimeLike, TrackLike, time_dict, tracks_of
+from ema_client._track import TrackLike, tracks_of
+from ema_client._types import NonFinite, TimeLike, time_dict
 from ema_client._url import split_url
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from ema_client import _arrays, _attachment
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._torch_model import NamedTensors, named_tensors, specs_of, unwrap
-from ema_client._types import ModelInfo, Version, track_of
+from ema_client._track import track_of
+from ema_client._types import ModelInfo, Version
 from ema_client._url import split_url
 
 if TYPE_CHECKING:

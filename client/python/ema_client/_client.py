@@ -14,6 +14,7 @@ from ema_client import _arrays, _ema
 from ema_client._arrays import Framework
 from ema_client._errors import InvalidArgumentError, OutOfRangeError
 from ema_client._run import Run
+from ema_client._track import TrackLike, track_of
 from ema_client._types import (
     Checkpoint,
     ListedVersion,
@@ -22,11 +23,9 @@ from ema_client._types import (
     Shard,
     Synthesis,
     SynthesisSource,
-    TrackLike,
     Version,
     Weights,
     model_from,
-    track_of,
     version_from,
 )
 from ema_client._url import with_port
@@ -183,24 +182,26 @@ class Client:
         self,
         name: str,
         *,
+        result: str,
         sigma_rel: float | None = None,
         half_life: str | None = None,
         step: int = 0,
-        result: str = "post-hoc",
         tracks: Collection[str] = (),
         timeout_s: float = 600.0,
     ) -> Synthesis:
         """Builds the average of another length, at any past step, from kept snapshots.
 
         The server keeps snapshots of tracks that have a snapshot_interval. What it builds can be
-        pulled like a track until it stops, or has made four more.
+        pulled like a track until it stops, has made four more, or is told to remove it
+        (`update_model(name, remove=[result])`).
 
         Args:
             name: the model.
+            result: what `pull` takes as the track; an earlier result of that name is replaced, also
+                somebody else's.
             sigma_rel: relative width of the power-function profile, above 0 and at most 1/sqrt(12).
             half_life: instead: such as "1000ba", in the unit of the tracks' update_interval.
             step: at which the average stands; 0: the newest that is stored.
-            result: what `pull` takes as the track; an earlier result of that name is replaced.
             tracks: to build from; empty: all that fit together.
             timeout_s: seconds.
 
@@ -215,7 +216,7 @@ class Client:
             DataLossError: a checkpoint on the server's disk is damaged.
 
         Example:
-            >>> made = client.synthesize("m", sigma_rel=0.07, step=5000)
+            >>> made = client.synthesize("m", result="post-hoc", sigma_rel=0.07, step=5000)
             >>> weights = client.pull("m", track="post-hoc")
         """
         version, residual, sources = self._client.synthesize(

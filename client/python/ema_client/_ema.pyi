@@ -44,6 +44,9 @@ class Schedule:
     def to_fields(self) -> dict[str, str]: ...
     @property
     def is_copy(self) -> bool: ...
+    # Empty: at every push.
+    @property
+    def update_interval(self) -> str: ...
 
 class Track:
     def __init__(

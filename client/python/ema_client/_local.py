@@ -18,7 +18,8 @@ from ema_client._torch_model import (
     specs_of,
     unwrap,
 )
-from ema_client._types import TimeLike, TrackLike, TrackVersion, time_dict, tracks_of
+from ema_client._track import TrackLike, tracks_of
+from ema_client._types import TimeLike, TrackVersion, time_dict
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._types import Track
+from ema_client._track import Track
 
 _Preset = Callable[..., Track]
 # An argument that was not given, where None is a value.

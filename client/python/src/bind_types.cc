@@ -209,6 +209,11 @@ void BindTypes(nb::module_& module) {
           "parse", [](const std::string& text) { return Unwrap(Schedule::Parse(text)); }, "text"_a)
       .def("to_fields", &ToFields)
       .def_prop_ro("is_copy", &Schedule::is_copy)
+      .def_prop_ro("update_interval",
+                   [](const Schedule& schedule) {
+                     const TrainingDuration interval = schedule.update_interval();
+                     return interval.value > 0 ? interval.ToString() : std::string();
+                   })
       .def(
           "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
           nb::is_operator())

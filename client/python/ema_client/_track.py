@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one track averages, as users write it, and as the extension module takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Union
+
+from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
+
+#: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
+#: one ("smoothing=0.9"), or a Track's fields as a dict.
+RuleLike = Union[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Track:
+    """How one track averages. None: the default. Without a rule: half_life "1000ba".
+
+    One of these names the rule, which gives each update a decay `d`, the share of the old average
+    that is kept; `elapsed` is the training time since the track's last update, `age` that since its
+    start:
+
+    - half_life (and, or only, ramp_ratio): `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`.
+    - smoothing: `d = smoothing` at every update.
+    - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, s: position (units of the interval since the
+      start, less one).
+    - ramp: `d = (1 + s) / (ramp + s)`.
+    - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
+    - uniform: the mean of all updates since the start.
+    - copy: the latest weights as they are.
+
+    Attributes:
+        half_life: training time until a contribution halves, such as "200ba" or "2ep".
+        ramp_ratio: keeps the half-life short while training is young, such as 0.09 (EDM2).
+        debias: of half_life: without the share of the zeros that the average began with.
+        smoothing: share of the old average kept in each update, in [0, 1); never rescaled.
+        zero_init: of smoothing: begins with zeros, "plain" or "debias" (without their share).
+        inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
+        ramp: of the warm-up (1 + s) / (ramp + s), such as 10.
+        min_decay, max_decay: limits of a warm-up's decay; the defaults are 0 and 0.9999.
+        sigma_rel: relative width of the profile, above 0 and at most 1/sqrt(12).
+        age_offset: added to the time since the start, in the interval's unit; default 0.
+        uniform, copy: True: this rule.
+        update_interval: such as "5ba". None: one unit of the half-life, else "1ba".
+        interval_phase: updates are due at interval_phase + k * update_interval.
+        ema_start: when averaging starts, such as "0.1dur". None: at once.
+        before_start: what the track is until then: "reinit" (its first value, replaced at the start;
+            the default), "copy" (the latest weights) or "hold" (its first value, kept).
+        ema_end: after this time the track does not change any more.
+        tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"},
+            or the schedule that they are averaged by in place of the track's: {"stem.*": "50ba",
+            "neck.*": {"smoothing": 0.9}}; without an update_interval by the track's. The first
+            that matches decides.
+        buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
+        compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
+        paused: pushes do not change the track.
+        snapshot_interval: of sigma_rel: the server keeps a version on its disk for each such length of
+            training, such as "1000ba", from which `Client.synthesize` builds averages of other
+            lengths. A LocalEMA keeps none.
+    """
+
+    half_life: str | None = None
+    smoothing: float | None = None
+    update_interval: str | None = None
+    ema_start: str | None = None
+    before_start: str | None = None
+    ema_end: str | None = None
+    interval_phase: int | None = None
+    ramp_ratio: float | None = None
+    debias: bool | None = None
+    zero_init: str | None = None
+    inv_gamma: float | None = None
+    power: float | None = None
+    min_decay: float | None = None
+    max_decay: float | None = None
+    ramp: float | None = None
+    sigma_rel: float | None = None
+    age_offset: float | None = None
+    uniform: bool | None = None
+    copy: bool | None = None
+    tensor_rules: Mapping[str, RuleLike] | Sequence[tuple[str, RuleLike]] = ()
+    buffers: str = "average"
+    compensated: bool = False
+    paused: bool = False
+    snapshot_interval: str | None = None
+
+    def __post_init__(self) -> None:
+        # One form of the rules: equal tracks compare equal, and have a hash.
+        object.__setattr__(self, "tensor_rules", _rules(self.tensor_rules))
+
+    @property
+    def is_copy(self) -> bool:
+        return bool(self.copy)
+
+    @classmethod
+    def preset(cls, name: str, /, **arguments: Any) -> Track:
+        """The track that averages as a library does, from that library's own arguments.
+
+        Args:
+            name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
+            arguments: as the library's class or function names them; its defaults count.
+
+        Raises:
+            InvalidArgumentError: no such preset or argument, or a value that cannot be had here.
+
+        Example:
+            >>> Track.preset("ema_pytorch", beta=0.999, update_every=1)
+        """
+        from ema_client import _presets
+
+        return _presets.track_from_preset(name, arguments)
+
+
+def _rules(rules: object) -> tuple[tuple[str, str], ...]:
+    """The rules as pairs of a pattern and an action or a schedule's text."""
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else pair for pair in pairs]
+        if all(
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], (str, Mapping))
+            for pair in pairs
+        ):
+            return tuple((pattern, _rule_text(rule)) for pattern, rule in pairs)
+    raise InvalidArgumentError(
+        f"tensor_rules {rules!r}: must be names or globs with average, copy, ignore or a schedule, "
+        'such as {"head.*": "ignore", "bn.*": "copy", "stem.*": "50ba"}',
+        reason="BAD_SCHEDULE",
+    )
+
+
+def _rule_text(rule: str | Mapping[str, Any]) -> str:
+    if not isinstance(rule, str):
+        track = _full_track(rule)
+        for field in ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval"):
+            if getattr(track, field) != getattr(_DEFAULT_TRACK, field):
+                raise _bad(
+                    f"tensor_rules: {field} {getattr(track, field)!r}: a rule has a schedule's fields "
+                    "only, such as half_life and update_interval; this one is the whole track's"
+                )
+        fields = _schedule_fields(track)
+        _ema.Schedule.from_fields(fields)  # Says what is wrong.
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+    return rule
+
+
+def _rule_from(action: str, schedule: _ema.Schedule | None) -> str:
+    if schedule is None:
+        return action
+    # Also where it is the default: without one, a rule would have its track's.
+    interval = {"update_interval": schedule.update_interval} if schedule.update_interval else {}
+    fields = {**schedule.to_fields(), **interval}
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
+    """The rule as the extension module takes it, which says what is wrong with an action."""
+    if not any(sign.isdigit() or sign == "=" for sign in rule):
+        return pattern, rule, None
+    try:
+        return pattern, "average", _ema.Schedule.parse(rule)
+    except InvalidArgumentError as error:
+        raise _bad(f"tensor_rules: {pattern}: {error.args[0]}") from None
+
+
+#: "copy", a half-life such as "200ba", a Track, its fields as a dict, or a library's arguments as
+#: {"preset": "ema_pytorch", "beta": 0.999}.
+TrackLike = Union[str, Track, Mapping[str, Any]]
+
+
+# Of a Track: how a value becomes the schedule's text.
+_DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
+_WORDS = ("before_start", "zero_init")
+_FLAGS = ("debias", "uniform", "copy")
+_NUMBERS = (
+    "smoothing",
+    "ramp_ratio",
+    "inv_gamma",
+    "power",
+    "min_decay",
+    "max_decay",
+    "ramp",
+    "sigma_rel",
+    "age_offset",
+)
+_DEFAULT_HALF_LIFE = "1000ba"
+# Fields that are of a rule other than half_life, whether or not they name it.
+_OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
+_FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
+_DEFAULT_TRACK = Track()
+
+
+def track_from(track: _ema.Track) -> Track:
+    values: dict[str, Any] = {}
+    for name, text in track.schedule.to_fields().items():
+        if name in _NUMBERS:
+            values[name] = float(text)
+        elif name in _FLAGS:
+            values[name] = text == "true"
+        elif name == "interval_phase":
+            values[name] = int(text)
+        else:
+            values[name] = text
+    return Track(
+        **values,
+        tensor_rules=[
+            (pattern, _rule_from(action, schedule))
+            for pattern, action, schedule in track.tensor_rules
+        ],
+        buffers=track.buffers,
+        compensated=track.compensated,
+        paused=track.paused,
+        snapshot_interval=track.snapshot_interval,
+    )
+
+
+def track_of(name: str, track: TrackLike, *, update_interval: str | None = None) -> _ema.Track:
+    """The track `name` as the extension module takes it.
+
+    Args:
+        update_interval: for a track that sets none.
+
+    Raises:
+        InvalidArgumentError: a field is wrong; the message names track, field and value.
+    """
+    try:
+        full = _full_track(track)
+        if full.update_interval is None and update_interval is not None:
+            full = dataclasses.replace(full, update_interval=update_interval)
+        schedule = _ema.Schedule.from_fields(_schedule_fields(full))
+        rules = [_rule_tuple(pattern, rule) for pattern, rule in _rules(full.tensor_rules)]
+        for field in ("compensated", "paused"):
+            if not isinstance(getattr(full, field), bool):
+                raise _bad(f"{field} {getattr(full, field)!r}: must be True or False")
+        if not isinstance(full.buffers, str):
+            raise _bad(f'buffers {full.buffers!r}: must be "average" or "copy"')
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f'track "{name}": {error.args[0]}', reason=error.reason
+        ) from None
+    # Says the name itself.
+    return _ema.Track(
+        name,
+        schedule,
+        rules,
+        full.buffers,
+        full.compensated,
+        full.paused,
+        None if full.snapshot_interval is None else str(full.snapshot_interval),
+    )
+
+
+def _bad(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, reason="BAD_SCHEDULE")
+
+
+def _full_track(track: TrackLike) -> Track:
+    if isinstance(track, Track):
+        return track
+    if not isinstance(track, Mapping):
+        # A bare number has no unit, which the parser says better.
+        return Track(copy=True) if track == "copy" else Track(half_life=str(track))
+    fields = dict(track)
+    if "preset" in fields:
+        return Track.preset(str(fields.pop("preset")), **fields)
+    unknown = [str(field) for field in fields if field not in _FIELD_NAMES]
+    if unknown:
+        raise _bad("; ".join(map(_unknown_field, unknown)))
+    return Track(**fields)
+
+
+def _unknown_field(field: str) -> str:
+    nearest = difflib.get_close_matches(field, _FIELD_NAMES, n=1, cutoff=0.5)
+    if nearest:
+        return f'unknown field "{field}"; did you mean "{nearest[0]}"?'
+    return f'unknown field "{field}"; there are {", ".join(_FIELD_NAMES)}'
+
+
+def _schedule_fields(track: Track) -> dict[str, str]:
+    """The track's rule and times as text, from which nothing is lost."""
+    fields = {}
+    for field in (*_DURATIONS, *_WORDS, *_FLAGS, *_NUMBERS, "interval_phase"):
+        value = getattr(track, field)
+        if value is not None and not (value is False and field in _FLAGS):
+            fields[field] = _text(field, value)
+    if "half_life" not in fields and not fields.keys() & _OTHER_RULES:
+        fields["half_life"] = _DEFAULT_HALF_LIFE
+    return fields
+
+
+def _text(field: str, value: Any) -> str:
+    if field in _FLAGS:
+        if value is True:
+            return "true"
+        raise _bad(f"{field} {value!r}: must be True or False")
+    if field not in _NUMBERS and field != "interval_phase":
+        return str(value)
+    kind, what = (float, "a number") if field in _NUMBERS else (int, "a whole number")
+    try:
+        if not isinstance(value, (str, bool)) and kind(value) == value:
+            return repr(kind(value))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _bad(f"{field} {value!r}: must be {what}, such as {_EXAMPLES[field]}")
+
+
+_EXAMPLES = {
+    "smoothing": "0.999",
+    "ramp_ratio": "0.09",
+    "inv_gamma": "1.0",
+    "power": "0.75",
+    "min_decay": "0.0",
+    "max_decay": "0.9999",
+    "ramp": "10.0",
+    "sigma_rel": "0.05",
+    "age_offset": "1.0",
+    "interval_phase": "1",
+}
+
+
+def tracks_of(
+    half_life: str | None,
+    smoothing: float | None,
+    update_interval: str | None,
+    ema_start: str | None,
+    preset: str | Mapping[str, Any] | None,
+    tracks: Mapping[str, TrackLike] | None,
+) -> list[_ema.Track]:
+    """The tracks that `attach` and `LocalEMA` are asked for."""
+    own = {"half_life": half_life, "smoothing": smoothing, "ema_start": ema_start}
+    given = {name: value for name, value in own.items() if value is not None}
+    all_tracks: dict[str, TrackLike] = {}
+    if preset is not None:
+        if update_interval is not None:
+            given["update_interval"] = update_interval
+        if given:
+            raise InvalidArgumentError(
+                f"preset and {' and '.join(given)} are both given: give preset's own arguments in it, "
+                'such as preset={"preset": "ema_pytorch", "beta": 0.999}',
+                reason="BAD_SCHEDULE",
+            )
+        all_tracks["ema"] = {"preset": preset} if isinstance(preset, str) else preset
+    elif given or not tracks:
+        all_tracks["ema"] = given
+    if "ema" in all_tracks and tracks is not None and "ema" in tracks:
+        raise InvalidArgumentError(
+            f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
+            reason="BAD_SCHEDULE",
+        )
+    all_tracks.update(tracks or {})
+    return [
+        track_of(name, track, update_interval=update_interval) for name, track in all_tracks.items()
+    ]
