@@ -86,6 +86,7 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
         for number in range(1, 4):
             log(number)
+        ema.wait_released()
         before = module.base.weight.detach().clone()
         if how == "data":
             module.base.weight.data[7, 9] += 1  # No version counter sees this.
@@ -112,11 +113,13 @@ def test_after_a_push_that_failed_they_are_shown_again(server, client, model):
     with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
         for _ in range(2):
             step()
+        ema.wait_released()
         with torch.no_grad():
             kept = module.up.weight.clone()
             module.up.weight.fill_(float("nan"))
         optimizer.zero_grad()
         optimizer.step()
+        ema.wait_released()
         with torch.no_grad():
             module.up.weight.copy_(kept)
         step()

@@ -98,9 +98,11 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                     .compensated = compensated,
                     .paused = paused};
   for (const auto& [pattern, action, rule_schedule] : tensor_rules) {
-    TensorRule& rule = track.tensor_rules.emplace_back(
-        pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action));
-    if (rule_schedule.has_value()) rule.schedule = RuleSchedule(*rule_schedule, schedule);
+    track.tensor_rules.push_back(
+        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action)});
+    if (rule_schedule.has_value()) {
+      track.tensor_rules.back().schedule = RuleSchedule(*rule_schedule, schedule);
+    }
   }
   if (snapshot_interval.has_value()) {
     const absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(*snapshot_interval);

@@ -238,7 +238,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     EMA_ASSIGN_OR_RETURN(
         const TensorAction action,
         FromProto(rule.action(), absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\"")));
-    TensorRule& parsed = track.tensor_rules.emplace_back(rule.pattern(), action);
+    track.tensor_rules.push_back({rule.pattern(), action});
     if (!rule.has_schedule()) continue;
     schedule = FromProto(rule.schedule());
     if (!schedule.ok()) {
@@ -246,7 +246,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
                        absl::StrCat(what, ", tensor_rules \"", rule.pattern(),
                                     "\": ", schedule.status().message()));
     }
-    parsed.schedule = RuleSchedule(*schedule, track.schedule);
+    track.tensor_rules.back().schedule = RuleSchedule(*schedule, track.schedule);
   }
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
   track.compensated = proto.compensated();
