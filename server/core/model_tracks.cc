@@ -87,8 +87,9 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
     if (const auto it = find(name); it != tracks.end()) tracks.erase(it);
   }
   absl::flat_hash_set<std::string_view> put_names;
-  for (TrackConfig config : changes.put) {
-    if (!put_names.insert(config.name).second) return TrackGivenTwice(config.name);
+  for (const TrackConfig& put : changes.put) {
+    if (!put_names.insert(put.name).second) return TrackGivenTwice(put.name);
+    TrackConfig config = put;
     const auto it = find(config.name);
     if (it == tracks.end()) {
       EMA_RETURN_IF_ERROR(CheckUnitsLocked(config, /*track_id=*/0));
