@@ -3,7 +3,8 @@
 
 Prints a table: seconds per update (median and range over rounds, in which the ways take turns) and
 bytes per second beside memcpy's. Bytes are what an update in place must move: the new weights and
-the average read, the average written. For memcpy they are what it reads and writes.
+the average read, the average written. For memcpy they are what it reads and writes. Then what a
+schedule costs a push.
 
     python tests/bench/update_bench.py [--quick] [--threads N] [--rounds N]
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 
 import torch
-from ema_client import _ema
+from ema_client import Track, _ema
+from ema_client._track import track_of
 
 UPDATE_WEIGHT = 1e-4
 BYTES_PER_ELEMENT = 4
@@ -124,6 +127,26 @@ def report(weights: Weights, seconds: dict[str, list[float]]) -> None:
         )
 
 
+SCHEDULES = {
+    "half_life": Track(half_life="1000ba"),
+    "smoothing": Track(smoothing=0.999),
+    "inverse gamma": Track(inv_gamma=1.0),
+    "ramp": Track(ramp=10.0),
+    "power function": Track(sigma_rel=0.05),
+    "uniform": Track(uniform=True),
+}
+
+
+def report_schedules(calls: int) -> None:
+    """What a schedule costs a push, for each track, the Python binding included."""
+    print("\n| schedule        | us a push |\n|-----------------|----------:|")
+    for name, track in SCHEDULES.items():
+        planned = track_of("ema", track)
+        state = planned.next(planned.next([], {"batch": 1}), {"batch": 2})
+        seconds = timeit.repeat(lambda: planned.plan(state, {"batch": 3}), number=calls, repeat=5)
+        print(f"| {name:16}| {statistics.median(seconds) / calls * 1e6:9.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="one tiny round: does it run?")
@@ -140,6 +163,7 @@ def main() -> None:
             f"{options.threads} threads, {rounds} rounds\n"
         )
         report(weights, measure(weights, rounds))
+    report_schedules(calls=100 if options.quick else 20_000)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def attach(
     `optimizer.step()` counts as a batch, and when an update is due a push starts after it: every rank
     sends an even share of the parameters, rank 0 also the buffers (BatchNorm's statistics differ
     between ranks). Parameters are read in place, not copied; the next `optimizer.step()` waits until
-    their bytes have left. Whoever else writes weights between steps (load_state_dict, clipping of
+    their bytes have left. Those without requires_grad are sent until every track has their values;
+    after that only a checksum tells, at each push, whether they have changed. Whoever else writes weights between steps (load_state_dict, clipping of
     weights) must call the attachment's `wait_released()` first.
 
     A server that goes away costs the steps that are due meanwhile, and about a second. When it is

@@ -197,7 +197,7 @@ class PushStats:
     """What a push has done so far.
 
     Attributes:
-        total_bytes: of this rank.
+        total_bytes: of this rank, to be pushed; 0 until the run is ready.
         sent_bytes: handed to the network, resends included.
         stream_count: 1 if no connection broke.
         send_seconds: from the start to the last byte's leaving.
