@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries' averages beside ours: what test_libraries.py runs, and composer_side.py in turn."""
+"""Other libraries' averages beside ours: what test_libraries.py and test_composer.py run, and composer_side.py in turn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 Tensors = dict[str, torch.Tensor]
+
+# Of each comparison.
+UPDATES = 300
 
 
 class Net(torch.nn.Module):
@@ -137,3 +140,7 @@ class Agreement:
 
 def float_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+
+
+def floats(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
