@@ -64,8 +64,8 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest);
 
 // A rule's schedule as readers of text and messages take it into a track: one without an
-// update_interval has the track's.
-Schedule RuleSchedule(const Schedule& rule, const Schedule& track);
+// update_interval has the track's. BAD_SCHEDULE: it cannot go by that.
+absl::StatusOr<Schedule> RuleSchedule(const Schedule& rule, const Schedule& track);
 
 // The schedules of a track, in this order everywhere: its own, then those of its tensor rules.
 std::vector<const Schedule*> SchedulesOf(const TrackConfig& track);

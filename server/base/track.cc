@@ -191,13 +191,11 @@ std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& ma
   return actions;
 }
 
-Schedule RuleSchedule(const Schedule& rule, const Schedule& track) {
+absl::StatusOr<Schedule> RuleSchedule(const Schedule& rule, const Schedule& track) {
   Schedule::Options options = rule.options();
   if (options.update_interval.has_value() || track.update_interval().value == 0) return rule;
   options.update_interval = track.update_interval();
-  // What is wrong with it then, such as a phase of another unit, is said where it is validated.
-  absl::StatusOr<Schedule> result = Schedule::Create(options);
-  return result.ok() ? *std::move(result) : rule;
+  return Schedule::Create(options);
 }
 
 std::vector<const Schedule*> SchedulesOf(const TrackConfig& track) {

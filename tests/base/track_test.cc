@@ -110,11 +110,12 @@ TEST(SchedulesOfTest, ARuleMayHaveAScheduleOfItsOwn) {
 
 TEST(RuleScheduleTest, WithoutAnIntervalItHasTheTracks) {
   const Schedule track = *Schedule::Parse("half_life=200ba, update_interval=10ba");
-  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), track).ToString(),
+  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), track)->ToString(),
             "half_life=50ba, update_interval=10ba");
-  EXPECT_EQ(RuleSchedule(*Schedule::Parse("half_life=50ba, update_interval=2ba"), track).ToString(),
-            "half_life=50ba, update_interval=2ba");
-  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), *Schedule::Parse("9sec")).ToString(),
+  EXPECT_EQ(
+      RuleSchedule(*Schedule::Parse("half_life=50ba, update_interval=2ba"), track)->ToString(),
+      "half_life=50ba, update_interval=2ba");
+  EXPECT_EQ(RuleSchedule(*Schedule::Parse("50ba"), *Schedule::Parse("9sec"))->ToString(),
             "half_life=50ba");  // Such a track is updated by every push.
 }
 

@@ -101,7 +101,7 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
     track.tensor_rules.push_back(
         {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action)});
     if (rule_schedule.has_value()) {
-      track.tensor_rules.back().schedule = RuleSchedule(*rule_schedule, schedule);
+      track.tensor_rules.back().schedule = Unwrap(RuleSchedule(*rule_schedule, schedule));
     }
   }
   if (snapshot_interval.has_value()) {

@@ -241,12 +241,13 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     track.tensor_rules.push_back({rule.pattern(), action});
     if (!rule.has_schedule()) continue;
     schedule = FromProto(rule.schedule());
+    if (schedule.ok()) schedule = RuleSchedule(*schedule, track.schedule);
     if (!schedule.ok()) {
       return MakeError(schedule.status().code(), GetErrorReason(schedule.status()),
                        absl::StrCat(what, ", tensor_rules \"", rule.pattern(),
                                     "\": ", schedule.status().message()));
     }
-    track.tensor_rules.back().schedule = RuleSchedule(*schedule, track.schedule);
+    track.tensor_rules.back().schedule = *std::move(schedule);
   }
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
   track.compensated = proto.compensated();
