@@ -370,7 +370,7 @@ class PendingPush {
 
   // What has happened so far: for logs and tests.
   struct Stats {
-    int64_t total_bytes = 0;   // Of this rank.
+    int64_t total_bytes = 0;   // Of this rank, to be pushed; 0 until the run is ready.
     int64_t sent_bytes = 0;    // Handed to gRPC, resends included.
     int64_t stream_count = 0;  // 1 if nothing broke.
     absl::Duration send_time;  // From the start to the last byte's leaving.

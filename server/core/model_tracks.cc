@@ -311,9 +311,14 @@ void Model::SetKeptTime(const TrainingTime& time) {
 std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {
   constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
   std::vector<std::string> warnings;
-  const auto warn = [&](const TrackRecord& by,
-                        const std::string& about) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+  // `rule`: of the track's, by whose schedule the tensors go; null: the track's own schedule.
+  const auto check = [&](const TrackRecord& track,
+                         const TrackRecord* rule) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const TrackRecord& by = rule != nullptr ? *rule : track;
     if (by.stall_gap < kStallGap) return;
+    std::string about = absl::StrCat("model ", config_.name, ", track ", track.track);
+    if (rule != nullptr) absl::StrAppend(&about, ", tensors ", rule->track);
+    absl::StrAppend(&about, " (", by.config, ")");
     if (!warned_configs_.insert(about).second) return;
     warnings.push_back(
         absl::StrCat(about, ": an update weight of ", by.update_weight,
@@ -321,11 +326,8 @@ std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {
                      " of their size short of the average; a compensated track does not"));
   };
   for (const TrackRecord& track : record.tracks) {
-    const std::string name = absl::StrCat("model ", config_.name, ", track ", track.track);
-    warn(track, absl::StrCat(name, " (", track.config, ")"));
-    for (const TrackRecord& rule : track.rules) {
-      warn(rule, absl::StrCat(name, ", tensors ", rule.track, " (", rule.config, ")"));
-    }
+    check(track, nullptr);
+    for (const TrackRecord& rule : track.rules) check(track, &rule);
   }
   return warnings;
 }
