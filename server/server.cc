@@ -82,10 +82,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   }
 
   RpcServer::Options rpc_options;
-  rpc_options.listen_address = options.listen;
+  rpc_options.listen_addresses = options.listen;
+  rpc_options.connections = {options.max_connections, options.max_connections_per_peer};
   rpc_options.thread_count = static_cast<int>(options.thread_count);
   rpc_options.max_push_streams = options.max_push_streams;
   rpc_options.max_pull_streams = options.max_pull_streams;
+  rpc_options.same_host_lane = options.same_host_lane == "on";
   rpc_options.session_timeout = options.session_timeout;
   rpc_options.stall_timeout = options.stream_timeout;
   CheckpointHooks hooks;

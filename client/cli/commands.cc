@@ -155,13 +155,17 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
 }
 
 absl::Status Pull(const Session& session, const PullOptions& options) {
+  Client::PullOptions request = options.request;
+  if (!options.dtype.empty()) {
+    EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
+  }
   PulledFile file(options.file);
   int64_t total_bytes = 0;
   absl::StatusOr<PullInfo> info;
   {
     ProgressBar bar(!session.json);
     info = session.client->Pull(
-        options.model, options.track, options.version,
+        options.model, options.track, request,
         [&](const PullInfo& coming) {
           total_bytes = coming.total_bytes;
           return file.Reserve(coming, {{"model", options.model},

@@ -52,7 +52,8 @@ absl::Status Watch(const Session& session, const WatchOptions& options);
 struct PullOptions {
   std::string model;
   std::string track;
-  int64_t version = 0;
+  Client::PullOptions request;
+  std::string dtype;  // Empty: as the server keeps them.
   std::string file;
 };
 absl::Status Pull(const Session& session, const PullOptions& options);

@@ -163,8 +163,13 @@ void AddCommands(CLI::App& app, Options& options,
             [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
   add_model(sub, options.pull.model);
   sub->add_option("--track", options.pull.track, "Name of the track")->required();
-  sub->add_option("--version", options.pull.version, "Version (default: the newest)")
+  sub->add_option("--version", options.pull.request.version, "Version (default: the newest)")
       ->check(CLI::PositiveNumber);
+  sub->add_option("--tensors", options.pull.request.selection.tensors,
+                  "Only these: names, or patterns such as 'encoder.*' (default: all)");
+  sub->add_option(
+      "--dtype", options.pull.dtype,
+      "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
   sub->add_option("-o,--output", options.pull.file, "File to write")->required();
 
   sub = add("checkpoint", "Save the newest version on the server",

@@ -2,6 +2,7 @@
 #include "client/cpp/chunk_plan.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
@@ -14,7 +15,8 @@ constexpr int64_t kCopyBelowBytes = 4096;
 
 }  // namespace
 
-ChunkPlan::ChunkPlan(const RankLayout& layout, int64_t chunk_bytes) {
+ChunkPlan::ChunkPlan(const RankLayout& layout, int64_t chunk_bytes)
+    : max_chunk_bytes_(chunk_bytes) {
   const int64_t total_bytes = layout.total_bytes();
   starts_.reserve(total_bytes / chunk_bytes + 2);
   starts_.push_back(0);
@@ -103,7 +105,21 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
   return message;
 }
 
+bool ChunkWriter::Copy(int64_t chunk, std::byte* to) {
+  if (!gate_->BeginRead()) return false;
+  ForEachPiece(chunk, [&to](std::span<const std::byte> piece) {
+    std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+  });
+  gate_->EndRead();
+  crcs_[chunk] = {.is_copied = true};
+  return true;
+}
+
 std::optional<uint32_t> ChunkWriter::Digest() {
+  if (std::any_of(crcs_.begin(), crcs_.end(), [](const Crc& crc) { return crc.is_copied; })) {
+    return 0;
+  }
   uint32_t digest = 0;
   for (int64_t chunk = 0; chunk < static_cast<int64_t>(crcs_.size()); ++chunk) {
     if (!crcs_[chunk].known) {

@@ -29,6 +29,7 @@ class ChunkPlan {
   // frozen and other bytes. REQUIRES: chunk_bytes >= 8.
   ChunkPlan(const RankLayout& layout, int64_t chunk_bytes);
 
+  int64_t max_chunk_bytes() const { return max_chunk_bytes_; }
   int64_t chunk_count() const { return static_cast<int64_t>(starts_.size()) - 1; }
   int64_t offset(int64_t chunk) const { return starts_[chunk]; }
   int64_t length_bytes(int64_t chunk) const { return starts_[chunk + 1] - starts_[chunk]; }
@@ -41,6 +42,7 @@ class ChunkPlan {
   std::vector<int64_t> ChunksIn(absl::Span<const PushProgress::Range> ranges) const;
 
  private:
+  int64_t max_chunk_bytes_;
   std::vector<int64_t> starts_;  // And the end.
 };
 
@@ -58,8 +60,12 @@ class ChunkWriter {
   // weights have been released.
   std::optional<grpc::ByteBuffer> Write(int64_t chunk);
 
-  // CRC32C of all that is pushed. Reads none, if every chunk has been written. Absent: the weights
-  // would have to be read, but have been released.
+  // Copies a chunk into shared memory, without a checksum. False: the weights have been released.
+  bool Copy(int64_t chunk, std::byte* to);
+
+  // CRC32C of all that is pushed; 0 if the server has the copy of some chunk, so that it does not
+  // know it either. Reads none, if every chunk has been written. Absent: the weights would have to
+  // be read, but have been released.
   std::optional<uint32_t> Digest();
 
  private:
@@ -77,6 +83,7 @@ class ChunkWriter {
   struct Crc {
     uint32_t value = 0;
     bool known = false;
+    bool is_copied = false;  // And not written since.
   };
   std::vector<Crc> crcs_;            // By chunk.
   std::vector<grpc::Slice> slices_;  // Kept for their capacity, like the next one.

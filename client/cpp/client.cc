@@ -23,6 +23,10 @@ constexpr int64_t kMinChunkBytes = 8;
 
 }  // namespace
 
+std::string_view LaneName(Lane lane) {
+  return lane == Lane::kSharedMemory ? "shared memory" : "grpc";
+}
+
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address) {
   return Create(address, Options());
 }

@@ -42,6 +42,31 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
   return opened;
 }
 
+bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
+  constexpr absl::Duration kMaxWait = absl::Seconds(2);
+  if (!options_.same_host_lane) return false;
+  const absl::StatusOr<std::shared_ptr<Connection>> connection = Connect(deadline, interrupt);
+  if (!connection.ok()) return false;
+  {
+    absl::MutexLock lock(&mu_);
+    if (lanes_of_.lock() == *connection) return lanes_.has_offer();
+  }
+  Call call(*connection, std::min(deadline, absl::Now() + kMaxWait), interrupt);
+  v1::GetLaneResponse offer;
+  const absl::Status asked =
+      UnaryOnce(&v1::EmaService::Stub::PrepareAsyncGetLane, v1::GetLaneRequest(), &offer, call);
+  // An old server does not know the call; one that does not answer is asked again.
+  if (!asked.ok() && asked.code() != absl::StatusCode::kUnimplemented) return false;
+  lanes_.SetOffer(offer);
+  absl::MutexLock lock(&mu_);
+  lanes_of_ = *connection;
+  return lanes_.has_offer();
+}
+
+std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt* interrupt) {
+  return HasLane(deadline, interrupt) ? lanes_.Take() : nullptr;
+}
+
 absl::Status Client::Impl::Try(absl::Time deadline, Interrupt* interrupt,
                                absl::FunctionRef<absl::Status(Call&)> attempt) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection, Connect(deadline, interrupt));

@@ -18,6 +18,7 @@
 #include "client/cpp/dial.h"
 #include "client/cpp/fork_guard.h"
 #include "client/cpp/interrupt.h"
+#include "client/cpp/lanes.h"
 #include "ema/client.h"
 
 namespace ema {
@@ -42,6 +43,14 @@ class Client::Impl {
   // The connection, made anew if there is none that lives. Errors as client_internal::Dialer's.
   absl::StatusOr<std::shared_ptr<Connection>> Connect(absl::Time deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
+
+  // A same-host lane to the server for one call; GiveBackLane() when that has succeeded. Null:
+  // there is none, or it is not known in time; gRPC has to do.
+  std::unique_ptr<LanePipe> TakeLane(absl::Time deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void GiveBackLane(std::unique_ptr<LanePipe> lane) { lanes_.GiveBack(std::move(lane)); }
+  // True if there are lanes.
+  bool HasLane(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
   // One call without retries.
   absl::Status Try(absl::Time deadline, Interrupt* interrupt,
@@ -92,6 +101,9 @@ class Client::Impl {
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;
   client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
+  // Over which the server was asked for its lanes: after a restart it has others.
+  std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
+  client_internal::LanePool lanes_;
 };
 
 }  // namespace ema

@@ -3,8 +3,7 @@
 
 #include <fcntl.h>
 #include <grpcpp/create_channel_posix.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/convert.h"
 #include "ema/error_reason.h"
@@ -31,7 +31,9 @@ grpc::ChannelArguments ChannelSettings(const std::string& address) {
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, address);
+  // The path of a unix socket is no authority.
+  arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY,
+                      absl::StartsWith(address, "unix:") ? "localhost" : address);
   arguments.SetUserAgentPrefix("ema-client");
   return arguments;
 }
@@ -70,10 +72,8 @@ Connection::~Connection() { close(fd_); }
 bool Connection::alive() const {
   if (broken()) return false;
   // gRPC tells of a dead connection only when a call fails, so the kernel is asked.
-  tcp_info info = {};
-  socklen_t size = sizeof(info);
-  return getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
-         info.tcpi_state == TCP_ESTABLISHED;
+  pollfd peer = {.fd = fd_, .events = POLLRDHUP, .revents = 0};
+  return poll(&peer, 1, 0) == 0;
 }
 
 bool Connection::broken() const {

@@ -53,6 +53,15 @@ TrackVersion FromProto(const v1::TrackRecord& proto) {
   return track;
 }
 
+absl::Status MakeServerError(absl::StatusCode code, std::string_view message,
+                             const v1::ErrorDetail& detail) {
+  absl::Status error = MakeError(code, static_cast<ErrorReason>(detail.reason()), message);
+  if (detail.retry_delay_ms() > 0) {
+    SetRetryDelay(error, absl::Milliseconds(detail.retry_delay_ms()));
+  }
+  return error;
+}
+
 }  // namespace
 
 absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail) {
@@ -61,12 +70,12 @@ absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail
   if (!parsed.ParseFromArray(detail.data(), static_cast<int>(detail.size()))) {
     return absl::Status(code, status.error_message());
   }
-  absl::Status error =
-      MakeError(code, static_cast<ErrorReason>(parsed.reason()), status.error_message());
-  if (parsed.retry_delay_ms() > 0) {
-    SetRetryDelay(error, absl::Milliseconds(parsed.retry_delay_ms()));
-  }
-  return error;
+  return MakeServerError(code, status.error_message(), parsed);
+}
+
+absl::Status ErrorOf(const v1::LaneError& error) {
+  return MakeServerError(static_cast<absl::StatusCode>(error.code()), error.message(),
+                         error.detail());
 }
 
 absl::Status MalformedReply(std::string_view what) {
@@ -162,6 +171,7 @@ absl::StatusOr<PullInfo> FromProto(const v1::PullHeader& proto) {
   PullInfo info;
   info.version = FromProto(proto.version());
   info.total_bytes = proto.total_bytes();
+  info.not_newer = proto.not_newer();
   if (info.total_bytes < 0) return MalformedReply("a negative size");
   info.tensors.reserve(proto.tensors_size());
   int64_t end = 0;
@@ -176,7 +186,10 @@ absl::StatusOr<PullInfo> FromProto(const v1::PullHeader& proto) {
                                          ", does not fit the pulled bytes"));
     }
     end = tensor.offset() + tensor.length_bytes();
-    info.tensors.push_back({std::move(spec), tensor.offset(), tensor.length_bytes()});
+    info.tensors.push_back({std::move(spec),
+                            tensor.offset(),
+                            tensor.length_bytes(),
+                            {tensor.slice_offsets().begin(), tensor.slice_offsets().end()}});
   }
   return info;
 }

@@ -14,6 +14,7 @@
 #include "ema/client.h"
 #include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
+#include "ema/v1/lane.pb.h"
 
 namespace ema::client_internal {
 
@@ -23,6 +24,8 @@ inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
 // `status` with the reason and the retry delay of `detail`, a serialized ErrorDetail. REQUIRES:
 // status is not OK.
 absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail);
+// The same, as a lane has it.
+absl::Status ErrorOf(const v1::LaneError& error);
 
 // INTERNAL.
 absl::Status MalformedReply(std::string_view what);

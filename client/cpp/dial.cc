@@ -7,6 +7,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -116,7 +117,13 @@ absl::StatusOr<Address> Address::Parse(std::string_view text) {
   const absl::Status error = MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
       absl::StrCat("address \"", std::string(text),
-                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\""));
+                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\", or "
+                   "unix:/path"));
+  if (constexpr std::string_view kUnix = "unix:"; text.starts_with(kUnix)) {
+    const std::string_view path = text.substr(kUnix.size());
+    if (!path.starts_with('/') || path.size() >= sizeof(sockaddr_un::sun_path)) return error;
+    return Address{.host = {}, .port = {}, .path = std::string(path)};
+  }
   const size_t colon = text.rfind(':');
   if (colon == std::string_view::npos) return error;
   std::string_view host = text.substr(0, colon);
@@ -131,10 +138,11 @@ absl::StatusOr<Address> Address::Parse(std::string_view text) {
       !absl::SimpleAtoi(port, &number) || number < 1 || number > 65535) {
     return error;
   }
-  return Address{std::string(host), absl::StrCat(number)};
+  return Address{.host = std::string(host), .port = absl::StrCat(number), .path = {}};
 }
 
 std::string Address::ToString() const {
+  if (!path.empty()) return absl::StrCat("unix:", path);
   const bool is_v6 = host.find(':') != std::string::npos;
   return is_v6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
 }
@@ -163,7 +171,21 @@ absl::Status Dialer::Find(absl::Time deadline, Interrupt* interrupt) {
       absl::StrCat("cannot find host \"", address_.host, "\": ", gai_strerror(lookup->error)));
 }
 
+absl::StatusOr<int> Dialer::DialUnix() const {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, address_.path.data(), address_.path.size());
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return Unavailable("cannot make a socket", errno);
+  // Done at once, or refused because nobody listens or too many wait to be accepted.
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return fd;
+  const absl::Status status = Unavailable("cannot connect", errno);
+  close(fd);
+  return status;
+}
+
 absl::StatusOr<int> Dialer::Dial(absl::Time deadline, Interrupt* interrupt) {
+  if (!address_.path.empty()) return DialUnix();
   EMA_RETURN_IF_ERROR(Find(deadline, interrupt));
   absl::Status status = absl::UnavailableError("the host has no address");
   for (const addrinfo* next = found_.get(); next != nullptr; next = next->ai_next) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TCP connections of our own making, which gRPC then speaks over.
+// Connections of our own making, which gRPC then speaks over.
 #ifndef EMA_CLIENT_CPP_DIAL_H_
 #define EMA_CLIENT_CPP_DIAL_H_
 
@@ -19,8 +19,9 @@ namespace ema::client_internal {
 struct Address {
   std::string host;
   std::string port;
+  std::string path;  // Of a unix socket; then the others are empty.
 
-  // Reads "host:port", "[v6]:port". INVALID_ARGUMENT, BAD_REQUEST: anything else.
+  // Reads "host:port", "[v6]:port", "unix:/path". INVALID_ARGUMENT, BAD_REQUEST: anything else.
   static absl::StatusOr<Address> Parse(std::string_view text);
   std::string ToString() const;
 };
@@ -32,16 +33,17 @@ class Dialer {
 
   const Address& address() const { return address_; }
 
-  // A connected socket, with Nagle's algorithm off, and the congestion control changed to reno if
-  // the peer is on this machine: bbr, the default of some systems, paces loopback to two thirds of
-  // its speed. The caller owns it. UNAVAILABLE: no such host, or nobody there. DEADLINE_EXCEEDED.
-  // CANCELLED: `interrupt` was fired.
+  // A connected socket: of TCP with Nagle's algorithm off, and the congestion control changed to
+  // reno if the peer is on this machine: bbr, the default of some systems, paces loopback to two
+  // thirds of its speed. The caller owns it. UNAVAILABLE: no such host, or nobody there.
+  // DEADLINE_EXCEEDED. CANCELLED: `interrupt` was fired.
   absl::StatusOr<int> Dial(absl::Time deadline, Interrupt* interrupt);
 
  private:
   // Looks the host up each time, because a server that was restarted may be elsewhere. While the
   // name service does not answer, what it said last counts.
   absl::Status Find(absl::Time deadline, Interrupt* interrupt);
+  absl::StatusOr<int> DialUnix() const;
 
   const Address address_;
   std::shared_ptr<const addrinfo> found_;  // Null: not found yet.

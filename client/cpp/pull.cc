@@ -74,45 +74,97 @@ class Puller {
  public:
   Puller(v1::PullRequest request, const Client::PullTarget* target,
          const std::function<void(int64_t)>* on_progress)
-      : request_(std::move(request)), target_(*target), on_progress_(*on_progress) {}
+      : request_(std::move(request)),
+        wants_newest_(request_.version() == 0),
+        target_(*target),
+        on_progress_(*on_progress) {}
 
-  // One call, from the first byte. What it has learned of the version holds for the next one.
+  // One call, from where the last one ended.
   absl::Status Attempt(Call& call);
+  // The same through a lane.
+  absl::Status AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop);
+  // Begins anew with the newest version. False: another was asked for, or nothing has come yet.
+  bool StartOver();
 
   // What the target failed with. Never retried, whatever its code.
   const absl::Status& target_error() const { return target_error_; }
-  PullInfo TakeInfo() && { return *std::move(info_); }
+  PullInfo TakeInfo() && {
+    info_->received_bytes = received_bytes_;
+    info_->lane = lane_;
+    return *std::move(info_);
+  }
 
  private:
+  void Begin(Lane lane);
   absl::Status OnMessage(grpc::ByteBuffer& message);
   absl::Status OnHeader(const v1::PullHeader& header);
-  // `copy(to)` copies the data and gives their CRC32C.
+  // `copy(to)` copies the data, and gives their CRC32C if the header has one.
   template <typename Copy>
   absl::Status OnChunk(const ChunkHeader& header, Copy copy);
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
 
   v1::PullRequest request_;
+  const bool wants_newest_;
   const Client::PullTarget& target_;
   const std::function<void(int64_t)>& on_progress_;
 
   std::optional<PullInfo> info_;
   std::span<std::byte> memory_;
   absl::Status target_error_;
-  int64_t reported_bytes_ = 0;
+  int64_t position_ = 0;  // Up to here the memory is right.
+  int64_t received_bytes_ = 0;
   Pieces pieces_;
 
   // Of the running call.
+  Lane lane_ = Lane::kGrpc;
   bool has_header_ = false;
   bool has_trailer_ = false;
-  int64_t received_bytes_ = 0;
+  bool omits_unchanged_ = false;
   int64_t chunk_count_ = 0;
+  int64_t chunk_bytes_ = 0;
   uint32_t digest_ = 0;
 };
 
-absl::Status Puller::Attempt(Call& call) {
+void Puller::Begin(Lane lane) {
+  lane_ = lane;
   has_header_ = has_trailer_ = false;
-  received_bytes_ = chunk_count_ = 0;
+  chunk_count_ = chunk_bytes_ = 0;
   digest_ = 0;
+  request_.set_offset(position_);
+}
+
+absl::Status Puller::AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop) {
+  Begin(Lane::kSharedMemory);
+  v1::LaneRequest request;
+  *request.mutable_pull() = request_;
+  EMA_RETURN_IF_ERROR(client_internal::SendRequest(lane, request, stop));
+  while (!has_trailer_) {
+    EMA_ASSIGN_OR_RETURN(const LanePipe::Frame frame, lane.Receive(stop));
+    if (frame.is_chunk) {
+      const std::span<const std::byte> data = frame.bytes;
+      const ChunkHeader header{.offset = frame.offset,
+                               .crc32c = std::nullopt,
+                               .data_bytes = static_cast<int64_t>(data.size())};
+      EMA_RETURN_IF_ERROR(OnChunk(header, [data](std::byte* to) {
+        std::memcpy(to, data.data(), data.size());
+        return Checksum();
+      }));
+      continue;
+    }
+    EMA_ASSIGN_OR_RETURN(const v1::LaneResponse response, client_internal::ParseResponse(frame));
+    if (response.has_pull()) {
+      EMA_RETURN_IF_ERROR(OnHeader(response.pull()));
+    } else if (response.has_trailer()) {
+      EMA_RETURN_IF_ERROR(OnTrailer(response.trailer()));
+    } else {
+      return client_internal::MalformedReply("a message that does not belong to a pull");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Puller::Attempt(Call& call) {
+  Begin(Lane::kGrpc);
   MessageReader reader(&call, "/ema.v1.EmaService/Pull", request_);
   while (reader.Next() == MessageReader::Event::kMessage) {
     EMA_RETURN_IF_ERROR(OnMessage(reader.message()));
@@ -120,6 +172,16 @@ absl::Status Puller::Attempt(Call& call) {
   EMA_RETURN_IF_ERROR(reader.Finish());
   if (has_trailer_) return absl::OkStatus();
   return DataLoss(ErrorReason::kDigestMismatch, "the stream ended before its trailer");
+}
+
+bool Puller::StartOver() {
+  if (!wants_newest_ || !info_.has_value()) return false;
+  request_.clear_version();
+  request_.clear_incarnation();
+  request_.clear_base();  // What was there has been written over.
+  info_.reset();
+  position_ = received_bytes_ = 0;
+  return true;
 }
 
 absl::Status Puller::OnMessage(grpc::ByteBuffer& message) {
@@ -163,7 +225,12 @@ absl::Status Puller::OnMessage(grpc::ByteBuffer& message) {
 absl::Status Puller::OnHeader(const v1::PullHeader& header) {
   if (has_header_) return client_internal::MalformedReply("two headers");
   has_header_ = true;
+  omits_unchanged_ = header.omits_unchanged() && request_.has_base();
   EMA_ASSIGN_OR_RETURN(PullInfo info, client_internal::FromProto(header));
+  if (info.not_newer) {
+    info_ = std::move(info);
+    return absl::OkStatus();
+  }
   if (info_.has_value()) {
     if (info.total_bytes != info_->total_bytes || info.version.number != info_->version.number) {
       return client_internal::MalformedReply("another version than before the connection broke");
@@ -183,6 +250,7 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
   // If the connection breaks, the same version is asked for again.
   request_.set_version(info.version.number);
   request_.set_incarnation(info.version.incarnation);
+  request_.clear_if_newer_than();
   info_ = std::move(info);
   return absl::OkStatus();
 }
@@ -190,37 +258,38 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
 template <typename Copy>
 absl::Status Puller::OnChunk(const ChunkHeader& header, Copy copy) {
   if (!has_header_) return client_internal::MalformedReply("a chunk before the header");
-  if (header.offset != received_bytes_ ||
-      header.data_bytes > info_->total_bytes - received_bytes_) {
-    return DataLoss(
-        ErrorReason::kDigestMismatch,
-        absl::StrCat("a chunk of ", header.data_bytes, " bytes at ", header.offset,
-                     ", expected one at ", received_bytes_, " of ", info_->total_bytes));
+  // What is skipped is as it was.
+  const bool is_next = omits_unchanged_ ? header.offset >= position_ : header.offset == position_;
+  if (!is_next || header.data_bytes > info_->total_bytes - header.offset) {
+    return DataLoss(ErrorReason::kDigestMismatch,
+                    absl::StrCat("a chunk of ", header.data_bytes, " bytes at ", header.offset,
+                                 ", expected one at ", position_, " of ", info_->total_bytes));
   }
-  const uint32_t crc = copy(memory_.data() + received_bytes_);
-  if (crc != header.crc32c) {
+  const Checksum crc = copy(memory_.data() + header.offset);
+  if (!Agree(crc, header.crc32c)) {
     return DataLoss(ErrorReason::kChunkCorrupt,
-                    absl::StrCat("chunk at ", header.offset, ": its CRC32C is ", absl::Hex(crc),
-                                 ", sent as ", absl::Hex(header.crc32c)));
+                    absl::StrCat("chunk at ", header.offset, ": its CRC32C is ", absl::Hex(*crc),
+                                 ", sent as ", absl::Hex(*header.crc32c)));
   }
-  digest_ = Crc32cCombine(digest_, crc, header.data_bytes);
+  if (crc.has_value()) digest_ = Crc32cCombine(digest_, *crc, header.data_bytes);
+  position_ = header.offset + header.data_bytes;
+  chunk_bytes_ += header.data_bytes;
   received_bytes_ += header.data_bytes;
   ++chunk_count_;
-  // A pull that had to begin again does not report that.
-  if (on_progress_ && received_bytes_ > reported_bytes_) on_progress_(received_bytes_);
-  reported_bytes_ = std::max(reported_bytes_, received_bytes_);
+  if (on_progress_) on_progress_(position_);
   return absl::OkStatus();
 }
 
 absl::Status Puller::OnTrailer(const v1::PullTrailer& trailer) {
   if (!has_header_) return client_internal::MalformedReply("a trailer before the header");
   has_trailer_ = true;
-  if (trailer.chunk_count() != chunk_count_ || trailer.total_bytes() != received_bytes_ ||
-      received_bytes_ != info_->total_bytes) {
+  const bool is_whole = omits_unchanged_ || position_ == info_->total_bytes;
+  if (trailer.chunk_count() != chunk_count_ || trailer.total_bytes() != chunk_bytes_ || !is_whole) {
     return DataLoss(
         ErrorReason::kDigestMismatch,
-        absl::StrCat(chunk_count_, " chunks with ", received_bytes_, " bytes arrived; sent were ",
-                     trailer.chunk_count(), " with ", trailer.total_bytes()));
+        absl::StrCat(chunk_count_, " chunks with ", chunk_bytes_, " bytes arrived, up to byte ",
+                     position_, " of ", info_->total_bytes, "; sent were ", trailer.chunk_count(),
+                     " with ", trailer.total_bytes()));
   }
   if (trailer.digest() != digest_) {
     return DataLoss(ErrorReason::kDigestMismatch,
@@ -233,20 +302,43 @@ absl::Status Puller::OnTrailer(const v1::PullTrailer& trailer) {
 }  // namespace
 
 absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view track,
-                                      int64_t version, const PullTarget& target,
+                                      const PullOptions& options, const PullTarget& target,
                                       absl::Duration timeout,
                                       const std::function<void(int64_t)>& on_progress) {
   v1::PullRequest request;
   request.set_model(std::string(model));
   request.set_track(std::string(track));
-  request.set_version(version);
+  request.set_version(options.version);
+  request.set_incarnation(options.incarnation);
+  if (options.selection != Selection()) {
+    ToProto(options.selection, request.mutable_selection());
+  }
+  const auto set_id = [](const VersionId& id, v1::VersionId* proto) {
+    proto->set_version(id.version);
+    proto->set_incarnation(id.incarnation);
+  };
+  if (options.if_newer_than) set_id(*options.if_newer_than, request.mutable_if_newer_than());
+  if (options.base) set_id(*options.base, request.mutable_base());
   Puller puller(std::move(request), &target, &on_progress);
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
-  const absl::Status status =
-      impl_->Retry(impl_->Deadline(timeout), &interrupt, [&puller](Call& call) {
-        const absl::Status attempt = puller.Attempt(call);
-        return puller.target_error().ok() ? attempt : absl::CancelledError("ended by the target");
-      });
+  const absl::Time deadline = impl_->Deadline(timeout);
+  if (std::unique_ptr<LanePipe> lane = impl_->TakeLane(deadline, &interrupt)) {
+    const absl::Status attempt =
+        puller.AttemptByLane(*lane, [&] { return interrupt.fired() || absl::Now() >= deadline; });
+    EMA_RETURN_IF_ERROR(puller.target_error());
+    if (attempt.ok()) {
+      impl_->GiveBackLane(std::move(lane));
+      return std::move(puller).TakeInfo();
+    }
+    // Else gRPC goes on where the lane has ended, or fails in the same way.
+  }
+  absl::Status status;
+  do {
+    status = impl_->Retry(deadline, &interrupt, [&puller](Call& call) {
+      const absl::Status attempt = puller.Attempt(call);
+      return puller.target_error().ok() ? attempt : absl::CancelledError("ended by the target");
+    });
+  } while (GetErrorReason(status) == ErrorReason::kVersionNotKept && puller.StartOver());
   EMA_RETURN_IF_ERROR(puller.target_error());
   EMA_RETURN_IF_ERROR(status);
   return std::move(puller).TakeInfo();

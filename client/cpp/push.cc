@@ -173,50 +173,73 @@ absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::F
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
-  EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
-  client_internal::Call call(connection_, deadline_, &interrupt_);
+  if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes) {
+    std::unique_ptr<LanePipe> lane = run_->client().TakeLane(deadline_, &interrupt_);
+    if (lane != nullptr) return SendByLane(std::move(lane));
+  }
+  return SendByGrpc();
+}
+
+v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   has_begun_ = true;
   begun_epoch_ = run_->run_epoch();
   SetCutOff(false);
   stream_count_.fetch_add(1, std::memory_order_relaxed);
-  PushStream stream(&call, &queue_);
-
-  v1::PushRequest message;
-  v1::PushHeader* const header = message.mutable_header();
-  header->set_model(run_->model());
-  header->set_run_epoch(begun_epoch_);
-  header->set_rank(run_->rank());
-  header->set_layout_digest(run_->layout().digest());
-  header->set_step(step_);
-  ToProto(time_, header->mutable_time());
+  lane_.store(lane, std::memory_order_relaxed);
+  v1::PushHeader header;
+  header.set_model(run_->model());
+  header.set_run_epoch(begun_epoch_);
+  header.set_rank(run_->rank());
+  header.set_layout_digest(run_->layout().digest());
+  header.set_step(step_);
+  ToProto(time_, header.mutable_time());
   // A server that was restarted has a plan of its own.
-  header->set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
-  header->set_frozen(frozen_);
-  bool is_whole = stream.Write(message);
+  header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
+  header.set_frozen(frozen_);
+  return header;
+}
 
-  int64_t sent_bytes = 0;
+v1::PushCommit PendingPush::Impl::MakeCommit(uint32_t digest) const {
+  v1::PushCommit commit;
+  commit.set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));
+  int64_t total_bytes = 0;
+  for (const int64_t chunk : chunks_to_send_) total_bytes += run_->chunks().length_bytes(chunk);
+  commit.set_total_bytes(total_bytes);
+  commit.set_digest(digest);
+  return commit;
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
+    const v1::PushResponse& response) const {
+  EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
+  return Committed{client_internal::FromProto(response.version()), std::move(plan)};
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
+  EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
+  client_internal::Call call(connection_, deadline_, &interrupt_);
+  PushStream stream(&call, &queue_);
+  v1::PushRequest message;
+  *message.mutable_header() = BeginStream(Lane::kGrpc);
+  bool is_whole = stream.Write(message);
   for (const int64_t chunk : chunks_to_send_) {
     if (!is_whole) break;
     // Made while the chunk before is being sent.
     const std::optional<grpc::ByteBuffer> encoded = writer_->Write(chunk);
     if (!encoded.has_value()) return stream.Cancel();
     is_whole = stream.Write(*encoded);
-    if (!is_whole) break;
-    sent_bytes += run_->chunks().length_bytes(chunk);
-    sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
+    if (is_whole) {
+      sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
+    }
   }
-  v1::PushCommit* const commit = message.mutable_commit();
   if (is_whole) {
     const std::optional<uint32_t> digest = writer_->Digest();
     if (!digest.has_value()) return stream.Cancel();
     gate_.HaveRead();
-    commit->set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));
-    commit->set_total_bytes(sent_bytes);
-    commit->set_digest(*digest);
+    *message.mutable_commit() = MakeCommit(*digest);
   }
   EMA_ASSIGN_OR_RETURN(const v1::PushResponse response, stream.Finish(message));
-  EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
-  return Committed{client_internal::FromProto(response.version()), std::move(plan)};
+  return FromResponse(response);
 }
 
 bool PendingPush::Impl::MayRetry(const absl::Status& error) {
@@ -370,7 +393,8 @@ PendingPush::Stats PendingPush::Impl::stats() const {
   return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
-          .send_time = std::min(left, absl::Now()) - start_};
+          .send_time = std::min(left, absl::Now()) - start_,
+          .lane = lane_.load(std::memory_order_relaxed)};
 }
 
 }  // namespace ema

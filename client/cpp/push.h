@@ -65,8 +65,14 @@ class PendingPush::Impl {
   // Sets what is to be pushed, by the plan, unless the server may know of the step. PLAN_CHANGED:
   // it has not the frozen tensors' values, and they were not given.
   absl::Status ChooseBytes();
-  // Header, `chunks_to_send_`, commit.
+  // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();
+  absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
+  absl::StatusOr<Committed> SendByGrpc();
+  // Notes that a stream begins, and gives its first message.
+  v1::PushHeader BeginStream(Lane lane);
+  v1::PushCommit MakeCommit(uint32_t digest) const;
+  absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) const;
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
@@ -101,6 +107,7 @@ class PendingPush::Impl {
   std::atomic<int64_t> total_bytes_ = 0;
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> stream_count_ = 0;
+  std::atomic<Lane> lane_ = Lane::kGrpc;
 
   // The thread's own.
   v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
@@ -111,6 +118,7 @@ class PendingPush::Impl {
   bool has_begun_ = false;   // The server may know of the step,
   int64_t begun_epoch_ = 0;  // as one of this run epoch.
   bool has_rejoined_ = false;
+  bool avoids_lanes_ = false;  // One has broken.
   int odd_failure_count_ = 0;
 
   mutable absl::Mutex mu_;

@@ -13,7 +13,7 @@ bool IsRetryable(const absl::Status& status) {
   if (status.code() == absl::StatusCode::kUnavailable) {
     return reason != ErrorReason::kStoreReadOnly;
   }
-  return reason == ErrorReason::kTooManyStreams;
+  return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kTooManyPins;
 }
 
 absl::Duration Backoff::Next(const absl::Status& last_error) {

@@ -53,19 +53,24 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
   EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(info.manifest, *options.shards,
                                                              options.frozen_shard_count));
   options.shards.reset();
-  std::shared_ptr<RunCore> core(
-      new RunCore(std::move(client), std::move(info), std::move(options), std::move(layout)));
+  int64_t chunk_bytes = client->options().chunk_bytes;
+  // Chunks keep their bounds whatever carries them.
+  if (client->HasLane(deadline, interrupt)) {
+    chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
+  }
+  std::shared_ptr<RunCore> core(new RunCore(std::move(client), std::move(info), std::move(options),
+                                            std::move(layout), chunk_bytes));
   EMA_RETURN_IF_ERROR(core->Join(deadline, interrupt).status());
   return core;
 }
 
 RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-                 RankLayout layout)
+                 RankLayout layout, int64_t chunk_bytes)
     : client_(std::move(client)),
       info_(std::move(info)),
       options_(std::move(options)),
       layout_(std::move(layout)),
-      chunks_(layout_, client_->options().chunk_bytes) {}
+      chunks_(layout_, chunk_bytes) {}
 
 int64_t RunCore::run_epoch() const {
   absl::MutexLock lock(&mu_);

@@ -63,7 +63,7 @@ class RunCore {
 
  private:
   RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-          RankLayout layout);
+          RankLayout layout, int64_t chunk_bytes);
 
   // Calls OpenRun once, with retries. The ranks that are missing; none: ready.
   absl::StatusOr<std::vector<int64_t>> Join(absl::Time deadline, Interrupt* interrupt)

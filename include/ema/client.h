@@ -21,6 +21,7 @@
 #include "ema/error_reason.h"
 #include "ema/manifest.h"
 #include "ema/schedule.h"
+#include "ema/selection.h"
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/track.h"
@@ -84,14 +85,32 @@ struct RunPlan {
 
 // Pulled weights: one buffer, tensors in manifest order.
 struct PulledTensor {
-  TensorSpec spec;
+  TensorSpec spec;     // Its dtype and shape are those of what comes.
   int64_t offset = 0;  // In the pulled bytes.
   int64_t length_bytes = 0;
+  std::vector<int64_t> slice_offsets;  // Of a slice: where it begins in the tensor.
 };
+// What carries the bytes of a push or a pull.
+enum class Lane {
+  kGrpc,
+  kSharedMemory,  // Of a client and a server on one host.
+};
+// "grpc", "shared memory".
+std::string_view LaneName(Lane lane);
+
 struct PullInfo {
   Version version;
   std::vector<PulledTensor> tensors;
-  int64_t total_bytes = 0;
+  int64_t total_bytes = 0;     // Of these tensors.
+  int64_t received_bytes = 0;  // Fewer, if the rest was there already.
+  bool not_newer = false;      // Nothing was pulled: see PullOptions::if_newer_than.
+  Lane lane = Lane::kGrpc;     // That carried the last of them.
+};
+
+// One commit, over all lives of a server.
+struct VersionId {
+  int64_t version = 0;
+  int64_t incarnation = 0;
 };
 
 // What QueryPush says of a step.
@@ -126,13 +145,18 @@ class Client {
     // Bytes of a chunk, at most 4 MiB. 1 MiB stays in the receiver's cache while it is checked and
     // folded, and costs few messages.
     int64_t chunk_bytes = int64_t{1} << 20;
+    // Where the server is on this host, of the same user, and offers it: push and pull through
+    // memory that the two share, without checksums. gRPC carries everything else, and stands in
+    // when that breaks. Chunks are then of at most 256 KiB.
+    bool same_host_lane = true;
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
     // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
     std::function<bool()> is_interrupted;
   };
 
-  // `address`: "host:port". INVALID_ARGUMENT: not of that form. Does not connect.
+  // `address`: "host:port", "[v6]:port" or "unix:/path". INVALID_ARGUMENT: none of these. Does not
+  // connect.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
                                                         const Options& options);
@@ -250,14 +274,28 @@ class Client {
   absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
                                                absl::Duration timeout = absl::ZeroDuration());
 
-  // Where pulled bytes go: called once with what is coming; returns `total_bytes` of memory that
-  // stays valid until Pull() returns. An error from it ends the pull.
+  struct PullOptions {
+    int64_t version = 0;      // 0: the newest.
+    int64_t incarnation = 0;  // In which `version` was counted; 0: whichever the server keeps.
+    Selection selection;      // By default all of the track, as the server keeps it.
+    // Only if the newest version is after this one; else PullInfo::not_newer, and no target is
+    // asked for.
+    std::optional<VersionId> if_newer_than;
+    // The target's memory has what a pull of this selection gave of that version: only what differs
+    // is sent. If the server does not know it any more, all is.
+    std::optional<VersionId> base;
+  };
+  // Where pulled bytes go: called with what is coming; returns `total_bytes` of memory that
+  // stays valid until Pull() returns. An error from it ends the pull. Called again if the newest
+  // version was asked for, the connection broke, and the server has a newer one by now.
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
-  // Reads one track of one version (0: the newest). Every chunk's checksum and the digest of all
-  // are verified; on error the memory holds anything. DATA_LOSS: the bytes were damaged on the way.
-  // `on_progress` (may be null) is told the bytes so far.
-  absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track, int64_t version,
-                                const PullTarget& target, absl::Duration timeout,
+  // Reads one track of one version, or a part of it. A pull whose connection breaks goes on where
+  // it was. Every chunk's checksum and the digest of each stream are verified; on error the memory
+  // holds anything. INVALID_ARGUMENT: a selection that does not fit the track. DATA_LOSS: the bytes
+  // were damaged on the way. `on_progress` (may be null) is told the bytes so far.
+  absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track,
+                                const PullOptions& options, const PullTarget& target,
+                                absl::Duration timeout,
                                 const std::function<void(int64_t)>& on_progress = nullptr);
 
   // Calls `on_version` for each commit after version `after` (absent: from now on), in this thread,
@@ -371,9 +409,10 @@ class PendingPush {
   // What has happened so far: for logs and tests.
   struct Stats {
     int64_t total_bytes = 0;   // Of this rank, to be pushed; 0 until the run is ready.
-    int64_t sent_bytes = 0;    // Handed to gRPC, resends included.
+    int64_t sent_bytes = 0;    // Handed to the lane, resends included.
     int64_t stream_count = 0;  // 1 if nothing broke.
     absl::Duration send_time;  // From the start to the last byte's leaving.
+    Lane lane = Lane::kGrpc;   // Of the last stream.
   };
   Stats stats() const;
 

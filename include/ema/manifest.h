@@ -63,7 +63,8 @@ inline constexpr int64_t kLargeTensorBytes = int64_t{2} << 20;  // A huge page.
 
 // Where each tensor of a manifest lies when all are laid end to end in stored dtypes: each starts
 // at the next multiple of its element size; a large one, and the one after it, at the next multiple
-// of 64. Pulled bytes and the tracks' storage both lie like this.
+// of 64. Pulled bytes and the tracks' storage both lie like this; a pull may have a part of the
+// tensors, and of each.
 class StorageLayout {
  public:
   struct Entry {
@@ -77,6 +78,9 @@ class StorageLayout {
   // Copied tensors have the manifest's dtypes, averaged ones float32. `actions`: as the tensors.
   StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions);
 
+  // One more tensor. REQUIRES: the sum of all bytes fits.
+  void Append(Dtype dtype, int64_t length_bytes);
+
   const Entry& entry(int64_t tensor_index) const { return entries_[tensor_index]; }
   absl::Span<const Entry> entries() const { return entries_; }
   int64_t total_bytes() const { return total_bytes_; }
@@ -84,6 +88,7 @@ class StorageLayout {
  private:
   std::vector<Entry> entries_;
   int64_t total_bytes_ = 0;
+  bool is_after_large_ = false;
 };
 
 }  // namespace ema

@@ -148,9 +148,7 @@ std::string Manifest::DifferenceFrom(const Manifest& there) const {
 }
 
 StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions) {
-  constexpr int64_t kLargeAlignment = 64;
   entries_.reserve(manifest.tensors().size());
-  bool is_after_large = false;
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
     const TensorSpec& spec = manifest.tensor(i);
     if (actions[i] == TensorAction::kIgnore) {
@@ -161,14 +159,18 @@ StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAc
     const Dtype dtype =
         actions[i] == TensorAction::kAverage ? AverageDtype(spec.dtype) : spec.dtype;
     // Manifest::Create has checked that these sums fit.
-    const int64_t length_bytes = spec.element_count() * DtypeSize(dtype);
-    const bool is_large = length_bytes >= kLargeTensorBytes;
-    const int64_t offset =
-        RoundUp(total_bytes_, is_large || is_after_large ? kLargeAlignment : DtypeSize(dtype));
-    is_after_large = is_large;
-    entries_.push_back({dtype, offset, length_bytes});
-    total_bytes_ = offset + length_bytes;
+    Append(dtype, spec.element_count() * DtypeSize(dtype));
   }
+}
+
+void StorageLayout::Append(Dtype dtype, int64_t length_bytes) {
+  constexpr int64_t kLargeAlignment = 64;
+  const bool is_large = length_bytes >= kLargeTensorBytes;
+  const int64_t offset =
+      RoundUp(total_bytes_, is_large || is_after_large_ ? kLargeAlignment : DtypeSize(dtype));
+  is_after_large_ = is_large;
+  entries_.push_back({dtype, offset, length_bytes});
+  total_bytes_ = offset + length_bytes;
 }
 
 }  // namespace ema

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ema/track.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <optional>
 #include <variant>
@@ -11,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/nearest_name.h"
+#include "server/base/tensor_pattern.h"
 
 namespace ema {
 namespace {
@@ -21,60 +19,11 @@ absl::Status BadTrack(const TrackConfig& track, std::string_view problem) {
                    absl::StrCat("track \"", track.name, "\": ", std::string(problem)));
 }
 
-bool IsGlob(const std::string& pattern) {
-  return pattern.find_first_of("*?[\\") != std::string::npos;
-}
-
-// The tensors that `pattern` means.
-std::vector<int64_t> Matches(const std::string& pattern, const Manifest& manifest) {
-  std::vector<int64_t> matches;
-  const std::optional<int64_t> exact = manifest.Find(pattern);
-  // Without these bytes a pattern only matches itself: long lists of names stay cheap.
-  if (!IsGlob(pattern)) {
-    if (exact.has_value()) return {*exact};
-    for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-      const std::vector<std::string>& aliases = manifest.tensor(i).aliases;
-      if (std::find(aliases.begin(), aliases.end(), pattern) != aliases.end()) return {i};
-    }
-    return {};
-  }
-  const auto matches_glob = [&pattern](const std::string& name) {
-    return name == pattern || fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
-  };
-  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-    const TensorSpec& spec = manifest.tensor(i);
-    if (matches_glob(spec.name) ||
-        std::any_of(spec.aliases.begin(), spec.aliases.end(), matches_glob)) {
-      matches.push_back(i);
-    }
-  }
-  return matches;
-}
-
-absl::Status CheckPattern(const TrackConfig& track, const std::string& pattern,
-                          const Manifest& manifest) {
-  const int64_t bytes = static_cast<int64_t>(pattern.size());
-  // fnmatch(3) would take a zero byte for the end.
-  if (bytes == 0 || bytes > kMaxTensorNameBytes || pattern.find('\0') != std::string::npos) {
-    constexpr size_t kMaxQuotedBytes = 64;
-    return BadTrack(track, absl::StrCat("tensor_rules: pattern \"",
-                                        absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)),
-                                        "\": must be 1 to ", kMaxTensorNameBytes,
-                                        " bytes without a zero, such as \"head.*\""));
-  }
-  if (!Matches(pattern, manifest).empty()) return absl::OkStatus();
-  const std::string_view nearest = NearestName(
-      pattern, manifest.tensors(), [](const TensorSpec& spec) -> const auto& { return spec.name; });
-  return BadTrack(track, absl::StrCat("tensor_rules: pattern \"", absl::CHexEscape(pattern),
-                                      "\" matches no tensor; the nearest name is \"",
-                                      std::string(nearest), "\""));
-}
-
 // For each tensor, the first rule that matches it; -1: none.
 std::vector<int> RuleIndicesOf(const TrackConfig& track, const Manifest& manifest) {
   std::vector<int> indices(manifest.tensors().size(), -1);
   for (size_t rule = 0; rule < track.tensor_rules.size(); ++rule) {
-    for (const int64_t i : Matches(track.tensor_rules[rule].pattern, manifest)) {
+    for (const int64_t i : MatchingTensors(track.tensor_rules[rule].pattern, manifest)) {
       if (indices[i] < 0) indices[i] = static_cast<int>(rule);
     }
   }
@@ -163,7 +112,9 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
                                  " are allowed, such as \"head.*\" ignore"));
   }
   for (const TensorRule& rule : track.tensor_rules) {
-    EMA_RETURN_IF_ERROR(CheckPattern(track, rule.pattern, manifest));
+    if (const std::optional<std::string> problem = PatternProblem(rule.pattern, manifest)) {
+      return BadTrack(track, absl::StrCat("tensor_rules: ", *problem));
+    }
   }
   EMA_RETURN_IF_ERROR(CheckRuleSchedules(track));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);
@@ -250,7 +201,7 @@ TrackState NextState(const TrackConfig& track, const TrackState& state,
 
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest) {
   std::erase_if(track.tensor_rules, [&manifest](const TensorRule& rule) {
-    return Matches(rule.pattern, manifest).empty();
+    return MatchingTensors(rule.pattern, manifest).empty();
   });
   return track;
 }

@@ -111,7 +111,10 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(FileSystem& file_system, const std::s
     return static_cast<size_t>(
         std::count_if(track->actions().begin(), track->actions().end(), is_in_file));
   };
-  TrackSnapshot snapshot{.track = track, .state = saved.state, .last_steps = saved.last_steps};
+  TrackSnapshot snapshot{.track = track,
+                         .block_versions = std::vector<int64_t>(track->block_count()),
+                         .state = saved.state,
+                         .last_steps = saved.last_steps};
   EMA_ASSIGN_OR_RETURN(
       snapshot.blocks,
       RestoreBlocks(file_system, TrackFilePath(path, track->name()), *saved.weights, *track, model,

@@ -28,10 +28,10 @@ typename Map::const_iterator FindOverlap(const Map& map, const Coverage::Range& 
 
 }  // namespace
 
-absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc32c) {
+absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, Checksum crc32c) {
   if (auto it = FindOverlap(covered_, range); it != covered_.end()) {
     if (it->first == range.offset && it->second.length_bytes == range.length_bytes &&
-        it->second.crc32c == crc32c) {
+        Agree(it->second.crc32c, crc32c)) {
       return ClaimResult::kDuplicate;
     }
     return MakeError(
@@ -51,11 +51,11 @@ absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc3
                                   covered_bytes_ / kMaxExtents,
                                   " bytes on average, as many as it may; send larger ones"));
   }
-  claimed_[range.offset] = {range.length_bytes, 0};
+  claimed_[range.offset] = {range.length_bytes, std::nullopt};
   return ClaimResult::kClaimed;
 }
 
-void Coverage::Cover(Range range, uint32_t crc32c) {
+void Coverage::Cover(Range range, Checksum crc32c) {
   claimed_.erase(range.offset);
   covered_[range.offset] = {range.length_bytes, crc32c};
   covered_bytes_ += range.length_bytes;
@@ -79,10 +79,11 @@ std::vector<Coverage::Range> Coverage::Missing(int64_t limit) const {
   return missing;
 }
 
-uint32_t Coverage::Digest() const {
+Checksum Coverage::Digest() const {
   uint32_t digest = 0;
   for (const auto& [offset, extent] : covered_) {
-    digest = Crc32cCombine(digest, extent.crc32c, extent.length_bytes);
+    if (!extent.crc32c.has_value()) return std::nullopt;
+    digest = Crc32cCombine(digest, *extent.crc32c, extent.length_bytes);
   }
   return digest;
 }

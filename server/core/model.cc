@@ -314,7 +314,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   if (!taken.ok()) return FailSession(session, taken.status());
   const std::shared_ptr<Snapshot>& next = *taken;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
-  std::vector<uint32_t> digests = session->Digests();
+  std::vector<Checksum> digests = session->Digests();
   SnapshotRef evicted;  // Freed last, after everybody has been told.
   PushPlan plan;
   std::vector<std::string> warnings;
@@ -322,7 +322,6 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
     next->record.incarnation = incarnation_;
-    next->record.version = current_ != nullptr ? current_->record.version + 1 : 1;
     next->record.commit_time = absl::Now();
     if (current_ != nullptr) older_.push_back(std::move(current_));
     current_ = next;

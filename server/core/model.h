@@ -25,6 +25,7 @@
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/push_session.h"
+#include "server/core/reading.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
@@ -141,6 +142,14 @@ class Model : public std::enable_shared_from_this<Model> {
   // has it.
   absl::Status CheckTrack(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Opens one track, or a synthesized average, for a reader: pins its version as PinVersion() does
+  // while the result is held. The same asked for again meanwhile gives the same object. NOT_FOUND,
+  // TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION: the track has no value in that version,
+  // either. INVALID_ARGUMENT: as Reading::Create(). Other errors as PinVersion().
+  absl::StatusOr<std::shared_ptr<Reading>> OpenReading(std::string_view track, int64_t version,
+                                                       int64_t incarnation, Selection selection)
+      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+
   // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
   // `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
   // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS.
@@ -152,6 +161,13 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
 
   std::optional<VersionRecord> latest() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Of what OpenReading() gives for version 0; absent: nothing has been committed yet. NOT_FOUND,
+  // TRACK_NOT_FOUND.
+  absl::StatusOr<std::optional<VersionRecord>> NewestOf(std::string_view track)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // True: it was committed, or loaded, in this life of the server, and not too long ago: what has
+  // changed since is known.
+  bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
   // Step of the newest version that is on the disk; 0: none.
   int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
@@ -206,7 +222,7 @@ class Model : public std::enable_shared_from_this<Model> {
   struct LastCommit {
     int64_t run_epoch = 0;
     bool omits_frozen = false;
-    std::vector<uint32_t> digests;  // By rank.
+    std::vector<Checksum> digests;  // By rank.
   };
 
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
@@ -246,6 +262,11 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Of a track that the snapshot may have.
+  absl::StatusOr<std::shared_ptr<Reading>> ShareReading(SnapshotRef snapshot,
+                                                        const TrackSnapshot& track,
+                                                        Selection selection)
+      ABSL_LOCKS_EXCLUDED(readings_mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
@@ -286,6 +307,10 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status closing_ ABSL_GUARDED_BY(mu_);  // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 
+  absl::Mutex readings_mu_;
+  // Those that somebody holds, and some that have gone.
+  std::vector<std::weak_ptr<Reading>> readings_ ABSL_GUARDED_BY(readings_mu_);
+
   std::atomic<int64_t> durable_step_ = 0;  // Relaxed: a number to report.
 
   absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
@@ -321,7 +346,7 @@ class RankPush {
   // Of a retry:
   PushCallback on_end_;
   PushResult committed_;
-  uint32_t committed_digest_ = 0;
+  Checksum committed_digest_;
 };
 
 }  // namespace ema

@@ -26,7 +26,7 @@ absl::Status BadChunk(std::string message) {
 class PushSession::Folder {
  public:
   struct Result {
-    uint32_t crc32c = 0;
+    Checksum crc32c;  // If it was asked for.
     struct NonFinite {
       int64_t tensor_index = 0;
       int64_t element = 0;
@@ -43,8 +43,10 @@ class PushSession::Folder {
   }
 
   absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
-                              absl::Span<const std::span<const std::byte>> pieces) {
+                              absl::Span<const std::span<const std::byte>> pieces,
+                              bool with_checksum) {
     pieces_ = pieces;
+    if (with_checksum) result_.crc32c = 0;
     NextPiece();
     absl::Status status;
     layout.ForEachStretch(range.offset, range.length_bytes,
@@ -63,7 +65,7 @@ class PushSession::Folder {
     while (piece_.empty() && !pieces_.empty()) {
       piece_ = pieces_.front();
       pieces_.remove_prefix(1);
-      result_.crc32c = Crc32c(result_.crc32c, piece_);
+      if (result_.crc32c.has_value()) result_.crc32c = Crc32c(*result_.crc32c, piece_);
     }
   }
 
@@ -275,11 +277,11 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   const RankLayout& layout = *run_->layout(rank);
   EMA_RETURN_IF_ERROR(CheckRange(layout, header));
   const Coverage::Range range{header.offset, header.data_bytes};
-  const auto corrupt = [&](uint32_t crc32c) {
+  const auto corrupt = [&](const Checksum& crc32c) {
     return MakeError(
         absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt,
         absl::StrCat("chunk at offset ", header.offset, " of rank ", rank, ", step ", plan_.step,
-                     ": its CRC32C is ", crc32c, ", expected ", header.crc32c));
+                     ": its CRC32C is ", *crc32c, ", expected ", *header.crc32c));
   };
 
   Coverage::ClaimResult claim;
@@ -290,20 +292,21 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     if (claim == Coverage::ClaimResult::kClaimed) ++fold_count_;
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
+    if (!header.crc32c.has_value()) return absl::OkStatus();
     uint32_t crc32c = 0;
     for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
-    return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
+    return crc32c == *header.crc32c ? absl::OkStatus() : corrupt(crc32c);
   }
 
   const absl::StatusOr<Folder::Result> folded =
-      Folder(*this, device_stream).Fold(layout, range, pieces);
+      Folder(*this, device_stream).Fold(layout, range, pieces, header.crc32c.has_value());
 
   Memory unused;
   absl::MutexLock lock(&mu_);
   --fold_count_;
   unused = TakeUnusedMemoryLocked();
   Coverage& coverage = ranks_[rank].coverage;
-  if (!folded.ok() || folded->crc32c != header.crc32c) {
+  if (!folded.ok() || !Agree(folded->crc32c, header.crc32c)) {
     coverage.Release(range);
     return folded.ok() ? corrupt(folded->crc32c) : folded.status();
   }
@@ -328,7 +331,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   return ended_.has_value() ? *ended_ : absl::OkStatus();
 }
 
-absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest,
+absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, Checksum digest,
                                              DeviceStream& device_stream) {
   EMA_ASSIGN_OR_RETURN(const bool non_finite, device_stream.Synchronize());
   if (non_finite) {
@@ -351,13 +354,15 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
                      "is at offset ",
                      missing.offset, ", tensor \"", model_.manifest->tensor(tensor).name, "\""));
   }
-  if (const uint32_t arrived = state.coverage.Digest(); arrived != digest) {
+  const Checksum arrived = state.coverage.Digest();
+  if (!Agree(arrived, digest)) {
     return MakeError(
         absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
-        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ", arrived,
-                     ", the commit says ", digest));
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ",
+                     *arrived, ", the commit says ", *digest));
   }
-  if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
+  if (state.committed) return false;  // A retry: its stream now waits with the others.
+  state.committed = true;
   state.digest = digest;
   last_progress_ = std::chrono::steady_clock::now();
   return ++committed_count_ == run_->world_size();
@@ -365,14 +370,14 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
 
 bool PushSession::RankCommitted(int64_t rank) const {
   absl::MutexLock lock(&mu_);
-  return ranks_[rank].digest.has_value();
+  return ranks_[rank].committed;
 }
 
 std::vector<int64_t> PushSession::MissingRanks(int64_t limit) const {
   absl::MutexLock lock(&mu_);
   std::vector<int64_t> missing;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].digest.has_value()) continue;
+    if (ranks_[rank].committed) continue;
     if (static_cast<int64_t>(missing.size()) == limit) break;
     missing.push_back(static_cast<int64_t>(rank));
   }
@@ -384,11 +389,11 @@ std::vector<Coverage::Range> PushSession::Missing(int64_t rank, int64_t limit) c
   return ranks_[rank].coverage.Missing(limit);
 }
 
-std::vector<uint32_t> PushSession::Digests() const {
+std::vector<Checksum> PushSession::Digests() const {
   absl::MutexLock lock(&mu_);
-  std::vector<uint32_t> digests;
+  std::vector<Checksum> digests;
   digests.reserve(ranks_.size());
-  for (const RankState& rank : ranks_) digests.push_back(rank.digest.value_or(0));
+  for (const RankState& rank : ranks_) digests.push_back(rank.digest);
   return digests;
 }
 

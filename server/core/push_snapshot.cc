@@ -142,6 +142,8 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
   EMA_RETURN_IF_ERROR(RestoreTensors(memory, skipped));
   auto snapshot = std::make_shared<Snapshot>();
   VersionRecord& record = snapshot->record;
+  // Nothing is committed between a session's start and its end.
+  record.version = memory.base != nullptr ? memory.base->record.version + 1 : 1;
   record.step = plan_.step;
   record.time = plan_.time;
   record.run_epoch = run_->epoch();
@@ -165,6 +167,10 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
                          memory.frozen_differs[t].load(std::memory_order_relaxed);
     track.frozen_run_epoch = FrozenRunEpoch(plan, differs, skipped);
     TakeBlocks(memory.next[t].blocks, track.blocks);
+    track.block_versions.resize(track.blocks.size());
+    for (size_t i = 0; i < memory.next[t].blocks.size(); ++i) {
+      if (memory.next[t].blocks[i] != nullptr) track.block_versions[i] = record.version;
+    }
     TakeBlocks(memory.next[t].low_blocks, track.low_blocks);
     snapshot->tracks.push_back(std::move(track));
   }

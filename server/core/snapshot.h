@@ -56,6 +56,8 @@ struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
   Blocks low_blocks;  // Of a compensated track.
+  // At which version each block was made; 0: before the server started.
+  std::vector<int64_t> block_versions;
   TrackState state;
   // The trainer's step of the last update, by each schedule.
   std::vector<int64_t> last_steps;

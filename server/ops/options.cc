@@ -70,8 +70,9 @@ CLI::Option* AddBytes(CLI::App& app, const std::string& flag, int64_t& value,
       ->default_str(absl::StrCat(value));
 }
 
-// Empty if `text` is host:port.
+// Empty if `text` is host:port or unix:/path.
 std::string CheckListen(const std::string& text) {
+  if (text.starts_with("unix:/")) return "";
   const size_t colon = text.rfind(':');
   int port = -1;
   if (colon != std::string::npos && colon > 0) {
@@ -80,7 +81,8 @@ std::string CheckListen(const std::string& text) {
     if (result.ec != std::errc() || result.ptr != end) port = -1;
   }
   if (port >= 0 && port <= 65535) return "";
-  return absl::StrCat("\"", text, "\" is not host:port, such as 127.0.0.1:50051 or [::]:0");
+  return absl::StrCat("\"", text,
+                      "\" is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
 }
 
 // Empty if blocks of `text` bytes are allowed.
@@ -92,7 +94,13 @@ std::string CheckBlockBytes(const std::string& text) {
 }
 
 void AddOptions(CLI::App& app, ServerOptions& o) {
-  AddText(app, "--listen", o.listen, "Address to serve gRPC on; port 0 takes any free one")
+  app.add_option(
+         "--listen", o.listen,
+         "Addresses to serve gRPC on, separated by commas: host:port (port 0 takes any free "
+         "one) or unix:/path")
+      ->envname(EnvironmentName("--listen"))
+      ->capture_default_str()
+      ->delimiter(',')
       ->type_name("HOST:PORT")
       ->check(CheckListen);
   AddText(app, "--port-file", o.port_file,
@@ -115,6 +123,15 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
       ->type_name("N");
   AddCount(app, "--max-pull-streams", o.max_pull_streams, 1, "Pulls that may run at once")
       ->type_name("N");
+  AddCount(app, "--max-connections", o.max_connections, 1, "Connections that may be open at once")
+      ->type_name("N");
+  AddCount(app, "--max-connections-per-peer", o.max_connections_per_peer, 1,
+           "The same of one IP address, unless it is this host's own")
+      ->type_name("N");
+  AddText(app, "--same-host-lane", o.same_host_lane,
+          "Let clients of this host and user push and pull through shared memory: on or off")
+      ->type_name("on|off")
+      ->check(CLI::IsMember({"on", "off"}));
   AddDuration(app, "--session-timeout", o.session_timeout, absl::Milliseconds(1),
               "End a push that makes no progress for so long");
   AddDuration(app, "--stream-timeout", o.stream_timeout, absl::Milliseconds(1),

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,7 +18,8 @@ namespace ema {
 // Each has a flag of the same name (`--data-dir`, `--threads` for thread_count) and an environment
 // variable (`EMA_DATA_DIR`); --help documents them.
 struct ServerOptions {
-  std::string listen = "127.0.0.1:50051";  // host:port; port 0: any free one.
+  // Each host:port (port 0: any free one) or unix:/path.
+  std::vector<std::string> listen = {"127.0.0.1:50051"};
   std::string port_file;        // Empty: none. Where the bound port is written when serving.
   std::string device = "auto";  // "auto" or "cpu".
   int64_t memory_bytes = 0;     // For all models. 0: 80 % of what receive windows leave of it.
@@ -25,6 +27,9 @@ struct ServerOptions {
   int64_t thread_count = 0;     // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;
+  int64_t max_connections = 1024;
+  int64_t max_connections_per_peer = 64;  // Of one IP address that is not loopback.
+  std::string same_host_lane = "on";      // "on" or "off": shared memory for clients of this host.
   absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
   absl::Duration stream_timeout =
       absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.

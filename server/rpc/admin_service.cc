@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/lane_pipe.h"
 #include "server/rpc/convert.h"
 
 namespace ema {
@@ -33,10 +34,17 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(DeleteModel, worker);
   EMA_LISTEN(OpenRun, nullptr);
   EMA_LISTEN(QueryPush, nullptr);
+  EMA_LISTEN(GetLane, nullptr);
   EMA_LISTEN(ListVersions, nullptr);
   EMA_LISTEN(CreateCheckpoint, worker);
   EMA_LISTEN(Synthesize, slow_worker);
 #undef EMA_LISTEN
+}
+
+void AdminService::OfferLane(const std::string& socket_name) {
+  lane_.set_host_id(HostId());
+  lane_.set_socket_name(socket_name);
+  lane_.set_protocol(1);
 }
 
 absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(

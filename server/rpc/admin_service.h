@@ -30,11 +30,14 @@ struct CheckpointHooks {
   std::function<absl::Status(std::string_view model)> forget;
 };
 
-// Answers every unary call of the service. Thread-safe, without state of its own.
+// Answers every unary call of the service. Thread-safe from Listen() on.
 class AdminService {
  public:
   AdminService(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints)
       : store_(std::move(store)), checkpoints_(std::move(checkpoints)) {}
+
+  // What GetLane() answers. REQUIRES: before Listen().
+  void OfferLane(const std::string& socket_name);
 
   // Runs a function on another thread.
   using Executor = std::function<void(std::function<void()>)>;
@@ -51,6 +54,7 @@ class AdminService {
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
+  absl::StatusOr<v1::GetLaneResponse> GetLane(const v1::GetLaneRequest&) { return lane_; }
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
   absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
       const v1::CreateCheckpointRequest& request);
@@ -58,6 +62,7 @@ class AdminService {
 
   const std::shared_ptr<ModelStore> store_;
   const CheckpointHooks checkpoints_;
+  v1::GetLaneResponse lane_;
 };
 
 }  // namespace ema

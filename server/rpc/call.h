@@ -30,13 +30,14 @@ namespace ema {
 
 // The calls with one request and one response, on completion queues.
 template <typename Base>
-using AsyncUnary = v1::EmaService::WithAsyncMethod_CreateModel<
-    v1::EmaService::WithAsyncMethod_UpdateModel<v1::EmaService::WithAsyncMethod_GetModel<
-        v1::EmaService::WithAsyncMethod_ListModels<v1::EmaService::WithAsyncMethod_DeleteModel<
-            v1::EmaService::WithAsyncMethod_OpenRun<v1::EmaService::WithAsyncMethod_QueryPush<
-                v1::EmaService::WithAsyncMethod_ListVersions<
-                    v1::EmaService::WithAsyncMethod_CreateCheckpoint<
-                        v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>;
+using AsyncUnary =
+    v1::EmaService::WithAsyncMethod_CreateModel<v1::EmaService::WithAsyncMethod_UpdateModel<
+        v1::EmaService::WithAsyncMethod_GetModel<v1::EmaService::WithAsyncMethod_ListModels<
+            v1::EmaService::WithAsyncMethod_DeleteModel<v1::EmaService::WithAsyncMethod_OpenRun<
+                v1::EmaService::WithAsyncMethod_QueryPush<v1::EmaService::WithAsyncMethod_GetLane<
+                    v1::EmaService::WithAsyncMethod_ListVersions<
+                        v1::EmaService::WithAsyncMethod_CreateCheckpoint<
+                            v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>>;
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
 using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
     v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<v1::EmaService::Service>>>>;

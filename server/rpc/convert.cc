@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/convert.h"
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -106,6 +107,17 @@ absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request)
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
                    "sigma_rel or half_life: one must be given, such as sigma_rel=0.07 or "
                    "half_life=\"1000ba\"");
+}
+
+absl::Status BadMessage(const std::string& text) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
+}
+
+absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {
+  if (value < 0 || value > std::numeric_limits<uint32_t>::max()) {
+    return BadMessage(absl::StrCat(field, ": ", value, " given, expected 0 to 2^32 - 1"));
+  }
+  return static_cast<uint32_t>(value);
 }
 
 v1::VersionRecord ToProto(const VersionRecord& record) {

@@ -18,6 +18,11 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
 
+// INVALID_ARGUMENT, BAD_REQUEST.
+absl::Status BadMessage(const std::string& text);
+// A CRC32C from a field that the wire has as int64. INVALID_ARGUMENT: it is not of 32 bits.
+absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
+
 v1::VersionRecord ToProto(const VersionRecord& record);
 // `known_revision`: of the plan whose tracks the reader has already.
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);

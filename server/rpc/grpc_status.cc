@@ -4,18 +4,21 @@
 #include <string>
 
 #include "ema/error_reason.h"
-#include "ema/v1/error.pb.h"
 
 namespace ema {
+
+v1::ErrorDetail DetailOf(const absl::Status& status) {
+  v1::ErrorDetail detail;
+  detail.set_reason(static_cast<v1::ErrorReason>(GetErrorReason(status)));
+  detail.set_retry_delay_ms(absl::ToInt64Milliseconds(GetRetryDelay(status)));
+  return detail;
+}
 
 grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContext& context) {
   // Status and detail travel as metadata, of which clients accept 8 KiB; some bytes become three.
   constexpr size_t kMaxMessageBytes = 2048;
   if (status.ok()) return grpc::Status::OK;
-  v1::ErrorDetail detail;
-  detail.set_reason(static_cast<v1::ErrorReason>(GetErrorReason(status)));
-  detail.set_retry_delay_ms(absl::ToInt64Milliseconds(GetRetryDelay(status)));
-  context.AddTrailingMetadata("ema-error-detail-bin", detail.SerializeAsString());
+  context.AddTrailingMetadata("ema-error-detail-bin", DetailOf(status).SerializeAsString());
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
                       std::string(status.message().substr(0, kMaxMessageBytes)));
 }

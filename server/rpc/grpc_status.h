@@ -8,8 +8,12 @@
 #include <grpcpp/support/status.h>
 
 #include "absl/status/status.h"
+#include "ema/v1/error.pb.h"
 
 namespace ema {
+
+// What a client is told beside code and message.
+v1::ErrorDetail DetailOf(const absl::Status& status);
 
 // The status to finish a call with. Puts the reason and the retry delay into `context`'s trailer
 // "ema-error-detail-bin" as an ema.v1.ErrorDetail. REQUIRES: the call has not been finished. Call

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/listener.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -8,11 +9,15 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -33,17 +38,78 @@ bool IsLoopback(const sockaddr* address) {
          ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24 == 127;
 }
 
+// The IP address; empty: of this host.
+std::string PeerName(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (IsLoopback(address)) return "";
+  if (address->sa_family == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text,
+              sizeof(text));
+  } else if (address->sa_family == AF_INET6) {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text,
+              sizeof(text));
+  }
+  return text;
+}
+
 int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address) {
+absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address,
+                                                         const Limits& limits) {
+  constexpr std::string_view kUnix = "unix:";
+  if (std::string_view(address).starts_with(kUnix)) {
+    return BindUnix(address.substr(kUnix.size()), limits);
+  }
+  return BindTcp(address, limits);
+}
+
+absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& path,
+                                                             const Limits& limits) {
+  sockaddr_un address{};
+  if (!path.starts_with('/') || path.size() >= sizeof(address.sun_path)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("listen address \"unix:", path, "\": expected an absolute path of at most ",
+                     sizeof(address.sun_path) - 1, " bytes, such as unix:/run/ema/server.sock"));
+  }
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  const auto* const as_any = reinterpret_cast<const sockaddr*>(&address);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
+  absl::Cleanup close_fd = [fd] { close(fd); };
+  int bound = bind(fd, as_any, sizeof(address));
+  if (bound != 0 && errno == EADDRINUSE) {
+    // A server that was killed leaves its file behind: nobody answers there.
+    const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    const bool is_left = connect(probe, as_any, sizeof(address)) != 0 && errno == ECONNREFUSED;
+    close(probe);
+    if (!is_left) {
+      return absl::AlreadyExistsError(absl::StrCat(
+          "cannot listen on unix:", path, ": another server does, or it is another kind of file"));
+    }
+    unlink(path.c_str());
+    bound = bind(fd, as_any, sizeof(address));
+  }
+  if (bound != 0 || listen(fd, SOMAXCONN) != 0) {
+    return absl::InternalError(
+        absl::StrCat("cannot listen on unix:", path, ": ", std::strerror(errno)));
+  }
+  std::move(close_fd).Cancel();
+  return std::unique_ptr<Listener>(
+      new Listener(fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), /*port=*/0, path, limits));
+}
+
+absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
+                                                            const Limits& limits) {
   const size_t colon = address.rfind(':');
   int port = 0;
   if (colon == std::string::npos || colon == 0 ||
       !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "listen address \"", address, "\": expected host:port, such as 127.0.0.1:50051"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("listen address \"", address,
+                     "\": expected host:port, such as 127.0.0.1:50051, or unix:/path"));
   }
   std::string host = address.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
@@ -85,7 +151,7 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& addr
                              : ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
   std::move(close_fd).Cancel();
   return std::unique_ptr<Listener>(
-      new Listener(fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), bound_port));
+      new Listener(fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), bound_port, "", limits));
 }
 
 Listener::~Listener() {
@@ -105,7 +171,30 @@ void Listener::Stop() {
     [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
     thread_.join();
   }
-  if (fd_ >= 0) close(std::exchange(fd_, -1));
+  if (fd_ < 0) return;
+  close(std::exchange(fd_, -1));
+  if (!path_.empty()) unlink(path_.c_str());
+}
+
+bool Listener::Admit(int fd) {
+  std::erase_if(connections_, [](const Connection& connection) {
+    struct stat about {};
+    return fstat(connection.fd, &about) != 0 || about.st_ino != connection.inode;
+  });
+  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) return false;
+  struct stat about {};
+  sockaddr_storage peer{};
+  socklen_t size = sizeof(peer);
+  if (fstat(fd, &about) != 0 || getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) {
+    return false;
+  }
+  Connection connection{fd, about.st_ino, PeerName(reinterpret_cast<const sockaddr*>(&peer))};
+  const int64_t of_peer =
+      std::count_if(connections_.begin(), connections_.end(),
+                    [&](const Connection& other) { return other.peer == connection.peer; });
+  if (!connection.peer.empty() && of_peer >= limits_.connections_per_peer) return false;
+  connections_.push_back(std::move(connection));
+  return true;
 }
 
 void Listener::Accept() {
@@ -114,7 +203,9 @@ void Listener::Accept() {
     poll(polled, 2, -1);
     if (polled[1].revents != 0) return;
     const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd >= 0) {
+    if (fd >= 0 && !Admit(fd)) {
+      close(fd);
+    } else if (fd >= 0) {
       const int on = 1;
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
       grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;

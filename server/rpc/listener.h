@@ -5,26 +5,37 @@
 #define EMA_SERVER_RPC_LISTENER_H_
 
 #include <grpcpp/server_builder.h>
+#include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
 namespace ema {
 
-// A listening TCP socket whose connections are handed to a gRPC server. gRPC's own listener stops
+// A listening socket whose connections are handed to a gRPC server. gRPC's own listener stops
 // accepting for ever after one moment without free file descriptors (CVE-2023-4785, in 1.51.1);
-// this one keeps a spare descriptor to refuse with.
+// this one keeps a spare descriptor to refuse with, and closes what is more than it may have.
 class Listener {
  public:
-  // Binds `address`, "host:port" with an IP address or a name, port 0 for any free one. Connections
-  // wait in the kernel until Start(). INVALID_ARGUMENT: not of that form. ALREADY_EXISTS: the port
-  // is in use. NOT_FOUND: no such host.
-  static absl::StatusOr<std::unique_ptr<Listener>> Bind(const std::string& address);
+  struct Limits {
+    int64_t connections = 1024;
+    int64_t connections_per_peer = 64;  // Of one IP address; loopback has no such limit.
+  };
+
+  // Binds `address`: "host:port" with an IP address or a name, port 0 for any free one, or
+  // "unix:/path", whose socket file is made, and removed by Stop(). Connections wait in the kernel
+  // until Start(). INVALID_ARGUMENT: not of that form. ALREADY_EXISTS: somebody listens there.
+  // NOT_FOUND: no such host.
+  static absl::StatusOr<std::unique_ptr<Listener>> Bind(const std::string& address,
+                                                        const Limits& limits);
   ~Listener();
 
+  // 0: of a unix socket.
   int port() const { return port_; }
 
   // Starts a thread that accepts. REQUIRES: the acceptor's server has been started and outlives
@@ -34,14 +45,37 @@ class Listener {
   void Stop();
 
  private:
-  Listener(int fd, int stop_fd, int spare_fd, int port)
-      : fd_(fd), stop_fd_(stop_fd), spare_fd_(spare_fd), port_(port) {}
+  // A connection that has been handed over. gRPC does not tell when it closes it, but then the
+  // descriptor is another file, or none.
+  struct Connection {
+    int fd = -1;
+    ino_t inode = 0;
+    std::string peer;  // Its IP address; empty: of this host.
+  };
+
+  Listener(int fd, int stop_fd, int spare_fd, int port, std::string path, const Limits& limits)
+      : fd_(fd),
+        stop_fd_(stop_fd),
+        spare_fd_(spare_fd),
+        port_(port),
+        path_(std::move(path)),
+        limits_(limits) {}
+
+  static absl::StatusOr<std::unique_ptr<Listener>> BindTcp(const std::string& address,
+                                                           const Limits& limits);
+  static absl::StatusOr<std::unique_ptr<Listener>> BindUnix(const std::string& path,
+                                                            const Limits& limits);
   void Accept();
+  // False: there are too many.
+  bool Admit(int fd);
 
   int fd_;
   const int stop_fd_;  // Readable: stop.
-  int spare_fd_;       // Only on the thread.
+  int spare_fd_;       // Only on the thread, as what follows.
   const int port_;
+  const std::string path_;  // Of a unix socket.
+  const Limits limits_;
+  std::vector<Connection> connections_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::thread thread_;
 };

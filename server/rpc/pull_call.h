@@ -7,15 +7,14 @@
 #include <cstdint>
 #include <memory>
 
-#include "server/core/model.h"
-#include "server/core/snapshot.h"
 #include "server/rpc/call.h"
+#include "server/rpc/pull_handler.h"
 
 namespace ema {
 
-// Writes header, chunks and trailer, one message at a time. Chunks refer to the snapshot's own
-// memory: no copy. Keeps itself alive while gRPC can still call it; the version stays pinned until
-// gRPC has let go of the last chunk.
+// Writes header, chunks and trailer, one message at a time. Chunks refer to the reading's memory,
+// mostly the snapshot's own: no copy. Keeps itself alive while gRPC can still call it; the version
+// stays pinned until gRPC has let go of the last chunk.
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
   // Waits for the next Pull on `queue`, and for the one after when it has come.
@@ -23,7 +22,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   ~PullCall();
 
  private:
-  PullCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+  PullCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue)
+      : rpc_(rpc), queue_(queue), handler_(rpc->store.get()) {}
 
   void OnAccepted(bool ok);
   void OnWritten(bool ok);
@@ -31,11 +31,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void EndStalled() override;
 
   absl::Status Start();
-  // Of an average that Synthesize has built.
-  absl::Status StartSynthesized(SnapshotRef snapshot, int64_t version, int64_t incarnation);
-  absl::Status WriteChunk();
   void WriteHeader();
-  void WriteTrailer();
+  void WriteChunk(PullHandler::Chunk chunk);
   void Write(const grpc::ByteBuffer& message);
   void Finish(const absl::Status& status);
 
@@ -49,12 +46,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   MemberTag<PullCall> written_{&PullCall::OnWritten};
   MemberTag<PullCall> finished_{&PullCall::OnFinished};
 
-  std::shared_ptr<Model> model_;
-  SnapshotRef snapshot_;
-  const TrackSnapshot* track_ = nullptr;  // In the snapshot.
-  int64_t total_bytes_ = 0;
-  int64_t sent_bytes_ = 0;
-  int64_t chunk_count_ = 0;
+  PullHandler handler_;
   uint32_t digest_ = 0;
   bool trailer_written_ = false;
 };

@@ -10,8 +10,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "server/core/model.h"
 #include "server/rpc/call.h"
+#include "server/rpc/push_handler.h"
 
 namespace ema {
 
@@ -24,22 +24,17 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   ~PushCall();
 
  private:
-  PushCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+  PushCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue)
+      : rpc_(rpc), queue_(queue), handler_(rpc->store.get()) {}
 
   void OnAccepted(bool ok);
   void OnRead(bool ok);
   void OnFinished(bool ok);
   void EndStalled() override;
-  // The session has ended. From any thread.
-  void OnEnd(const absl::StatusOr<PushResult>& result);
 
   void Read();
   absl::Status HandleMessage();
-  absl::Status HandleHeader(const v1::PushHeader& header);
-  absl::Status HandleChunk(const ChunkHeader& header,
-                           std::span<const std::span<const std::byte>> pieces);
-  absl::Status HandleCommit(const v1::PushCommit& commit);
-  // Answers, once: later calls do nothing.
+  // Answers, once: later calls do nothing. From any thread: the session may have ended.
   void Finish(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
   RpcContext* const rpc_;
@@ -52,9 +47,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   MemberTag<PushCall> finished_{&PushCall::OnFinished};
 
   // Only on the queue's thread. Vectors are reused: nothing is allocated per chunk.
-  std::shared_ptr<Model> model_;
-  int64_t plan_revision_ = 0;  // As the header has it.
-  std::unique_ptr<RankPush> push_;
+  PushHandler handler_;
   bool committed_ = false;
   grpc::ByteBuffer message_;
   std::vector<grpc::Slice> slices_;

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
 #include "server/rpc/watch_call.h"
@@ -42,9 +43,15 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
                                                             CheckpointHooks checkpoints,
                                                             const Options& options) {
   std::unique_ptr<RpcServer> rpc(new RpcServer(std::move(store), std::move(checkpoints), options));
-  absl::StatusOr<std::unique_ptr<Listener>> listener = Listener::Bind(options.listen_address);
-  if (!listener.ok()) return listener.status();
-  rpc->listener_ = *std::move(listener);
+  for (const std::string& address : options.listen_addresses) {
+    EMA_ASSIGN_OR_RETURN(rpc->listeners_.emplace_back(),
+                         Listener::Bind(address, options.connections));
+  }
+  if (options.same_host_lane) {
+    EMA_ASSIGN_OR_RETURN(rpc->lanes_, LaneServer::Start(&rpc->rpc_, options.max_push_streams +
+                                                                        options.max_pull_streams));
+    rpc->admin_.OfferLane(rpc->lanes_->socket_name());
+  }
 
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(8 << 20);
@@ -58,9 +65,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
   builder.RegisterService(&rpc->rpc_.service);
   builder.RegisterService(&rpc->rpc_.health);
-  auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
-      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-      grpc::InsecureServerCredentials());
+  std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors;
+  for (size_t i = 0; i < rpc->listeners_.size(); ++i) {
+    acceptors.push_back(builder.experimental().AddExternalConnectionAcceptor(
+        grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+        grpc::InsecureServerCredentials()));
+  }
   for (int i = 0; i < options.thread_count; ++i) {
     rpc->queues_.push_back(builder.AddCompletionQueue());
   }
@@ -76,7 +86,9 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   }
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
   rpc->SetServing(true);
-  rpc->listener_->Start(std::move(acceptor));
+  for (size_t i = 0; i < acceptors.size(); ++i) {
+    rpc->listeners_[i]->Start(std::move(acceptors[i]));
+  }
   return rpc;
 }
 
@@ -111,12 +123,15 @@ void RpcServer::Shutdown(absl::Time deadline) {
     if (stopping_) return;
     stopping_ = true;
   }
-  if (listener_ != nullptr) listener_->Stop();
+  for (const std::unique_ptr<Listener>& listener : listeners_) {
+    if (listener != nullptr) listener->Stop();
+  }
   if (server_ != nullptr) {
     // gRPC's own grace also waits 20 s for clients that are idle and poll nothing.
     rpc_.calls.AwaitNone(deadline);
     server_->Shutdown(std::chrono::system_clock::now());
   }
+  if (lanes_ != nullptr) lanes_->Stop();
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
   for (std::thread& thread : threads_) thread.join();

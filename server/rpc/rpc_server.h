@@ -22,6 +22,7 @@
 #include "server/core/model_store.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/call.h"
+#include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
 
 namespace ema {
@@ -31,12 +32,16 @@ namespace ema {
 class RpcServer {
  public:
   struct Options {
-    std::string listen_address = "127.0.0.1:50051";
+    // As Listener::Bind() takes them.
+    std::vector<std::string> listen_addresses = {"127.0.0.1:50051"};
+    Listener::Limits connections;
     // Completion queues. One is fastest where trainer and server share two cores.
     int thread_count = 1;
     // Each may hold a receive window of up to kMaxWindowBytes.
     int64_t max_push_streams = 32;
     int64_t max_pull_streams = 64;
+    // Clients of this host and user may push and pull through shared memory.
+    bool same_host_lane = true;
     // A step's session ends when nothing has arrived for so long; must exceed the ranks'
     // differences in speed.
     absl::Duration session_timeout = absl::Seconds(30);
@@ -53,7 +58,8 @@ class RpcServer {
                                                           const Options& options);
   ~RpcServer();  // Shutdown(now) if it has not been called.
 
-  int port() const { return listener_->port(); }
+  // Of the first listen address.
+  int port() const { return listeners_.front()->port(); }
 
   // What health checks answer; true from Start() on.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
@@ -77,7 +83,8 @@ class RpcServer {
   RpcContext rpc_;
   AdminService admin_;
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
-  std::unique_ptr<Listener> listener_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
+  std::unique_ptr<LaneServer> lanes_;  // Null: there are none.
   std::vector<std::unique_ptr<grpc::ServerCompletionQueue>> queues_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.

@@ -49,7 +49,8 @@ INSTANTIATE_TEST_SUITE_P(
                     AddressCase{"host:5x", nullptr}, AddressCase{"host: 5", nullptr},
                     AddressCase{"host:-5", nullptr}, AddressCase{"::1:50051", nullptr},
                     AddressCase{"[::1]", nullptr}, AddressCase{"[host]:1", nullptr},
-                    AddressCase{"ema://host:1", nullptr}, AddressCase{"unix:/tmp/x", nullptr},
+                    AddressCase{"ema://host:1", nullptr}, AddressCase{"unix:/tmp/x", "unix:/tmp/x"},
+                    AddressCase{"unix:tmp/x", nullptr}, AddressCase{"unix:", nullptr},
                     AddressCase{"a b:1", nullptr}));
 
 TEST(ClientOptionsTest, RefusesChunkSizesThatDoNotWork) {

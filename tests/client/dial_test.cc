@@ -53,7 +53,7 @@ class DialTest : public testing::Test {
   }
 
   FakeServer server_{*Manifest::Create({{.name = "w", .shape = {4}}})};
-  Dialer dialer_{{"server.test", absl::StrCat(server_.port())}};
+  Dialer dialer_{{.host = "server.test", .port = absl::StrCat(server_.port()), .path = {}}};
   Interrupt interrupt_;
 };
 

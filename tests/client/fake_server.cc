@@ -432,7 +432,8 @@ grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullReques
   writer->Write(message);
 
   int64_t chunk_count = 0;
-  for (size_t offset = 0; offset < pulled_bytes.size(); offset += pull_chunk_bytes) {
+  const auto start = static_cast<size_t>(request->offset());
+  for (size_t offset = start; offset < pulled_bytes.size(); offset += pull_chunk_bytes) {
     if (chunk_count == script.break_after_chunks) {
       return WithDetail(context, absl::UnavailableError("the pull broke"));
     }
@@ -455,8 +456,9 @@ grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullReques
   if (script.no_trailer) return grpc::Status::OK;
   v1::PullTrailer* const trailer = message.mutable_trailer();
   trailer->set_chunk_count(chunk_count + (script.wrong_count ? 1 : 0));
-  trailer->set_total_bytes(static_cast<int64_t>(pulled_bytes.size()));
-  trailer->set_digest(Crc32c(0, AsBytes(pulled_bytes)) ^ (script.wrong_digest ? 1 : 0));
+  const std::string sent = pulled_bytes.substr(start);
+  trailer->set_total_bytes(static_cast<int64_t>(sent.size()));
+  trailer->set_digest(Crc32c(0, AsBytes(sent)) ^ (script.wrong_digest ? 1 : 0));
   writer->Write(message);
   return grpc::Status::OK;
 }

@@ -25,7 +25,7 @@ class PullTest : public testing::Test {
   }
 
   absl::StatusOr<PullInfo> Pull(absl::Duration timeout = absl::Seconds(20)) {
-    return client_->Pull("m", "ema", 0, target_, timeout,
+    return client_->Pull("m", "ema", {}, target_, timeout,
                          [this](int64_t bytes) { progress_.push_back(bytes); });
   }
 
@@ -99,7 +99,7 @@ TEST_F(PullTest, IsNotCompleteWithoutTheTrailer) {
   EXPECT_THAT(Pull(), StatusIs(absl::StatusCode::kDataLoss, HasSubstr("trailer")));
 }
 
-TEST_F(PullTest, BeginsAgainWithTheSameVersionWhenTheStreamBreaks) {
+TEST_F(PullTest, GoesOnWithTheSameVersionWhereTheStreamBroke) {
   server_.pull_scripts = {{.refuse = MakeError(absl::StatusCode::kResourceExhausted,
                                                ErrorReason::kTooManyStreams, "full")},
                           {.break_after_chunks = 3}};
@@ -110,7 +110,27 @@ TEST_F(PullTest, BeginsAgainWithTheSameVersionWhenTheStreamBreaks) {
   EXPECT_EQ(server_.pulls()[1].version(), 0);
   EXPECT_EQ(server_.pulls()[2].version(), 42);
   EXPECT_EQ(server_.pulls()[2].incarnation(), 3);
-  EXPECT_TRUE(std::is_sorted(progress_.begin(), progress_.end()));
+  EXPECT_EQ(server_.pulls()[2].offset(), 3000);
+  EXPECT_THAT(progress_, ElementsAre(1000, 2000, 3000, 4000, 5000, 5500));
+}
+
+TEST_F(PullTest, StartsOverWhenTheVersionHasGoneMeanwhile) {
+  const absl::Status gone =
+      MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept, "gone");
+  server_.pull_scripts = {{.break_after_chunks = 3}, {.refuse = gone}};
+  const absl::StatusOr<PullInfo> info = Pull();
+  ASSERT_THAT(info, IsOk());
+  EXPECT_EQ(info->received_bytes, 5'500);
+  EXPECT_EQ(bytes_, server_.pulled_bytes);
+  EXPECT_EQ(target_calls_, 2);
+  ASSERT_THAT(server_.pulls(), SizeIs(3));
+  EXPECT_EQ(server_.pulls()[2].version(), 0);
+  EXPECT_EQ(server_.pulls()[2].offset(), 0);
+
+  // Who has asked for that very version gets no other.
+  server_.pull_scripts = {{}, {}, {}, {.break_after_chunks = 3}, {.refuse = gone}};
+  EXPECT_THAT(client_->Pull("m", "ema", {.version = 42}, target_, absl::Seconds(20)),
+              ReasonIs(ErrorReason::kVersionNotKept));
 }
 
 TEST_F(PullTest, SurvivesACutConnection) {
@@ -118,7 +138,7 @@ TEST_F(PullTest, SurvivesACutConnection) {
   TcpProxy proxy(server_.port());
   EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(proxy.address()));
   bool is_cut = false;
-  ASSERT_THAT(client_->Pull("m", "ema", 0, target_, absl::Seconds(20),
+  ASSERT_THAT(client_->Pull("m", "ema", {}, target_, absl::Seconds(20),
                             [&](int64_t) {
                               if (!std::exchange(is_cut, true)) proxy.CutAll();
                             }),

@@ -11,6 +11,7 @@
 namespace ema {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -22,7 +23,7 @@ ParsedOptions Parse(std::vector<const char*> arguments) {
 TEST(OptionsTest, DefaultsServeOnLoopbackWithoutCheckpoints) {
   const ParsedOptions parsed = Parse({});
   EXPECT_FALSE(parsed.should_exit) << parsed.text;
-  EXPECT_EQ(parsed.options.listen, "127.0.0.1:50051");
+  EXPECT_THAT(parsed.options.listen, ElementsAre("127.0.0.1:50051"));
   EXPECT_EQ(parsed.options.data_dir, "");
   EXPECT_EQ(parsed.options.device, "auto");
   EXPECT_EQ(parsed.options.memory_bytes, 0);
@@ -31,7 +32,7 @@ TEST(OptionsTest, DefaultsServeOnLoopbackWithoutCheckpoints) {
 
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
-                                      "[::]:0",
+                                      "[::]:0,unix:/run/ema.sock",
                                       "--port-file",
                                       "p",
                                       "--device",
@@ -45,6 +46,12 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "5",
                                       "--max-pull-streams",
                                       "6",
+                                      "--max-connections",
+                                      "7",
+                                      "--max-connections-per-peer",
+                                      "8",
+                                      "--same-host-lane",
+                                      "off",
                                       "--session-timeout",
                                       "1m30s",
                                       "--stream-timeout",
@@ -57,7 +64,7 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "8K"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
-  EXPECT_EQ(o.listen, "[::]:0");
+  EXPECT_THAT(o.listen, ElementsAre("[::]:0", "unix:/run/ema.sock"));
   EXPECT_EQ(o.port_file, "p");
   EXPECT_EQ(o.device, "cpu");
   EXPECT_EQ(o.memory_bytes, int64_t{4} << 30);
@@ -65,6 +72,9 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.thread_count, 3);
   EXPECT_EQ(o.max_push_streams, 5);
   EXPECT_EQ(o.max_pull_streams, 6);
+  EXPECT_EQ(o.max_connections, 7);
+  EXPECT_EQ(o.max_connections_per_peer, 8);
+  EXPECT_EQ(o.same_host_lane, "off");
   EXPECT_EQ(o.session_timeout, absl::Seconds(90));
   EXPECT_EQ(o.stream_timeout, absl::Milliseconds(500));
   EXPECT_EQ(o.drain_grace, absl::ZeroDuration());
@@ -81,7 +91,7 @@ TEST(OptionsTest, TheEnvironmentIsReadAndFlagsWin) {
   unsetenv("EMA_MEMORY_BYTES");
   unsetenv("EMA_LISTEN");
   EXPECT_EQ(parsed.options.memory_bytes, int64_t{512} << 20);
-  EXPECT_EQ(parsed.options.listen, "localhost:2");
+  EXPECT_THAT(parsed.options.listen, ElementsAre("localhost:2"));
   EXPECT_EQ(bad.exit_code, 2);
   EXPECT_THAT(bad.text, HasSubstr("\"much\" is not a number of bytes"));
 }
@@ -127,12 +137,14 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
   EXPECT_TRUE(parsed.should_exit);
   EXPECT_EQ(parsed.exit_code, 0);
   for (const char* text :
-       {"--listen HOST:PORT=127.0.0.1:50051 (Env:EMA_LISTEN)",
+       {"--listen HOST:PORT=[127.0.0.1:50051] ... (Env:EMA_LISTEN)",
         "--port-file FILE (Env:EMA_PORT_FILE)", "(Env:EMA_DEVICE)",
         "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)", "(Env:EMA_DATA_DIR)", "(Env:EMA_THREADS)",
         "=32 (Env:EMA_MAX_PUSH_STREAMS)", "=64 (Env:EMA_MAX_PULL_STREAMS)",
-        "=30s (Env:EMA_SESSION_TIMEOUT)", "=30s (Env:EMA_STREAM_TIMEOUT)",
-        "=25s (Env:EMA_DRAIN_GRACE)", "=info (Env:EMA_LOG_LEVEL)", "--version"}) {
+        "=1024 (Env:EMA_MAX_CONNECTIONS)", "=64 (Env:EMA_MAX_CONNECTIONS_PER_PEER)",
+        "=on (Env:EMA_SAME_HOST_LANE)", "=30s (Env:EMA_SESSION_TIMEOUT)",
+        "=30s (Env:EMA_STREAM_TIMEOUT)", "=25s (Env:EMA_DRAIN_GRACE)", "=info (Env:EMA_LOG_LEVEL)",
+        "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));
   }
   EXPECT_THAT(parsed.text, Not(HasSubstr("block-bytes")));

@@ -31,8 +31,11 @@ class RpcFixture : public testing::Test {
  protected:
   static constexpr int64_t kElements = 1000;
 
+  // Listens on a free port of 127.0.0.1, unless told other addresses.
   void StartServer(RpcServer::Options options = {}) {
-    options.listen_address = "127.0.0.1:0";
+    if (options.listen_addresses == RpcServer::Options().listen_addresses) {
+      options.listen_addresses = {"127.0.0.1:0"};
+    }
     ModelStore::Options store_options;
     store_options.memory_bytes = int64_t{1} << 30;
     store_options.model.incarnation = 7;
@@ -167,6 +170,9 @@ class RpcFixture : public testing::Test {
     request.set_model(model);
     request.set_track(track);
     request.set_version(version);
+    return Pull(request);
+  }
+  Pulled Pull(const v1::PullRequest& request) {
     grpc::ClientContext context;
     auto reader = stub_->Pull(&context, request);
     Pulled pulled;
@@ -174,11 +180,16 @@ class RpcFixture : public testing::Test {
     while (reader->Read(&response)) {
       if (response.has_header()) pulled.header = response.header();
       if (response.has_chunk()) {
-        EXPECT_EQ(response.chunk().offset(), static_cast<int64_t>(pulled.data.size()));
+        EXPECT_EQ(response.chunk().offset(),
+                  request.offset() + static_cast<int64_t>(pulled.data.size()));
         EXPECT_EQ(response.chunk().crc32c(), Crc(response.chunk().data()));
         pulled.data += response.chunk().data();
       }
-      if (response.has_trailer()) pulled.complete = response.trailer().digest() == Crc(pulled.data);
+      if (response.has_trailer()) {
+        const v1::PullTrailer& trailer = response.trailer();
+        pulled.complete = trailer.digest() == Crc(pulled.data) &&
+                          trailer.total_bytes() == static_cast<int64_t>(pulled.data.size());
+      }
     }
     pulled.result = Result(reader->Finish(), context);
     return pulled;

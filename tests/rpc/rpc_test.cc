@@ -37,6 +37,99 @@ TEST_F(RpcTest, PushedWeightsArePulledBackAsAverages) {
   EXPECT_EQ(Pull("ema", 1).data, Filled(8.0f));
 }
 
+TEST_F(RpcTest, APullGoesOnAtAnOffset) {
+  CreateAndOpen();
+  v1::PushResponse response;
+  ASSERT_TRUE(PushFilled(1, 8.0f, &response).status.ok());
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  request.set_offset(1001);
+  Pulled pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_EQ(pulled.header.total_bytes(), 4000);
+  EXPECT_EQ(pulled.data, Filled(8.0f).substr(1001));
+  request.set_offset(4000);
+  pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_EQ(pulled.data, "");
+  for (const int64_t offset : {-1, 4001}) {
+    request.set_offset(offset);
+    const CallResult result = Pull(request).result;
+    EXPECT_EQ(result.status.error_code(), grpc::StatusCode::OUT_OF_RANGE);
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+  }
+}
+
+TEST_F(RpcTest, APullOfABoxInAnotherDtypeSaysWhatItIs) {
+  CreateAndOpen();
+  v1::PushResponse response;
+  ASSERT_TRUE(PushFilled(1, 1.0f, &response).status.ok());
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  v1::TensorSlice* const slice = request.mutable_selection()->add_slices();
+  slice->set_tensor("w");
+  slice->add_offsets(10);
+  slice->add_extents(3);
+  request.mutable_selection()->set_dtype(v1::DTYPE_BFLOAT16);
+  const Pulled pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  ASSERT_EQ(pulled.header.tensors_size(), 1);
+  EXPECT_THAT(pulled.header.tensors(0).spec().shape(), ElementsAre(3));
+  EXPECT_EQ(pulled.header.tensors(0).spec().dtype(), v1::DTYPE_BFLOAT16);
+  EXPECT_THAT(pulled.header.tensors(0).slice_offsets(), ElementsAre(10));
+  EXPECT_EQ(pulled.data, (std::string{'\x80', '\x3f', '\x80', '\x3f', '\x80', '\x3f'}));
+  request.mutable_selection()->set_dtype(static_cast<v1::Dtype>(77));
+  EXPECT_EQ(Pull(request).result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+}
+
+TEST_F(RpcTest, OnlyWhatIsNewerOrHasChangedIsSent) {
+  CreateAndOpen();
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  const auto id = [](v1::VersionId* to, int64_t version, int64_t incarnation) {
+    to->set_version(version);
+    to->set_incarnation(incarnation);
+  };
+  id(request.mutable_if_newer_than(), 0, 0);
+  EXPECT_EQ(Pull(request).result.detail.reason(), v1::ERROR_REASON_NO_VERSION);
+  v1::PushResponse response;
+  ASSERT_TRUE(PushFilled(1, 1.0f, &response).status.ok());
+  const int64_t incarnation = response.version().incarnation();
+  EXPECT_EQ(Pull(request).data, Filled(1.0f));
+  id(request.mutable_if_newer_than(), 1, incarnation);
+  Pulled pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_TRUE(pulled.header.not_newer());
+  EXPECT_EQ(pulled.header.version().version(), 1);
+  EXPECT_EQ(pulled.header.tensors_size(), 0);
+  EXPECT_EQ(pulled.data, "");
+  request.set_track("nope");
+  EXPECT_EQ(Pull(request).result.detail.reason(), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  request.set_track("ema");
+  request.set_version(1);
+  EXPECT_EQ(Pull(request).result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+
+  request.Clear();
+  request.set_model("m");
+  request.set_track("ema");
+  id(request.mutable_base(), 1, incarnation);
+  pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_TRUE(pulled.header.omits_unchanged());
+  EXPECT_EQ(pulled.header.total_bytes(), 4000);
+  EXPECT_EQ(pulled.data, "");
+  ASSERT_TRUE(PushFilled(2, 3.0f, &response).status.ok());
+  EXPECT_EQ(Pull(request).data, Filled(2.0f));
+  // What another life of the server has counted is not known.
+  id(request.mutable_base(), 2, incarnation - 1);
+  pulled = Pull(request);
+  EXPECT_FALSE(pulled.header.omits_unchanged());
+  EXPECT_EQ(pulled.data, Filled(2.0f));
+}
+
 TEST_F(RpcTest, ErrorsCarryCodeReasonAndAMessageThatNamesTheThing) {
   CreateAndOpen();
   EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_NO_VERSION);
@@ -228,10 +321,10 @@ TEST_F(RpcTest, QueryPushTellsWhatIsMissingAndAbandons) {
 
 TEST_F(RpcTest, APortInUseIsSaidClearly) {
   RpcServer::Options options;
-  options.listen_address = address_;
+  options.listen_addresses = {address_};
   const auto second = RpcServer::Start(store_, {}, options);
   EXPECT_THAT(second, StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("--listen")));
-  options.listen_address = "no-port";
+  options.listen_addresses = {"no-port"};
   EXPECT_THAT(RpcServer::Start(store_, {}, options),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("host:port")));
 }

@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from ema_client import _arrays, _ema
 from ema_client._arrays import Framework
@@ -43,6 +43,8 @@ class Client:
     Args:
         address: "host:port".
         timeout_s: seconds for every call that is not given its own.
+        same_host_lane: push and pull through shared memory where the server is on this host, of the
+            same user, and offers it. gRPC stands in when there is none.
 
     Example:
         >>> with ema_client.Client("host:50051") as client:
@@ -52,9 +54,11 @@ class Client:
         ...     average = client.pull("m", track="ema", version=version.number)
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float = 60.0, same_host_lane: bool = True
+    ) -> None:
         self._timeout_s = timeout_s
-        self._client = _ema.Client(with_port(address), timeout_s)
+        self._client = _ema.Client(with_port(address), timeout_s, same_host_lane)
 
     def __enter__(self) -> Client:
         return self
@@ -304,17 +308,23 @@ class Client:
         *,
         track: str,
         version: int | Version = 0,
+        tensors: Collection[str] = (),
+        slices: Collection[Shard] = (),
+        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
         out: Mapping[str, Any] | None = None,
         framework: Framework = "auto",
         on_progress: Callable[[int], object] | None = None,
         timeout_s: float | None = None,
     ) -> Weights:
-        """Reads one track of one version, checked by its digest.
+        """Reads one track of one version, or a part of it, checked by its digest.
 
         Args:
             name: the model.
             track: which average.
             version: a number or a record; 0: the newest.
+            tensors: names, or patterns such as "encoder.*": only these, and those of `slices`.
+            slices: of these tensors only a box.
+            dtype: what the server casts floats to before it sends them. None: as it keeps them.
             out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
                 dtypes; exactly the model's names. Untouched if the pull fails. The pulled bytes are
                 in memory beside them until they have been written.
@@ -330,33 +340,78 @@ class Client:
             NotFoundError: no such model or track.
             FailedPreconditionError: nothing has been committed yet.
             OutOfRangeError: the version is not kept any more, or not committed yet.
-            InvalidArgumentError: `out` has other names or shapes, or dtypes that the values cannot
+            InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
+                `out` has other names or shapes, or dtypes that the values cannot
                 be cast to.
         """
         number = version.number if isinstance(version, Version) else version
-        fields, placed, buffer, aliases = self._client.pull(
-            name, track, number, self._timeout(timeout_s), on_progress
+        pulled = self._client.pull(
+            name,
+            track,
+            number,
+            list(tensors),
+            [(box.name, box.offsets, box.extents) for box in slices],
+            dtype,
+            self._timeout(timeout_s),
+            on_progress,
         )
-        pulled = version_from(fields)
-        if isinstance(version, Version) and pulled.incarnation != version.incarnation:
+        record = version_from(pulled.version)
+        if isinstance(version, Version) and record.incarnation != version.incarnation:
             # The server was restarted and has counted up to the same number again.
-            if pulled.step != version.step:
+            if record.step != version.step:
                 raise OutOfRangeError(
                     f'model "{name}": version {number} of incarnation {version.incarnation} was '
                     f"lost at a restart",
                     reason="VERSION_NOT_KEPT",
                 )
+        aliases = pulled.aliases
         if out is None:
-            tensors = _arrays.build(placed, buffer, framework=framework)
-        else:
-            # The server's bytes are one piece; they are scattered from there.
-            is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
-            tensors = _arrays.build(placed, buffer, framework="torch" if is_torch else "numpy")
-            # A tied tensor may be there under its other names, too.
-            names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
-            _arrays.copy_into(names, tensors)
-            tensors = {tensor: out[tensor] for tensor in tensors}
-        return Weights(tensors, version=pulled, track=track, aliases=aliases)
+            arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
+            return Weights(arrays, version=record, track=track, aliases=aliases, pulled=pulled)
+        # The server's bytes are one piece; they are scattered from there.
+        is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
+        arrays = _arrays.build(
+            pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
+        )
+        # A tied tensor may be there under its other names, too.
+        names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
+        _arrays.copy_into(names, arrays)
+        arrays = {tensor: out[tensor] for tensor in arrays}
+        return Weights(arrays, version=record, track=track, aliases=aliases)
+
+    def refresh(self, weights: Weights, *, timeout_s: float | None = None) -> bool:
+        """Brings pulled weights to the newest version, in place: only what has changed is sent.
+
+        Args:
+            weights: what `pull` of any client of this server has given, without `out`.
+            timeout_s: seconds.
+
+        Returns:
+            False: they are the newest version.
+
+        Raises:
+            InvalidArgumentError: the weights were pulled into `out`, or are of several tracks.
+            FailedPreconditionError: the model has been made anew with other tensors.
+            EmaError: as `pull`. Some of the values may be the newer version's already; once a call
+                succeeds, all are.
+
+        Example:
+            >>> weights = client.pull("m", track="ema", dtype="bfloat16")
+            >>> while training:
+            ...     if client.refresh(weights):
+            ...         evaluate(weights, weights.version.step)
+        """
+        pulled = weights._pulled
+        if pulled is None:
+            raise InvalidArgumentError(
+                "weights: not the memory of one pull; pull without `out`", reason="BAD_REQUEST"
+            )
+        is_newer = self._client.refresh(pulled, self._timeout(timeout_s))
+        if is_newer:
+            weights.version = version_from(pulled.version)
+            weights.received_bytes = pulled.received_bytes
+            weights.lane = pulled.lane
+        return is_newer
 
     def pull_stacked(
         self,

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 from ema_client._arrays import Framework
 from ema_client._client import Client
-from ema_client._types import Version, Weights
+from ema_client._types import Shard, Version, Weights
 from ema_client._url import split_url
 
 
@@ -17,11 +17,14 @@ def pull(
     *,
     track: str,
     version: int | Version = 0,
+    tensors: Collection[str] = (),
+    slices: Collection[Shard] = (),
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     out: Mapping[str, Any] | None = None,
     framework: Framework = "auto",
     timeout_s: float = 60.0,
 ) -> Weights:
-    """Reads one track of one version of the model at `url`; see `Client.pull`.
+    """Reads one track of one version of the model at `url`, or a part of it; see `Client.pull`.
 
     Example:
         >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
@@ -29,7 +32,16 @@ def pull(
     """
     address, model_name = split_url(url)
     with Client(address, timeout_s=timeout_s) as client:
-        return client.pull(model_name, track=track, version=version, out=out, framework=framework)
+        return client.pull(
+            model_name,
+            track=track,
+            version=version,
+            tensors=tensors,
+            slices=slices,
+            dtype=dtype,
+            out=out,
+            framework=framework,
+        )
 
 
 def watch(

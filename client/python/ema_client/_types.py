@@ -201,18 +201,22 @@ class PushStats:
         sent_bytes: handed to the network, resends included.
         stream_count: 1 if no connection broke.
         send_seconds: from the start to the last byte's leaving.
+        lane: what the last stream went through: "grpc" or "shared memory".
     """
 
     total_bytes: int
     sent_bytes: int
     stream_count: int
     send_seconds: float
+    lane: str
 
 
 class Weights(dict[str, Any]):
     """Pulled tensors by name, and which version and track they are.
 
     A tied tensor is there under each of its names; `aliases` says which name stands for which other.
+    `Client.refresh` brings them to the newest version. `received_bytes` says what came for that, or at
+    first, and `lane` through what: "grpc" or "shared memory".
     """
 
     def __init__(
@@ -222,13 +226,22 @@ class Weights(dict[str, Any]):
         version: Version,
         track: str,
         aliases: Mapping[str, str] | None = None,
+        pulled: _ema.Pulled | None = None,
     ) -> None:
         super().__init__(tensors)
         self.version = version
         self.track = track
         self.aliases = dict(aliases or {})
+        self.received_bytes = 0 if pulled is None else pulled.received_bytes
+        self.lane = "" if pulled is None else pulled.lane
+        # Whose memory the tensors are.
+        self._pulled = pulled
         for alias, name in self.aliases.items():
             self[alias] = self[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has memory of its own.
+        return {**self.__dict__, "_pulled": None}
 
 
 def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:

@@ -4,13 +4,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,19 +31,83 @@ using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 namespace ema::python {
 namespace {
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using Buffer = std::unique_ptr<std::byte[], Free>;
+// (tensor, offsets, extents)
+using SliceTuple = std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>;
 
-// As much as SIMD code likes to have tensors aligned.
-constexpr size_t kAlignment = 64;
+// What a pull gave, and what it was asked for. Its memory is that of the arrays over it.
+struct Pulled {
+  std::string model;
+  std::string track;
+  Selection selection;
+  PullInfo info;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<std::byte[], Free> memory;
+  bool is_mixed = false;  // Some of the bytes may be of a newer version.
+
+  absl::StatusOr<std::span<std::byte>> Allocate(const PullInfo& coming) {
+    // As much as SIMD code likes to have tensors aligned.
+    constexpr size_t kAlignment = 64;
+    const auto size = static_cast<size_t>(coming.total_bytes);
+    const size_t whole = (size + kAlignment) / kAlignment * kAlignment;
+    memory.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
+    if (memory == nullptr) {
+      return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
+    }
+    return std::span<std::byte>(memory.get(), size);
+  }
+
+  // For a pull of the same into the same memory.
+  absl::StatusOr<std::span<std::byte>> MemoryFor(const PullInfo& coming) const {
+    const auto is_same = [](const PulledTensor& a, const PulledTensor& b) {
+      return a.spec == b.spec && a.offset == b.offset;
+    };
+    if (!std::equal(info.tensors.begin(), info.tensors.end(), coming.tensors.begin(),
+                    coming.tensors.end(), is_same)) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
+                       absl::StrCat("model \"", model, "\", track \"", track,
+                                    "\": its tensors are not those that were pulled; pull anew"));
+    }
+    return std::span<std::byte>(memory.get(), static_cast<size_t>(info.total_bytes));
+  }
+};
+
+// (name, dtype, shape, offset, length)
+nb::list TensorsOf(const Pulled& pulled) {
+  nb::list tensors;
+  for (const PulledTensor& tensor : pulled.info.tensors) {
+    tensors.append(nb::make_tuple(tensor.spec.name, std::string(DtypeName(tensor.spec.dtype)),
+                                  nb::cast(tensor.spec.shape), tensor.offset, tensor.length_bytes));
+  }
+  return tensors;
+}
+
+// {alias: name}
+nb::dict AliasesOf(const Pulled& pulled) {
+  nb::dict aliases;
+  for (const PulledTensor& tensor : pulled.info.tensors) {
+    for (const std::string& alias : tensor.spec.aliases) {
+      aliases[nb::cast(alias)] = tensor.spec.name;
+    }
+  }
+  return aliases;
+}
+
+nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
+  auto* const held = new std::shared_ptr<Pulled>(pulled);
+  nb::capsule owner(held,
+                    [](void* p) noexcept { delete static_cast<std::shared_ptr<Pulled>*>(p); });
+  return nb::cast(nb::ndarray<nb::memview, uint8_t, nb::ndim<1>>(
+      pulled->memory.get(), {static_cast<size_t>(pulled->info.total_bytes)}, owner));
+}
 
 class PyClient {
  public:
-  PyClient(const std::string& address, double timeout_s) : address_(address) {
+  PyClient(const std::string& address, double timeout_s, bool same_host_lane) : address_(address) {
     Client::Options options;
     options.timeout = ToDuration(timeout_s);
+    options.same_host_lane = same_host_lane;
     options.is_interrupted = SignalRaised;
     client_ = Unwrap(Client::Create(address, options));
   }
@@ -158,21 +226,23 @@ class PyClient {
     return WrapRun(client, std::move(run));
   }
 
-  // (version, [(name, dtype, shape, offset, length)], buffer, {alias: name})
-  nb::tuple Pull(const std::string& model, const std::string& track, int64_t version,
-                 double timeout_s, const std::optional<nb::callable>& on_progress) {
+  std::shared_ptr<Pulled> Pull(const std::string& model, const std::string& track, int64_t version,
+                               const std::vector<std::string>& tensors,
+                               const std::vector<SliceTuple>& slices,
+                               const std::optional<std::string>& dtype, double timeout_s,
+                               const std::optional<nb::callable>& on_progress) {
+    auto pulled = std::make_shared<Pulled>();
+    pulled->model = model;
+    pulled->track = track;
+    pulled->selection.tensors = tensors;
+    for (const auto& [tensor, offsets, extents] : slices) {
+      pulled->selection.slices.push_back({tensor, offsets, extents});
+    }
+    if (dtype.has_value()) pulled->selection.dtype = Unwrap(ParseDtype(*dtype));
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
-    Buffer buffer;
-    const auto allocate = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
-      const auto size = static_cast<size_t>(info.total_bytes);
-      const size_t whole = (size + kAlignment) / kAlignment * kAlignment;
-      buffer.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
-      if (buffer == nullptr) {
-        return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
-      }
-      return std::span<std::byte>(buffer.get(), size);
-    };
+    const Client::PullOptions options{.version = version, .selection = pulled->selection};
+    const auto allocate = [&](const PullInfo& info) { return pulled->Allocate(info); };
     std::function<void(int64_t)> progress;
     bool has_raised = false;
     if (on_progress.has_value()) {
@@ -184,22 +254,33 @@ class PyClient {
         has_raised = !result.is_valid();
       };
     }
-    const PullInfo info = CallWithoutGil(
-        [&] { return client->Pull(model, track, version, allocate, timeout, progress); });
+    pulled->info = CallWithoutGil(
+        [&] { return client->Pull(model, track, options, allocate, timeout, progress); });
+    return pulled;
+  }
 
-    nb::list tensors;
-    nb::dict aliases;
-    for (const PulledTensor& tensor : info.tensors) {
-      const TensorSpec& spec = tensor.spec;
-      tensors.append(nb::make_tuple(spec.name, std::string(DtypeName(spec.dtype)),
-                                    nb::cast(spec.shape), tensor.offset, tensor.length_bytes));
-      for (const std::string& alias : spec.aliases) aliases[nb::cast(alias)] = spec.name;
+  // Brings `pulled` to the newest version, in place. False: it is.
+  bool Refresh(const std::shared_ptr<Pulled>& pulled, double timeout_s) {
+    Client::PullOptions options{.selection = pulled->selection};
+    if (!pulled->is_mixed) {
+      options.base = {pulled->info.version.number, pulled->info.version.incarnation};
+      options.if_newer_than = options.base;
     }
-    std::byte* const data = buffer.release();
-    nb::capsule owner(data, [](void* memory) noexcept { std::free(memory); });
-    nb::ndarray<nb::memview, uint8_t, nb::ndim<1>> bytes(
-        data, {static_cast<size_t>(info.total_bytes)}, owner);
-    return nb::make_tuple(FromVersion(info.version), tensors, nb::cast(bytes), aliases);
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    PullInfo info = CallWithoutGil([&] {
+      return client->Pull(
+          pulled->model, pulled->track, options,
+          [&](const PullInfo& coming) {
+            pulled->is_mixed = true;
+            return pulled->MemoryFor(coming);
+          },
+          timeout);
+    });
+    if (info.not_newer) return false;
+    pulled->is_mixed = false;
+    pulled->info = std::move(info);
+    return true;
   }
 
   std::unique_ptr<Watcher> Watch(const std::string& model, std::optional<int64_t> after,
@@ -233,8 +314,19 @@ void BindClient(nb::module_& module) {
       .def("next", &Next)
       .def("stop", &Watcher::Stop, nb::call_guard<nb::gil_scoped_release>());
 
+  nb::class_<Pulled>(module, "Pulled")
+      .def_prop_ro("version", [](const Pulled& pulled) { return FromVersion(pulled.info.version); })
+      .def_prop_ro("tensors", &TensorsOf)
+      .def_prop_ro("aliases", &AliasesOf)
+      .def_prop_ro("bytes", &BytesOf)
+      .def_prop_ro("received_bytes",
+                   [](const Pulled& pulled) { return pulled.info.received_bytes; })
+      .def_prop_ro("lane",
+                   [](const Pulled& pulled) { return std::string(LaneName(pulled.info.lane)); });
+
   nb::class_<PyClient>(module, "Client")
-      .def(nb::init<const std::string&, double>(), "address"_a, "timeout_s"_a)
+      .def(nb::init<const std::string&, double, bool>(), "address"_a, "timeout_s"_a,
+           "same_host_lane"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)
@@ -249,8 +341,9 @@ void BindClient(nb::module_& module) {
            "half_life"_a, "step"_a, "tracks"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
            "shards"_a.none(), "frozen_shard_count"_a, "rejoins"_a, "timeout_s"_a)
-      .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "timeout_s"_a,
-           "on_progress"_a.none())
+      .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "tensors"_a, "slices"_a,
+           "dtype"_a.none(), "timeout_s"_a, "on_progress"_a.none())
+      .def("refresh", &PyClient::Refresh, "pulled"_a, "timeout_s"_a)
       .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);
 }
 

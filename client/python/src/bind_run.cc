@@ -76,6 +76,7 @@ class PyPendingPush {
     result["sent_bytes"] = stats.sent_bytes;
     result["stream_count"] = stats.stream_count;
     result["send_seconds"] = absl::ToDoubleSeconds(stats.send_time);
+    result["lane"] = std::string(LaneName(stats.lane));
     return result;
   }
 

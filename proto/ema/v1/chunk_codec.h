@@ -14,9 +14,14 @@
 
 namespace ema {
 
+// CRC32C. Absent: the bytes have come through memory of this host, where nothing damages them.
+using Checksum = std::optional<uint32_t>;
+// True unless both are there and differ.
+inline bool Agree(const Checksum& a, const Checksum& b) { return !a || !b || *a == *b; }
+
 struct ChunkHeader {
   int64_t offset = 0;
-  uint32_t crc32c = 0;
+  Checksum crc32c;
   int64_t data_bytes = 0;
 };
 
@@ -28,6 +33,7 @@ struct ChunkPrefix {
   std::array<std::byte, kMaxChunkPrefixBytes> bytes;
   int size = 0;
 };
+// REQUIRES: it has a checksum.
 ChunkPrefix EncodeChunkPrefix(const ChunkHeader& header);
 
 // Reads the prefix of a chunk message of `message_bytes` that begins with `head` (its first

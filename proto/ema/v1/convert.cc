@@ -298,6 +298,25 @@ std::vector<Shard> FromProto(const v1::RankLayout& proto) {
   return shards;
 }
 
+absl::StatusOr<Selection> FromProto(const v1::Selection& proto) {
+  Selection selection{.tensors = {proto.tensors().begin(), proto.tensors().end()},
+                      .slices = {},
+                      .dtype = std::nullopt};
+  selection.slices.reserve(proto.slices_size());
+  for (const v1::TensorSlice& slice : proto.slices()) {
+    selection.slices.push_back({slice.tensor(),
+                                {slice.offsets().begin(), slice.offsets().end()},
+                                {slice.extents().begin(), slice.extents().end()}});
+  }
+  if (!v1::Dtype_IsValid(proto.dtype())) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("dtype: unknown value ", static_cast<int>(proto.dtype()),
+                                  "; expected float32, float16 or bfloat16"));
+  }
+  if (proto.dtype() != v1::DTYPE_UNSPECIFIED) selection.dtype = static_cast<Dtype>(proto.dtype());
+  return selection;
+}
+
 void ToProto(const TensorSpec& spec, v1::TensorSpec* proto) {
   proto->set_name(spec.name);
   proto->set_dtype(static_cast<v1::Dtype>(spec.dtype));
@@ -355,6 +374,17 @@ void ToProto(const RankLayout& layout, v1::RankLayout* proto) {
     out->mutable_offsets()->Assign(shard.offsets.begin(), shard.offsets.end());
     out->mutable_extents()->Assign(shard.extents.begin(), shard.extents.end());
   }
+}
+
+void ToProto(const Selection& selection, v1::Selection* proto) {
+  for (const std::string& tensor : selection.tensors) proto->add_tensors(tensor);
+  for (const TensorSlice& slice : selection.slices) {
+    v1::TensorSlice* const out = proto->add_slices();
+    out->set_tensor(slice.tensor);
+    out->mutable_offsets()->Assign(slice.offsets.begin(), slice.offsets.end());
+    out->mutable_extents()->Assign(slice.extents.begin(), slice.extents.end());
+  }
+  if (selection.dtype.has_value()) proto->set_dtype(static_cast<v1::Dtype>(*selection.dtype));
 }
 
 }  // namespace ema

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/schedule.h"
+#include "ema/selection.h"
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/track.h"
@@ -26,6 +27,8 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto);
 TrainingTime FromProto(const v1::TrainingTime& proto);
 Schedule::State FromProto(const v1::ScheduleState& proto);
 std::vector<Shard> FromProto(const v1::RankLayout& proto);
+// INVALID_ARGUMENT, BAD_REQUEST: a dtype that this build does not know; not otherwise validated.
+absl::StatusOr<Selection> FromProto(const v1::Selection& proto);
 
 void ToProto(const TensorSpec& spec, v1::TensorSpec* proto);
 void ToProto(const Manifest& manifest, v1::Manifest* proto);
@@ -33,6 +36,7 @@ void ToProto(const TrackConfig& track, v1::Track* proto);
 void ToProto(const TrainingTime& time, v1::TrainingTime* proto);
 void ToProto(const Schedule::State& state, v1::ScheduleState* proto);
 void ToProto(const RankLayout& layout, v1::RankLayout* proto);
+void ToProto(const Selection& selection, v1::Selection* proto);
 
 }  // namespace ema
 

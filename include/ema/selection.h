@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which part of a track a reader wants, and in which dtype.
+#ifndef EMA_SELECTION_H_
+#define EMA_SELECTION_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ema/tensor_spec.h"
+
+namespace ema {
+
+// A box of one tensor. `offsets` and `extents` are as long as its shape.
+struct TensorSlice {
+  std::string tensor;  // A name or an alias.
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> extents;
+
+  friend bool operator==(const TensorSlice&, const TensorSlice&) = default;
+};
+
+// As ema.v1.PullRequest, which says what each field means. By default all, as it is kept.
+struct Selection {
+  std::vector<std::string> tensors;
+  std::vector<TensorSlice> slices;
+  std::optional<Dtype> dtype;
+
+  bool selects_all() const { return tensors.empty() && slices.empty(); }
+
+  friend bool operator==(const Selection&, const Selection&) = default;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SELECTION_H_

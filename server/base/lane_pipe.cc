@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/base/lane_pipe.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMemoryBytes = 2 * SharedRing::kBytes;
+constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
+// What a label's kind says.
+enum Kind : int32_t { kMessage = 1, kMessagePart = 2, kChunk = 3 };
+
+absl::Status SystemError(const char* what) {
+  return absl::UnavailableError(absl::StrCat("same-host lane: ", what, ": ", std::strerror(errno)));
+}
+
+// The address of an abstract socket, and its length.
+std::pair<sockaddr_un, socklen_t> AbstractAddress(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const size_t size = std::min(name.size(), sizeof(address.sun_path) - 1);
+  std::memcpy(address.sun_path + 1, name.data(), size);
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size)};
+}
+
+absl::StatusOr<int> NewSocket() {
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return SystemError("socket");
+  return fd;
+}
+
+bool IsOwnUser(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
+}
+
+// One byte, and with it a descriptor.
+absl::Status SendDescriptor(int socket, int descriptor) {
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &descriptor, sizeof(descriptor));
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) != 1) return SystemError("sendmsg");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> ReceiveDescriptor(int socket, const LanePipe::Stop& stop) {
+  pollfd polled{socket, POLLIN, 0};
+  while (poll(&polled, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) == 0) {
+    if (stop && stop()) return absl::CancelledError("same-host lane: the peer passes no memory");
+  }
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
+    return SystemError("recvmsg");
+  }
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS ||
+      header->cmsg_len != CMSG_LEN(sizeof(int))) {
+    return absl::InvalidArgumentError("same-host lane: expected one descriptor");
+  }
+  int descriptor = -1;
+  std::memcpy(&descriptor, CMSG_DATA(header), sizeof(descriptor));
+  return descriptor;
+}
+
+}  // namespace
+
+std::string HostId() {
+  std::string id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+  return id;
+}
+
+absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
+  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket());
+  const auto [address, size] = AbstractAddress(socket_name);
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0 || listen(fd, 64) != 0) {
+    absl::Status status = SystemError("listen");
+    close(fd);
+    return status;
+  }
+  return fd;
+}
+
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Connect(const std::string& socket_name) {
+  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket());
+  absl::Cleanup close_fd = [fd] { close(fd); };
+  const auto [address, size] = AbstractAddress(socket_name);
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    return SystemError("connect");
+  }
+  if (!IsOwnUser(fd)) {
+    return absl::FailedPreconditionError("same-host lane: the server is another user's");
+  }
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory, SharedMemory::Create(kMemoryBytes));
+  EMA_RETURN_IF_ERROR(SendDescriptor(fd, memory->fd()));
+  std::move(close_fd).Cancel();
+  return std::unique_ptr<LanePipe>(new LanePipe(fd, std::move(memory), /*is_client=*/true));
+}
+
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(int fd, const Stop& stop) {
+  absl::Cleanup close_fd = [fd] { close(fd); };
+  if (!IsOwnUser(fd)) {
+    return absl::PermissionDeniedError("same-host lane: the client is another user's");
+  }
+  EMA_ASSIGN_OR_RETURN(const int descriptor, ReceiveDescriptor(fd, stop));
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory,
+                       SharedMemory::Map(descriptor, kMemoryBytes));
+  std::move(close_fd).Cancel();
+  return std::unique_ptr<LanePipe>(new LanePipe(fd, std::move(memory), /*is_client=*/false));
+}
+
+LanePipe::~LanePipe() { close(fd_); }
+
+bool LanePipe::PeerHasGone() const {
+  // Nothing is written to the socket any more: what can be read is its end.
+  pollfd polled{fd_, POLLIN | POLLRDHUP, 0};
+  return poll(&polled, 1, 0) != 0;
+}
+
+absl::Status LanePipe::CheckPeer(const Stop& stop) const {
+  if (out_.broken() || in_.broken() || PeerHasGone()) {
+    return absl::UnavailableError("same-host lane: the peer has gone");
+  }
+  if (stop && stop()) return absl::CancelledError("same-host lane: the wait was ended");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::span<std::byte>> LanePipe::WaitForFree(const Stop& stop) {
+  while (true) {
+    const std::span<std::byte> slot = out_.WaitForFree(kPollInterval);
+    if (!slot.empty()) return slot;
+    EMA_RETURN_IF_ERROR(CheckPeer(stop));
+  }
+}
+
+absl::StatusOr<SharedRing::Filled> LanePipe::WaitForFilled(const Stop& stop) {
+  while (true) {
+    const std::optional<SharedRing::Filled> filled = in_.WaitForFilled(kPollInterval);
+    if (filled.has_value()) {
+      holds_incoming_ = true;
+      return *filled;
+    }
+    EMA_RETURN_IF_ERROR(CheckPeer(stop));
+  }
+}
+
+void LanePipe::ReleaseIncoming() {
+  if (std::exchange(holds_incoming_, false)) in_.Release();
+}
+
+absl::Status LanePipe::SendMessage(const std::string& message, const Stop& stop) {
+  size_t sent = 0;
+  do {
+    EMA_ASSIGN_OR_RETURN(const std::span<std::byte> slot, WaitForFree(stop));
+    const size_t n = std::min(slot.size(), message.size() - sent);
+    std::memcpy(slot.data(), message.data() + sent, n);
+    sent += n;
+    out_.Publish({.kind = sent == message.size() ? kMessage : kMessagePart,
+                  .length_bytes = static_cast<int32_t>(n)});
+  } while (sent < message.size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::byte*> LanePipe::ReserveChunk(const Stop& stop) {
+  EMA_ASSIGN_OR_RETURN(const std::span<std::byte> slot, WaitForFree(stop));
+  return slot.data();
+}
+
+void LanePipe::SendChunk(int64_t offset, int64_t length_bytes) {
+  out_.Publish(
+      {.kind = kChunk, .length_bytes = static_cast<int32_t>(length_bytes), .offset = offset});
+}
+
+absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
+  Frame frame;
+  while (true) {
+    ReleaseIncoming();
+    EMA_ASSIGN_OR_RETURN(const SharedRing::Filled filled, WaitForFilled(stop));
+    const auto& [label, bytes] = filled;
+    if (label.kind == kChunk && frame.message.empty()) {
+      return Frame{.is_chunk = true, .message = {}, .offset = label.offset, .bytes = bytes};
+    }
+    if ((label.kind != kMessage && label.kind != kMessagePart) ||
+        frame.message.size() + bytes.size() > static_cast<size_t>(kMaxMessageBytes)) {
+      return absl::UnavailableError("same-host lane: the peer has not kept to the rules");
+    }
+    frame.message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    if (label.kind == kMessage) {
+      ReleaseIncoming();
+      return frame;
+    }
+  }
+}
+
+bool LanePipe::HasIncoming() {
+  ReleaseIncoming();
+  return in_.WaitForFilled(absl::ZeroDuration()).has_value() || in_.broken() || PeerHasGone();
+}
+
+}  // namespace ema

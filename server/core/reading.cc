@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/reading.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/tensor_pattern.h"
+#include "server/device/cast.h"
+
+namespace ema {
+namespace {
+
+// Runs of at least so many bytes are sent from where they lie; a chunk with shorter ones is copied
+// together.
+constexpr int64_t kCopyBelowBytes = int64_t{64} << 10;
+constexpr int64_t kMaxGlobs = 256;
+constexpr size_t kMaxSlices = 4096;
+
+absl::Status BadSelection(const std::string& text) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
+}
+
+absl::Status CheckCounts(const Selection& selection) {
+  if (std::count_if(selection.tensors.begin(), selection.tensors.end(), IsGlob) > kMaxGlobs ||
+      static_cast<int64_t>(selection.tensors.size()) > kMaxTensorCount) {
+    return BadSelection(absl::StrCat("tensors: ", selection.tensors.size(),
+                                     " given, expected at most ", kMaxTensorCount, ", ", kMaxGlobs,
+                                     " of them with wildcards"));
+  }
+  if (selection.slices.size() > kMaxSlices) {
+    return BadSelection(
+        absl::StrCat("slices: ", selection.slices.size(), " given, expected at most ", kMaxSlices));
+  }
+  if (selection.dtype.has_value() && !IsCastTarget(*selection.dtype)) {
+    return BadSelection(
+        absl::StrCat("dtype: ", std::string(DtypeName(*selection.dtype)),
+                     " given, expected float32, float16 or bfloat16; integers stay as they are"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
+                                                         const TrackSnapshot& track,
+                                                         const Manifest& manifest, Device& device,
+                                                         MemoryBudget& budget,
+                                                         Selection selection) {
+  EMA_RETURN_IF_ERROR(CheckCounts(selection));
+  std::shared_ptr<Reading> reading(
+      new Reading(std::move(snapshot), track, manifest, device, std::move(selection)));
+  if (reading->is_as_stored()) return reading;
+  EMA_RETURN_IF_ERROR(reading->Select());
+  const int64_t total_bytes = reading->total_bytes();
+  if (reading->selection_.dtype.has_value() || !reading->selection_.slices.empty()) {
+    auto reserved = budget.Reserve("what readers have cast or cut out", total_bytes);
+    if (reserved.ok()) {
+      reading->reservation_ = *std::move(reserved);
+      reading->made_chunks_ =
+          std::make_unique<MadeChunk[]>((total_bytes + kChunkBytes - 1) / kChunkBytes);
+    }
+  }
+  return reading;
+}
+
+absl::Status Reading::Select() {
+  const Track& track = *track_.track;
+  const auto is_stored = [&track](int64_t tensor) {
+    return track.layout().entry(tensor).is_stored;
+  };
+  absl::btree_map<int64_t, const TensorSlice*> selected;  // Null: the whole tensor.
+  if (selection_.selects_all()) {
+    for (int64_t i = 0; i < manifest_.tensor_count(); ++i) {
+      if (is_stored(i)) selected[i] = nullptr;
+    }
+  }
+  for (const std::string& pattern : selection_.tensors) {
+    if (const std::optional<std::string> problem = PatternProblem(pattern, manifest_)) {
+      return BadSelection(absl::StrCat("tensors: ", *problem));
+    }
+    const std::vector<int64_t> matches = MatchingTensors(pattern, manifest_);
+    if (std::none_of(matches.begin(), matches.end(), is_stored)) {
+      return BadSelection(absl::StrCat("tensors: \"", absl::CHexEscape(pattern), "\": track \"",
+                                       track.name(), "\" ignores every tensor of that name"));
+    }
+    for (const int64_t i : matches) {
+      if (is_stored(i)) selected[i] = nullptr;
+    }
+  }
+  EMA_RETURN_IF_ERROR(SelectSlices(selected));
+
+  std::vector<Shard> boxes;
+  boxes.reserve(selected.size());
+  for (const auto& [i, slice] : selected) {
+    boxes.push_back(slice != nullptr ? Shard{i, slice->offsets, slice->extents}
+                                     : WholeTensor(manifest_, i));
+    slices_.push_back(slice);
+  }
+  EMA_ASSIGN_OR_RETURN(boxes_, RankLayout::Create(manifest_, std::move(boxes)));
+  for (const Shard& box : boxes_.shards()) {
+    const Dtype stored = track.layout().entry(box.tensor_index).dtype;
+    const Dtype dtype = IsFloat(stored) ? selection_.dtype.value_or(stored) : stored;
+    layout_.Append(dtype, box.element_count() * DtypeSize(dtype));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Reading::SelectSlices(absl::btree_map<int64_t, const TensorSlice*>& selected) const {
+  for (const TensorSlice& slice : selection_.slices) {
+    if (const std::optional<std::string> problem = PatternProblem(slice.tensor, manifest_)) {
+      return BadSelection(absl::StrCat("slices: ", *problem));
+    }
+    const std::vector<int64_t> matches = MatchingTensors(slice.tensor, manifest_);
+    const bool is_stored = track_.track->layout().entry(matches[0]).is_stored;
+    const TensorSlice*& place = selected[matches[0]];
+    if (matches.size() == 1 && is_stored && place == nullptr) {
+      place = &slice;
+      continue;
+    }
+    return BadSelection(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor),
+                                     matches.size() > 1
+                                         ? "\" means several tensors, expected the name of one"
+                                     : !is_stored ? "\" is a tensor that the track ignores"
+                                                  : "\" is given twice; pull each box by itself"));
+  }
+  return absl::OkStatus();
+}
+
+void Reading::ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const {
+  const absl::Span<const StorageLayout::Entry> entries = layout().entries();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!entries[i].is_stored) continue;
+    if (is_as_stored()) {
+      visit({static_cast<int64_t>(i), entries[i]});
+    } else {
+      visit({boxes_.shards()[i].tensor_index, entries[i], slices_[i]});
+    }
+  }
+}
+
+std::vector<Reading::Run> Reading::RunsIn(int64_t offset, int64_t end) const {
+  const absl::Span<const StorageLayout::Entry> entries = layout_.entries();
+  std::vector<Run> runs;
+  auto entry = std::partition_point(entries.begin(), entries.end(), [offset](const auto& e) {
+    return e.offset + e.length_bytes <= offset;
+  });
+  for (; entry != entries.end() && entry->offset < end; ++entry) {
+    const int64_t from = std::max(offset, entry->offset);
+    const int64_t count =
+        (std::min(end, entry->offset + entry->length_bytes) - from) / DtypeSize(entry->dtype);
+    if (count <= 0) continue;
+    const int64_t i = entry - entries.begin();
+    const int64_t tensor = boxes_.shards()[i].tensor_index;
+    const StorageLayout::Entry& stored = track_.track->layout().entry(tensor);
+    // The boxes count bytes of the dtype that was pushed.
+    const int64_t pushed_size = DtypeSize(manifest_.tensor(tensor).dtype);
+    const int64_t first = (from - entry->offset) / DtypeSize(entry->dtype);
+    int64_t at = from;
+    boxes_.ForEachStretch(
+        boxes_.shard_start(i) + first * pushed_size, count * pushed_size,
+        [&](const RankLayout::Stretch& stretch) {
+          runs.push_back({at, stored.offset + stretch.tensor_element * DtypeSize(stored.dtype),
+                          stretch.element_count, stored.dtype, entry->dtype});
+          at = runs.back().end();
+          return true;
+        });
+  }
+  return runs;
+}
+
+absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
+    int64_t chunk, absl::Span<const Run> runs) const {
+  const int64_t start = chunk * kChunkBytes;
+  const int64_t length = std::min(kChunkBytes, total_bytes() - start);
+  std::shared_ptr<std::byte[]> bytes(new std::byte[length]);
+  int64_t filled = 0;
+  for (const Run& run : runs) {
+    std::byte* to = bytes.get() + run.offset - start;
+    std::memset(bytes.get() + filled, 0, run.offset - start - filled);
+    filled = run.end() - start;
+    EMA_ASSIGN_OR_RETURN(
+        const std::vector<HostPiece> pieces,
+        ReadBlocks(device_, *track_.track, track_.blocks, run.stored_offset, run.stored_bytes()));
+    for (const HostPiece& piece : pieces) {
+      // No element straddles two blocks.
+      const int64_t count = static_cast<int64_t>(piece.bytes.size()) / DtypeSize(run.stored_dtype);
+      if (run.stored_dtype == run.dtype) {
+        std::memcpy(to, piece.bytes.data(), piece.bytes.size());
+      } else {
+        CastOnCpu(run.stored_dtype, piece.bytes.data(), run.dtype, to, count);
+      }
+      to += count * DtypeSize(run.dtype);
+    }
+  }
+  std::memset(bytes.get() + filled, 0, length - filled);
+  return std::shared_ptr<const std::byte>(bytes, bytes.get());
+}
+
+absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
+  if (is_as_stored()) {
+    return ReadBlocks(device_, *track_.track, track_.blocks, offset, length_bytes);
+  }
+  const int64_t chunk = offset / kChunkBytes;
+  const int64_t start = chunk * kChunkBytes;
+  const int64_t end = ChunkEnd(offset);
+  const auto of_made = [&](std::shared_ptr<const std::byte> bytes) {
+    const std::span<const std::byte> range(bytes.get() + (offset - start), length_bytes);
+    return std::vector<HostPiece>{{std::move(bytes), range}};
+  };
+  if (made_chunks_ != nullptr) {
+    MadeChunk& made = made_chunks_[chunk];
+    absl::call_once(made.once, [&] { made.bytes = MakeChunk(chunk, RunsIn(start, end)); });
+    EMA_RETURN_IF_ERROR(made.bytes.status());
+    return of_made(*made.bytes);
+  }
+  const std::vector<Run> runs = RunsIn(start, end);
+  int64_t filled = start;
+  const bool is_contiguous = std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
+    return run.stored_dtype == run.dtype && run.stored_bytes() >= kCopyBelowBytes &&
+           std::exchange(filled, run.end()) == run.offset;
+  });
+  if (!is_contiguous || filled != end) {
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> bytes, MakeChunk(chunk, runs));
+    return of_made(std::move(bytes));
+  }
+  std::vector<HostPiece> pieces;
+  for (const Run& run : runs) {
+    const int64_t from = std::max(offset, run.offset);
+    const int64_t count = std::min(offset + length_bytes, run.end()) - from;
+    if (count <= 0) continue;
+    EMA_ASSIGN_OR_RETURN(std::vector<HostPiece> found,
+                         ReadBlocks(device_, *track_.track, track_.blocks,
+                                    run.stored_offset + from - run.offset, count));
+    std::move(found.begin(), found.end(), std::back_inserter(pieces));
+  }
+  return pieces;
+}
+
+bool Reading::ChunkChangedSince(int64_t version, int64_t offset) const {
+  const Track& track = *track_.track;
+  const auto changed = [&](int64_t stored_offset, int64_t stored_bytes) {
+    const int64_t last = track.FindBlock(stored_offset + stored_bytes - 1);
+    for (int64_t block = track.FindBlock(stored_offset); block <= last; ++block) {
+      if (track_.block_versions[block] > version) return true;
+    }
+    return false;
+  };
+  const int64_t start = offset / kChunkBytes * kChunkBytes;
+  const int64_t end = ChunkEnd(offset);
+  if (is_as_stored()) return changed(start, end - start);
+  const std::vector<Run> runs = RunsIn(start, end);
+  return std::any_of(runs.begin(), runs.end(), [&changed](const Run& run) {
+    return changed(run.stored_offset, run.stored_bytes());
+  });
+}
+
+}  // namespace ema

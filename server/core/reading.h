@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a reader gets of one track at one version: its bytes laid end to end.
+#ifndef EMA_SERVER_CORE_READING_H_
+#define EMA_SERVER_CORE_READING_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/call_once.h"
+#include "absl/container/btree_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/manifest.h"
+#include "ema/selection.h"
+#include "ema/shard.h"
+#include "server/core/memory_budget.h"
+#include "server/core/snapshot.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
+// Where that is how they are stored, the snapshot's own memory is given; what is cast or cut out is
+// made on demand, a chunk at a time, and once for all who hold this object, if the memory budget
+// has room for it (else for each anew). Holds the snapshot, so the version stays pinned.
+// Thread-safe.
+class Reading {
+ public:
+  // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
+  // second-level cache between the cast and the socket.
+  static constexpr int64_t kChunkBytes = int64_t{1} << 20;
+
+  // `track` is one of `snapshot`'s; `manifest`, `device` and `budget` live while that is held.
+  // INVALID_ARGUMENT: BAD_REQUEST, a tensor that the track has not, one twice, or a dtype that
+  // floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor.
+  static absl::StatusOr<std::shared_ptr<Reading>> Create(SnapshotRef snapshot,
+                                                         const TrackSnapshot& track,
+                                                         const Manifest& manifest, Device& device,
+                                                         MemoryBudget& budget, Selection selection);
+
+  const SnapshotRef& snapshot() const { return snapshot_; }
+  const TrackSnapshot& track() const { return track_; }
+  const Selection& selection() const { return selection_; }
+
+  int64_t total_bytes() const { return layout().total_bytes(); }
+  // What is read of one tensor, and where it lies in the bytes.
+  struct Tensor {
+    int64_t index = 0;  // In the manifest.
+    const StorageLayout::Entry& place;
+    const TensorSlice* slice = nullptr;  // Null: all of it.
+  };
+  void ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const;
+
+  // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while their
+  // owners are held, and this object. REQUIRES: they are of one chunk. INTERNAL, DEVICE.
+  absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes);
+
+  // Where the chunk that holds `offset` ends. REQUIRES: offset < total_bytes().
+  int64_t ChunkEnd(int64_t offset) const {
+    return std::min((offset / kChunkBytes + 1) * kChunkBytes, total_bytes());
+  }
+  // False: the chunk that holds `offset` is as it was at `version`, which was committed, or loaded,
+  // in this life of the server.
+  bool ChunkChangedSince(int64_t version, int64_t offset) const;
+
+ private:
+  // Elements that are contiguous both where they are stored and where they are read.
+  struct Run {
+    int64_t offset = 0;  // Where they are read.
+    int64_t stored_offset = 0;
+    int64_t element_count = 0;
+    Dtype stored_dtype = Dtype::kFloat32;
+    Dtype dtype = Dtype::kFloat32;
+
+    int64_t stored_bytes() const { return element_count * DtypeSize(stored_dtype); }
+    int64_t end() const { return offset + element_count * DtypeSize(dtype); }
+  };
+  struct MadeChunk {
+    absl::once_flag once;
+    absl::StatusOr<std::shared_ptr<const std::byte>> bytes;
+  };
+
+  Reading(SnapshotRef snapshot, const TrackSnapshot& track, const Manifest& manifest,
+          Device& device, Selection selection)
+      : snapshot_(std::move(snapshot)),
+        track_(track),
+        manifest_(manifest),
+        device_(device),
+        selection_(std::move(selection)) {}
+
+  bool is_as_stored() const { return selection_ == Selection(); }
+  const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
+  // Fills in what is to be known of a part.
+  absl::Status Select();
+  absl::Status SelectSlices(absl::btree_map<int64_t, const TensorSlice*>& selected) const;
+  // What lies in [offset, end). REQUIRES: no element is cut.
+  std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
+  absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
+                                                             absl::Span<const Run> runs) const;
+
+  const SnapshotRef snapshot_;
+  const TrackSnapshot& track_;
+  const Manifest& manifest_;
+  Device& device_;
+  const Selection selection_;
+  // Of a part, by the tensors' order in it. What is read as it is stored needs none of these.
+  RankLayout boxes_;
+  StorageLayout layout_;
+  std::vector<const TensorSlice*> slices_;
+  std::unique_ptr<MemoryBudget::Reservation> reservation_;
+  std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: nothing is kept.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_READING_H_

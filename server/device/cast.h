@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Floats from one dtype to another, in host memory.
+#ifndef EMA_SERVER_DEVICE_CAST_H_
+#define EMA_SERVER_DEVICE_CAST_H_
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "ema/tensor_spec.h"
+
+namespace ema {
+
+// The definition of the cast to bfloat16: to nearest, ties to even; NaN stays NaN, quiet, with its
+// sign.
+inline uint16_t BFloat16Bits(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The same of the cast to float16. Subnormal results are kept; what is too large is infinity.
+uint16_t Float16Bits(float value);
+
+// True: CastOnCpu() takes it as the dtype to cast to.
+inline bool IsCastTarget(Dtype dtype) {
+  return dtype == Dtype::kFloat32 || dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
+}
+
+// Casts `element_count` floats, with the widest instructions the processor has; float64 by way of
+// float32. Neither side need be aligned, and they do not overlap. The same dtype is a copy.
+// REQUIRES: IsFloat(from_dtype), IsCastTarget(to_dtype).
+void CastOnCpu(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
+               int64_t element_count);
+
+// The same, one element at a time by the definitions: the reference for tests.
+void CastScalar(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
+                int64_t element_count);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_CAST_H_

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/lane_connection.h"
+
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
+#include "server/rpc/grpc_status.h"
+#include "server/rpc/pull_handler.h"
+#include "server/rpc/push_handler.h"
+
+namespace ema {
+namespace {
+
+// How a push has ended. Thread-safe.
+class PushEnding {
+ public:
+  void Set(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    result_ = result;
+  }
+  bool is_set() const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return result_.has_value();
+  }
+  // Absent: it has not ended after `max_wait`.
+  std::optional<absl::StatusOr<PushResult>> Wait(absl::Duration max_wait) const
+      ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    const auto has_ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
+    mu_.AwaitWithTimeout(absl::Condition(&has_ended), max_wait);
+    return result_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::optional<absl::StatusOr<PushResult>> result_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+void LaneConnection::Run(int fd) {
+  // A client that passes no memory is not waited for for long.
+  const absl::Time give_up = absl::Now() + absl::Seconds(5);
+  const auto is_late = [&] { return is_stopping_.load() || absl::Now() > give_up; };
+  absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
+  if (!pipe.ok()) return;
+  pipe_ = *std::move(pipe);
+  while (true) {
+    const absl::StatusOr<LanePipe::Frame> frame =
+        pipe_->Receive([this] { return is_stopping_.load(); });
+    if (!frame.ok()) return;
+    v1::LaneRequest request;
+    const absl::Status status = frame->is_chunk || !request.ParseFromString(frame->message)
+                                    ? BadMessage("a message that is no LaneRequest")
+                                    : Serve(request);
+    if (status.ok()) continue;
+    v1::LaneResponse response;
+    v1::LaneError* const error = response.mutable_error();
+    error->set_code(static_cast<int64_t>(status.code()));
+    error->set_message(std::string(status.message()));
+    *error->mutable_detail() = DetailOf(status);
+    (void)Send(response);  // The client finds the lane closed, too.
+    return;
+  }
+}
+
+absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
+  const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
+  is_stalled_.store(false, std::memory_order_relaxed);
+  switch (request.message_case()) {
+    case v1::LaneRequest::kPush:
+      return ServePush(request.push());
+    case v1::LaneRequest::kPull:
+      return ServePull(request.pull());
+    default:
+      return BadMessage("a LaneRequest that begins neither a push nor a pull");
+  }
+}
+
+absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
+  EMA_RETURN_IF_ERROR(rpc_->pushes.Enter(this));
+  absl::Cleanup leave = [this] { rpc_->pushes.Leave(this); };
+  PushHandler handler(rpc_->store.get());
+  const auto ending = std::make_shared<PushEnding>();
+  EMA_RETURN_IF_ERROR(
+      handler.OnHeader(header, [ending](const auto& result) { ending->Set(result); }));
+  while (true) {
+    const absl::StatusOr<LanePipe::Frame> frame = Receive([&] { return ending->is_set(); });
+    if (ending->is_set()) EMA_RETURN_IF_ERROR(ending->Wait(absl::ZeroDuration())->status());
+    EMA_RETURN_IF_ERROR(frame.status());
+    if (frame->is_chunk) {
+      EMA_RETURN_IF_ERROR(
+          handler.OnChunk({frame->offset, std::nullopt, static_cast<int64_t>(frame->bytes.size())},
+                          {&frame->bytes, 1}));
+      continue;
+    }
+    v1::LaneRequest request;
+    if (!request.ParseFromString(frame->message) || !request.has_commit()) {
+      return BadMessage("a message in a push that is neither a chunk nor its commit");
+    }
+    // Whoever waits for other ranks must not keep them from getting in.
+    std::move(leave).Invoke();
+    EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit(), /*with_digest=*/false));
+    break;
+  }
+  std::optional<absl::StatusOr<PushResult>> result;
+  while (!(result = ending->Wait(absl::Milliseconds(50))).has_value()) {
+    EMA_RETURN_IF_ERROR(WhyEnded(pipe_->CheckPeer([this] { return MustEnd(); })));
+  }
+  EMA_RETURN_IF_ERROR(result->status());
+  v1::LaneResponse response;
+  *response.mutable_pushed() = handler.Response(**result);
+  return Send(response);
+}
+
+absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
+  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
+  const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
+  PullHandler handler(rpc_->store.get());
+  EMA_RETURN_IF_ERROR(handler.Open(request));
+  v1::LaneResponse response;
+  *response.mutable_pull() = handler.Header();
+  EMA_RETURN_IF_ERROR(Send(response));
+  while (true) {
+    EMA_ASSIGN_OR_RETURN(const std::optional<PullHandler::Chunk> chunk,
+                         handler.Next(LanePipe::kMaxChunkBytes));
+    if (!chunk.has_value()) break;
+    SetWaiting(true);
+    const absl::StatusOr<std::byte*> place = pipe_->ReserveChunk([this] { return MustEnd(); });
+    SetWaiting(false);
+    EMA_RETURN_IF_ERROR(WhyEnded(place.status()));
+    std::byte* to = *place;
+    for (const HostPiece& piece : chunk->pieces) {
+      std::memcpy(to, piece.bytes.data(), piece.bytes.size());
+      to += piece.bytes.size();
+    }
+    pipe_->SendChunk(chunk->offset, chunk->length_bytes);
+  }
+  *response.mutable_trailer() = handler.Trailer(/*digest=*/0);
+  return Send(response);
+}
+
+absl::StatusOr<LanePipe::Frame> LaneConnection::Receive(const LanePipe::Stop& has_ended) {
+  SetWaiting(true);
+  absl::StatusOr<LanePipe::Frame> frame = pipe_->Receive([&] { return MustEnd() || has_ended(); });
+  SetWaiting(false);
+  if (!frame.ok()) return WhyEnded(frame.status());
+  return frame;
+}
+
+absl::Status LaneConnection::Send(const v1::LaneResponse& response) {
+  SetWaiting(true);
+  const absl::Status sent =
+      pipe_->SendMessage(response.SerializeAsString(), [this] { return MustEnd(); });
+  SetWaiting(false);
+  return WhyEnded(sent);
+}
+
+bool LaneConnection::MustEnd() const {
+  return is_stopping_.load() || is_stalled_.load(std::memory_order_relaxed);
+}
+
+absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
+  if (status.ok()) return status;
+  if (is_stalled_.load(std::memory_order_relaxed)) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
+                     "nothing moved on this lane for too long");
+  }
+  if (is_stopping_.load()) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                     "the server is stopping");
+  }
+  return status;
+}
+
+}  // namespace ema

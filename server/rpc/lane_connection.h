@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The server's end of one same-host lane: pushes and pulls, one after another.
+#ifndef EMA_SERVER_RPC_LANE_CONNECTION_H_
+#define EMA_SERVER_RPC_LANE_CONNECTION_H_
+
+#include <atomic>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/v1/lane.pb.h"
+#include "server/base/lane_pipe.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Has a thread of its own, in which Run() goes on until the client leaves, a call fails, or
+// `is_stopping`. Chunks are folded where the client has written them.
+class LaneConnection final : public StreamCall {
+ public:
+  // `rpc` and `is_stopping` outlive it.
+  LaneConnection(RpcContext* rpc, const std::atomic<bool>* is_stopping)
+      : rpc_(rpc), is_stopping_(*is_stopping) {}
+
+  // Takes `fd`, a connection to the lanes' socket.
+  void Run(int fd);
+
+ private:
+  void EndStalled() override { is_stalled_.store(true, std::memory_order_relaxed); }
+
+  absl::Status Serve(const v1::LaneRequest& request);
+  absl::Status ServePush(const v1::PushHeader& header);
+  absl::Status ServePull(const v1::PullRequest& request);
+  // The next frame of a call. An error says why the call ends.
+  absl::StatusOr<LanePipe::Frame> Receive(const LanePipe::Stop& has_ended);
+  absl::Status Send(const v1::LaneResponse& response);
+  // Whether a wait for the client is to end.
+  bool MustEnd() const;
+  absl::Status WhyEnded(const absl::Status& status) const;
+
+  RpcContext* const rpc_;
+  const std::atomic<bool>& is_stopping_;
+  std::unique_ptr<LanePipe> pipe_;
+  std::atomic<bool> is_stalled_ = false;  // Relaxed: it is looked at again and again.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_LANE_CONNECTION_H_

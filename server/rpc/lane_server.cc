@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/lane_server.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/lane_pipe.h"
+#include "server/rpc/lane_connection.h"
+
+namespace ema {
+namespace {
+
+// How long a stop, or a lane that has ended, may wait to be seen.
+constexpr int kPollMs = 100;
+
+std::string RandomName() {
+  std::random_device random;
+  std::string name = "ema-lane-";
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&name, absl::Hex(random(), absl::kZeroPad8));
+  return name;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc, int64_t max_lanes) {
+  std::string name = RandomName();
+  EMA_ASSIGN_OR_RETURN(const int fd, ListenForLanes(name));
+  std::unique_ptr<LaneServer> server(new LaneServer(rpc, max_lanes, std::move(name), fd));
+  server->accepting_ = std::thread([server = server.get()] { server->Accept(); });
+  return server;
+}
+
+void LaneServer::Stop() {
+  if (is_stopping_.exchange(true)) return;
+  accepting_.join();
+  for (Lane& lane : lanes_) lane.thread.join();
+  close(fd_);
+}
+
+void LaneServer::Accept() {
+  while (!is_stopping_.load()) {
+    pollfd polled{fd_, POLLIN, 0};
+    const int ready = poll(&polled, 1, kPollMs);
+    for (auto lane = lanes_.begin(); lane != lanes_.end();) {
+      if (!lane->has_ended.load()) {
+        ++lane;
+        continue;
+      }
+      lane->thread.join();
+      lane = lanes_.erase(lane);
+    }
+    if (ready <= 0) continue;
+    const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (fd < 0) {
+      poll(nullptr, 0, kPollMs);  // Out of descriptors: the client has gRPC.
+      continue;
+    }
+    if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
+      close(fd);
+      continue;
+    }
+    Lane& lane = lanes_.emplace_back();
+    lane.thread = std::thread([this, fd, &lane] {
+      LaneConnection(rpc_, &is_stopping_).Run(fd);
+      lane.has_ended.store(true);
+    });
+  }
+}
+
+}  // namespace ema

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Takes the same-host lanes of clients.
+#ifndef EMA_SERVER_RPC_LANE_SERVER_H_
+#define EMA_SERVER_RPC_LANE_SERVER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/statusor.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Each lane has a thread. Stop() and the destructor are for one thread; the rest is thread-safe.
+class LaneServer {
+ public:
+  // Listens on a socket with a random name. At most `max_lanes` at once: more are closed, and their
+  // clients take gRPC. `rpc` outlives it. UNAVAILABLE: the system refuses.
+  static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, int64_t max_lanes);
+  ~LaneServer() { Stop(); }
+
+  const std::string& socket_name() const { return socket_name_; }
+
+  // Ends all lanes, whatever they are doing.
+  void Stop();
+
+ private:
+  LaneServer(RpcContext* rpc, int64_t max_lanes, std::string socket_name, int fd)
+      : rpc_(rpc), max_lanes_(max_lanes), socket_name_(std::move(socket_name)), fd_(fd) {}
+
+  void Accept();
+
+  RpcContext* const rpc_;
+  const int64_t max_lanes_;
+  const std::string socket_name_;
+  const int fd_;
+  std::atomic<bool> is_stopping_ = false;
+  struct Lane {
+    std::thread thread;
+    std::atomic<bool> has_ended = false;
+  };
+  std::list<Lane> lanes_;  // The accepting thread's, until that has ended.
+  std::thread accepting_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_LANE_SERVER_H_

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/pull_handler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
+
+namespace ema {
+
+absl::Status PullHandler::Open(const v1::PullRequest& request) {
+  EMA_ASSIGN_OR_RETURN(model_, store_->Get(request.model()));
+  EMA_RETURN_IF_ERROR(OpenReading(request));
+  if (reading_ == nullptr) return absl::OkStatus();
+  record_ = reading_->snapshot()->record;
+  if (request.offset() < 0 || request.offset() > reading_->total_bytes()) {
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
+                     absl::StrCat("offset: ", request.offset(), " given, expected 0 to ",
+                                  reading_->total_bytes()));
+  }
+  position_ = request.offset();
+  const v1::VersionId& base = request.base();
+  if (request.has_base() && model_->RemembersVersion(base.version(), base.incarnation())) {
+    base_version_ = base.version();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
+  if (request.version() < 0) {
+    return BadMessage(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
+  }
+  if (request.has_if_newer_than()) {
+    if (request.version() != 0) {
+      return BadMessage(absl::StrCat("version: ", request.version(),
+                                     " given with if_newer_than, which is about the newest: "
+                                     "expected 0"));
+    }
+    const v1::VersionId& known = request.if_newer_than();
+    EMA_ASSIGN_OR_RETURN(const std::optional<VersionRecord> newest,
+                         model_->NewestOf(request.track()));
+    if (newest.has_value() && std::pair(newest->incarnation, newest->version) <=
+                                  std::pair(known.incarnation(), known.version())) {
+      record_ = *newest;
+      return absl::OkStatus();
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(Selection selection, FromProto(request.selection()));
+  EMA_ASSIGN_OR_RETURN(reading_, model_->OpenReading(request.track(), request.version(),
+                                                     request.incarnation(), std::move(selection)));
+  return absl::OkStatus();
+}
+
+v1::PullHeader PullHandler::Header() const {
+  v1::PullHeader header;
+  *header.mutable_version() = ToProto(record_);
+  header.set_not_newer(reading_ == nullptr);
+  header.set_omits_unchanged(base_version_.has_value());
+  if (reading_ == nullptr) return header;
+  header.set_total_bytes(reading_->total_bytes());
+  reading_->ForEachTensor([&](const Reading::Tensor& read) {
+    v1::PullHeader::Tensor* const tensor = header.add_tensors();
+    v1::TensorSpec* const spec = tensor->mutable_spec();
+    ToProto(model_->manifest().tensor(read.index), spec);
+    spec->set_dtype(static_cast<v1::Dtype>(read.place.dtype));
+    tensor->set_offset(read.place.offset);
+    tensor->set_length_bytes(read.place.length_bytes);
+    if (read.slice == nullptr) return;
+    spec->mutable_shape()->Assign(read.slice->extents.begin(), read.slice->extents.end());
+    tensor->mutable_slice_offsets()->Assign(read.slice->offsets.begin(), read.slice->offsets.end());
+  });
+  return header;
+}
+
+absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next(int64_t max_bytes) {
+  if (reading_ == nullptr) return std::nullopt;
+  if (base_version_.has_value()) {
+    while (position_ < reading_->total_bytes() &&
+           !reading_->ChunkChangedSince(*base_version_, position_)) {
+      position_ = reading_->ChunkEnd(position_);
+    }
+  }
+  if (position_ == reading_->total_bytes()) return std::nullopt;
+  Chunk chunk{.offset = position_,
+              .length_bytes = std::min(max_bytes, reading_->ChunkEnd(position_) - position_),
+              .pieces = {}};
+  EMA_ASSIGN_OR_RETURN(chunk.pieces, reading_->Read(chunk.offset, chunk.length_bytes));
+  position_ += chunk.length_bytes;
+  sent_bytes_ += chunk.length_bytes;
+  ++chunk_count_;
+  return chunk;
+}
+
+v1::PullTrailer PullHandler::Trailer(uint32_t digest) const {
+  v1::PullTrailer trailer;
+  trailer.set_chunk_count(chunk_count_);
+  trailer.set_total_bytes(sent_bytes_);
+  trailer.set_digest(digest);
+  return trailer;
+}
+
+}  // namespace ema

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a Pull sends, whatever carries it.
+#ifndef EMA_SERVER_RPC_PULL_HANDLER_H_
+#define EMA_SERVER_RPC_PULL_HANDLER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/v1/ema_service.pb.h"
+#include "server/core/model.h"
+#include "server/core/model_store.h"
+#include "server/core/reading.h"
+
+namespace ema {
+
+// One pull: header, chunks, trailer. Keeps the version pinned. For one thread at a time.
+class PullHandler {
+ public:
+  // `store` outlives it.
+  explicit PullHandler(ModelStore* store) : store_(store) {}
+
+  // Errors as Pull in ema_service.proto.
+  absl::Status Open(const v1::PullRequest& request);
+
+  v1::PullHeader Header() const;
+  struct Chunk {
+    int64_t offset = 0;
+    int64_t length_bytes = 0;
+    std::vector<HostPiece> pieces;  // Valid while their owners and reading() are held.
+  };
+  // The next chunk, of at most `max_bytes`; absent: all have been sent. INTERNAL, DEVICE.
+  absl::StatusOr<std::optional<Chunk>> Next(int64_t max_bytes);
+  // `digest`: CRC32C of the chunks' data.
+  v1::PullTrailer Trailer(uint32_t digest) const;
+
+  const std::shared_ptr<Reading>& reading() const { return reading_; }
+  // Lets the version go.
+  void Close() { reading_.reset(); }
+
+ private:
+  // Sets `reading_`, unless there is nothing newer to read.
+  absl::Status OpenReading(const v1::PullRequest& request);
+
+  ModelStore* const store_;
+  std::shared_ptr<Model> model_;
+  VersionRecord record_;
+  std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
+  std::optional<int64_t> base_version_;  // The reader has what was the same then.
+  int64_t position_ = 0;                 // In the reading's bytes.
+  int64_t sent_bytes_ = 0;
+  int64_t chunk_count_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_PULL_HANDLER_H_

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/push_handler.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
+
+namespace ema {
+
+absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on_end) {
+  if (push_ != nullptr) return BadMessage("a second header");
+  EMA_ASSIGN_OR_RETURN(model_, store_->Get(header.model()));
+  PushStart start;
+  start.run_epoch = header.run_epoch();
+  start.rank = header.rank();
+  start.layout_digest = header.layout_digest();
+  start.step = header.step();
+  start.time = FromProto(header.time());
+  start.plan_revision = plan_revision_ = header.plan_revision();
+  if (!v1::PushHeader::Frozen_IsValid(header.frozen())) {
+    return BadMessage(absl::StrCat("frozen ", static_cast<int>(header.frozen())));
+  }
+  start.frozen = static_cast<FrozenTensors>(header.frozen());
+  EMA_ASSIGN_OR_RETURN(push_, model_->OpenPush(start, std::move(on_end)));
+  return absl::OkStatus();
+}
+
+absl::Status PushHandler::OnChunk(const ChunkHeader& header,
+                                  std::span<const std::span<const std::byte>> pieces) {
+  if (push_ == nullptr) return BadMessage("a chunk before the header");
+  return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
+}
+
+absl::Status PushHandler::OnCommit(const v1::PushCommit& commit, bool with_digest) {
+  if (push_ == nullptr) return BadMessage("a commit before the header");
+  PushEnd end{
+      .chunk_count = commit.chunk_count(), .total_bytes = commit.total_bytes(), .digest = {}};
+  if (with_digest) {
+    EMA_ASSIGN_OR_RETURN(end.digest, ReadChecksum("commit.digest", commit.digest()));
+  }
+  return push_->Commit(end);
+}
+
+v1::PushResponse PushHandler::Response(const PushResult& result) const {
+  v1::PushResponse response;
+  *response.mutable_version() = ToProto(result.record);
+  response.set_applied_step(result.record.step);
+  response.set_durable_step(model_->durable_step());
+  response.set_duplicate(result.duplicate);
+  *response.mutable_plan() = ToProto(result.plan, plan_revision_);
+  return response;
+}
+
+}  // namespace ema

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What becomes of the messages of a Push, whatever has carried them.
+#ifndef EMA_SERVER_RPC_PUSH_HANDLER_H_
+#define EMA_SERVER_RPC_PUSH_HANDLER_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "ema/v1/chunk_codec.h"
+#include "ema/v1/ema_service.pb.h"
+#include "server/core/model.h"
+#include "server/core/model_store.h"
+
+namespace ema {
+
+// One push of one rank. An error from any function ends the push. For one thread at a time.
+class PushHandler {
+ public:
+  // `store` outlives it.
+  explicit PushHandler(ModelStore* store) : store_(store) {}
+
+  // `on_end` as Model::OpenPush() calls it.
+  absl::Status OnHeader(const v1::PushHeader& header, PushCallback on_end);
+  absl::Status OnChunk(const ChunkHeader& header,
+                       std::span<const std::span<const std::byte>> pieces);
+  // `with_digest`: the commit's digest is to be compared.
+  absl::Status OnCommit(const v1::PushCommit& commit, bool with_digest);
+
+  // The reply. REQUIRES: the push has ended with this `result`.
+  v1::PushResponse Response(const PushResult& result) const;
+  // Lets the session go.
+  void Close() { push_.reset(); }
+
+ private:
+  ModelStore* const store_;
+  std::shared_ptr<Model> model_;
+  int64_t plan_revision_ = 0;  // As the header has it.
+  std::unique_ptr<RankPush> push_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_PUSH_HANDLER_H_

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The ways to a server: IPv4, IPv6, unix sockets, and how many may take them.
+#include <unistd.h>
+
+#include "absl/time/clock.h"
+#include "ema/client.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ConnectionsTest : public RpcFixture {
+ protected:
+  std::string path_ = absl::StrCat("/tmp/ema-connections-test-", getpid(), ".sock");
+  std::string socket_ = absl::StrCat("unix:", path_);
+
+  // Pushes and pulls, by gRPC.
+  static absl::Status Use(const std::string& address, absl::Duration timeout = absl::Seconds(20)) {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Client> client,
+                         Client::Create(address, {.timeout = timeout, .same_host_lane = false}));
+    constexpr int64_t kCount = 500'000;
+    const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kCount}}});
+    EMA_RETURN_IF_ERROR(
+        client
+            ->CreateModel("used", manifest, {{.name = "ema", .schedule = *Schedule::Parse("1ba")}})
+            .status());
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<ema::Run> run, client->OpenRun("used", {}));
+    const int64_t step = run->latest().has_value() ? run->latest()->step + 1 : 1;
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(step));
+    const std::vector<float> weights(kCount, 3.0f);
+    EMA_RETURN_IF_ERROR(
+        run->Push(step, time, {std::as_bytes(std::span(weights))}, timeout).status());
+    std::vector<float> pulled;
+    EMA_RETURN_IF_ERROR(client
+                            ->Pull(
+                                "used", "ema", {},
+                                [&](const PullInfo& info) {
+                                  pulled.resize(info.total_bytes / 4);
+                                  return std::as_writable_bytes(std::span(pulled));
+                                },
+                                timeout)
+                            .status());
+    return pulled == weights ? absl::OkStatus() : absl::DataLossError("other values");
+  }
+};
+
+TEST_F(ConnectionsTest, AServerIsReachedByEachOfItsAddresses) {
+  RpcServer::Options options;
+  options.listen_addresses = {"127.0.0.1:0", socket_, "[::1]:0"};
+  StartServer(options);
+  EXPECT_THAT(Use(address_), IsOk());
+  EXPECT_THAT(Use(socket_), IsOk());
+  server_.reset();
+  EXPECT_NE(access(path_.c_str(), F_OK), 0);  // The file goes with the server.
+
+  options.listen_addresses = {"[::1]:0"};
+  StartServer(options);
+  EXPECT_THAT(Use(absl::StrCat("[::1]:", server_->port())), IsOk());
+}
+
+TEST_F(ConnectionsTest, AFileThatAKilledServerHasLeftIsReplaced) {
+  RpcServer::Options options;
+  options.listen_addresses = {"127.0.0.1:0", socket_};
+  StartServer(options);
+  ASSERT_EQ(link(path_.c_str(), absl::StrCat(path_, ".left").c_str()), 0);
+  server_.reset();
+  ASSERT_EQ(rename(absl::StrCat(path_, ".left").c_str(), path_.c_str()), 0);
+  StartServer(options);
+  EXPECT_THAT(Use(socket_), IsOk());
+  // One at a time.
+  EXPECT_THAT(RpcServer::Start(store_, {}, options),
+              StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr(path_)));
+}
+
+TEST_F(ConnectionsTest, BadAddressesAreRefused) {
+  for (const std::string address : {"unix:relative", "unix:", "unix:/no-such-folder/x"}) {
+    RpcServer::Options options;
+    options.listen_addresses = {address};
+    EXPECT_NE(RpcServer::Start(store_, {}, options).status().code(), absl::StatusCode::kOk)
+        << address;
+  }
+  EXPECT_THAT(Client::Create("unix:relative"),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("unix:/path")));
+  EXPECT_EQ(Use(socket_, absl::Milliseconds(100)).code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
+  RpcServer::Options options;
+  options.connections.connections = 2;
+  StartServer(options);
+  {
+    const std::unique_ptr<Client> first = *Client::Create(address_);
+    const std::unique_ptr<Client> second = *Client::Create(address_);
+    ASSERT_THAT(first->ListModels(), IsOk());
+    ASSERT_THAT(second->ListModels(), IsOk());
+    EXPECT_EQ(Use(address_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(first->ListModels(), IsOk());
+  }
+  EXPECT_THAT(Use(address_), IsOk());
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The same-host lane: the client of the product and the server, through shared memory; and what a
+// client of this host can do wrong there.
+#include <cstring>
+#include <thread>
+
+#include "absl/time/clock.h"
+#include "ema/client.h"
+#include "ema/v1/lane.pb.h"
+#include "server/base/lane_pipe.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+// A model "big" with one track of 3 MB, which takes the ring several times over.
+class LaneTest : public RpcFixture {
+ protected:
+  static constexpr int64_t kCount = 750'001;
+
+  void Start(RpcServer::Options options = {}, Client::Options client_options = {}) {
+    StartServer(options);
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(address_, client_options));
+    const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kCount}}});
+    ASSERT_THAT(client_->CreateModel("big", manifest,
+                                     {{.name = "ema", .schedule = *Schedule::Parse("1ba")}}),
+                IsOk());
+  }
+
+  void OpenRun(Client::RunOptions options = {}) {
+    EMA_ASSERT_OK_AND_ASSIGN(trainer_, client_->OpenRun("big", options));
+  }
+
+  static TrainingTime At(int64_t step) {
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(step));
+    return time;
+  }
+
+  absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(int64_t step, float value) {
+    weights_.assign(kCount, value);
+    return trainer_->StartPush(step, At(step), {std::as_bytes(std::span(weights_))},
+                               absl::Seconds(30));
+  }
+  absl::StatusOr<Version> Push(int64_t step, float value) {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push, StartPush(step, value));
+    EMA_ASSIGN_OR_RETURN(Version version, push->Wait());
+    stats_ = push->stats();
+    return version;
+  }
+
+  // The value of every element; NaN if they differ.
+  absl::StatusOr<float> Pull(const Client::PullOptions& options = {}) {
+    std::vector<float> pulled;
+    EMA_ASSIGN_OR_RETURN(info_, client_->Pull(
+                                    "big", "ema", options,
+                                    [&](const PullInfo& info) {
+                                      pulled.assign(info.total_bytes / 4, -1);
+                                      return std::as_writable_bytes(std::span(pulled));
+                                    },
+                                    absl::Seconds(30)));
+    for (const float value : pulled) {
+      if (value != pulled[0]) return std::nanf("");
+    }
+    return pulled.empty() ? 0 : pulled[0];
+  }
+
+  // A lane of a client that keeps to no rules.
+  std::unique_ptr<LanePipe> RawLane() {
+    v1::GetLaneResponse offer;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub_->GetLane(&context, v1::GetLaneRequest(), &offer).ok());
+    absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(offer.socket_name());
+    EXPECT_THAT(lane, IsOk());
+    return lane.ok() ? *std::move(lane) : nullptr;
+  }
+  static v1::LaneResponse Answer(LanePipe& lane) {
+    v1::LaneResponse response;
+    const absl::StatusOr<LanePipe::Frame> frame = lane.Receive(nullptr);
+    EXPECT_THAT(frame, IsOk());
+    EXPECT_TRUE(frame.ok() && response.ParseFromString(frame->message));
+    return response;
+  }
+  v1::LaneRequest PushRequest(int64_t step) const {
+    v1::LaneRequest request;
+    v1::PushHeader& header = *request.mutable_push();
+    header.set_model("big");
+    header.set_run_epoch(trainer_->run_epoch());
+    header.set_layout_digest(trainer_->layout().digest());
+    header.set_step(step);
+    header.mutable_time()->set_batch(step);
+    return request;
+  }
+  static bool IsClosed(LanePipe& lane) { return !lane.Receive(nullptr).ok(); }
+
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<ema::Run> trainer_;
+  std::vector<float> weights_;
+  PendingPush::Stats stats_;
+  PullInfo info_;
+};
+
+TEST_F(LaneTest, PushesAndPullsGoThroughSharedMemory) {
+  Start();
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_EQ(LaneName(stats_.lane), "shared memory");
+  EXPECT_EQ(stats_.sent_bytes, kCount * 4);
+  EXPECT_EQ(stats_.stream_count, 1);
+  ASSERT_THAT(Push(2, 4), IsOk());
+  EXPECT_THAT(Pull(), IsOkAndHolds(6));
+  EXPECT_EQ(LaneName(info_.lane), "shared memory");
+  EXPECT_EQ(info_.received_bytes, kCount * 4);
+  EXPECT_THAT(Pull({.version = 1}), IsOkAndHolds(8));
+}
+
+TEST_F(LaneTest, SelectionsAndWhatIsNotNewerGoThroughItToo) {
+  Start();
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_THAT(Pull({.selection = {.slices = {{"w", {5}, {10}}}}}), IsOkAndHolds(8));
+  EXPECT_EQ(info_.total_bytes, 40);
+  const VersionId known{info_.version.number, info_.version.incarnation};
+  ASSERT_THAT(Pull({.if_newer_than = known}), IsOk());
+  EXPECT_TRUE(info_.not_newer);
+  EXPECT_EQ(info_.lane, Lane::kSharedMemory);
+}
+
+TEST_F(LaneTest, RanksPushAtOnceEachThroughItsOwn) {
+  Start();
+  constexpr int64_t kRanks = 4;
+  std::vector<std::thread> ranks;
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([this, rank] {
+      const std::unique_ptr<Client> client = *Client::Create(address_);
+      const int64_t begin = kCount * rank / kRanks;
+      const int64_t count = kCount * (rank + 1) / kRanks - begin;
+      const auto run =
+          client->OpenRun("big", {.launch_id = "four",
+                                  .rank = rank,
+                                  .world_size = kRanks,
+                                  .shards = std::vector<Shard>{{0, {begin}, {count}}}});
+      ASSERT_THAT(run, IsOk());
+      for (int64_t step = 1; step <= 20; ++step) {
+        const std::vector<float> values(count, static_cast<float>(step));
+        const auto push = (*run)->StartPush(step, At(step), {std::as_bytes(std::span(values))},
+                                            absl::Seconds(30));
+        ASSERT_THAT(push, IsOk());
+        ASSERT_THAT((*push)->Wait(), IsOk());
+        EXPECT_EQ((*push)->stats().lane, Lane::kSharedMemory);
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  const absl::StatusOr<float> value = Pull();
+  ASSERT_THAT(value, IsOk());
+  EXPECT_NEAR(*value, 19, 1e-4);
+}
+
+TEST_F(LaneTest, EitherSideCanDoWithout) {
+  RpcServer::Options options;
+  options.same_host_lane = false;
+  Start(options);
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_EQ(LaneName(stats_.lane), "grpc");
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
+  EXPECT_EQ(info_.lane, Lane::kGrpc);
+
+  server_.reset();
+  Start({}, {.same_host_lane = false});
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_EQ(stats_.lane, Lane::kGrpc);
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
+  EXPECT_EQ(info_.lane, Lane::kGrpc);
+}
+
+TEST_F(LaneTest, ErrorsComeThroughWithTheirReason) {
+  Start();
+  OpenRun();
+  ASSERT_THAT(Push(5, 8), IsOk());
+  EXPECT_THAT(Push(4, 8), ReasonIs(ErrorReason::kStaleStep));
+  EXPECT_THAT(client_->Pull("big", "nope", {}, nullptr, absl::Seconds(5)),
+              ReasonIs(ErrorReason::kTrackNotFound));
+  weights_.assign(kCount, 1.0f);
+  weights_[700'000] = std::nanf("");
+  EXPECT_THAT(trainer_->Push(6, At(6), {std::as_bytes(std::span(weights_))}, absl::Seconds(30)),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("element 700000")));
+  ASSERT_THAT(Push(7, 8), IsOk());
+  EXPECT_EQ(stats_.lane, Lane::kSharedMemory);
+}
+
+TEST_F(LaneTest, AServerThatIsStartedAgainIsFoundAgain) {
+  Start();
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  // The lane that the client has kept leads nowhere.
+  server_.reset();
+  const std::string address = address_;
+  StartServer();
+  ASSERT_NE(address_, address);
+  EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(address_));
+  trainer_.reset();
+  EXPECT_THAT(Pull(), ReasonIs(ErrorReason::kModelNotFound));
+}
+
+TEST_F(LaneTest, WhoeverFindsNoLaneLeftTakesGrpc) {
+  RpcServer::Options options;
+  options.max_push_streams = 1;
+  options.max_pull_streams = 1;
+  Start(options);
+  OpenRun();
+  const std::unique_ptr<LanePipe> first = RawLane();
+  const std::unique_ptr<LanePipe> second = RawLane();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_EQ(stats_.lane, Lane::kGrpc);
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
+}
+
+TEST_F(LaneTest, AClientThatLeavesInTheMiddleOfAPushHarmsNobody) {
+  Start();
+  OpenRun();
+  {
+    const std::unique_ptr<LanePipe> lane = RawLane();
+    ASSERT_THAT(lane->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
+    std::byte* const place = *lane->ReserveChunk(nullptr);
+    std::memset(place, 0, 4096);
+    lane->SendChunk(0, 4096);
+  }
+  ASSERT_THAT(Push(2, 8), IsOk());
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
+}
+
+TEST_F(LaneTest, WhatIsOutOfOrderEndsTheLaneWithAnError) {
+  Start();
+  OpenRun();
+  std::unique_ptr<LanePipe> lane = RawLane();
+  ASSERT_THAT(lane->SendMessage("\xff\xff nonsense", nullptr), IsOk());
+  EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_BAD_REQUEST);
+  EXPECT_TRUE(IsClosed(*lane));
+
+  lane = RawLane();
+  ASSERT_THAT(lane->ReserveChunk(nullptr), IsOk());
+  lane->SendChunk(0, 100);
+  EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_BAD_REQUEST);
+
+  lane = RawLane();
+  ASSERT_THAT(lane->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
+  ASSERT_THAT(lane->ReserveChunk(nullptr), IsOk());
+  lane->SendChunk(-8, 100);
+  EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_BAD_CHUNK);
+
+  lane = RawLane();
+  ASSERT_THAT(lane->SendMessage(PushRequest(2).SerializeAsString(), nullptr), IsOk());
+  v1::LaneRequest commit;
+  commit.mutable_commit()->set_chunk_count(1);
+  ASSERT_THAT(lane->SendMessage(commit.SerializeAsString(), nullptr), IsOk());
+  EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_COUNT_MISMATCH);
+
+  lane = RawLane();
+  ASSERT_THAT(lane->SendMessage(PushRequest(3).SerializeAsString(), nullptr), IsOk());
+  commit.mutable_commit()->set_chunk_count(0);
+  ASSERT_THAT(lane->SendMessage(commit.SerializeAsString(), nullptr), IsOk());
+  EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_PUSH_INCOMPLETE);
+  ASSERT_THAT(Push(4, 8), IsOk());
+}
+
+TEST_F(LaneTest, WhoeverStallsIsEnded) {
+  RpcServer::Options options;
+  options.stall_timeout = absl::Milliseconds(300);
+  Start(options);
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  const std::unique_ptr<LanePipe> pusher = RawLane();
+  ASSERT_THAT(pusher->SendMessage(PushRequest(2).SerializeAsString(), nullptr), IsOk());
+  EXPECT_EQ(Answer(*pusher).error().detail().reason(), v1::ERROR_REASON_STALLED);
+
+  const std::unique_ptr<LanePipe> puller = RawLane();
+  v1::LaneRequest pull;
+  pull.mutable_pull()->set_model("big");
+  pull.mutable_pull()->set_track("ema");
+  ASSERT_THAT(puller->SendMessage(pull.SerializeAsString(), nullptr), IsOk());
+  EXPECT_TRUE(Answer(*puller).has_pull());
+  // Reads nothing more: the ring is full, and the server ends the lane.
+  const absl::Time give_up = absl::Now() + absl::Seconds(20);
+  while (puller->CheckPeer(nullptr).ok() && absl::Now() < give_up) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_FALSE(puller->CheckPeer(nullptr).ok());
+  // The pin has gone with it.
+  for (int64_t step = 3; step < 8; ++step) ASSERT_THAT(Push(step, 8), IsOk());
+}
+
+TEST_F(LaneTest, APushThatIsAbandonedFreesTheWeightsAndTheStep) {
+  Start();
+  OpenRun({.launch_id = "two", .world_size = 2, .shards = std::vector<Shard>{{0, {0}, {1}}}});
+  ema::Run& waiting = *trainer_;
+  const std::unique_ptr<ema::Run> other =
+      *client_->OpenRun("big", {.launch_id = "two",
+                                .rank = 1,
+                                .world_size = 2,
+                                .shards = std::vector<Shard>{{0, {1}, {kCount - 1}}}});
+  const float one = 1;
+  const auto push =
+      waiting.StartPush(1, At(1), {std::as_bytes(std::span(&one, 1))}, absl::Seconds(30));
+  ASSERT_THAT(push, IsOk());
+  EXPECT_TRUE((*push)->WaitReleased(absl::Seconds(20)));
+  (*push)->Abandon();
+  EXPECT_THAT((*push)->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  EXPECT_THAT(other->QueryPush(1, false)->state, PushProgress::State::kUnknown);
+}
+
+}  // namespace
+}  // namespace ema
