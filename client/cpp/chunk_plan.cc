@@ -6,6 +6,7 @@
 
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
+#include "server/device/cast.h"
 
 namespace ema::client_internal {
 namespace {
@@ -48,7 +49,6 @@ ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_
                          absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate)
     : layout_(layout), plan_(plan), shards_(shards), gate_(gate), crcs_(chunk_count) {}
 
-// Calls `visit(piece)` for each stretch of the chunk that is contiguous in memory, in order.
 template <typename Visitor>
 void ChunkWriter::ForEachPiece(int64_t chunk, Visitor visit) const {
   int64_t offset = plan_->offset(chunk);
@@ -56,15 +56,35 @@ void ChunkWriter::ForEachPiece(int64_t chunk, Visitor visit) const {
   for (int64_t shard = layout_->FindShard(offset); offset < end; ++shard) {
     const int64_t in_shard = offset - layout_->shard_start(shard);
     const int64_t length = std::min(end, layout_->shard_start(shard + 1)) - offset;
-    if (length > 0) visit(shards_[shard].subspan(in_shard, length));
+    if (length > 0) visit(shard, in_shard, length);
     offset += length;
   }
 }
 
+void ChunkWriter::CopyInto(int64_t chunk, std::byte* to) const {
+  ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+    const std::span<const std::byte> bytes = shards_[shard];
+    const int64_t sent_bytes = layout_->shard_start(shard + 1) - layout_->shard_start(shard);
+    if (static_cast<int64_t>(bytes.size()) == sent_bytes) {
+      std::memcpy(to, bytes.data() + in_shard, length);
+    } else {
+      CastOnCpu(Dtype::kFloat32, bytes.data() + in_shard * 2, Dtype::kBFloat16, to, length / 2);
+    }
+    to += length;
+  });
+}
+
 uint32_t ChunkWriter::Checksum(int64_t chunk) {
   Crc crc;
-  ForEachPiece(chunk,
-               [&crc](std::span<const std::byte> piece) { crc.value = Crc32c(crc.value, piece); });
+  if (layout_->wire_dtype() == WireDtype::kAsPushed) {
+    ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+      crc.value = Crc32c(crc.value, shards_[shard].subspan(in_shard, length));
+    });
+  } else {
+    std::vector<std::byte> rounded(plan_->length_bytes(chunk));
+    CopyInto(chunk, rounded.data());
+    crc.value = Crc32c(0, rounded);
+  }
   crc.known = true;
   crcs_[chunk] = crc;
   return crc.value;
@@ -78,7 +98,8 @@ void ChunkWriter::FlushCopied() {
 
 std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk) {
   if (!gate_->BeginRead()) return std::nullopt;
-  grpc::ByteBuffer message = Encode(chunk);
+  grpc::ByteBuffer message =
+      layout_->wire_dtype() == WireDtype::kAsPushed ? Encode(chunk) : EncodeRounded(chunk);
   gate_->EndRead();
   return message;
 }
@@ -88,8 +109,9 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
                                                 .crc32c = Checksum(chunk),
                                                 .data_bytes = plan_->length_bytes(chunk)});
   copied_.assign(prefix.bytes.begin(), prefix.bytes.begin() + prefix.size);
-  ForEachPiece(chunk, [this](std::span<const std::byte> piece) {
-    if (static_cast<int64_t>(piece.size()) < kCopyBelowBytes) {
+  ForEachPiece(chunk, [this](int64_t shard, int64_t in_shard, int64_t length) {
+    const std::span<const std::byte> piece = shards_[shard].subspan(in_shard, length);
+    if (length < kCopyBelowBytes) {
       copied_.insert(copied_.end(), piece.begin(), piece.end());
       return;
     }
@@ -105,12 +127,21 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
   return message;
 }
 
+grpc::ByteBuffer ChunkWriter::EncodeRounded(int64_t chunk) {
+  const int64_t length_bytes = plan_->length_bytes(chunk);
+  grpc::Slice data(length_bytes);
+  auto* const bytes = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(data.begin()));
+  CopyInto(chunk, bytes);
+  crcs_[chunk] = {.value = Crc32c(0, {bytes, static_cast<size_t>(length_bytes)}), .known = true};
+  const ChunkPrefix prefix = EncodeChunkPrefix(
+      {.offset = plan_->offset(chunk), .crc32c = crcs_[chunk].value, .data_bytes = length_bytes});
+  const grpc::Slice slices[] = {grpc::Slice(prefix.bytes.data(), prefix.size), std::move(data)};
+  return grpc::ByteBuffer(slices, std::size(slices));
+}
+
 bool ChunkWriter::Copy(int64_t chunk, std::byte* to) {
   if (!gate_->BeginRead()) return false;
-  ForEachPiece(chunk, [&to](std::span<const std::byte> piece) {
-    std::memcpy(to, piece.data(), piece.size());
-    to += piece.size();
-  });
+  CopyInto(chunk, to);
   gate_->EndRead();
   crcs_[chunk] = {.is_copied = true};
   return true;

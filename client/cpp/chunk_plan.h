@@ -48,7 +48,7 @@ class ChunkPlan {
 
 // Makes the messages of one push. The weights go by reference: each large piece is a slice that
 // `gate` counts until gRPC has dropped it; pieces below 4 KiB are copied, which is cheaper than a
-// slice. For one thread.
+// slice, and where weights are rounded for the wire, all are. For one thread.
 class ChunkWriter {
  public:
   // All outlive this object; `gate` and what `shards` point to also the messages.
@@ -69,9 +69,14 @@ class ChunkWriter {
   std::optional<uint32_t> Digest();
 
  private:
+  // Calls `visit(shard, in_shard, length_bytes)` for each stretch of the chunk that is contiguous
+  // in memory, in order; both count the rank's bytes.
   template <typename Visitor>
   void ForEachPiece(int64_t chunk, Visitor visit) const;
+  // Copies a chunk, rounding what is rounded for the wire.
+  void CopyInto(int64_t chunk, std::byte* to) const;
   grpc::ByteBuffer Encode(int64_t chunk);
+  grpc::ByteBuffer EncodeRounded(int64_t chunk);
   uint32_t Checksum(int64_t chunk);
   void FlushCopied();
 

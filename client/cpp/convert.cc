@@ -94,6 +94,7 @@ Version FromProto(const v1::VersionRecord& proto) {
   for (const v1::TrackRecord& track : proto.tracks()) version.tracks.push_back(FromProto(track));
   version.skipped_tensor_count = proto.skipped_tensor_count();
   version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
+  version.wire_dtype = static_cast<WireDtype>(proto.wire_dtype());
   return version;
 }
 

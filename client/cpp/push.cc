@@ -132,11 +132,11 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   frozen_ = omits_frozen      ? v1::PushHeader::FROZEN_OMITTED
             : frozen_changed_ ? v1::PushHeader::FROZEN_CHANGED
                               : v1::PushHeader::FROZEN_PUSHED;
-  int64_t given_bytes = 0;
-  for (const std::span<const std::byte> shard : shards_) {
-    given_bytes += static_cast<int64_t>(shard.size());
-  }
-  if (!omits_frozen && given_bytes < layout.total_bytes()) {
+  const bool has_all = std::none_of(
+      layout.frozen_shards().begin(), layout.frozen_shards().end(), [&](const Shard& shard) {
+        return shards_[&shard - layout.shards().data()].empty() && shard.element_count() > 0;
+      });
+  if (!omits_frozen && !has_all) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat(Name(),
                                   ": the server has not the values of the frozen tensors "

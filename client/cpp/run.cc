@@ -48,9 +48,10 @@ absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>
   const size_t frozen_begin = shards.size() - layout.frozen_shards().size();
   for (size_t i = 0; i < shards.size(); ++i) {
     if (omits_frozen && i >= frozen_begin && shards[i].empty()) continue;
-    const int64_t expected_bytes = layout.shard_start(i + 1) - layout.shard_start(i);
+    const Shard& shard = layout.shards()[i];
+    const TensorSpec& tensor = core_->manifest().tensor(shard.tensor_index);
+    const int64_t expected_bytes = shard.element_count() * DtypeSize(tensor.dtype);
     if (static_cast<int64_t>(shards[i].size()) != expected_bytes) {
-      const TensorSpec& tensor = core_->manifest().tensor(layout.shards()[i].tensor_index);
       return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
                                 tensor.TypeString(), ") has ", expected_bytes, " bytes, but ",
                                 shards[i].size(), " were given"));

@@ -50,8 +50,9 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
       options.shards->push_back(WholeTensor(info.manifest, i));
     }
   }
-  EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(info.manifest, *options.shards,
-                                                             options.frozen_shard_count));
+  EMA_ASSIGN_OR_RETURN(RankLayout layout,
+                       RankLayout::Create(info.manifest, *options.shards,
+                                          options.frozen_shard_count, options.wire_dtype));
   options.shards.reset();
   int64_t chunk_bytes = client->options().chunk_bytes;
   // Chunks keep their bounds whatever carries them.

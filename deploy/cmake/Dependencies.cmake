@@ -78,11 +78,9 @@ target_link_libraries(ema::dep_grpc
 pkg_check_modules(EMA_ISAL REQUIRED QUIET IMPORTED_TARGET GLOBAL libisal)
 add_library(ema::dep_isal ALIAS PkgConfig::EMA_ISAL)
 
-# --- The update's kernel ----------------------------------------------------------------------
-if(EMA_BUILD_SERVER OR EMA_BUILD_PYTHON)
-  find_package(hwy REQUIRED)
-  add_library(ema::dep_hwy ALIAS hwy::hwy)
-endif()
+# --- Kernels ----------------------------------------------------------------------------------
+find_package(hwy REQUIRED)
+add_library(ema::dep_hwy ALIAS hwy::hwy)
 
 # --- Server and tests -------------------------------------------------------------------------
 if(EMA_BUILD_SERVER)

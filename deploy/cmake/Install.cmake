@@ -4,7 +4,7 @@ include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/ema)
-install(TARGETS ema_base ema_client ema_includes ema_proto EXPORT ema)
+install(TARGETS ema_base ema_client ema_includes ema_kernel ema_proto EXPORT ema)
 install(EXPORT ema NAMESPACE ema:: DESTINATION ${package_dir} FILE emaTargets.cmake)
 write_basic_package_version_file(emaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(

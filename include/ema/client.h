@@ -53,6 +53,7 @@ struct Version {
   // Tensors that kept their values because pushed ones were not finite; some of their names.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
+  WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
 };
 
 struct ModelInfo {
@@ -263,6 +264,9 @@ class Client {
     // they are pushed until the server has their values in every track. A tensor is frozen on all
     // ranks or on none.
     int64_t frozen_shard_count = 0;
+    // bfloat16: float32 weights are rounded to it before they are sent, half the bytes; the
+    // averages are of what is sent. The same on all ranks.
+    WireDtype wire_dtype = WireDtype::kAsPushed;
     // Of a push that the server fences. True: it joins again, once, in case the server was
     // restarted and has forgotten the run, and waits until the other ranks have too. False: it
     // ends, ABORTED, FENCED: for trainers, who must not wait for other ranks.

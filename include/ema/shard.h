@@ -29,11 +29,11 @@ struct Shard {
 // The whole of tensor `tensor_index`.
 Shard WholeTensor(const Manifest& manifest, int64_t tensor_index);
 
-// What one rank pushes at each step: shards in order, their elements (row-major) laid end to end
-// without padding. Offsets in chunks are offsets in these bytes. The last shards may be of frozen
-// tensors, which do not change while the run lasts: they can be left out where the server has their
-// values already. Immutable once made; safe to read from any thread. Keeps no reference to the
-// manifest.
+// What one rank pushes at each step: shards in order, their elements (row-major), in the dtypes in
+// which they travel, laid end to end without padding. Offsets in chunks are offsets in these bytes.
+// The last shards may be of frozen tensors, which do not change while the run lasts: they can be
+// left out where the server has their values already. Immutable once made; safe to read from any
+// thread. Keeps no reference to the manifest.
 class RankLayout {
  public:
   // INVALID_ARGUMENT, BAD_LAYOUT: unknown tensor, a rank or box that does not fit the tensor's
@@ -41,7 +41,8 @@ class RankLayout {
   // shards, or of tensors that others of the shards hold, too. LAYOUT_OVERLAP: two shards share an
   // element. No shards at all is right: a rank may hold nothing.
   static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards,
-                                           int64_t frozen_shard_count = 0);
+                                           int64_t frozen_shard_count = 0,
+                                           WireDtype wire_dtype = WireDtype::kAsPushed);
 
   absl::Span<const Shard> shards() const { return shards_; }
   int64_t total_bytes() const { return starts_.back(); }
@@ -52,8 +53,9 @@ class RankLayout {
   }
   // Of the shards before the frozen ones.
   int64_t live_bytes() const { return starts_[shards_.size() - frozen_shard_count_]; }
+  WireDtype wire_dtype() const { return wire_dtype_; }
   // CRC32C over, per shard: tensor index, offsets, extents as little-endian int64; then, unless it
-  // is 0, the number of frozen ones.
+  // is 0, the number of frozen ones; then -1, if the wire dtype is bfloat16.
   int64_t digest() const { return digest_; }
 
   // The shard that holds byte `offset`. REQUIRES: 0 <= offset < total_bytes().
@@ -68,6 +70,7 @@ class RankLayout {
     int64_t byte_offset = 0;     // In the rank's bytes.
     int64_t tensor_element = 0;  // First element, in the tensor's row-major order.
     int64_t element_count = 0;
+    Dtype dtype = Dtype::kFloat32;  // Of the rank's bytes.
   };
 
   // Calls `visit` for each run of the bytes [offset, offset + length_bytes), in order, as long as
@@ -78,6 +81,7 @@ class RankLayout {
  private:
   // What ForEachStretch needs of a shard, worked out once.
   struct Geometry {
+    Dtype dtype = Dtype::kFloat32;
     int64_t element_size = 0;
     int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
     std::vector<int64_t> shape;
@@ -87,6 +91,7 @@ class RankLayout {
   std::vector<Geometry> geometry_;
   std::vector<int64_t> starts_ = {0};
   int64_t frozen_shard_count_ = 0;
+  WireDtype wire_dtype_ = WireDtype::kAsPushed;
   int64_t digest_ = 0;
 };
 

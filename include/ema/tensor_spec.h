@@ -38,6 +38,16 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name);
 // The dtype that an average of `pushed` is kept in: float32 for floats, else the same.
 Dtype AverageDtype(Dtype pushed);
 
+// In which dtype a trainer's floats travel. Numbers are those of ema.v1.WireDtype.
+enum class WireDtype : int {
+  kAsPushed = 0,  // In their own.
+  kBFloat16 = 1,  // float32 rounded to bfloat16, half the bytes; others in their own.
+};
+// "as pushed", "bfloat16".
+std::string_view WireDtypeName(WireDtype wire_dtype);
+// The dtype in which a tensor of `dtype` travels.
+Dtype OnTheWire(Dtype dtype, WireDtype wire_dtype);
+
 // What a track does with a tensor.
 enum class TensorAction {
   kAverage,  // Kept as float32. Only for floats.

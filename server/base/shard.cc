@@ -299,7 +299,7 @@ Shard WholeTensor(const Manifest& manifest, int64_t tensor_index) {
 }
 
 absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vector<Shard> shards,
-                                              int64_t frozen_shard_count) {
+                                              int64_t frozen_shard_count, WireDtype wire_dtype) {
   // Empty shards would be without limit.
   if (shards.size() > kMaxShards) {
     return MakeError(
@@ -318,8 +318,10 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   uint32_t crc = 0;
   for (const Shard& shard : shards) {
     const TensorSpec& spec = manifest.tensor(shard.tensor_index);
-    const int64_t element_size = DtypeSize(spec.dtype);
-    layout.geometry_.push_back({element_size, StretchElements(shard, spec.shape), spec.shape});
+    const Dtype dtype = OnTheWire(spec.dtype, wire_dtype);
+    const int64_t element_size = DtypeSize(dtype);
+    layout.geometry_.push_back(
+        {dtype, element_size, StretchElements(shard, spec.shape), spec.shape});
     layout.starts_.push_back(layout.starts_.back() + shard.element_count() * element_size);
     digest_bytes.clear();
     AppendNumbers(digest_bytes, {shard.tensor_index});
@@ -327,13 +329,13 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     AppendNumbers(digest_bytes, shard.extents);
     crc = Crc32c(crc, digest_bytes);
   }
-  if (frozen_shard_count > 0) {
-    digest_bytes.clear();
-    AppendNumbers(digest_bytes, {frozen_shard_count});
-    crc = Crc32c(crc, digest_bytes);
-  }
+  digest_bytes.clear();
+  if (frozen_shard_count > 0) AppendNumbers(digest_bytes, {frozen_shard_count});
+  if (wire_dtype == WireDtype::kBFloat16) AppendNumbers(digest_bytes, {-1});
+  crc = Crc32c(crc, digest_bytes);
   layout.shards_ = std::move(shards);
   layout.frozen_shard_count_ = frozen_shard_count;
+  layout.wire_dtype_ = wire_dtype;
   layout.digest_ = crc;
   return layout;
 }
@@ -365,7 +367,10 @@ void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
     for (; offset < shard_end; cursor.Next()) {
       const int64_t count = std::min(geometry.stretch_elements - skipped,
                                      (shard_end - offset) / geometry.element_size);
-      if (!visit({shard.tensor_index, offset, cursor.tensor_element() + skipped, count})) return;
+      if (!visit({shard.tensor_index, offset, cursor.tensor_element() + skipped, count,
+                  geometry.dtype})) {
+        return;
+      }
       offset += count * geometry.element_size;
       skipped = 0;
     }

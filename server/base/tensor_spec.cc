@@ -116,6 +116,15 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name) {
 
 Dtype AverageDtype(Dtype pushed) { return IsFloat(pushed) ? Dtype::kFloat32 : pushed; }
 
+std::string_view WireDtypeName(WireDtype wire_dtype) {
+  return wire_dtype == WireDtype::kBFloat16 ? "bfloat16" : "as pushed";
+}
+
+Dtype OnTheWire(Dtype dtype, WireDtype wire_dtype) {
+  const bool is_rounded = wire_dtype == WireDtype::kBFloat16 && dtype == Dtype::kFloat32;
+  return is_rounded ? Dtype::kBFloat16 : dtype;
+}
+
 std::string_view TensorActionName(TensorAction action) {
   switch (action) {
     case TensorAction::kAverage:

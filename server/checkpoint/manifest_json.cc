@@ -319,6 +319,12 @@ absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
       }));
   EMA_ASSIGN_OR_RETURN(record.skipped_tensor_count, fields.Integer("skipped_tensor_count", 0));
   EMA_ASSIGN_OR_RETURN(record.skipped_tensors, ParseTexts(fields, "skipped_tensors"));
+  // Manifests of before do not have it.
+  if (fields.Has("wire_dtype")) {
+    EMA_ASSIGN_OR_RETURN(const std::string name, fields.String("wire_dtype"));
+    record.wire_dtype =
+        name == WireDtypeName(WireDtype::kBFloat16) ? WireDtype::kBFloat16 : WireDtype::kAsPushed;
+  }
   return absl::OkStatus();
 }
 
@@ -347,7 +353,8 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
                   {"time", EncodeTime(record.time)},
                   {"tracks", Json::array()},
                   {"skipped_tensor_count", record.skipped_tensor_count},
-                  {"skipped_tensors", record.skipped_tensors}};
+                  {"skipped_tensors", record.skipped_tensors},
+                  {"wire_dtype", WireDtypeName(record.wire_dtype)}};
   for (const TrackRecord& track : record.tracks) version["tracks"].push_back(EncodeRecord(track));
   Json created_tracks = Json::array();
   for (const TrackConfig& track : manifest.created_tracks) {

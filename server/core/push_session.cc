@@ -70,15 +70,15 @@ class PushSession::Folder {
   }
 
   absl::Status FoldStretch(const RankLayout::Stretch& stretch) {
-    const int64_t element_size =
-        DtypeSize(session_.model_.manifest->tensor(stretch.tensor_index).dtype);
+    const int64_t element_size = DtypeSize(stretch.dtype);
     int64_t element = stretch.tensor_element;
     const int64_t end = element + stretch.element_count;
     while (element < end) {
       const int64_t whole =
           std::min<int64_t>(end - element, static_cast<int64_t>(piece_.size()) / element_size);
       if (whole > 0) {
-        EMA_RETURN_IF_ERROR(FoldElements(stretch.tensor_index, element, piece_.data(), whole));
+        EMA_RETURN_IF_ERROR(
+            FoldElements(stretch.tensor_index, element, stretch.dtype, piece_.data(), whole));
         piece_ = piece_.subspan(whole * element_size);
         element += whole;
       } else {
@@ -92,7 +92,8 @@ class PushSession::Folder {
           filled += n;
           NextPiece();
         }
-        EMA_RETURN_IF_ERROR(FoldElements(stretch.tensor_index, element, gathered.data(), 1));
+        EMA_RETURN_IF_ERROR(
+            FoldElements(stretch.tensor_index, element, stretch.dtype, gathered.data(), 1));
         ++element;
       }
       NextPiece();
@@ -100,15 +101,14 @@ class PushSession::Folder {
     return absl::OkStatus();
   }
 
-  absl::Status FoldElements(int64_t tensor_index, int64_t element, const std::byte* source,
-                            int64_t count) {
-    const Dtype dtype = session_.model_.manifest->tensor(tensor_index).dtype;
+  absl::Status FoldElements(int64_t tensor_index, int64_t element, Dtype dtype,
+                            const std::byte* source, int64_t count) {
     while (count > 0) {
       int64_t n = count;
       size_t target_count = 0;
       for (const size_t t : changing_tracks_) {
         if (!session_.Changes(session_.plan_.tracks[t], tensor_index)) continue;
-        n = std::min(n, SetTarget(t, tensor_index, element, targets_[target_count++]));
+        n = std::min(n, SetTarget(t, tensor_index, element, dtype, targets_[target_count++]));
       }
       EMA_ASSIGN_OR_RETURN(
           const std::optional<int64_t> non_finite,
@@ -125,7 +125,8 @@ class PushSession::Folder {
   }
 
   // Points `target` at an element of track `t`; returns how many elements follow in its block.
-  int64_t SetTarget(size_t t, int64_t tensor_index, int64_t element, FoldTarget& target) const {
+  int64_t SetTarget(size_t t, int64_t tensor_index, int64_t element, Dtype source_dtype,
+                    FoldTarget& target) const {
     const TrackPlan& plan = session_.plan_.tracks[t];
     const Track& track = *plan.track;
     const TrackBlocks& next = session_.memory_.next[t];
@@ -156,6 +157,8 @@ class PushSession::Folder {
       if (session_.run_->is_frozen(tensor_index)) {
         target.differs = &session_.memory_.frozen_differs[t];
       }
+    } else if (source_dtype != entry.dtype) {
+      target.kind = FoldTarget::Kind::kAssign;  // It was rounded for the wire.
     }
     return (track.block_size(block) - in_block) / stored_size;
   }

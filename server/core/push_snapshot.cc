@@ -147,6 +147,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
   record.step = plan_.step;
   record.time = plan_.time;
   record.run_epoch = run_->epoch();
+  record.wire_dtype = run_->layout(0)->wire_dtype();
   record.skipped_tensor_count = static_cast<int64_t>(skipped.size());
   for (const int64_t tensor : skipped) {
     if (record.skipped_tensors.size() == kNamedTensors) break;

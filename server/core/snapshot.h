@@ -46,6 +46,7 @@ struct VersionRecord {
   absl::Time commit_time;
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;  // Some of their names.
+  WireDtype wire_dtype = WireDtype::kAsPushed;
 };
 
 // Blocks as Track cuts them.

@@ -52,6 +52,15 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
                      absl::StrCat("rank ", rank, " has joined this run with another layout"));
   }
+  for (int64_t other = 0; other < world_size; ++other) {
+    if (layouts_[other] == nullptr || layouts_[other]->wire_dtype() == layout.wire_dtype())
+      continue;
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+        absl::StrCat("wire_dtype: rank ", rank, " gives ",
+                     std::string(WireDtypeName(layout.wire_dtype())), ", but rank ", other,
+                     " joined with ", std::string(WireDtypeName(layouts_[other]->wire_dtype()))));
+  }
   if (joined_count_ + 1 < world_size) {
     EMA_RETURN_IF_ERROR(coverage_.Add(rank, layout));
   } else {

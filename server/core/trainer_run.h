@@ -25,8 +25,8 @@ class TrainerRun {
                                                             int64_t world_size);
 
   // Joins a rank. The same layout again is OK. INVALID_ARGUMENT: rank or world_size does not fit,
-  // another layout than this rank joined with, LAYOUT_OVERLAP with another rank, or LAYOUT_HOLE
-  // when this is the last one. Nothing changes then.
+  // another layout than this rank joined with, another wire dtype than others', LAYOUT_OVERLAP with
+  // another rank, or LAYOUT_HOLE when this is the last one. Nothing changes then.
   absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
 
   const std::string& launch_id() const { return launch_id_; }

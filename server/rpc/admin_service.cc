@@ -99,9 +99,14 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
         absl::StrCat("manifest_digest: ", request.manifest_digest(), " given, model \"",
                      request.model(), "\" has ", model->manifest().digest()));
   }
+  const v1::WireDtype wire_dtype = request.layout().wire_dtype();
+  if (!v1::WireDtype_IsValid(wire_dtype)) {
+    return BadMessage(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
+  }
   EMA_ASSIGN_OR_RETURN(RankLayout layout,
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
-                                          request.layout().frozen_shard_count()));
+                                          request.layout().frozen_shard_count(),
+                                          static_cast<WireDtype>(wire_dtype)));
   EMA_ASSIGN_OR_RETURN(
       const Model::JoinResult joined,
       model->JoinRun(request.launch_id(), request.rank(), request.world_size(), std::move(layout)));

@@ -131,6 +131,7 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
   proto.set_commit_time_us(absl::ToUnixMicros(record.commit_time));
   proto.set_skipped_tensor_count(record.skipped_tensor_count);
   for (const std::string& tensor : record.skipped_tensors) proto.add_skipped_tensors(tensor);
+  proto.set_wire_dtype(static_cast<v1::WireDtype>(record.wire_dtype));
   return proto;
 }
 

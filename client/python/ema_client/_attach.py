@@ -25,7 +25,7 @@ from ema_client._torch_model import (
     unwrap,
 )
 from ema_client._track import TrackLike, tracks_of
-from ema_client._types import NonFinite, TimeLike, time_dict
+from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def attach(
     preset: str | Mapping[str, Any] | None = None,
     tracks: Mapping[str, TrackLike] | None = None,
     non_finite: NonFinite = "reject",
+    wire_dtype: WireDtype = "as pushed",
     start_step: int | None = None,
     time: Callable[[int], TimeLike] | None = None,
     process_group: Any = None,
@@ -84,6 +85,7 @@ def attach(
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
             sent.
         non_finite: as for `Client.create_model`.
+        wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version.
         time: gives the training time after so many steps, the same on all ranks; needed for tracks in
             units other than batches. None: steps are batches.
@@ -130,6 +132,7 @@ def attach(
             track_list,
             max_pinned_versions,
             non_finite,
+            wire_dtype,
             timeout_s,
         )
         if ranks.rank == 0:
@@ -190,6 +193,7 @@ class _Plan:
     tracks: list[_ema.Track]
     max_pinned_versions: int
     non_finite: NonFinite
+    wire_dtype: WireDtype
 
     @classmethod
     def make(
@@ -200,6 +204,7 @@ class _Plan:
         tracks: list[_ema.Track],
         max_pinned_versions: int,
         non_finite: NonFinite,
+        wire_dtype: WireDtype,
         timeout_s: float,
     ) -> _Plan:
         address, model_name = split_url(url)
@@ -213,6 +218,7 @@ class _Plan:
             [track.without_idle_rules(specs_of(tensors)) for track in tracks],
             max_pinned_versions,
             non_finite,
+            wire_dtype,
         )
 
     def create(self, timeout_s: float) -> None:
@@ -249,6 +255,7 @@ class _Plan:
             world_size=self.ranks.world_size,
             rank0_only=list(self.tensors.buffers),
             frozen=self.tensors.frozen(),
+            wire_dtype=self.wire_dtype,
             rejoins=False,
             timeout_s=timeout_s,
         )

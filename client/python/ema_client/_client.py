@@ -25,6 +25,7 @@ from ema_client._types import (
     SynthesisSource,
     Version,
     Weights,
+    WireDtype,
     model_from,
     version_from,
 )
@@ -248,6 +249,7 @@ class Client:
         shards: Sequence[Shard] | None = None,
         rank0_only: Collection[str] = (),
         frozen: Collection[str] = (),
+        wire_dtype: WireDtype = "as pushed",
         rejoins: bool = True,
         timeout_s: float | None = None,
     ) -> Run:
@@ -263,6 +265,8 @@ class Client:
                 rank 0 and count in its share. Looked at only without `shards`.
             frozen: tensors that do not change while the run lasts; the same on all ranks. They are
                 pushed until the server has their values in every track, then left out.
+            wire_dtype: "bfloat16": float32 weights are rounded to it before they are sent, half the
+                bytes; the averages are of what is sent. The same on all ranks.
             rejoins: a push that finds a restarted server, which knows of no runs, joins again and
                 waits for the other ranks. False: it ends, FENCED.
             timeout_s: seconds.
@@ -298,7 +302,7 @@ class Client:
                 tuples = [(index[s.name], s.offsets, s.extents) for s in ordered]
                 frozen_count = sum(shard.name in frozen for shard in shards)
         run = self._client.open_run(
-            name, launch_id, rank, world_size, tuples, frozen_count, rejoins, timeout
+            name, launch_id, rank, world_size, tuples, frozen_count, wire_dtype, rejoins, timeout
         )
         return Run(run, timeout_s=self._timeout_s)
 

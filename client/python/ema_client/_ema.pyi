@@ -207,6 +207,7 @@ class Client:
         world_size: int,
         shards: Sequence[ShardTuple] | None,
         frozen_shard_count: int,
+        wire_dtype: str,
         rejoins: bool,
         timeout_s: float,
     ) -> Run: ...

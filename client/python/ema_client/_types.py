@@ -35,6 +35,8 @@ TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
 #: What becomes of a step in which a pushed float is NaN or infinity: the step is refused, the tensor
 #: keeps its value in every track, or the value goes into the averages.
+# In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
+WireDtype = Literal["as pushed", "bfloat16"]
 NonFinite = Literal["reject", "skip", "allow"]
 
 
@@ -81,6 +83,7 @@ class Version:
         skipped: from `watch` only: versions before this one whose records were gone.
         skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
         skipped_tensors: names of the first of them.
+        wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".
     """
 
     number: int
@@ -93,6 +96,7 @@ class Version:
     skipped: int = dataclasses.field(default=0, compare=False)
     skipped_tensor_count: int = 0
     skipped_tensors: tuple[str, ...] = ()
+    wire_dtype: str = "as pushed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +285,7 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
         skipped=skipped,
         skipped_tensor_count=fields["skipped_tensor_count"],
         skipped_tensors=tuple(fields["skipped_tensors"]),
+        wire_dtype=fields["wire_dtype"],
     )
 
 

@@ -207,12 +207,14 @@ class PyClient {
 
   nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
                      int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
-                     int64_t frozen_shard_count, bool rejoins, double timeout_s) {
+                     int64_t frozen_shard_count, const std::string& wire_dtype, bool rejoins,
+                     double timeout_s) {
     Client::RunOptions options{.launch_id = launch_id,
                                .rank = rank,
                                .world_size = world_size,
                                .shards = std::nullopt,
                                .frozen_shard_count = frozen_shard_count,
+                               .wire_dtype = ToWireDtype(wire_dtype),
                                .rejoins = rejoins};
     if (shards.has_value()) {
       options.shards.emplace();
@@ -340,7 +342,7 @@ void BindClient(nb::module_& module) {
       .def("synthesize", &PyClient::Synthesize, "model"_a, "result"_a, "sigma_rel"_a.none(),
            "half_life"_a, "step"_a, "tracks"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
-           "shards"_a.none(), "frozen_shard_count"_a, "rejoins"_a, "timeout_s"_a)
+           "shards"_a.none(), "frozen_shard_count"_a, "wire_dtype"_a, "rejoins"_a, "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "tensors"_a, "slices"_a,
            "dtype"_a.none(), "timeout_s"_a, "on_progress"_a.none())
       .def("refresh", &PyClient::Refresh, "pulled"_a, "timeout_s"_a)

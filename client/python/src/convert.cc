@@ -93,6 +93,7 @@ nb::dict FromVersion(const Version& version) {
   result["commit_time"] = absl::ToDoubleSeconds(version.commit_time - absl::UnixEpoch());
   result["skipped_tensor_count"] = version.skipped_tensor_count;
   result["skipped_tensors"] = nb::cast(version.skipped_tensors);
+  result["wire_dtype"] = std::string(WireDtypeName(version.wire_dtype));
   return result;
 }
 
@@ -125,6 +126,15 @@ NonFinitePolicy ToNonFinite(const std::string& name) {
   ThrowStatus(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                         absl::StrCat("non_finite: \"", name,
                                      "\" given, expected \"reject\", \"skip\" or \"allow\"")));
+}
+
+WireDtype ToWireDtype(const std::string& name) {
+  for (const WireDtype dtype : {WireDtype::kAsPushed, WireDtype::kBFloat16}) {
+    if (name == WireDtypeName(dtype)) return dtype;
+  }
+  ThrowStatus(MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+      absl::StrCat("wire_dtype: \"", name, "\" given, expected \"as pushed\" or \"bfloat16\"")));
 }
 
 nb::tuple FromPlan(const RunPlan& plan) {

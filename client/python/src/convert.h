@@ -38,6 +38,8 @@ nanobind::dict FromModel(const ModelInfo& model);
 nanobind::tuple FromPlan(const RunPlan& plan);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".
 NonFinitePolicy ToNonFinite(const std::string& name);
+// Throws InvalidArgumentError: not "as pushed" or "bfloat16".
+WireDtype ToWireDtype(const std::string& name);
 SpecTuple FromSpec(const TensorSpec& spec);
 // Throws InvalidArgumentError, BAD_MANIFEST.
 Manifest ToManifest(const std::vector<SpecTuple>& specs);

@@ -367,6 +367,7 @@ void ToProto(const Schedule::State& state, v1::ScheduleState* proto) {
 void ToProto(const RankLayout& layout, v1::RankLayout* proto) {
   const absl::Span<const Shard> shards = layout.shards();
   proto->set_frozen_shard_count(static_cast<int64_t>(layout.frozen_shards().size()));
+  proto->set_wire_dtype(static_cast<v1::WireDtype>(layout.wire_dtype()));
   proto->mutable_shards()->Reserve(static_cast<int>(shards.size()));
   for (const Shard& shard : shards) {
     v1::Shard* const out = proto->add_shards();
