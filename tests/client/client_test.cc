@@ -11,8 +11,8 @@
 
 #include "client/cpp/dial.h"
 #include "tests/client/fake_server.h"
-#include "tests/client/tcp_proxy.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
 
 namespace ema {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "ema/client.h"
 #include "tests/client/fake_server.h"
-#include "tests/client/tcp_proxy.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
 
 namespace ema {
 namespace {

@@ -12,8 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "ema/client.h"
 #include "tests/client/fake_server.h"
-#include "tests/client/tcp_proxy.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
 
 namespace ema {
 namespace {
