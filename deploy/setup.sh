@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv
-# (Composer, for the comparison with it, in one more, build/venv-composer).
+# (Composer and Ray, for comparisons with them, each in one more: build/venv-composer, build/venv-bench).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
-# Usage: deploy/setup.sh [--server|--all]
+# Usage: deploy/setup.sh [--server|--all|--bench]
 #   --server  only what building the server and emactl needs
 #   --all     also what only tests/run.sh --all needs
+#   --bench   also the peers of tests/bench/run.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
@@ -24,10 +25,9 @@ case ${1-} in
     packages+=(deploy/packages-all.txt)
     requirements=(-r deploy/requirements-all.txt)
     ;;
+  --bench) packages+=(deploy/packages-bench.txt) ;;
   *) fail "unknown option $1; see the top of $0" ;;
 esac
-with_composer=false
-[[ ${1-} != --all ]] || with_composer=true
 log=build/setup.log
 
 install_packages() {
@@ -77,16 +77,17 @@ install_python_packages() {
   printf '%s\n' ${installed:+"$installed"} "$state" >"$stamp"
 }
 
-# MosaicML Composer, over the packages of build/venv: deploy/requirements-composer.txt says why.
-install_composer() {
-  local venv=build/venv-composer state pip=(-m pip --no-input --disable-pip-version-check)
-  state="$root $(python3 --version) $(sha256sum <deploy/requirements-composer.txt)"
+# install_beside NAME: what deploy/requirements-NAME.txt lists in a virtual environment of its own,
+# build/venv-NAME, over the packages of build/venv. That list says why.
+install_beside() {
+  local list=deploy/requirements-$1.txt venv=build/venv-$1 state pip=(-m pip --no-input --disable-pip-version-check)
+  state="$root $(python3 --version) $(sha256sum <"$list")"
   [[ $state != "$(cat "$venv/.installed" 2>/dev/null)" ]] || return 0
   step "make the virtual environment $venv" "$log" python3 -m venv --clear "$venv"
   local site='import sysconfig; print(sysconfig.get_path("purelib"))'
   build/venv/bin/python -c "$site" >"$("$venv/bin/python" -c "$site")/build-venv.pth"
-  step "install Composer" "$log" "$venv/bin/python" "${pip[@]}" install --progress-bar off --no-deps \
-    -r deploy/requirements-composer.txt ||
+  step "install Python packages there" "$log" "$venv/bin/python" "${pip[@]}" install --progress-bar off --no-deps \
+    -r "$list" ||
     fail "pip failed. No network? Connect, or set PIP_FIND_LINKS to a folder of wheels."
   printf '%s\n' "$state" >"$venv/.installed"
 }
@@ -95,6 +96,7 @@ lock setup
 : >"$log"
 install_packages
 install_python_packages
-if $with_composer; then
-  install_composer
-fi
+case ${1-} in
+  --all) install_beside composer ;;
+  --bench) install_beside bench ;;
+esac

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That the Python benchmarks run, not how fast."""
+"""That the Python benchmarks run, not how fast; and what the report says of its rows."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[1] / "bench"
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "tests/bench"
+BENCH_PYTHON = ROOT / "build/venv-bench/bin/python"
 
 
 @pytest.mark.parametrize("name", ["update_bench.py", "evaluate_bench.py"])
@@ -18,3 +22,57 @@ def test_runs(name: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     assert "loop" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["torch_peer.py", "ray_peer.py"])
+def test_peer_runs(name: str) -> None:
+    python = pathlib.Path(sys.executable)
+    if name == "ray_peer.py":
+        python = BENCH_PYTHON
+        if not python.exists():
+            pytest.skip("no build/venv-bench: deploy/setup.sh --bench makes it")
+    command = [python, FOLDER / "peers" / name, "--megabytes", "4", "--tensors", "10"]
+    result = subprocess.run(
+        command, input="round\nround\n", capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    pids, *seconds = result.stdout.splitlines()
+    assert int(pids.split()[0]) > 0
+    assert len(seconds) == 2 and all(float(text) > 0 for text in seconds)
+
+
+ROW: dict[str, Any] = {
+    "key": "push",
+    "name": "a push",
+    "unit": "GB/s",
+    "ours": 6.6,
+    "peer_name": "a socket",
+    "peer": 6.0,
+    "ratio": 1.1,
+    "ratio_min": 0.9,
+    "ratio_max": 1.2,
+    "goal": 1.0,
+    "goal_kind": "at least",
+    "met": True,
+    "statistic": "median",
+    "missing": "",
+    "rounds": 9,
+    "cpu_client_s_per_gb": 0.14,
+    "cpu_server_s_per_gb": 0.13,
+}
+NOT_THERE = {"peer": None, "ratio": None, "met": None, "missing": "peer: no Ray here"}
+
+
+def test_report_has_every_row(tmp_path: pathlib.Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    absent = ROW | NOT_THERE | {"key": "ray", "name": "another push"}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (ROW, absent)))
+    command = [sys.executable, FOLDER / "report.py", rows, tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == (tmp_path / "report.md").read_text()
+    assert "| 1.10 (0.90 - 1.20) | at least 1 | yes | 0.14 + 0.13 |" in result.stdout
+    assert "another push: missing. peer: no Ray here." in result.stdout
+    assert [row["met"] for row in json.loads((tmp_path / "report.json").read_text())] == [
+        True,
+        None,
+    ]

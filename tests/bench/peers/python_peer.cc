@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/bench/peers/python_peer.h"
+
+#include <cstdio>
+
+#include "absl/strings/str_cat.h"
+
+namespace ema::bench {
+
+PythonPeer::PythonPeer(const BenchOptions& options, const std::string& script)
+    : process_({options.python, absl::StrCat(options.scripts, "/", script), "--megabytes",
+                absl::StrCat(options.megabytes), "--tensors", "400"},
+               ChildProcess::Stop::kEndOfInput) {
+  const std::string pids = process_.ReadLine();
+  if (std::sscanf(pids.c_str(), "%d %d", &client_pid_, &server_pid_) != 2) {
+    Die(absl::StrCat(script, " says ", pids));
+  }
+}
+
+double PythonPeer::RunRound() {
+  process_.WriteLine("round");
+  return std::stod(process_.ReadLine());
+}
+
+}  // namespace ema::bench

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "tests/bench/rows.h"
+
+namespace ema::bench {
+namespace {
+
+constexpr double kMilliseconds = 1e3;
+
+// Evaluators that pull again and again what is old when they begin, while they are told to.
+class Readers {
+ public:
+  Readers(const Bench& bench, std::shared_ptr<const Trainer> trainer, int count)
+      : bench_(bench), trainer_(std::move(trainer)) {
+    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { Read(); });
+  }
+  ~Readers() {
+    absl::MutexLock lock(&mu_);
+    state_ = State::kOver;
+  }
+
+  // Returns when as many pulls have begun as there are evaluators.
+  void Start() {
+    absl::MutexLock lock(&mu_);
+    state_ = State::kReading;
+    begun_ = 0;
+    const auto is_busy = [this]()
+                             ABSL_SHARED_LOCKS_REQUIRED(mu_) { return begun_ >= threads_.size(); };
+    mu_.Await(absl::Condition(&is_busy));
+  }
+  // Returns when none of them pulls any more.
+  void Pause() {
+    absl::MutexLock lock(&mu_);
+    state_ = State::kPaused;
+    const auto is_quiet = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return active_ == 0; };
+    mu_.Await(absl::Condition(&is_quiet));
+  }
+
+ private:
+  enum class State { kPaused, kReading, kOver };
+
+  void Read() {
+    const std::unique_ptr<Client> client =
+        Must(Client::Create(bench_.server().address(), {.same_host_lane = false}));
+    const Arena memory(trainer_->weights().total_bytes());
+    const auto is_told = [this]()
+                             ABSL_SHARED_LOCKS_REQUIRED(mu_) { return state_ != State::kPaused; };
+    while (true) {
+      {
+        absl::MutexLock lock(&mu_, absl::Condition(&is_told));
+        if (state_ == State::kOver) return;
+        ++active_;
+        ++begun_;
+      }
+      const Version latest = Must(client->GetModel(trainer_->model())).latest.value();
+      const absl::Status pulled =
+          Pull(*client, trainer_->model(), memory.bytes(), {.version = latest.number - 1});
+      // An old version may go between the two calls: then the next.
+      if (!absl::IsOutOfRange(pulled)) Must(pulled);
+      absl::MutexLock lock(&mu_);
+      --active_;
+    }
+  }
+
+  const Bench& bench_;
+  const std::shared_ptr<const Trainer> trainer_;
+  absl::Mutex mu_;
+  State state_ ABSL_GUARDED_BY(mu_) = State::kPaused;
+  int active_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t begun_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<std::jthread> threads_;  // Destroyed, and so joined, first.
+};
+
+// The server's memory that the reservations of models leave out: design.md, section 12, rule 9.
+// Until the server prints its formula, its parts as README.md has them: a receive window for each
+// push stream, and freed buffers that stay in the heap.
+double FormulaBytes(int64_t reserved_bytes) {
+  constexpr double kPushStreams = 32;
+  constexpr double kWindowBytes = 27 << 20;
+  constexpr double kFreedBytes = 256 << 20;
+  return static_cast<double>(reserved_bytes) + kPushStreams * kWindowBytes + kFreedBytes;
+}
+
+}  // namespace
+
+Row PushWhileOthersRead(Bench& bench) {
+  constexpr int kReaders = 8;
+  constexpr int kPushes = 10;
+  const auto weights = std::make_shared<const Weights>(bench.standard_bytes() / 4, 400);
+  // Each reader may hold another version.
+  const auto trainer = std::make_shared<Trainer>(
+      bench, "busy", weights, Trainer::Options{.max_pinned_versions = kReaders + 1});
+  trainer->WarmUp();
+  const auto readers = std::make_shared<Readers>(bench, trainer, kReaders);
+  const auto commits = [trainer] {
+    std::vector<double> milliseconds;
+    for (int i = 0; i < kPushes; ++i) milliseconds.push_back(trainer->Push() * kMilliseconds);
+    return milliseconds;
+  };
+  return {.key = "readers",
+          .name = absl::StrCat("commit (last byte's leaving to reply) while ", kReaders,
+                               " evaluators pull old versions"),
+          .unit = "ms",
+          .ours = {.name = "ours",
+                   .run =
+                       [commits, readers] {
+                         readers->Start();
+                         std::vector<double> milliseconds = commits();
+                         readers->Pause();
+                         return milliseconds;
+                       }},
+          .peer = {.name = "alone", .run = commits},
+          .goal = AtMost(2),
+          .statistic = Statistic::kP99};
+}
+
+Row CommitAfterIdleness(Bench& bench) {
+  constexpr double kLimitMs = 10;
+  // So small that all of a push is the latency of its first byte, and of the reply.
+  const auto trainer =
+      std::make_shared<Trainer>(bench, "idle", std::make_shared<const Weights>(4096, 1));
+  trainer->WarmUp();
+  const auto gaps = std::make_shared<std::mt19937>(1);
+  return {.key = "idle",
+          .name = "push of 4 kB after 1 to 2.2 s of idleness, to its reply",
+          .unit = "ms",
+          .ours = {.name = "ours",
+                   .run =
+                       [trainer, gaps] {
+                         std::uniform_real_distribution<double> seconds(1.0, 2.2);
+                         absl::SleepFor(absl::Seconds(seconds(*gaps)));
+                         return std::vector<double>{SecondsOf([&] { trainer->Push(); }) *
+                                                    kMilliseconds};
+                       }},
+          .peer = Limit(kLimitMs),
+          .goal = AtMost(1),
+          .statistic = Statistic::kP99,
+          .min_rounds = bench.options().idle_commits,
+          .max_rounds = bench.options().idle_commits,
+          .warm_up_rounds = 0};
+}
+
+Row ServerMemory(Bench& bench) {
+  constexpr double kMegabyte = 1e6;
+  constexpr double kAllowanceMb = 100;
+  return {
+      .key = "memory",
+      .name = "server's memory at most, in all rows before this",
+      .unit = "MB",
+      .ours = {.name = "ours",
+               .run =
+                   [&bench] {
+                     return std::vector<double>{
+                         static_cast<double>(PeakResidentBytes(bench.server().pid())) / kMegabyte};
+                   }},
+      .peer = {.name = "the formula + 100 MB",
+               .run =
+                   [&bench] {
+                     return std::vector<double>{
+                         FormulaBytes(bench.most_reserved_bytes()) / kMegabyte + kAllowanceMb};
+                   }},
+      .goal = AtMost(1),
+      .max_rounds = 1,
+      .warm_up_rounds = 0};
+}
+
+}  // namespace ema::bench
