@@ -19,7 +19,7 @@ int main(int argc, char** argv) {
   // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap
   // is given back and faulted in again, 20 to 30 thousand page faults a push.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  mallopt(M_TRIM_THRESHOLD, ema::Server::kKeptHeapBytes);
   mallopt(M_TOP_PAD, 64 << 20);
 
   // gRPC's experiment fills up to 4 MiB of small slices in one read; see kReadBytes in

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <fstream>
 #include <limits>
 #include <string>
 #include <utility>
@@ -10,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/shared_ring.h"
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/synthesis.h"
 #include "server/ops/logging.h"
@@ -21,6 +25,35 @@ namespace {
 absl::Status NoDataDir() {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
                    "the server was started without --data-dir, so it keeps no checkpoints");
+}
+
+// Of this process.
+int64_t ResidentBytes() {
+  int64_t pages = 0;
+  int64_t resident_pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident_pages;
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+// What the process can use at most. Models, and what is cast for readers, reserve their part before
+// they use it.
+void LogMemoryFormula(const ServerOptions& options, int64_t model_bytes) {
+  // A chunk that is being made, one that is being sent, and gRPC's buffers.
+  constexpr int64_t kPullBytes = int64_t{4} << 20;
+  constexpr int64_t kLaneBytes = 2 * SharedRing::kBytes;
+  const int64_t base_bytes = ResidentBytes();
+  const int64_t lanes =
+      options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
+  const int64_t total_bytes =
+      base_bytes + model_bytes + options.max_push_streams * RpcServer::kMaxWindowBytes +
+      options.max_pull_streams * kPullBytes + lanes * kLaneBytes + Server::kKeptHeapBytes;
+  LogInfo(absl::StrCat("memory: at most ", total_bytes, " bytes = ", base_bytes, " now + ",
+                       model_bytes, " for models + ", options.max_push_streams, " push streams x ",
+                       RpcServer::kMaxWindowBytes, " + ", options.max_pull_streams,
+                       " pull streams x ", kPullBytes, " + ", lanes, " lanes x ", kLaneBytes, " + ",
+                       Server::kKeptHeapBytes,
+                       " of freed buffers; a model takes its tracks' bytes x (2 + "
+                       "max_pinned_versions)"));
 }
 
 }  // namespace
@@ -64,10 +97,6 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     };
   }
   server->store_ = std::make_shared<ModelStore>(device, store_options);
-  LogInfo(
-      absl::StrCat("memory: ", store_options.memory_bytes, " bytes of ", device->name(),
-                   " for models (each: its tracks' bytes x (2 + max_pinned_versions)), and up to ",
-                   window_bytes, " bytes of receive windows of push streams"));
   if (server->checkpoints_ != nullptr) {
     EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report,
                          server->checkpoints_->LoadAll(*server->store_));
@@ -101,6 +130,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   };
   EMA_ASSIGN_OR_RETURN(server->rpc_,
                        RpcServer::Start(server->store_, std::move(hooks), rpc_options));
+  LogMemoryFormula(options, store_options.memory_bytes);
   LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(),
                        ", incarnation ", store_options.model.incarnation, ", ready after ",
                        absl::FormatDuration(absl::Now() - begin)));

@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_SERVER_H_
 #define EMA_SERVER_SERVER_H_
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -19,6 +20,9 @@ namespace ema {
 // One EMA server: Start, serve, Drain.
 class Server {
  public:
+  // Freed buffers that main() lets the heap keep.
+  static constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
+
   // Loads the newest checkpoints and serves. The message of an error says what to do.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
 
