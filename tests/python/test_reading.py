@@ -96,7 +96,9 @@ def test_refresh_fetches_what_has_changed(client, model, pushed):
     tensors = dict(kept)
     assert not client.refresh(kept)
     with client.open_run(model) as run:
-        version = run.push(step=2, weights={name: 2 * w for name, w in weights.items()})
+        version = run.push(
+            step=2, weights={name: (2 * w).astype(w.dtype) for name, w in weights.items()}
+        )
     assert client.refresh(kept)
     assert kept.version.number == version.number
     assert all(kept[name] is tensor for name, tensor in tensors.items())
@@ -112,9 +114,9 @@ def test_refresh_over_many_versions(client, model, pushed, rng):
     kept = client.pull(model, track="ema", tensors=["body", "conv.*"], framework="numpy")
     with client.open_run(model) as run:
         for step in range(2, 9):
-            for value in weights.values():
+            for name, value in weights.items():
                 if value.dtype == np.float32:
-                    value[...] = rng.standard_normal(value.shape)
+                    weights[name] = rng.standard_normal(value.shape).astype(np.float32)
             run.push(step=step, weights=weights)
             if step % 3 == 0:
                 assert client.refresh(kept)
@@ -146,7 +148,30 @@ def test_what_cannot_be_refreshed(client, model, pushed):
 def test_bad_selections(client, model, pushed):
     with pytest.raises(ema_client.InvalidArgumentError, match='nearest name is "conv.bias"'):
         client.pull(model, track="raw", tensors=["conv.bais"])
-    with pytest.raises(ema_client.InvalidArgumentError, match="does not fit"):
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"slices: .*is not inside bool\[9\]"):
         client.pull(model, track="raw", slices=[ema_client.Shard("mask", (0,), (10,))])
     with pytest.raises(ema_client.InvalidArgumentError, match="int8"):
         client.pull(model, track="raw", dtype="int8")
+
+
+def test_weights_are_sent_as_bfloat16_on_request(client, model, rng, lane):
+    weights = random_weights(rng)
+    weights["body"] = rng.standard_normal((LARGE // 7, 7)).astype(np.float32)
+    client.create_model(model, weights, tracks={"ema": "1ba", "raw": "copy"})
+    with client.open_run(model, wire_dtype="bfloat16") as run:
+        pending = run.start_push(step=1, weights=weights)
+        version = pending.wait()
+    assert version.wire_dtype == "bfloat16"
+    assert client.model(model).latest.wire_dtype == "bfloat16"
+    assert pending.stats.lane == lane
+    floats = sum(value.nbytes for value in weights.values() if value.dtype == np.float32)
+    others = sum(value.nbytes for value in weights.values()) - floats
+    assert pending.stats.total_bytes == floats // 2 + others
+    pulled = client.pull(model, track="raw", framework="torch")
+    for name, value in weights.items():
+        expected = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+        if expected.dtype == torch.float32:
+            expected = expected.to(torch.bfloat16).to(torch.float32)
+        assert torch.equal(pulled[name], expected), name
+    with pytest.raises(ema_client.InvalidArgumentError, match="bfloat16"):
+        client.open_run(model, wire_dtype="float8")
