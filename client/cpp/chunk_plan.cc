@@ -139,18 +139,16 @@ grpc::ByteBuffer ChunkWriter::EncodeRounded(int64_t chunk) {
   return grpc::ByteBuffer(slices, std::size(slices));
 }
 
-bool ChunkWriter::Copy(int64_t chunk, std::byte* to) {
-  if (!gate_->BeginRead()) return false;
+std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
+  if (!gate_->BeginRead()) return std::nullopt;
   CopyInto(chunk, to);
   gate_->EndRead();
-  crcs_[chunk] = {.is_copied = true};
-  return true;
+  const auto length_bytes = static_cast<size_t>(plan_->length_bytes(chunk));
+  crcs_[chunk] = {.value = Crc32c(0, {to, length_bytes}), .known = true};
+  return crcs_[chunk].value;
 }
 
 std::optional<uint32_t> ChunkWriter::Digest() {
-  if (std::any_of(crcs_.begin(), crcs_.end(), [](const Crc& crc) { return crc.is_copied; })) {
-    return 0;
-  }
   uint32_t digest = 0;
   for (int64_t chunk = 0; chunk < static_cast<int64_t>(crcs_.size()); ++chunk) {
     if (!crcs_[chunk].known) {

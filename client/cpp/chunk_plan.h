@@ -60,12 +60,12 @@ class ChunkWriter {
   // weights have been released.
   std::optional<grpc::ByteBuffer> Write(int64_t chunk);
 
-  // Copies a chunk into shared memory, without a checksum. False: the weights have been released.
-  bool Copy(int64_t chunk, std::byte* to);
+  // Copies a chunk into shared memory, and gives its checksum. Absent: the weights have been
+  // released.
+  std::optional<uint32_t> Copy(int64_t chunk, std::byte* to);
 
-  // CRC32C of all that is pushed; 0 if the server has the copy of some chunk, so that it does not
-  // know it either. Reads none, if every chunk has been written. Absent: the weights would have to
-  // be read, but have been released.
+  // CRC32C of all that is pushed. Reads none, if every chunk has been written. Absent: the weights
+  // would have to be read, but have been released.
   std::optional<uint32_t> Digest();
 
  private:
@@ -88,7 +88,6 @@ class ChunkWriter {
   struct Crc {
     uint32_t value = 0;
     bool known = false;
-    bool is_copied = false;  // And not written since.
   };
   std::vector<Crc> crcs_;            // By chunk.
   std::vector<grpc::Slice> slices_;  // Kept for their capacity, like the next one.

@@ -98,7 +98,7 @@ class Puller {
   void Begin(Lane lane);
   absl::Status OnMessage(grpc::ByteBuffer& message);
   absl::Status OnHeader(const v1::PullHeader& header);
-  // `copy(to)` copies the data, and gives their CRC32C if the header has one.
+  // `copy(to)` copies the data, and gives their CRC32C (0 of undamaged ones).
   template <typename Copy>
   absl::Status OnChunk(const ChunkHeader& header, Copy copy);
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
@@ -143,11 +143,11 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop) {
     if (frame.is_chunk) {
       const std::span<const std::byte> data = frame.bytes;
       const ChunkHeader header{.offset = frame.offset,
-                               .crc32c = std::nullopt,
-                               .data_bytes = static_cast<int64_t>(data.size())};
+                               .data_bytes = static_cast<int64_t>(data.size()),
+                               .is_undamaged = true};
       EMA_RETURN_IF_ERROR(OnChunk(header, [data](std::byte* to) {
         std::memcpy(to, data.data(), data.size());
-        return Checksum();
+        return uint32_t{0};
       }));
       continue;
     }
@@ -265,13 +265,13 @@ absl::Status Puller::OnChunk(const ChunkHeader& header, Copy copy) {
                     absl::StrCat("a chunk of ", header.data_bytes, " bytes at ", header.offset,
                                  ", expected one at ", position_, " of ", info_->total_bytes));
   }
-  const Checksum crc = copy(memory_.data() + header.offset);
-  if (!Agree(crc, header.crc32c)) {
+  const uint32_t crc = copy(memory_.data() + header.offset);
+  if (crc != header.crc32c) {
     return DataLoss(ErrorReason::kChunkCorrupt,
-                    absl::StrCat("chunk at ", header.offset, ": its CRC32C is ", absl::Hex(*crc),
-                                 ", sent as ", absl::Hex(*header.crc32c)));
+                    absl::StrCat("chunk at ", header.offset, ": its CRC32C is ", absl::Hex(crc),
+                                 ", sent as ", absl::Hex(header.crc32c)));
   }
-  if (crc.has_value()) digest_ = Crc32cCombine(digest_, *crc, header.data_bytes);
+  if (!header.is_undamaged) digest_ = Crc32cCombine(digest_, crc, header.data_bytes);
   position_ = header.offset + header.data_bytes;
   chunk_bytes_ += header.data_bytes;
   received_bytes_ += header.data_bytes;

@@ -34,13 +34,16 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
     }
     const absl::StatusOr<std::byte*> place = lane->ReserveChunk(stop);
     if (!place.ok()) return failure(place.status());
-    if (!writer_->Copy(chunk, *place)) return absl::CancelledError("the weights were released");
+    const std::optional<uint32_t> crc32c = writer_->Copy(chunk, *place);
+    if (!crc32c.has_value()) return absl::CancelledError("the weights were released");
     const int64_t length_bytes = run_->chunks().length_bytes(chunk);
-    lane->SendChunk(run_->chunks().offset(chunk), length_bytes);
+    lane->SendChunk(run_->chunks().offset(chunk), length_bytes, *crc32c);
     sent_bytes_.fetch_add(length_bytes, std::memory_order_relaxed);
   }
+  const std::optional<uint32_t> digest = writer_->Digest();
+  if (!digest.has_value()) return absl::CancelledError("the weights were released");
   gate_.HaveRead();
-  *message.mutable_commit() = MakeCommit(/*digest=*/0);
+  *message.mutable_commit() = MakeCommit(*digest);
   sent = client_internal::SendRequest(*lane, message, stop);
   if (!sent.ok()) return failure(sent);
   const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);

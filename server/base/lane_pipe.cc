@@ -198,9 +198,11 @@ absl::StatusOr<std::byte*> LanePipe::ReserveChunk(const Stop& stop) {
   return slot.data();
 }
 
-void LanePipe::SendChunk(int64_t offset, int64_t length_bytes) {
-  out_.Publish(
-      {.kind = kChunk, .length_bytes = static_cast<int32_t>(length_bytes), .offset = offset});
+void LanePipe::SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c) {
+  out_.Publish({.kind = kChunk,
+                .length_bytes = static_cast<int32_t>(length_bytes),
+                .offset = offset,
+                .crc32c = crc32c});
 }
 
 absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
@@ -210,7 +212,11 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
     EMA_ASSIGN_OR_RETURN(const SharedRing::Filled filled, WaitForFilled(stop));
     const auto& [label, bytes] = filled;
     if (label.kind == kChunk && frame.message.empty()) {
-      return Frame{.is_chunk = true, .message = {}, .offset = label.offset, .bytes = bytes};
+      return Frame{.is_chunk = true,
+                   .message = {},
+                   .offset = label.offset,
+                   .crc32c = label.crc32c,
+                   .bytes = bytes};
     }
     if ((label.kind != kMessage && label.kind != kMessagePart) ||
         frame.message.size() + bytes.size() > static_cast<size_t>(kMaxMessageBytes)) {

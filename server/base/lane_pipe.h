@@ -44,13 +44,14 @@ class LanePipe {
   absl::Status SendMessage(const std::string& message, const Stop& stop);
   // Shared memory of kMaxChunkBytes for the data of the next chunk. Asked for again, the same.
   absl::StatusOr<std::byte*> ReserveChunk(const Stop& stop);
-  // Sends what has been written there.
-  void SendChunk(int64_t offset, int64_t length_bytes);
+  // Sends what has been written there. The checksum goes along, and is nobody's here to look at.
+  void SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c);
 
   struct Frame {
     bool is_chunk = false;
     std::string message;  // If it is none.
     int64_t offset = 0;
+    uint32_t crc32c = 0;
     // In the shared memory; valid until the next call of Receive() or HasIncoming().
     std::span<const std::byte> bytes;
   };

@@ -94,6 +94,7 @@ struct SharedRing::Control {
     std::atomic<int32_t> kind;
     std::atomic<int32_t> length_bytes;
     std::atomic<int64_t> offset;
+    std::atomic<uint32_t> crc32c;
   };
   alignas(64) SharedLabel labels[kSlotCount];
 
@@ -141,6 +142,7 @@ void SharedRing::Publish(const Label& label) {
   shared.kind.store(label.kind, std::memory_order_relaxed);
   shared.length_bytes.store(label.length_bytes, std::memory_order_relaxed);
   shared.offset.store(label.offset, std::memory_order_relaxed);
+  shared.crc32c.store(label.crc32c, std::memory_order_relaxed);
   Control::Advance(control_.published, ++position_, control_.reader_sleeps);
 }
 
@@ -153,7 +155,8 @@ std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_w
   const Control::SharedLabel& shared = control_.labels[slot];
   const Label label{.kind = shared.kind.load(std::memory_order_relaxed),
                     .length_bytes = shared.length_bytes.load(std::memory_order_relaxed),
-                    .offset = shared.offset.load(std::memory_order_relaxed)};
+                    .offset = shared.offset.load(std::memory_order_relaxed),
+                    .crc32c = shared.crc32c.load(std::memory_order_relaxed)};
   if (filled > kSlotCount || label.length_bytes < 0 || label.length_bytes > kSlotBytes) {
     broken_ = true;
     return std::nullopt;

@@ -57,6 +57,7 @@ class SharedRing {
     int32_t kind = 0;
     int32_t length_bytes = 0;
     int64_t offset = 0;
+    uint32_t crc32c = 0;
   };
   struct Filled {
     Label label;

@@ -28,10 +28,10 @@ typename Map::const_iterator FindOverlap(const Map& map, const Coverage::Range& 
 
 }  // namespace
 
-absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, Checksum crc32c) {
+absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc32c) {
   if (auto it = FindOverlap(covered_, range); it != covered_.end()) {
     if (it->first == range.offset && it->second.length_bytes == range.length_bytes &&
-        Agree(it->second.crc32c, crc32c)) {
+        it->second.crc32c == crc32c) {
       return ClaimResult::kDuplicate;
     }
     return MakeError(
@@ -51,14 +51,20 @@ absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, Checksum crc3
                                   covered_bytes_ / kMaxExtents,
                                   " bytes on average, as many as it may; send larger ones"));
   }
-  claimed_[range.offset] = {range.length_bytes, std::nullopt};
+  claimed_[range.offset] = {range.length_bytes, 0};
   return ClaimResult::kClaimed;
 }
 
-void Coverage::Cover(Range range, Checksum crc32c) {
+void Coverage::Cover(Range range, uint32_t crc32c) {
   claimed_.erase(range.offset);
   covered_[range.offset] = {range.length_bytes, crc32c};
   covered_bytes_ += range.length_bytes;
+  for (auto it = covered_.find(digested_bytes_); it != covered_.end(); ++it) {
+    const auto& [offset, extent] = *it;
+    if (offset != digested_bytes_) break;
+    digest_ = Crc32cCombine(digest_, extent.crc32c, extent.length_bytes);
+    digested_bytes_ += extent.length_bytes;
+  }
 }
 
 void Coverage::Release(Range range) { claimed_.erase(range.offset); }
@@ -77,15 +83,6 @@ std::vector<Coverage::Range> Coverage::Missing(int64_t limit) const {
   }
   add_gap(total_bytes_);
   return missing;
-}
-
-Checksum Coverage::Digest() const {
-  uint32_t digest = 0;
-  for (const auto& [offset, extent] : covered_) {
-    if (!extent.crc32c.has_value()) return std::nullopt;
-    digest = Crc32cCombine(digest, *extent.crc32c, extent.length_bytes);
-  }
-  return digest;
 }
 
 }  // namespace ema

@@ -9,7 +9,6 @@
 
 #include "absl/container/btree_map.h"
 #include "absl/status/statusor.h"
-#include "ema/v1/chunk_codec.h"
 
 namespace ema {
 
@@ -23,7 +22,7 @@ class Coverage {
   };
   enum class ClaimResult {
     kClaimed,    // Fold it, then Cover() or Release().
-    kDuplicate,  // Covered by the very same range, and no other checksum: do not fold.
+    kDuplicate,  // Covered by the very same range and checksum: do not fold.
   };
 
   explicit Coverage(int64_t total_bytes) : total_bytes_(total_bytes) {}
@@ -33,10 +32,10 @@ class Coverage {
   // same range with another checksum. BAD_CHUNK: so many small chunks that their records would cost
   // too much memory. UNAVAILABLE, RANGE_BUSY: some of it is claimed. Nothing
   // changes then.
-  absl::StatusOr<ClaimResult> Claim(Range range, Checksum crc32c);
+  absl::StatusOr<ClaimResult> Claim(Range range, uint32_t crc32c);
 
   // Ends a claim. REQUIRES: `range` is claimed.
-  void Cover(Range range, Checksum crc32c);
+  void Cover(Range range, uint32_t crc32c);
   void Release(Range range);
 
   int64_t total_bytes() const { return total_bytes_; }
@@ -46,18 +45,21 @@ class Coverage {
   // Ranges that are not covered, in order, at most `limit`.
   std::vector<Range> Missing(int64_t limit) const;
 
-  // CRC32C of all bytes in order; absent if that of some is. REQUIRES: complete().
-  Checksum Digest() const;
+  // CRC32C of all bytes in order. REQUIRES: complete().
+  uint32_t Digest() const { return digest_; }
 
  private:
   struct Extent {
     int64_t length_bytes = 0;
-    Checksum crc32c;  // Of covered ones.
+    uint32_t crc32c = 0;  // Of covered ones.
   };
   const int64_t total_bytes_;
   absl::btree_map<int64_t, Extent> covered_;  // By offset; never overlap.
   absl::btree_map<int64_t, Extent> claimed_;
   int64_t covered_bytes_ = 0;
+  // Of the covered bytes from the first one on, so that a commit has nothing to add up.
+  int64_t digested_bytes_ = 0;
+  uint32_t digest_ = 0;
 };
 
 }  // namespace ema

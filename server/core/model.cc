@@ -314,7 +314,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   if (!taken.ok()) return FailSession(session, taken.status());
   const std::shared_ptr<Snapshot>& next = *taken;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
-  std::vector<Checksum> digests = session->Digests();
+  std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;  // Freed last, after everybody has been told.
   PushPlan plan;
   std::vector<std::string> warnings;

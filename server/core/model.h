@@ -222,7 +222,7 @@ class Model : public std::enable_shared_from_this<Model> {
   struct LastCommit {
     int64_t run_epoch = 0;
     bool omits_frozen = false;
-    std::vector<Checksum> digests;  // By rank.
+    std::vector<uint32_t> digests;  // By rank.
   };
 
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
@@ -346,7 +346,7 @@ class RankPush {
   // Of a retry:
   PushCallback on_end_;
   PushResult committed_;
-  Checksum committed_digest_;
+  uint32_t committed_digest_ = 0;
 };
 
 }  // namespace ema

@@ -26,7 +26,7 @@ absl::Status BadChunk(std::string message) {
 class PushSession::Folder {
  public:
   struct Result {
-    Checksum crc32c;  // If it was asked for.
+    uint32_t crc32c = 0;  // If it was asked for.
     struct NonFinite {
       int64_t tensor_index = 0;
       int64_t element = 0;
@@ -46,7 +46,7 @@ class PushSession::Folder {
                               absl::Span<const std::span<const std::byte>> pieces,
                               bool with_checksum) {
     pieces_ = pieces;
-    if (with_checksum) result_.crc32c = 0;
+    with_checksum_ = with_checksum;
     NextPiece();
     absl::Status status;
     layout.ForEachStretch(range.offset, range.length_bytes,
@@ -65,7 +65,7 @@ class PushSession::Folder {
     while (piece_.empty() && !pieces_.empty()) {
       piece_ = pieces_.front();
       pieces_.remove_prefix(1);
-      if (result_.crc32c.has_value()) result_.crc32c = Crc32c(*result_.crc32c, piece_);
+      if (with_checksum_) result_.crc32c = Crc32c(result_.crc32c, piece_);
     }
   }
 
@@ -169,6 +169,7 @@ class PushSession::Folder {
   std::vector<FoldTarget> targets_;  // One per changing track; rewritten for each run.
   absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
   std::span<const std::byte> piece_;                     // What is left of the one at hand.
+  bool with_checksum_ = true;
   Result result_;
 };
 
@@ -280,11 +281,11 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   const RankLayout& layout = *run_->layout(rank);
   EMA_RETURN_IF_ERROR(CheckRange(layout, header));
   const Coverage::Range range{header.offset, header.data_bytes};
-  const auto corrupt = [&](const Checksum& crc32c) {
+  const auto corrupt = [&](uint32_t crc32c) {
     return MakeError(
         absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt,
         absl::StrCat("chunk at offset ", header.offset, " of rank ", rank, ", step ", plan_.step,
-                     ": its CRC32C is ", *crc32c, ", expected ", *header.crc32c));
+                     ": its CRC32C is ", crc32c, ", expected ", header.crc32c));
   };
 
   Coverage::ClaimResult claim;
@@ -295,23 +296,24 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     if (claim == Coverage::ClaimResult::kClaimed) ++fold_count_;
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
-    if (!header.crc32c.has_value()) return absl::OkStatus();
+    if (header.is_undamaged) return absl::OkStatus();
     uint32_t crc32c = 0;
     for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
-    return crc32c == *header.crc32c ? absl::OkStatus() : corrupt(crc32c);
+    return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
   }
 
   const absl::StatusOr<Folder::Result> folded =
-      Folder(*this, device_stream).Fold(layout, range, pieces, header.crc32c.has_value());
+      Folder(*this, device_stream).Fold(layout, range, pieces, !header.is_undamaged);
 
   Memory unused;
   absl::MutexLock lock(&mu_);
   --fold_count_;
   unused = TakeUnusedMemoryLocked();
   Coverage& coverage = ranks_[rank].coverage;
-  if (!folded.ok() || !Agree(folded->crc32c, header.crc32c)) {
+  const bool is_damaged = folded.ok() && !header.is_undamaged && folded->crc32c != header.crc32c;
+  if (!folded.ok() || is_damaged) {
     coverage.Release(range);
-    return folded.ok() ? corrupt(folded->crc32c) : folded.status();
+    return is_damaged ? corrupt(folded->crc32c) : folded.status();
   }
   if (!folded->non_finite.empty() && model_.non_finite != NonFinitePolicy::kAllow) {
     // A tensor can be skipped where it has a value that it may keep.
@@ -334,7 +336,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   return ended_.has_value() ? *ended_ : absl::OkStatus();
 }
 
-absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, Checksum digest,
+absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest,
                                              DeviceStream& device_stream) {
   EMA_ASSIGN_OR_RETURN(const bool non_finite, device_stream.Synchronize());
   if (non_finite) {
@@ -357,15 +359,13 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, Check
                      "is at offset ",
                      missing.offset, ", tensor \"", model_.manifest->tensor(tensor).name, "\""));
   }
-  const Checksum arrived = state.coverage.Digest();
-  if (!Agree(arrived, digest)) {
+  if (const uint32_t arrived = state.coverage.Digest(); arrived != digest) {
     return MakeError(
         absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
-        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ",
-                     *arrived, ", the commit says ", *digest));
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ", arrived,
+                     ", the commit says ", digest));
   }
-  if (state.committed) return false;  // A retry: its stream now waits with the others.
-  state.committed = true;
+  if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
   state.digest = digest;
   last_progress_ = std::chrono::steady_clock::now();
   return ++committed_count_ == run_->world_size();
@@ -373,14 +373,14 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, Check
 
 bool PushSession::RankCommitted(int64_t rank) const {
   absl::MutexLock lock(&mu_);
-  return ranks_[rank].committed;
+  return ranks_[rank].digest.has_value();
 }
 
 std::vector<int64_t> PushSession::MissingRanks(int64_t limit) const {
   absl::MutexLock lock(&mu_);
   std::vector<int64_t> missing;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].committed) continue;
+    if (ranks_[rank].digest.has_value()) continue;
     if (static_cast<int64_t>(missing.size()) == limit) break;
     missing.push_back(static_cast<int64_t>(rank));
   }
@@ -392,11 +392,11 @@ std::vector<Coverage::Range> PushSession::Missing(int64_t rank, int64_t limit) c
   return ranks_[rank].coverage.Missing(limit);
 }
 
-std::vector<Checksum> PushSession::Digests() const {
+std::vector<uint32_t> PushSession::Digests() const {
   absl::MutexLock lock(&mu_);
-  std::vector<Checksum> digests;
+  std::vector<uint32_t> digests;
   digests.reserve(ranks_.size());
-  for (const RankState& rank : ranks_) digests.push_back(rank.digest);
+  for (const RankState& rank : ranks_) digests.push_back(rank.digest.value_or(0));
   return digests;
 }
 

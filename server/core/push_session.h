@@ -69,7 +69,7 @@ struct PushStart {
 struct PushEnd {
   int64_t chunk_count = 0;
   int64_t total_bytes = 0;
-  Checksum digest;
+  uint32_t digest = 0;
 };
 
 // All shards of one step. Made and ended by its Model; held by the streams that feed it. Folds each
@@ -130,7 +130,7 @@ class PushSession {
   // Marks the rank as committed. True if it was the last one: the caller then publishes. Again with
   // the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the message
   // names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED: as AddChunk().
-  absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, Checksum digest,
+  absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest,
                                   DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   bool RankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -139,7 +139,7 @@ class PushSession {
   // What of `rank`'s bytes is not covered, at most `limit` ranges.
   std::vector<Coverage::Range> Missing(int64_t rank, int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
   // Digest of each rank's bytes. REQUIRES: all ranks have committed.
-  std::vector<Checksum> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
   std::chrono::steady_clock::time_point last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // The next snapshot, its record without incarnation and commit time. Null: the session has ended.
@@ -154,9 +154,8 @@ class PushSession {
   struct RankState {
     explicit RankState(int64_t pushed_bytes) : coverage(pushed_bytes) {}
     Coverage coverage;
-    int64_t stream = 0;  // The one that may add; 0: none yet.
-    bool committed = false;
-    Checksum digest;  // If committed.
+    int64_t stream = 0;              // The one that may add; 0: none yet.
+    std::optional<uint32_t> digest;  // Once committed.
   };
   struct OpenedStream {
     int64_t rank = 0;

@@ -29,7 +29,7 @@ absl::Status RankPush::Commit(const PushEnd& end) {
                                   total_bytes_, " bytes arrived on this stream"));
   }
   if (session_ == nullptr) {
-    if (!Agree(end.digest, committed_digest_)) {
+    if (end.digest != committed_digest_) {
       return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                        absl::StrCat("step ", committed_.record.step,
                                     " is committed already, with other content"));

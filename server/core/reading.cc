@@ -103,7 +103,12 @@ absl::Status Reading::Select() {
                                      : WholeTensor(manifest_, i));
     slices_.push_back(slice);
   }
-  EMA_ASSIGN_OR_RETURN(boxes_, RankLayout::Create(manifest_, std::move(boxes)));
+  absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, std::move(boxes));
+  if (!layout.ok()) {
+    return MakeError(layout.status().code(), GetErrorReason(layout.status()),
+                     absl::StrCat("slices: ", layout.status().message()));
+  }
+  boxes_ = *std::move(layout);
   for (const Shard& box : boxes_.shards()) {
     const Dtype stored = track.layout().entry(box.tensor_index).dtype;
     const Dtype dtype = IsFloat(stored) ? selection_.dtype.value_or(stored) : stored;

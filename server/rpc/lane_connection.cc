@@ -95,9 +95,11 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     if (ending->is_set()) EMA_RETURN_IF_ERROR(ending->Wait(absl::ZeroDuration())->status());
     EMA_RETURN_IF_ERROR(frame.status());
     if (frame->is_chunk) {
-      EMA_RETURN_IF_ERROR(
-          handler.OnChunk({frame->offset, std::nullopt, static_cast<int64_t>(frame->bytes.size())},
-                          {&frame->bytes, 1}));
+      EMA_RETURN_IF_ERROR(handler.OnChunk({.offset = frame->offset,
+                                           .crc32c = frame->crc32c,
+                                           .data_bytes = static_cast<int64_t>(frame->bytes.size()),
+                                           .is_undamaged = true},
+                                          {&frame->bytes, 1}));
       continue;
     }
     v1::LaneRequest request;
@@ -106,7 +108,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     }
     // Whoever waits for other ranks must not keep them from getting in.
     std::move(leave).Invoke();
-    EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit(), /*with_digest=*/false));
+    EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit()));
     break;
   }
   std::optional<absl::StatusOr<PushResult>> result;
@@ -140,7 +142,7 @@ absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
       std::memcpy(to, piece.bytes.data(), piece.bytes.size());
       to += piece.bytes.size();
     }
-    pipe_->SendChunk(chunk->offset, chunk->length_bytes);
+    pipe_->SendChunk(chunk->offset, chunk->length_bytes, /*crc32c=*/0);
   }
   *response.mutable_trailer() = handler.Trailer(/*digest=*/0);
   return Send(response);

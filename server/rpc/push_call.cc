@@ -101,7 +101,7 @@ absl::Status PushCall::HandleMessage() {
       committed_ = true;
       // Whoever waits for other ranks must not keep them from getting in.
       rpc_->pushes.Leave(this);
-      return handler_.OnCommit(request.commit(), /*with_digest=*/true);
+      return handler_.OnCommit(request.commit());
     case v1::PushRequest::MESSAGE_NOT_SET:
       break;
   }

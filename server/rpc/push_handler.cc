@@ -34,14 +34,10 @@ absl::Status PushHandler::OnChunk(const ChunkHeader& header,
   return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
 }
 
-absl::Status PushHandler::OnCommit(const v1::PushCommit& commit, bool with_digest) {
+absl::Status PushHandler::OnCommit(const v1::PushCommit& commit) {
   if (push_ == nullptr) return BadMessage("a commit before the header");
-  PushEnd end{
-      .chunk_count = commit.chunk_count(), .total_bytes = commit.total_bytes(), .digest = {}};
-  if (with_digest) {
-    EMA_ASSIGN_OR_RETURN(end.digest, ReadChecksum("commit.digest", commit.digest()));
-  }
-  return push_->Commit(end);
+  EMA_ASSIGN_OR_RETURN(const uint32_t digest, ReadChecksum("commit.digest", commit.digest()));
+  return push_->Commit({commit.chunk_count(), commit.total_bytes(), digest});
 }
 
 v1::PushResponse PushHandler::Response(const PushResult& result) const {

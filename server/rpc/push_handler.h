@@ -26,8 +26,7 @@ class PushHandler {
   absl::Status OnHeader(const v1::PushHeader& header, PushCallback on_end);
   absl::Status OnChunk(const ChunkHeader& header,
                        std::span<const std::span<const std::byte>> pieces);
-  // `with_digest`: the commit's digest is to be compared.
-  absl::Status OnCommit(const v1::PushCommit& commit, bool with_digest);
+  absl::Status OnCommit(const v1::PushCommit& commit);
 
   // The reply. REQUIRES: the push has ended with this `result`.
   v1::PushResponse Response(const PushResult& result) const;

@@ -34,7 +34,7 @@ class LanePipeTest : public testing::Test {
     const absl::StatusOr<std::byte*> place = pipe.ReserveChunk(nullptr);
     if (!place.ok()) return place.status();
     std::memcpy(*place, bytes.data(), bytes.size());
-    pipe.SendChunk(offset, static_cast<int64_t>(bytes.size()));
+    pipe.SendChunk(offset, static_cast<int64_t>(bytes.size()), 7);
     return absl::OkStatus();
   }
 
@@ -56,6 +56,7 @@ TEST_F(LanePipeTest, MessagesAndChunksGoBothWays) {
   ASSERT_THAT(frame, IsOk());
   EXPECT_TRUE(frame->is_chunk);
   EXPECT_EQ(frame->offset, 77);
+  EXPECT_EQ(frame->crc32c, 7u);
   EXPECT_EQ(std::memcmp(frame->bytes.data(), "bytes", 5), 0);
   EXPECT_FALSE(server_->HasIncoming());
   EXPECT_TRUE(client_->HasIncoming());

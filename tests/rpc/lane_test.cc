@@ -229,7 +229,7 @@ TEST_F(LaneTest, AClientThatLeavesInTheMiddleOfAPushHarmsNobody) {
     ASSERT_THAT(lane->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
     std::byte* const place = *lane->ReserveChunk(nullptr);
     std::memset(place, 0, 4096);
-    lane->SendChunk(0, 4096);
+    lane->SendChunk(0, 4096, 0);
   }
   ASSERT_THAT(Push(2, 8), IsOk());
   EXPECT_THAT(Pull(), IsOkAndHolds(8));
@@ -245,13 +245,13 @@ TEST_F(LaneTest, WhatIsOutOfOrderEndsTheLaneWithAnError) {
 
   lane = RawLane();
   ASSERT_THAT(lane->ReserveChunk(nullptr), IsOk());
-  lane->SendChunk(0, 100);
+  lane->SendChunk(0, 100, 0);
   EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_BAD_REQUEST);
 
   lane = RawLane();
   ASSERT_THAT(lane->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
   ASSERT_THAT(lane->ReserveChunk(nullptr), IsOk());
-  lane->SendChunk(-8, 100);
+  lane->SendChunk(-8, 100, 0);
   EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_BAD_CHUNK);
 
   lane = RawLane();

@@ -77,7 +77,7 @@ ChunkPrefix EncodeChunkPrefix(const ChunkHeader& header) {
   uint64_t chunk_bytes = 0;
   // As protobuf does, fields that are zero or empty are left out.
   if (offset != 0) chunk_bytes += 1 + VarintBytes(offset);
-  if (*header.crc32c != 0) chunk_bytes += 1 + VarintBytes(*header.crc32c);
+  if (header.crc32c != 0) chunk_bytes += 1 + VarintBytes(header.crc32c);
   if (data_bytes != 0) chunk_bytes += 1 + VarintBytes(data_bytes) + data_bytes;
 
   ChunkPrefix prefix;
@@ -88,9 +88,9 @@ ChunkPrefix EncodeChunkPrefix(const ChunkHeader& header) {
     writer.Tag(kOffsetTag);
     writer.Varint(offset);
   }
-  if (*header.crc32c != 0) {
+  if (header.crc32c != 0) {
     writer.Tag(kCrcTag);
-    writer.Varint(*header.crc32c);
+    writer.Varint(header.crc32c);
   }
   if (data_bytes != 0) {
     writer.Tag(kDataTag);
@@ -112,7 +112,6 @@ std::optional<ParsedChunk> ParseChunkPrefix(std::span<const std::byte> head,
   }
 
   ParsedChunk parsed;
-  parsed.header.crc32c = 0;  // What protobuf leaves out.
   if (reader.TryTag(kOffsetTag)) {
     const std::optional<int64_t> offset = reader.Varint();
     if (!offset.has_value()) return std::nullopt;

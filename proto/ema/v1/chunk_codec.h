@@ -14,15 +14,13 @@
 
 namespace ema {
 
-// CRC32C. Absent: the bytes have come through memory of this host, where nothing damages them.
-using Checksum = std::optional<uint32_t>;
-// True unless both are there and differ.
-inline bool Agree(const Checksum& a, const Checksum& b) { return !a || !b || *a == *b; }
-
 struct ChunkHeader {
   int64_t offset = 0;
-  Checksum crc32c;
+  uint32_t crc32c = 0;
   int64_t data_bytes = 0;
+  // Not on the wire. The data have come through memory of this host, where nothing damages them:
+  // the checksum tells what was sent, and is not compared with what has come.
+  bool is_undamaged = false;
 };
 
 // The longest prefix: two tags with lengths, offset, crc32c, the tag and length of `data`.
@@ -33,7 +31,6 @@ struct ChunkPrefix {
   std::array<std::byte, kMaxChunkPrefixBytes> bytes;
   int size = 0;
 };
-// REQUIRES: it has a checksum.
 ChunkPrefix EncodeChunkPrefix(const ChunkHeader& header);
 
 // Reads the prefix of a chunk message of `message_bytes` that begins with `head` (its first
