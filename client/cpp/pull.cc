@@ -310,7 +310,7 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
   request.set_track(std::string(track));
   request.set_version(options.version);
   request.set_incarnation(options.incarnation);
-  if (options.selection != Selection()) {
+  if (!options.selection.is_default()) {
     ToProto(options.selection, request.mutable_selection());
   }
   const auto set_id = [](const VersionId& id, v1::VersionId* proto) {

@@ -29,6 +29,8 @@ struct Selection {
   std::optional<Dtype> dtype;
 
   bool selects_all() const { return tensors.empty() && slices.empty(); }
+  // All, as it is kept. (Comparing with a Selection() makes GCC 12 warn, with sanitizers.)
+  bool is_default() const { return selects_all() && !dtype.has_value(); }
 
   friend bool operator==(const Selection&, const Selection&) = default;
 };

@@ -44,7 +44,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
                                                              const TrackSnapshot& track,
                                                              Selection selection) {
   // Nothing is made for those who read what is stored: nothing to be shared.
-  const bool is_shared = selection != Selection();
+  const bool is_shared = !selection.is_default();
   const auto find = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_) {
     std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
     for (const std::weak_ptr<Reading>& held : readings_) {

@@ -92,7 +92,7 @@ class Reading {
         device_(device),
         selection_(std::move(selection)) {}
 
-  bool is_as_stored() const { return selection_ == Selection(); }
+  bool is_as_stored() const { return selection_.is_default(); }
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
   // Fills in what is to be known of a part.
   absl::Status Select();

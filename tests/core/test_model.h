@@ -27,7 +27,7 @@ inline std::vector<std::byte> BytesOf(const std::vector<float>& values) {
 
 inline std::vector<float> FloatsOf(const std::vector<std::byte>& bytes) {
   std::vector<float> values(bytes.size() / sizeof(float));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
   return values;
 }
 
