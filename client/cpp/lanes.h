@@ -28,13 +28,12 @@ class LanePool {
   std::unique_ptr<LanePipe> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // After a call that has succeeded. A lane with which one has failed is to be dropped instead.
   void GiveBack(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
-  // True unless it is known that there is none.
+  // False: there is none, as far as is known.
   bool has_offer() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   mutable absl::Mutex mu_;
   std::string socket_name_ ABSL_GUARDED_BY(mu_);  // Empty: there are none.
-  int64_t offer_count_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<std::unique_ptr<LanePipe>> idle_ ABSL_GUARDED_BY(mu_);
 };
 

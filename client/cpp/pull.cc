@@ -231,7 +231,7 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
     info_ = std::move(info);
     return absl::OkStatus();
   }
-  if (info_.has_value()) {
+  if (info_.has_value() && !info_->not_newer) {
     if (info.total_bytes != info_->total_bytes || info.version.number != info_->version.number) {
       return client_internal::MalformedReply("another version than before the connection broke");
     }

@@ -147,8 +147,8 @@ class Client {
     // folded, and costs few messages.
     int64_t chunk_bytes = int64_t{1} << 20;
     // Where the server is on this host, of the same user, and offers it: push and pull through
-    // memory that the two share, without checksums. gRPC carries everything else, and stands in
-    // when that breaks. Chunks are then of at most 256 KiB.
+    // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and
+    // stands in when that breaks. Chunks are then of at most 256 KiB.
     bool same_host_lane = true;
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and

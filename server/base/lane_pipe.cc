@@ -49,22 +49,31 @@ bool IsOwnUser(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-// One byte, and with it a descriptor.
-absl::Status SendDescriptor(int socket, int descriptor) {
+// One byte, and with it room for one descriptor and no more.
+struct DescriptorMessage {
+  DescriptorMessage() {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = CMSG_LEN(sizeof(int));
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+
   char byte = 0;
   iovec data{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  msghdr header{};
+};
+
+absl::Status SendDescriptor(int socket, int descriptor) {
+  DescriptorMessage message;
+  cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &descriptor, sizeof(descriptor));
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != 1) return SystemError("sendmsg");
+  if (sendmsg(socket, &message.header, MSG_NOSIGNAL) != 1) return SystemError("sendmsg");
   return absl::OkStatus();
 }
 
@@ -73,18 +82,11 @@ absl::StatusOr<int> ReceiveDescriptor(int socket, const LanePipe::Stop& stop) {
   while (poll(&polled, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) == 0) {
     if (stop && stop()) return absl::CancelledError("same-host lane: the peer passes no memory");
   }
-  char byte = 0;
-  iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
+  DescriptorMessage message;
+  if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
     return SystemError("recvmsg");
   }
-  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS ||
       header->cmsg_len != CMSG_LEN(sizeof(int))) {
     return absl::InvalidArgumentError("same-host lane: expected one descriptor");
@@ -218,7 +220,9 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
                    .crc32c = label.crc32c,
                    .bytes = bytes};
     }
-    if ((label.kind != kMessage && label.kind != kMessagePart) ||
+    // Of empty parts there could be any number.
+    const bool is_part = label.kind == kMessagePart && !bytes.empty();
+    if ((label.kind != kMessage && !is_part) ||
         frame.message.size() + bytes.size() > static_cast<size_t>(kMaxMessageBytes)) {
       return absl::UnavailableError("same-host lane: the peer has not kept to the rules");
     }

@@ -102,16 +102,20 @@ struct SharedRing::Control {
 
   // Waits until `counter` is not `seen`.
   static bool Await(std::atomic<uint32_t>& counter, uint32_t seen, std::atomic<uint32_t>& sleeps,
-                    absl::Duration max_wait) {
+                    absl::Duration max_wait, bool& is_idle) {
     if (max_wait <= absl::ZeroDuration()) return counter.load(std::memory_order_acquire) != seen;
-    for (int i = 0; i < kSpins; ++i) {
-      if (counter.load(std::memory_order_acquire) != seen) return true;
+    for (int i = 0; i < (is_idle ? 1 : kSpins); ++i) {
+      if (counter.load(std::memory_order_acquire) != seen) {
+        is_idle = false;
+        return true;
+      }
       Pause();
     }
     sleeps.store(1);
     if (counter.load() == seen) FutexWait(counter, seen, max_wait);
     sleeps.store(0);
-    return counter.load(std::memory_order_acquire) != seen;
+    is_idle = counter.load(std::memory_order_acquire) == seen;
+    return !is_idle;
   }
   static void Advance(std::atomic<uint32_t>& counter, uint32_t to, std::atomic<uint32_t>& sleeps) {
     counter.store(to);
@@ -126,7 +130,8 @@ SharedRing::SharedRing(std::byte* memory)
 
 std::span<std::byte> SharedRing::WaitForFree(absl::Duration max_wait) {
   const uint32_t full_at = position_ - kSlotCount;
-  if (broken_ || !Control::Await(control_.released, full_at, control_.writer_sleeps, max_wait)) {
+  if (broken_ ||
+      !Control::Await(control_.released, full_at, control_.writer_sleeps, max_wait, is_idle_)) {
     return {};
   }
   const uint32_t in_use = position_ - control_.released.load(std::memory_order_acquire);
@@ -147,7 +152,8 @@ void SharedRing::Publish(const Label& label) {
 }
 
 std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_wait) {
-  if (broken_ || !Control::Await(control_.published, position_, control_.reader_sleeps, max_wait)) {
+  if (broken_ ||
+      !Control::Await(control_.published, position_, control_.reader_sleeps, max_wait, is_idle_)) {
     return std::nullopt;
   }
   const uint32_t filled = control_.published.load(std::memory_order_acquire) - position_;

@@ -4,6 +4,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 
 #include "absl/strings/escaping.h"
@@ -40,20 +41,23 @@ std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest&
   return matches;
 }
 
-std::optional<std::string> PatternProblem(const std::string& pattern, const Manifest& manifest) {
+absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
+                                                 const Manifest& manifest) {
   const int64_t bytes = static_cast<int64_t>(pattern.size());
   // fnmatch(3) would take a zero byte for the end.
   if (bytes == 0 || bytes > kMaxTensorNameBytes || pattern.find('\0') != std::string::npos) {
     constexpr size_t kMaxQuotedBytes = 64;
-    return absl::StrCat("pattern \"", absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)),
-                        "\": must be 1 to ", kMaxTensorNameBytes,
-                        " bytes without a zero, such as \"head.*\"");
+    return absl::InvalidArgumentError(absl::StrCat(
+        "pattern \"", absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)), "\": must be 1 to ",
+        kMaxTensorNameBytes, " bytes without a zero, such as \"head.*\""));
   }
-  if (!MatchingTensors(pattern, manifest).empty()) return std::nullopt;
+  std::vector<int64_t> matches = MatchingTensors(pattern, manifest);
+  if (!matches.empty()) return matches;
   const std::string_view nearest = NearestName(
       pattern, manifest.tensors(), [](const TensorSpec& spec) -> const auto& { return spec.name; });
-  return absl::StrCat("pattern \"", absl::CHexEscape(pattern),
-                      "\" matches no tensor; the nearest name is \"", std::string(nearest), "\"");
+  return absl::InvalidArgumentError(absl::StrCat("pattern \"", absl::CHexEscape(pattern),
+                                                 "\" matches no tensor; the nearest name is \"",
+                                                 std::string(nearest), "\""));
 }
 
 }  // namespace ema

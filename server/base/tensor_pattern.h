@@ -5,10 +5,10 @@
 #define EMA_SERVER_BASE_TENSOR_PATTERN_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "ema/manifest.h"
 
 namespace ema {
@@ -19,9 +19,11 @@ bool IsGlob(const std::string& pattern);
 // By ascending index; empty: none. A glob is compared with names and aliases.
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest);
 
-// What is wrong with a pattern, such as `pattern "haed.*" matches no tensor; the nearest name is
-// "head.weight"`; absent: nothing, it matches some.
-std::optional<std::string> PatternProblem(const std::string& pattern, const Manifest& manifest);
+// The same, of which there must be some. INVALID_ARGUMENT: there are none, or `pattern` is no
+// pattern; the message names it, such as `pattern "haed.*" matches no tensor; the nearest name is
+// "head.weight"`.
+absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
+                                                 const Manifest& manifest);
 
 }  // namespace ema
 

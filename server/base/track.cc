@@ -112,9 +112,8 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
                                  " are allowed, such as \"head.*\" ignore"));
   }
   for (const TensorRule& rule : track.tensor_rules) {
-    if (const std::optional<std::string> problem = PatternProblem(rule.pattern, manifest)) {
-      return BadTrack(track, absl::StrCat("tensor_rules: ", *problem));
-    }
+    const absl::Status found = FindTensors(rule.pattern, manifest).status();
+    if (!found.ok()) return BadTrack(track, absl::StrCat("tensor_rules: ", found.message()));
   }
   EMA_RETURN_IF_ERROR(CheckRuleSchedules(track));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -82,15 +81,13 @@ absl::Status Reading::Select() {
     }
   }
   for (const std::string& pattern : selection_.tensors) {
-    if (const std::optional<std::string> problem = PatternProblem(pattern, manifest_)) {
-      return BadSelection(absl::StrCat("tensors: ", *problem));
-    }
-    const std::vector<int64_t> matches = MatchingTensors(pattern, manifest_);
-    if (std::none_of(matches.begin(), matches.end(), is_stored)) {
+    const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(pattern, manifest_);
+    if (!matches.ok()) return BadSelection(absl::StrCat("tensors: ", matches.status().message()));
+    if (std::none_of(matches->begin(), matches->end(), is_stored)) {
       return BadSelection(absl::StrCat("tensors: \"", absl::CHexEscape(pattern), "\": track \"",
                                        track.name(), "\" ignores every tensor of that name"));
     }
-    for (const int64_t i : matches) {
+    for (const int64_t i : *matches) {
       if (is_stored(i)) selected[i] = nullptr;
     }
   }
@@ -119,18 +116,17 @@ absl::Status Reading::Select() {
 
 absl::Status Reading::SelectSlices(absl::btree_map<int64_t, const TensorSlice*>& selected) const {
   for (const TensorSlice& slice : selection_.slices) {
-    if (const std::optional<std::string> problem = PatternProblem(slice.tensor, manifest_)) {
-      return BadSelection(absl::StrCat("slices: ", *problem));
-    }
-    const std::vector<int64_t> matches = MatchingTensors(slice.tensor, manifest_);
-    const bool is_stored = track_.track->layout().entry(matches[0]).is_stored;
-    const TensorSlice*& place = selected[matches[0]];
-    if (matches.size() == 1 && is_stored && place == nullptr) {
+    const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(slice.tensor, manifest_);
+    if (!matches.ok()) return BadSelection(absl::StrCat("slices: ", matches.status().message()));
+    const int64_t tensor = matches->front();
+    const bool is_stored = track_.track->layout().entry(tensor).is_stored;
+    const TensorSlice*& place = selected[tensor];
+    if (matches->size() == 1 && is_stored && place == nullptr) {
       place = &slice;
       continue;
     }
     return BadSelection(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor),
-                                     matches.size() > 1
+                                     matches->size() > 1
                                          ? "\" means several tensors, expected the name of one"
                                      : !is_stored ? "\" is a tensor that the track ignores"
                                                   : "\" is given twice; pull each box by itself"));

@@ -126,7 +126,7 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddCount(app, "--max-connections", o.max_connections, 1, "Connections that may be open at once")
       ->type_name("N");
   AddCount(app, "--max-connections-per-peer", o.max_connections_per_peer, 1,
-           "The same of one IP address, unless it is this host's own")
+           "The same of one IP address that is not loopback")
       ->type_name("N");
   AddText(app, "--same-host-lane", o.same_host_lane,
           "Let clients of this host and user push and pull through shared memory: on or off")

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/lane_connection.h"
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -11,7 +13,6 @@
 #include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/grpc_status.h"
-#include "server/rpc/pull_handler.h"
 #include "server/rpc/push_handler.h"
 
 namespace ema {
@@ -51,7 +52,7 @@ void LaneConnection::Run(int fd) {
   absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);
-  while (true) {
+  while (!is_stopping_.load()) {
     const absl::StatusOr<LanePipe::Frame> frame =
         pipe_->Receive([this] { return is_stopping_.load(); });
     if (!frame.ok()) return;
@@ -92,7 +93,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
       handler.OnHeader(header, [ending](const auto& result) { ending->Set(result); }));
   while (true) {
     const absl::StatusOr<LanePipe::Frame> frame = Receive([&] { return ending->is_set(); });
-    if (ending->is_set()) EMA_RETURN_IF_ERROR(ending->Wait(absl::ZeroDuration())->status());
+    if (!frame.ok() && ending->is_set()) return ending->Wait(absl::ZeroDuration())->status();
     EMA_RETURN_IF_ERROR(frame.status());
     if (frame->is_chunk) {
       EMA_RETURN_IF_ERROR(handler.OnChunk({.offset = frame->offset,
@@ -129,26 +130,48 @@ absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
   v1::LaneResponse response;
   *response.mutable_pull() = handler.Header();
   EMA_RETURN_IF_ERROR(Send(response));
+  int64_t slot_count = 0;
   while (true) {
-    EMA_ASSIGN_OR_RETURN(const std::optional<PullHandler::Chunk> chunk,
-                         handler.Next(LanePipe::kMaxChunkBytes));
+    EMA_ASSIGN_OR_RETURN(const std::optional<PullHandler::Chunk> chunk, handler.Next());
     if (!chunk.has_value()) break;
-    SetWaiting(true);
-    const absl::StatusOr<std::byte*> place = pipe_->ReserveChunk([this] { return MustEnd(); });
-    SetWaiting(false);
-    EMA_RETURN_IF_ERROR(WhyEnded(place.status()));
-    std::byte* to = *place;
-    for (const HostPiece& piece : chunk->pieces) {
-      std::memcpy(to, piece.bytes.data(), piece.bytes.size());
-      to += piece.bytes.size();
-    }
-    pipe_->SendChunk(chunk->offset, chunk->length_bytes, /*crc32c=*/0);
+    EMA_ASSIGN_OR_RETURN(const int64_t slots, SendChunk(*chunk));
+    slot_count += slots;
   }
   *response.mutable_trailer() = handler.Trailer(/*digest=*/0);
+  response.mutable_trailer()->set_chunk_count(slot_count);
   return Send(response);
 }
 
+absl::StatusOr<int64_t> LaneConnection::SendChunk(const PullHandler::Chunk& chunk) {
+  int64_t slot_count = 0;
+  auto piece = chunk.pieces.begin();
+  size_t taken = 0;  // Of the piece.
+  for (int64_t sent = 0; sent < chunk.length_bytes; ++slot_count) {
+    if (MustEnd()) return WhyEnded(absl::CancelledError("the pull is ended"));
+    SetWaiting(true);
+    const absl::StatusOr<std::byte*> place = pipe_->ReserveChunk([this] { return MustEnd(); });
+    SetWaiting(false);
+    if (!place.ok()) return WhyEnded(place.status());
+    const int64_t size = std::min(LanePipe::kMaxChunkBytes, chunk.length_bytes - sent);
+    for (int64_t filled = 0; filled < size;) {
+      const std::span<const std::byte> bytes = piece->bytes.subspan(taken);
+      const size_t n = std::min(bytes.size(), static_cast<size_t>(size - filled));
+      std::memcpy(*place + filled, bytes.data(), n);
+      filled += static_cast<int64_t>(n);
+      taken += n;
+      if (n == bytes.size()) {
+        ++piece;
+        taken = 0;
+      }
+    }
+    pipe_->SendChunk(chunk.offset + sent, size, /*crc32c=*/0);
+    sent += size;
+  }
+  return slot_count;
+}
+
 absl::StatusOr<LanePipe::Frame> LaneConnection::Receive(const LanePipe::Stop& has_ended) {
+  if (MustEnd()) return WhyEnded(absl::CancelledError("the push is ended"));
   SetWaiting(true);
   absl::StatusOr<LanePipe::Frame> frame = pipe_->Receive([&] { return MustEnd() || has_ended(); });
   SetWaiting(false);

@@ -5,6 +5,7 @@
 #define EMA_SERVER_RPC_LANE_CONNECTION_H_
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -12,6 +13,7 @@
 #include "ema/v1/lane.pb.h"
 #include "server/base/lane_pipe.h"
 #include "server/rpc/call.h"
+#include "server/rpc/pull_handler.h"
 
 namespace ema {
 
@@ -32,6 +34,8 @@ class LaneConnection final : public StreamCall {
   absl::Status Serve(const v1::LaneRequest& request);
   absl::Status ServePush(const v1::PushHeader& header);
   absl::Status ServePull(const v1::PullRequest& request);
+  // Puts a chunk into as many slots as it takes: how many these were.
+  absl::StatusOr<int64_t> SendChunk(const PullHandler::Chunk& chunk);
   // The next frame of a call. An error says why the call ends.
   absl::StatusOr<LanePipe::Frame> Receive(const LanePipe::Stop& has_ended);
   absl::Status Send(const v1::LaneResponse& response);

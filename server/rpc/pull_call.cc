@@ -65,7 +65,7 @@ void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   if (!ok) return Finish(absl::CancelledError("the reader has left"));
   if (trailer_written_) return Finish(absl::OkStatus());
-  absl::StatusOr<std::optional<PullHandler::Chunk>> chunk = handler_.Next(Reading::kChunkBytes);
+  absl::StatusOr<std::optional<PullHandler::Chunk>> chunk = handler_.Next();
   if (!chunk.ok()) return Finish(chunk.status());
   if (chunk->has_value()) return WriteChunk(**std::move(chunk));
   v1::PullResponse response;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/pull_handler.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -75,7 +74,7 @@ v1::PullHeader PullHandler::Header() const {
   return header;
 }
 
-absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next(int64_t max_bytes) {
+absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next() {
   if (reading_ == nullptr) return std::nullopt;
   if (base_version_.has_value()) {
     while (position_ < reading_->total_bytes() &&
@@ -84,9 +83,8 @@ absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next(int64_t max_
     }
   }
   if (position_ == reading_->total_bytes()) return std::nullopt;
-  Chunk chunk{.offset = position_,
-              .length_bytes = std::min(max_bytes, reading_->ChunkEnd(position_) - position_),
-              .pieces = {}};
+  Chunk chunk{
+      .offset = position_, .length_bytes = reading_->ChunkEnd(position_) - position_, .pieces = {}};
   EMA_ASSIGN_OR_RETURN(chunk.pieces, reading_->Read(chunk.offset, chunk.length_bytes));
   position_ += chunk.length_bytes;
   sent_bytes_ += chunk.length_bytes;

@@ -33,8 +33,8 @@ class PullHandler {
     int64_t length_bytes = 0;
     std::vector<HostPiece> pieces;  // Valid while their owners and reading() are held.
   };
-  // The next chunk, of at most `max_bytes`; absent: all have been sent. INTERNAL, DEVICE.
-  absl::StatusOr<std::optional<Chunk>> Next(int64_t max_bytes);
+  // The next chunk; absent: all have been sent. INTERNAL, DEVICE.
+  absl::StatusOr<std::optional<Chunk>> Next();
   // `digest`: CRC32C of the chunks' data.
   v1::PullTrailer Trailer(uint32_t digest) const;
 
