@@ -2,7 +2,6 @@
 #include "client/cpp/chunk_plan.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
@@ -61,17 +60,20 @@ void ChunkWriter::ForEachPiece(int64_t chunk, Visitor visit) const {
   }
 }
 
-void ChunkWriter::CopyInto(int64_t chunk, std::byte* to) const {
+uint32_t ChunkWriter::CopyInto(int64_t chunk, std::byte* to) const {
+  uint32_t crc32c = 0;
   ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
     const std::span<const std::byte> bytes = shards_[shard];
     const int64_t sent_bytes = layout_->shard_start(shard + 1) - layout_->shard_start(shard);
     if (static_cast<int64_t>(bytes.size()) == sent_bytes) {
-      std::memcpy(to, bytes.data() + in_shard, length);
+      crc32c = CopyWithCrc32c(crc32c, bytes.subspan(in_shard, length), to);
     } else {
       CastOnCpu(Dtype::kFloat32, bytes.data() + in_shard * 2, Dtype::kBFloat16, to, length / 2);
+      crc32c = Crc32c(crc32c, {to, static_cast<size_t>(length)});
     }
     to += length;
   });
+  return crc32c;
 }
 
 uint32_t ChunkWriter::Checksum(int64_t chunk) {
@@ -82,8 +84,7 @@ uint32_t ChunkWriter::Checksum(int64_t chunk) {
     });
   } else {
     std::vector<std::byte> rounded(plan_->length_bytes(chunk));
-    CopyInto(chunk, rounded.data());
-    crc.value = Crc32c(0, rounded);
+    crc.value = CopyInto(chunk, rounded.data());
   }
   crc.known = true;
   crcs_[chunk] = crc;
@@ -131,8 +132,7 @@ grpc::ByteBuffer ChunkWriter::EncodeRounded(int64_t chunk) {
   const int64_t length_bytes = plan_->length_bytes(chunk);
   grpc::Slice data(length_bytes);
   auto* const bytes = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(data.begin()));
-  CopyInto(chunk, bytes);
-  crcs_[chunk] = {.value = Crc32c(0, {bytes, static_cast<size_t>(length_bytes)}), .known = true};
+  crcs_[chunk] = {.value = CopyInto(chunk, bytes), .known = true};
   const ChunkPrefix prefix = EncodeChunkPrefix(
       {.offset = plan_->offset(chunk), .crc32c = crcs_[chunk].value, .data_bytes = length_bytes});
   const grpc::Slice slices[] = {grpc::Slice(prefix.bytes.data(), prefix.size), std::move(data)};
@@ -141,10 +141,8 @@ grpc::ByteBuffer ChunkWriter::EncodeRounded(int64_t chunk) {
 
 std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
   if (!gate_->BeginRead()) return std::nullopt;
-  CopyInto(chunk, to);
+  crcs_[chunk] = {.value = CopyInto(chunk, to), .known = true};
   gate_->EndRead();
-  const auto length_bytes = static_cast<size_t>(plan_->length_bytes(chunk));
-  crcs_[chunk] = {.value = Crc32c(0, {to, length_bytes}), .known = true};
   return crcs_[chunk].value;
 }
 

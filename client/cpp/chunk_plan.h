@@ -73,8 +73,8 @@ class ChunkWriter {
   // in memory, in order; both count the rank's bytes.
   template <typename Visitor>
   void ForEachPiece(int64_t chunk, Visitor visit) const;
-  // Copies a chunk, rounding what is rounded for the wire.
-  void CopyInto(int64_t chunk, std::byte* to) const;
+  // Copies a chunk, rounding what is rounded for the wire; gives the CRC32C of what it has written.
+  uint32_t CopyInto(int64_t chunk, std::byte* to) const;
   grpc::ByteBuffer Encode(int64_t chunk);
   grpc::ByteBuffer EncodeRounded(int64_t chunk);
   uint32_t Checksum(int64_t chunk);

@@ -13,6 +13,7 @@
 #include "ema/internal/status_macros.h"
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
+#include "server/base/stream_copy.h"
 
 namespace ema {
 namespace {
@@ -51,16 +52,22 @@ class Pieces {
   // Copies all after the first `skipped` bytes to `to`, which has room for them; gives their
   // CRC32C.
   uint32_t CopyTail(int64_t skipped, std::byte* to) const {
+    // What has just been copied is still in the first-level cache.
+    constexpr size_t kPieceBytes = 8192;
     uint32_t crc = 0;
     for (const grpc::Slice& slice : slices_) {
       const int64_t size = static_cast<int64_t>(slice.size());
       const int64_t start = std::min(skipped, size);
       skipped -= start;
       if (start == size) continue;
-      std::memcpy(to, slice.begin() + start, size - start);
-      // What has just been copied is still in the cache.
-      crc = Crc32c(crc, {to, static_cast<size_t>(size - start)});
-      to += size - start;
+      std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(slice.begin()), size);
+      for (bytes = bytes.subspan(start); !bytes.empty();) {
+        const std::span<const std::byte> piece = bytes.first(std::min(bytes.size(), kPieceBytes));
+        StreamCopy(piece, to);
+        crc = Crc32c(crc, piece);
+        to += piece.size();
+        bytes = bytes.subspan(piece.size());
+      }
     }
     return crc;
   }
@@ -146,7 +153,7 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop) {
                                .data_bytes = static_cast<int64_t>(data.size()),
                                .is_undamaged = true};
       EMA_RETURN_IF_ERROR(OnChunk(header, [data](std::byte* to) {
-        std::memcpy(to, data.data(), data.size());
+        StreamCopy(data, to);
         return uint32_t{0};
       }));
       continue;

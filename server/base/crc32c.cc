@@ -5,6 +5,12 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
 
 namespace ema {
 namespace {
@@ -40,9 +46,7 @@ std::array<Matrix, 63> MakePowers() {
   return powers;
 }
 
-}  // namespace
-
-uint32_t Crc32c(uint32_t crc, std::span<const std::byte> data) {
+uint32_t IsalCrc32c(uint32_t crc, std::span<const std::byte> data) {
   // ISA-L counts bytes in an int, and leaves the inversions at both ends to the caller.
   constexpr size_t kMaxBytesPerCall = size_t{1} << 30;
   crc = ~crc;
@@ -54,6 +58,102 @@ uint32_t Crc32c(uint32_t crc, std::span<const std::byte> data) {
     data = data.subspan(piece.size());
   }
   return ~crc;
+}
+
+#if defined(__x86_64__)
+
+constexpr size_t kLineBytes = 64;
+constexpr size_t kMinStreamBytes = 4096;
+
+// What is far from the caches is read in three places at once, and its first lines are asked for
+// early: one core has the memory for more than one place, and crc32 has a latency of three cycles.
+// Over 400 MB: 16.5 GB/s instead of ISA-L's 11 to 13; with the copy 11, and 6.4 one after the
+// other.
+constexpr size_t kPrefetchBytes = 1024;
+
+struct Crcs {
+  uint64_t a = 0;
+  uint64_t b = 0;
+  uint64_t c = 0;
+};
+
+template <bool kCopies>
+__attribute__((target("sse4.2"))) inline void AddLine(const std::byte* from, std::byte* to) {
+  _mm_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
+  if constexpr (kCopies) std::memcpy(to, from, kLineBytes);
+}
+
+// The registers after three times `stream_bytes`, a multiple of a line's.
+template <bool kCopies>
+__attribute__((target("sse4.2"))) Crcs ThreeStreams(Crcs crcs, const std::byte* from, std::byte* to,
+                                                    size_t stream_bytes) {
+  const auto load = [](const std::byte* address) {
+    uint64_t word = 0;
+    std::memcpy(&word, address, sizeof(word));
+    return word;
+  };
+  for (size_t line = 0; line < stream_bytes; line += kLineBytes) {
+    AddLine<kCopies>(from + line, to + line);
+    AddLine<kCopies>(from + stream_bytes + line, to + stream_bytes + line);
+    AddLine<kCopies>(from + 2 * stream_bytes + line, to + 2 * stream_bytes + line);
+#pragma GCC unroll 8
+    for (size_t i = line; i < line + kLineBytes; i += sizeof(uint64_t)) {
+      crcs.a = _mm_crc32_u64(crcs.a, load(from + i));
+      crcs.b = _mm_crc32_u64(crcs.b, load(from + stream_bytes + i));
+      crcs.c = _mm_crc32_u64(crcs.c, load(from + 2 * stream_bytes + i));
+    }
+  }
+  return crcs;
+}
+
+// Takes as much from the front of `data` as it can, and copies it if asked to.
+template <bool kCopies>
+uint32_t AddFront(uint32_t crc, std::span<const std::byte>& data, std::byte* to) {
+  static const bool has_crc32 = __builtin_cpu_supports("sse4.2");
+  while (has_crc32 && data.size() >= 3 * kMinStreamBytes) {
+    // Of powers of two are the combinations short.
+    const size_t stream_bytes = std::bit_floor(data.size() / 3);
+    const Crcs crcs = ThreeStreams<kCopies>({.a = ~crc, .b = ~uint32_t{0}, .c = ~uint32_t{0}},
+                                            data.data(), to, stream_bytes);
+    const int64_t length = static_cast<int64_t>(stream_bytes);
+    crc = Crc32cCombine(~static_cast<uint32_t>(crcs.a), ~static_cast<uint32_t>(crcs.b), length);
+    crc = Crc32cCombine(crc, ~static_cast<uint32_t>(crcs.c), length);
+    data = data.subspan(3 * stream_bytes);
+    if constexpr (kCopies) to += 3 * stream_bytes;
+  }
+  return crc;
+}
+
+#else
+
+template <bool kCopies>
+uint32_t AddFront(uint32_t crc, std::span<const std::byte>&, std::byte*) {
+  return crc;
+}
+
+#endif
+
+}  // namespace
+
+uint32_t Crc32c(uint32_t crc, std::span<const std::byte> data) {
+  crc = AddFront<false>(crc, data, nullptr);
+  return IsalCrc32c(crc, data);
+}
+
+uint32_t CopyWithCrc32c(uint32_t crc, std::span<const std::byte> from, std::byte* to) {
+  // What has just been copied is still in the first-level cache.
+  constexpr size_t kPieceBytes = 4096;
+  const std::byte* const begin = from.data();
+  crc = AddFront<true>(crc, from, to);
+  to += from.data() - begin;
+  while (!from.empty()) {
+    const std::span<const std::byte> piece = from.first(std::min(from.size(), kPieceBytes));
+    std::memcpy(to, piece.data(), piece.size());
+    crc = IsalCrc32c(crc, piece);
+    to += piece.size();
+    from = from.subspan(piece.size());
+  }
+  return crc;
 }
 
 uint32_t Crc32cCombine(uint32_t crc_a, uint32_t crc_b, int64_t b_bytes) {

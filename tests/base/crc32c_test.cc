@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <string_view>
 #include <vector>
+
+#include "server/base/stream_copy.h"
 
 namespace ema {
 namespace {
@@ -60,6 +63,53 @@ TEST(Crc32cTest, PiecesGoOnAndCombine) {
     const uint32_t whole = Crc32c(0, bytes);
     ASSERT_EQ(Crc32c(Crc32c(0, a), b), whole);
     ASSERT_EQ(Crc32cCombine(Crc32c(0, a), Crc32c(0, b), static_cast<int64_t>(b.size())), whole);
+  }
+}
+
+TEST(Crc32cTest, LongInputIsReadInSeveralPlacesAtOnce) {
+  std::mt19937_64 random(5);
+  const std::vector<std::byte> bytes = RandomBytes(random, 300'000);
+  for (const size_t size : {12'287, 12'288, 12'289, 16'384, 24'575, 24'576, 49'152, 65'537, 196'608,
+                            262'144, 299'990}) {
+    for (const size_t start : {0, 1, 7}) {
+      const std::span<const std::byte> piece = std::span(bytes).subspan(start, size);
+      ASSERT_EQ(Crc32c(0x1234, piece), Crc32cCombine(0x1234, NaiveCrc32c(piece), piece.size()))
+          << start << " " << size;
+    }
+  }
+}
+
+TEST(Crc32cTest, CopiesWhatItChecks) {
+  std::mt19937_64 random(6);
+  const std::vector<std::byte> bytes = RandomBytes(random, 300'000);
+  for (const size_t size : {0, 1, 63, 64, 4095, 4096, 4097, 12'288, 12'351, 100'000, 262'144}) {
+    for (const size_t start : {0, 3}) {
+      constexpr std::byte kUntouched{0xa5};
+      std::vector<std::byte> copy(size + 2, kUntouched);
+      const std::span<const std::byte> piece = std::span(bytes).subspan(start, size);
+      ASSERT_EQ(CopyWithCrc32c(77, piece, copy.data() + 1), Crc32c(77, piece)) << size;
+      ASSERT_TRUE(std::equal(piece.begin(), piece.end(), copy.begin() + 1)) << size;
+      ASSERT_EQ(copy.front(), kUntouched) << size;
+      ASSERT_EQ(copy.back(), kUntouched) << size;
+    }
+  }
+}
+
+TEST(StreamCopyTest, CopiesAnyLengthFromAndToAnyAddress) {
+  std::mt19937_64 random(7);
+  const std::vector<std::byte> bytes = RandomBytes(random, 5000);
+  for (const size_t size : {0, 1, 15, 16, 63, 64, 65, 127, 128, 1000, 4096, 4900}) {
+    for (const size_t from : {0, 1, 13}) {
+      for (const size_t to : {0, 1, 16, 63}) {
+        constexpr std::byte kUntouched{0xa5};
+        std::vector<std::byte> copy(size + 66, kUntouched);
+        const std::span<const std::byte> piece = std::span(bytes).subspan(from, size);
+        StreamCopy(piece, copy.data() + 1 + to);
+        ASSERT_TRUE(std::equal(piece.begin(), piece.end(), copy.begin() + 1 + to));
+        ASSERT_EQ(copy[to], kUntouched);
+        ASSERT_EQ(copy[1 + to + size], kUntouched);
+      }
+    }
   }
 }
 
