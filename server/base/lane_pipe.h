@@ -68,8 +68,9 @@ class LanePipe {
   LanePipe(int fd, std::unique_ptr<SharedMemory> memory, bool is_client)
       : fd_(fd),
         memory_(std::move(memory)),
-        out_(memory_->data() + (is_client ? 0 : SharedRing::kBytes)),
-        in_(memory_->data() + (is_client ? SharedRing::kBytes : 0)) {}
+        // The client's threads are its user's.
+        out_(memory_->data() + (is_client ? 0 : SharedRing::kBytes), /*may_move=*/!is_client),
+        in_(memory_->data() + (is_client ? SharedRing::kBytes : 0), /*may_move=*/!is_client) {}
 
   absl::StatusOr<std::span<std::byte>> WaitForFree(const Stop& stop);
   absl::StatusOr<SharedRing::Filled> WaitForFilled(const Stop& stop);

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -19,8 +20,9 @@ namespace ema {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-// Some 50 us: longer than the peer needs for a slot, if it runs.
-constexpr int kSpins = 2000;
+// Some 250 us: longer than the peer needs for a slot, if it runs, and than a virtual machine's idle
+// processor needs to wake (50 to 250 us), which is what sleeping costs.
+constexpr int kSpins = 10'000;
 
 absl::Status SystemError(const char* what) {
   return absl::InternalError(absl::StrCat(what, ": ", std::strerror(errno)));
@@ -35,12 +37,26 @@ void Pause() {
 }
 
 // Not the private forms: the waiter is in another process.
-void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, absl::Duration max_wait) {
+void FutexWait(const std::atomic<uint32_t>& word, uint32_t seen, absl::Duration max_wait) {
   const timespec timeout = absl::ToTimespec(max_wait);
   syscall(SYS_futex, &word, FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
-void FutexWake(std::atomic<uint32_t>& word) {
+void FutexWake(const std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Of this thread, from 1 on; 0: unknown.
+int32_t Processor() { return sched_getcpu() + 1; }
+
+// Moves this thread to another of the processors that it may run on, if there is one.
+void LeaveProcessor(int32_t processor) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(processor - 1, &others);
+  if (sched_setaffinity(0, sizeof(others), &others) == 0) {
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+  }
 }
 
 }  // namespace
@@ -81,14 +97,18 @@ SharedMemory::~SharedMemory() {
   close(fd_);
 }
 
-// Each counter on a cache line of its own. A side that is about to sleep says so and looks again;
-// the other one looks for sleepers after it has moved its counter: all four sequentially
-// consistent, so that one of the two sees the other.
+// What one end writes and the other one reads; each counter on a cache line of its own. An end that
+// is about to sleep says so and looks again; the other one looks for sleepers after it has moved
+// its counter: all four sequentially consistent, so that one of the two sees the other.
+struct SharedRing::End {
+  alignas(64) std::atomic<uint32_t> count;  // Of slots published, or released.
+  std::atomic<int32_t> processor;           // Where it last did so; 0: unknown, 1: the first.
+  alignas(64) std::atomic<uint32_t> sleeps;
+
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
+};
+
 struct SharedRing::Control {
-  alignas(64) std::atomic<uint32_t> published;
-  alignas(64) std::atomic<uint32_t> released;
-  alignas(64) std::atomic<uint32_t> reader_sleeps;
-  alignas(64) std::atomic<uint32_t> writer_sleeps;
   // Atomic, so that what is checked is what is used.
   struct SharedLabel {
     std::atomic<int32_t> kind;
@@ -96,45 +116,47 @@ struct SharedRing::Control {
     std::atomic<int64_t> offset;
     std::atomic<uint32_t> crc32c;
   };
+
+  End writer;
+  End reader;
   alignas(64) SharedLabel labels[kSlotCount];
-
-  static_assert(std::atomic<uint32_t>::is_always_lock_free);
-
-  // Waits until `counter` is not `seen`.
-  static bool Await(std::atomic<uint32_t>& counter, uint32_t seen, std::atomic<uint32_t>& sleeps,
-                    absl::Duration max_wait, bool& is_idle) {
-    if (max_wait <= absl::ZeroDuration()) return counter.load(std::memory_order_acquire) != seen;
-    for (int i = 0; i < (is_idle ? 1 : kSpins); ++i) {
-      if (counter.load(std::memory_order_acquire) != seen) {
-        is_idle = false;
-        return true;
-      }
-      Pause();
-    }
-    sleeps.store(1);
-    if (counter.load() == seen) FutexWait(counter, seen, max_wait);
-    sleeps.store(0);
-    is_idle = counter.load(std::memory_order_acquire) == seen;
-    return !is_idle;
-  }
-  static void Advance(std::atomic<uint32_t>& counter, uint32_t to, std::atomic<uint32_t>& sleeps) {
-    counter.store(to);
-    if (sleeps.load() != 0) FutexWake(counter);
-  }
 };
 
-SharedRing::SharedRing(std::byte* memory)
-    : control_(*reinterpret_cast<Control*>(memory)), slots_(memory + 4096) {
+SharedRing::SharedRing(std::byte* memory, bool may_move)
+    : control_(*reinterpret_cast<Control*>(memory)), slots_(memory + 4096), may_move_(may_move) {
   static_assert(sizeof(Control) <= 4096);
+}
+
+bool SharedRing::Await(End& own, const End& peer, absl::Duration max_wait, uint32_t seen) {
+  const auto has_moved = [&peer, seen] {
+    return peer.count.load(std::memory_order_acquire) != seen;
+  };
+  if (has_moved() || max_wait <= absl::ZeroDuration()) return has_moved();
+  // A peer that waits for this processor does not come forward while this thread spins on it.
+  const int32_t processor = Processor();
+  const bool is_in_the_way = peer.processor.load(std::memory_order_relaxed) == processor;
+  if (is_in_the_way && may_move_ && !is_idle_) LeaveProcessor(processor);
+  for (int i = 0; i < (is_idle_ || is_in_the_way ? 1 : kSpins); ++i) {
+    if (has_moved()) return true;
+    Pause();
+  }
+  own.sleeps.store(1);
+  if (peer.count.load() == seen) FutexWait(peer.count, seen, max_wait);
+  own.sleeps.store(0);
+  is_idle_ = !has_moved();
+  return !is_idle_;
+}
+
+void SharedRing::Advance(End& own, const End& peer) {
+  own.processor.store(Processor(), std::memory_order_relaxed);
+  own.count.store(++position_);
+  if (peer.sleeps.load() != 0) FutexWake(own.count);
 }
 
 std::span<std::byte> SharedRing::WaitForFree(absl::Duration max_wait) {
   const uint32_t full_at = position_ - kSlotCount;
-  if (broken_ ||
-      !Control::Await(control_.released, full_at, control_.writer_sleeps, max_wait, is_idle_)) {
-    return {};
-  }
-  const uint32_t in_use = position_ - control_.released.load(std::memory_order_acquire);
+  if (broken_ || !Await(control_.writer, control_.reader, max_wait, full_at)) return {};
+  const uint32_t in_use = position_ - control_.reader.count.load(std::memory_order_acquire);
   if (in_use >= kSlotCount) {
     broken_ = true;
     return {};
@@ -148,15 +170,12 @@ void SharedRing::Publish(const Label& label) {
   shared.length_bytes.store(label.length_bytes, std::memory_order_relaxed);
   shared.offset.store(label.offset, std::memory_order_relaxed);
   shared.crc32c.store(label.crc32c, std::memory_order_relaxed);
-  Control::Advance(control_.published, ++position_, control_.reader_sleeps);
+  Advance(control_.writer, control_.reader);
 }
 
 std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_wait) {
-  if (broken_ ||
-      !Control::Await(control_.published, position_, control_.reader_sleeps, max_wait, is_idle_)) {
-    return std::nullopt;
-  }
-  const uint32_t filled = control_.published.load(std::memory_order_acquire) - position_;
+  if (broken_ || !Await(control_.reader, control_.writer, max_wait, position_)) return std::nullopt;
+  const uint32_t filled = control_.writer.count.load(std::memory_order_acquire) - position_;
   const uint32_t slot = position_ % kSlotCount;
   const Control::SharedLabel& shared = control_.labels[slot];
   const Label label{.kind = shared.kind.load(std::memory_order_relaxed),
@@ -170,8 +189,6 @@ std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_w
   return Filled{label, {slots_ + slot * kSlotBytes, static_cast<size_t>(label.length_bytes)}};
 }
 
-void SharedRing::Release() {
-  Control::Advance(control_.released, ++position_, control_.writer_sleeps);
-}
+void SharedRing::Release() { Advance(control_.reader, control_.writer); }
 
 }  // namespace ema

@@ -42,8 +42,11 @@ class SharedMemory {
 
 // One end of a ring with one writer and one reader, each a thread at a time, in two processes or
 // one. Whoever waits spins for some microseconds, then sleeps; who has slept in vain does not spin
-// again. A peer that writes nonsense into the memory is noticed (broken()) or harms only the bytes
-// that it sends: nothing that is used after it was checked is read from there twice.
+// again. A system may leave both ends on one processor while others are idle: a woken thread starts
+// where its waker runs, and with two that share a cache Linux may not look any further; for tens of
+// ms at a time a push was half as fast. An end that may move then does. A peer that writes nonsense
+// into the memory is noticed (broken()) or harms only the bytes that it sends: nothing that is used
+// after it was checked is read from there twice.
 class SharedRing {
  public:
   // Four slots of 256 KiB stay in the caches: 17 % faster than eight of 1 MiB.
@@ -64,8 +67,9 @@ class SharedRing {
     std::span<const std::byte> bytes;  // `length_bytes` of them.
   };
 
-  // `memory`: kBytes, at a multiple of 4096, for longer than this object.
-  explicit SharedRing(std::byte* memory);
+  // `memory`: kBytes, at a multiple of 4096, for longer than this object. `may_move`: the threads
+  // of this end may be moved to other processors that they may run on.
+  SharedRing(std::byte* memory, bool may_move);
 
   // --- The writer. ---
 
@@ -85,9 +89,16 @@ class SharedRing {
 
  private:
   struct Control;
+  struct End;
+
+  // Waits until `peer`'s counter is not `seen`.
+  bool Await(End& own, const End& peer, absl::Duration max_wait, uint32_t seen);
+  // Moves this end's counter.
+  void Advance(End& own, const End& peer);
 
   Control& control_;
   std::byte* const slots_;
+  const bool may_move_;
   uint32_t position_ = 0;  // Slots published, or released, by this end.
   bool broken_ = false;
   bool is_idle_ = false;  // The last wait was in vain.

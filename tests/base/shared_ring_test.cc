@@ -2,6 +2,7 @@
 #include "server/base/shared_ring.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -25,8 +26,8 @@ class SharedRingTest : public testing::Test {
   void SetUp() override {
     EMA_ASSERT_OK_AND_ASSIGN(written_, SharedMemory::Create(SharedRing::kBytes));
     EMA_ASSERT_OK_AND_ASSIGN(read_, SharedMemory::Map(dup(written_->fd()), SharedRing::kBytes));
-    writer_.emplace(written_->data());
-    reader_.emplace(read_->data());
+    writer_.emplace(written_->data(), /*may_move=*/true);
+    reader_.emplace(read_->data(), /*may_move=*/true);
   }
 
   // Publishes a slot of `length` bytes of the value `kind`.
@@ -92,6 +93,36 @@ TEST_F(SharedRingTest, NothingIsLostBetweenTwoThatSleepAndWake) {
     if (i % 1700 == 0) absl::SleepFor(absl::Milliseconds(1));
   }
   writing.join();
+}
+
+TEST_F(SharedRingTest, EndsThatMoveMayRunWhereTheyMightBefore) {
+  const auto affinity = [] {
+    cpu_set_t allowed;
+    EXPECT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+    return allowed;
+  };
+  // One processor for both, so that each is in the other's way; then the choice among all.
+  const cpu_set_t all = affinity();
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  for (const cpu_set_t& allowed : {one, all}) {
+    ASSERT_EQ(sched_setaffinity(0, sizeof(allowed), &allowed), 0);
+    std::thread writing([&] {
+      for (int i = 1; i <= 200; ++i) ASSERT_TRUE(Write(i));
+      const cpu_set_t after = affinity();
+      EXPECT_TRUE(CPU_EQUAL(&after, &allowed));
+    });
+    for (int i = 1; i <= 200; ++i) {
+      const auto filled = reader_->WaitForFilled(kLong);
+      ASSERT_TRUE(filled.has_value());
+      ASSERT_EQ(filled->label.kind, i);
+      reader_->Release();
+    }
+    writing.join();
+    const cpu_set_t after = affinity();
+    EXPECT_TRUE(CPU_EQUAL(&after, &allowed));
+  }
 }
 
 TEST_F(SharedRingTest, NonsenseInTheMemoryIsNoticed) {
