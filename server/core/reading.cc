@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
 #include "server/base/tensor_pattern.h"
 #include "server/device/cast.h"
 
@@ -55,15 +56,15 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
   EMA_RETURN_IF_ERROR(CheckCounts(selection));
   std::shared_ptr<Reading> reading(
       new Reading(std::move(snapshot), track, manifest, device, std::move(selection)));
-  if (reading->is_as_stored()) return reading;
-  EMA_RETURN_IF_ERROR(reading->Select());
+  if (!reading->is_as_stored()) EMA_RETURN_IF_ERROR(reading->Select());
   const int64_t total_bytes = reading->total_bytes();
+  const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
+  reading->checksums_ = std::make_unique<ChunkChecksum[]>(chunk_count);
   if (reading->selection_.dtype.has_value() || !reading->selection_.slices.empty()) {
     auto reserved = budget.Reserve("what readers have cast or cut out", total_bytes);
     if (reserved.ok()) {
       reading->reservation_ = *std::move(reserved);
-      reading->made_chunks_ =
-          std::make_unique<MadeChunk[]>((total_bytes + kChunkBytes - 1) / kChunkBytes);
+      reading->made_chunks_ = std::make_unique<MadeChunk[]>(chunk_count);
     }
   }
   return reading;
@@ -242,6 +243,18 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
     std::move(found.begin(), found.end(), std::back_inserter(pieces));
   }
   return pieces;
+}
+
+uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const {
+  std::atomic<uint64_t>& known = checksums_[offset / kChunkBytes].value;
+  const bool is_whole = offset % kChunkBytes == 0;
+  if (const uint64_t value = known.load(std::memory_order_relaxed); is_whole && value != 0) {
+    return static_cast<uint32_t>(value);
+  }
+  uint32_t crc32c = 0;
+  for (const HostPiece& piece : pieces) crc32c = Crc32c(crc32c, piece.bytes);
+  if (is_whole) known.store(ChunkChecksum::kKnown | crc32c, std::memory_order_relaxed);
+  return crc32c;
 }
 
 bool Reading::ChunkChangedSince(int64_t version, int64_t offset) const {

@@ -5,6 +5,7 @@
 #define EMA_SERVER_CORE_READING_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -60,6 +61,10 @@ class Reading {
   // owners are held, and this object. REQUIRES: they are of one chunk. INTERNAL, DEVICE.
   absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes);
 
+  // CRC32C of `pieces`, which Read() gave from `offset` to the chunk's end. That of a whole chunk
+  // is computed once for all who hold this object.
+  uint32_t Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const;
+
   // Where the chunk that holds `offset` ends. REQUIRES: offset < total_bytes().
   int64_t ChunkEnd(int64_t offset) const {
     return std::min((offset / kChunkBytes + 1) * kChunkBytes, total_bytes());
@@ -83,6 +88,12 @@ class Reading {
   struct MadeChunk {
     absl::once_flag once;
     absl::StatusOr<std::shared_ptr<const std::byte>> bytes;
+  };
+
+  // Absent until it is computed. Several may compute it at once: all get the same.
+  struct ChunkChecksum {
+    static constexpr uint64_t kKnown = uint64_t{1} << 32;
+    std::atomic<uint64_t> value = 0;
   };
 
   Reading(SnapshotRef snapshot, const TrackSnapshot& track, const Manifest& manifest,
@@ -114,6 +125,7 @@ class Reading {
   std::vector<const TensorSlice*> slices_;
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
   std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: nothing is kept.
+  std::unique_ptr<ChunkChecksum[]> checksums_;
 };
 
 }  // namespace ema
