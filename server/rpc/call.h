@@ -24,6 +24,7 @@
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/core/model_store.h"
+#include "server/rpc/call_queue.h"
 #include "server/rpc/grpc_status.h"
 
 namespace ema {
@@ -41,16 +42,6 @@ using AsyncUnary =
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
 using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
     v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<v1::EmaService::Service>>>>;
-
-// What a completion queue gives back. Each queue has one thread, so all completions of a call run
-// on one thread.
-class CompletionTag {
- public:
-  virtual void Complete(bool ok) = 0;
-
- protected:
-  ~CompletionTag() = default;
-};
 
 // A tag that calls a member function, and keeps its call alive while the operation is under way.
 template <typename Call>

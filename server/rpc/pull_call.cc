@@ -29,10 +29,11 @@ struct SliceOwner {
 
 }  // namespace
 
-void PullCall::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
+void PullCall::Listen(RpcContext* rpc, CallQueue* queue) {
   std::shared_ptr<PullCall> call(new PullCall(rpc, queue));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.RequestPull(&call->context_, &call->request_, &call->writer_, queue, queue, tag);
+  rpc->service.RequestPull(&call->context_, &call->request_, &call->writer_, queue->get(),
+                           queue->get(), tag);
 }
 
 PullCall::~PullCall() { rpc_->pulls.Leave(this); }
@@ -65,6 +66,11 @@ void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   if (!ok) return Finish(absl::CancelledError("the reader has left"));
   if (trailer_written_) return Finish(absl::OkStatus());
+  // Readers can wait, trainers cannot.
+  queue_->Defer([self = shared_from_this()] { self->WriteNext(); });
+}
+
+void PullCall::WriteNext() {
   absl::StatusOr<std::optional<PullHandler::Chunk>> chunk = handler_.Next();
   if (!chunk.ok()) return Finish(chunk.status());
   if (chunk->has_value()) return WriteChunk(**std::move(chunk));
@@ -77,17 +83,15 @@ void PullCall::OnWritten(bool ok) {
 void PullCall::WriteChunk(PullHandler::Chunk chunk) {
   std::vector<grpc::Slice> slices;
   slices.reserve(chunk.pieces.size() + 1);
-  slices.emplace_back();  // The prefix, once the checksum is known.
-  uint32_t crc32c = 0;
+  const uint32_t crc32c = handler_.reading()->Checksum(chunk.offset, chunk.pieces);
+  const ChunkPrefix prefix = EncodeChunkPrefix({chunk.offset, crc32c, chunk.length_bytes});
+  slices.emplace_back(prefix.bytes.data(), prefix.size);
   for (HostPiece& piece : chunk.pieces) {
-    crc32c = Crc32c(crc32c, piece.bytes);
     slices.emplace_back(
         const_cast<std::byte*>(piece.bytes.data()), piece.bytes.size(),
         [](void* owner) { delete static_cast<SliceOwner*>(owner); },
         new SliceOwner{handler_.reading(), std::move(piece.owner)});
   }
-  const ChunkPrefix prefix = EncodeChunkPrefix({chunk.offset, crc32c, chunk.length_bytes});
-  slices.front() = grpc::Slice(prefix.bytes.data(), prefix.size);
   digest_ = Crc32cCombine(digest_, crc32c, chunk.length_bytes);
   Write(grpc::ByteBuffer(slices.data(), slices.size()));
 }

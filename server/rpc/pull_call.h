@@ -18,11 +18,11 @@ namespace ema {
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
   // Waits for the next Pull on `queue`, and for the one after when it has come.
-  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+  static void Listen(RpcContext* rpc, CallQueue* queue);
   ~PullCall();
 
  private:
-  PullCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue)
+  PullCall(RpcContext* rpc, CallQueue* queue)
       : rpc_(rpc), queue_(queue), handler_(rpc->store.get()) {}
 
   void OnAccepted(bool ok);
@@ -32,12 +32,13 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   absl::Status Start();
   void WriteHeader();
+  void WriteNext();
   void WriteChunk(PullHandler::Chunk chunk);
   void Write(const grpc::ByteBuffer& message);
   void Finish(const absl::Status& status);
 
   RpcContext* const rpc_;
-  grpc::ServerCompletionQueue* const queue_;
+  CallQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
   grpc::ByteBuffer request_;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/rpc_server.h"
 
-#include <grpcpp/alarm.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -22,20 +21,6 @@ namespace {
 // the kernel's copy and the fold, a push is a third faster than with gRPC's 64 KiB slices, of which
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
-
-// Shuts a queue down from its own thread.
-class QueueStop final : public CompletionTag {
- public:
-  explicit QueueStop(grpc::ServerCompletionQueue* queue) : queue_(queue) {}
-  void Start() {
-    alarm_.Set(queue_, gpr_now(GPR_CLOCK_MONOTONIC), static_cast<CompletionTag*>(this));
-  }
-  void Complete(bool) override { queue_->Shutdown(); }
-
- private:
-  grpc::ServerCompletionQueue* const queue_;
-  grpc::Alarm alarm_;
-};
 
 }  // namespace
 
@@ -72,12 +57,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
         grpc::InsecureServerCredentials()));
   }
   for (int i = 0; i < options.thread_count; ++i) {
-    rpc->queues_.push_back(builder.AddCompletionQueue());
+    rpc->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
   }
   rpc->server_ = builder.BuildAndStart();
   if (rpc->server_ == nullptr) return absl::InternalError("gRPC did not start");
 
-  for (const std::unique_ptr<grpc::ServerCompletionQueue>& queue : rpc->queues_) {
+  for (const std::unique_ptr<CallQueue>& queue : rpc->queues_) {
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
@@ -135,28 +120,22 @@ void RpcServer::Shutdown(absl::Time deadline) {
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
   for (std::thread& thread : threads_) thread.join();
-  std::deque<QueueStop> stops;
-  for (const std::unique_ptr<grpc::ServerCompletionQueue>& queue : queues_) {
-    stops.emplace_back(queue.get());
-    stops.back().Start();
-  }
+  for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
   for (std::thread& thread : queue_threads_) thread.join();
 }
 
-void RpcServer::ServeQueue(grpc::ServerCompletionQueue* queue) {
-  PushCall::Listen(&rpc_, queue);
+void RpcServer::ServeQueue(CallQueue* queue) {
+  PushCall::Listen(&rpc_, queue->get());
   PullCall::Listen(&rpc_, queue);
-  WatchCall::Listen(&rpc_, queue);
-  admin_.Listen(&rpc_, queue, ExecutorOf(&work_), ExecutorOf(&slow_work_));
+  WatchCall::Listen(&rpc_, queue->get());
+  admin_.Listen(&rpc_, queue->get(), ExecutorOf(&work_), ExecutorOf(&slow_work_));
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
-      &rpc_, queue,
+      &rpc_, queue->get(),
       [this](grpc::ServerContext* context, auto* request, auto* writer,
              grpc::ServerCompletionQueue* q,
              void* call) { rpc_.health.RequestCheck(context, request, writer, q, q, call); },
       [this](const auto& request) { return CheckHealth(request); }, nullptr);
-  void* tag = nullptr;
-  bool ok = false;
-  while (queue->Next(&tag, &ok)) static_cast<CompletionTag*>(tag)->Complete(ok);
+  queue->Run();
 }
 
 AdminService::Executor RpcServer::ExecutorOf(Work* work) {

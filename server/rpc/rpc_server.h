@@ -22,6 +22,7 @@
 #include "server/core/model_store.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/call.h"
+#include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
 
@@ -72,7 +73,7 @@ class RpcServer {
 
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
-  void ServeQueue(grpc::ServerCompletionQueue* queue);
+  void ServeQueue(CallQueue* queue);
   // Functions that wait for a worker's thread.
   using Work = std::deque<std::function<void()>>;
   AdminService::Executor ExecutorOf(Work* work);
@@ -85,7 +86,7 @@ class RpcServer {
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<LaneServer> lanes_;  // Null: there are none.
-  std::vector<std::unique_ptr<grpc::ServerCompletionQueue>> queues_;
+  std::vector<std::unique_ptr<CallQueue>> queues_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.
   std::vector<std::thread> threads_;        // The others.

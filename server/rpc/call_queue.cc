@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/call_queue.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <utility>
+
+namespace ema {
+
+void CallQueue::Run() {
+  // So many completions before the next piece of what can wait: the end of the last piece, and a
+  // few chunks of pushes.
+  constexpr int kMaxCompletions = 8;
+  int completions = 0;
+  while (true) {
+    void* tag = nullptr;
+    bool ok = false;
+    // A deadline that is over: gRPC looks once what has arrived.
+    const gpr_timespec deadline =
+        deferred_.empty() ? gpr_inf_future(GPR_CLOCK_MONOTONIC) : gpr_inf_past(GPR_CLOCK_MONOTONIC);
+    const grpc::CompletionQueue::NextStatus status = queue_->AsyncNext(&tag, &ok, deadline);
+    if (status == grpc::CompletionQueue::SHUTDOWN) return;
+    if (status == grpc::CompletionQueue::GOT_EVENT) {
+      static_cast<CompletionTag*>(tag)->Complete(ok);
+      if (++completions < kMaxCompletions) continue;
+    }
+    completions = 0;
+    if (deferred_.empty()) continue;
+    const std::function<void()> work = std::move(deferred_.front());
+    deferred_.pop_front();
+    work();
+  }
+}
+
+void CallQueue::Stop() {
+  alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC), static_cast<CompletionTag*>(&stop_tag_));
+}
+
+}  // namespace ema

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A completion queue and the loop of its thread.
+#ifndef EMA_SERVER_RPC_CALL_QUEUE_H_
+#define EMA_SERVER_RPC_CALL_QUEUE_H_
+
+#include <grpcpp/alarm.h>
+#include <grpcpp/completion_queue.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <utility>
+
+namespace ema {
+
+// What a completion queue gives back. Each queue has one thread, so all completions of a call run
+// on one thread.
+class CompletionTag {
+ public:
+  virtual void Complete(bool ok) = 0;
+
+ protected:
+  ~CompletionTag() = default;
+};
+
+// Completes what has ended, and does in between, a piece at a time, what can wait. gRPC looks for
+// what has arrived only when nothing has ended; a write ends at once, so that readers who are
+// answered without a pause would keep a trainer waiting until their windows are full.
+class CallQueue {
+ public:
+  explicit CallQueue(std::unique_ptr<grpc::ServerCompletionQueue> queue)
+      : queue_(std::move(queue)) {}
+
+  grpc::ServerCompletionQueue* get() const { return queue_.get(); }
+
+  // `work` runs in Run(), after what has arrived meanwhile, if that is not too much. Only in Run().
+  void Defer(std::function<void()> work) { deferred_.push_back(std::move(work)); }
+
+  // Returns after Stop(), when the queue is empty. On the queue's own thread.
+  void Run();
+
+  // Shuts the queue down, in Run(): operations may be started there until then. From any thread,
+  // once, when all calls have ended.
+  void Stop();
+
+ private:
+  class StopTag final : public CompletionTag {
+   public:
+    explicit StopTag(grpc::ServerCompletionQueue* queue) : queue_(queue) {}
+    void Complete(bool) override { queue_->Shutdown(); }
+
+   private:
+    grpc::ServerCompletionQueue* const queue_;
+  };
+
+  const std::unique_ptr<grpc::ServerCompletionQueue> queue_;
+  std::deque<std::function<void()>> deferred_;
+  StopTag stop_tag_{queue_.get()};
+  grpc::Alarm alarm_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_CALL_QUEUE_H_
