@@ -91,12 +91,6 @@ uint32_t ChunkWriter::Checksum(int64_t chunk) {
   return crc.value;
 }
 
-void ChunkWriter::FlushCopied() {
-  if (copied_.empty()) return;
-  slices_.emplace_back(copied_.data(), copied_.size());
-  copied_.clear();
-}
-
 std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk) {
   if (!gate_->BeginRead()) return std::nullopt;
   grpc::ByteBuffer message =
@@ -106,23 +100,40 @@ std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk) {
 }
 
 grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
-  const ChunkPrefix prefix = EncodeChunkPrefix({.offset = plan_->offset(chunk),
-                                                .crc32c = Checksum(chunk),
-                                                .data_bytes = plan_->length_bytes(chunk)});
-  copied_.assign(prefix.bytes.begin(), prefix.bytes.begin() + prefix.size);
+  pieces_.clear();
   ForEachPiece(chunk, [this](int64_t shard, int64_t in_shard, int64_t length) {
-    const std::span<const std::byte> piece = shards_[shard].subspan(in_shard, length);
-    if (length < kCopyBelowBytes) {
-      copied_.insert(copied_.end(), piece.begin(), piece.end());
-      return;
-    }
-    FlushCopied();
-    gate_->AddSlice();
-    // gRPC takes a void*, but only reads.
-    slices_.emplace_back(const_cast<std::byte*>(piece.data()), piece.size(),
-                         &WeightsGate::DropSlice, gate_);
+    pieces_.push_back(shards_[shard].subspan(in_shard, length));
   });
-  FlushCopied();
+  const auto is_long = [](std::span<const std::byte> piece) {
+    return static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;
+  };
+  uint32_t crc32c = 0;
+  slices_.emplace_back();  // The prefix, once the checksum is known.
+  for (auto piece = pieces_.begin(); piece != pieces_.end();) {
+    if (is_long(*piece)) {
+      crc32c = Crc32c(crc32c, *piece);
+      gate_->AddSlice();
+      // gRPC takes a void*, but only reads.
+      slices_.emplace_back(const_cast<std::byte*>(piece->data()), piece->size(),
+                           &WeightsGate::DropSlice, gate_);
+      ++piece;
+      continue;
+    }
+    const auto end = std::find_if(piece, pieces_.end(), is_long);
+    size_t total_bytes = 0;
+    for (auto next = piece; next != end; ++next) total_bytes += next->size();
+    grpc::Slice copies(total_bytes);
+    auto* to = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(copies.begin()));
+    for (; piece != end; ++piece) {
+      crc32c = CopyWithCrc32c(crc32c, *piece, to);
+      to += piece->size();
+    }
+    slices_.push_back(std::move(copies));
+  }
+  crcs_[chunk] = {.value = crc32c, .known = true};
+  const ChunkPrefix prefix = EncodeChunkPrefix(
+      {.offset = plan_->offset(chunk), .crc32c = crc32c, .data_bytes = plan_->length_bytes(chunk)});
+  slices_.front() = grpc::Slice(prefix.bytes.data(), prefix.size);
   grpc::ByteBuffer message(slices_.data(), slices_.size());
   slices_.clear();
   return message;

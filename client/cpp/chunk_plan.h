@@ -78,7 +78,6 @@ class ChunkWriter {
   grpc::ByteBuffer Encode(int64_t chunk);
   grpc::ByteBuffer EncodeRounded(int64_t chunk);
   uint32_t Checksum(int64_t chunk);
-  void FlushCopied();
 
   const RankLayout* const layout_;
   const ChunkPlan* const plan_;
@@ -89,9 +88,10 @@ class ChunkWriter {
     uint32_t value = 0;
     bool known = false;
   };
-  std::vector<Crc> crcs_;            // By chunk.
-  std::vector<grpc::Slice> slices_;  // Kept for their capacity, like the next one.
-  std::vector<std::byte> copied_;
+  std::vector<Crc> crcs_;  // By chunk.
+  // Kept for their capacity.
+  std::vector<std::span<const std::byte>> pieces_;
+  std::vector<grpc::Slice> slices_;
 };
 
 }  // namespace ema::client_internal
