@@ -71,6 +71,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes
                                : (total_bytes - std::min(window_bytes, total_bytes / 2)) / 5 * 4;
+  store_options.max_models = options.max_models;
   store_options.model.block_bytes = options.block_bytes;
   store_options.model.incarnation = IncarnationWithoutStore(begin);
   store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
@@ -113,6 +114,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   RpcServer::Options rpc_options;
   rpc_options.listen_addresses = options.listen;
   rpc_options.connections = {options.max_connections, options.max_connections_per_peer};
+  rpc_options.max_streams_per_connection = options.max_streams_per_connection;
+  rpc_options.max_message_bytes = options.max_message_bytes;
+  rpc_options.max_metadata_bytes = options.max_metadata_bytes;
+  rpc_options.handshake_timeout = options.handshake_timeout;
+  rpc_options.keepalive_time = options.keepalive_time;
+  rpc_options.keepalive_timeout = options.keepalive_timeout;
+  rpc_options.tls = {options.tls_cert, options.tls_key, options.tls_client_ca};
   rpc_options.thread_count = static_cast<int>(options.thread_count);
   rpc_options.max_push_streams = options.max_push_streams;
   rpc_options.max_pull_streams = options.max_pull_streams;

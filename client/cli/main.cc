@@ -64,6 +64,7 @@ std::string CheckDuration(const std::string& text) {
 // What the command line says.
 struct Options {
   std::string server = "127.0.0.1:50051";
+  ema::Client::Tls tls;
   bool json = false;
   std::string timeout = "60s";
   std::string model;
@@ -222,9 +223,19 @@ int main(int argc, char** argv) {
   app.footer(kFooter);
   app.require_subcommand(1);
   app.fallthrough();  // Global options may also stand behind the command.
-  app.add_option("--server", options.server, "Address of the server")
+  app.add_option("--server", options.server,
+                 "Address of the server: host:port, tls:host:port or unix:/path")
       ->envname("EMA_SERVER")
       ->capture_default_str();
+  const auto add_file = [&app](const char* flag, const char* environment, std::string& file,
+                               const char* help) {
+    app.add_option(flag, file, help)->envname(environment)->type_name("FILE");
+  };
+  add_file("--tls-ca", "EMA_TLS_CA", options.tls.ca_file,
+           "PEM file that signs the certificate of a server tls:host:port. Empty: the system's do");
+  add_file("--tls-cert", "EMA_TLS_CERT", options.tls.certificate_file,
+           "PEM file of our certificate, for a server that asks for one");
+  add_file("--tls-key", "EMA_TLS_KEY", options.tls.key_file, "PEM file of our certificate's key");
   app.add_flag("--json", options.json, "Print JSON");
   const CLI::Option* const timeout =
       app.add_option("--timeout", options.timeout, "How long a call may take")
@@ -243,8 +254,9 @@ int main(int argc, char** argv) {
   std::unique_ptr<ema::Client> client;
   if (!app.got_subcommand("explain")) {
     auto created = ema::Client::Create(
-        options.server,
-        {.timeout = session.timeout, .is_interrupted = [] { return interrupted != 0; }});
+        options.server, {.timeout = session.timeout, .tls = options.tls, .is_interrupted = [] {
+                           return interrupted != 0;
+                         }});
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
       return ema::cli::kExitUsage;

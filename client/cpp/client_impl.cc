@@ -35,7 +35,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
     dialing_ = true;
   }
   absl::StatusOr<std::shared_ptr<Connection>> opened =
-      Connection::Open(dialer_, deadline, interrupt);
+      Connection::Open(dialer_, options_.tls, deadline, interrupt);
   absl::MutexLock lock(&mu_);
   dialing_ = false;
   if (opened.ok()) connection_ = *opened;

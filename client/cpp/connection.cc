@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -25,7 +27,7 @@ constexpr int kMaxMessageBytes = 8 << 20;  // As the server's.
 // How long an operation of a cancelled call may take to end, before the connection is given up.
 constexpr absl::Duration kCancelGrace = absl::Milliseconds(100);
 
-grpc::ChannelArguments ChannelSettings(const std::string& address) {
+grpc::ChannelArguments ChannelSettings(const Address& address) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -33,16 +35,44 @@ grpc::ChannelArguments ChannelSettings(const std::string& address) {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   // The path of a unix socket is no authority.
   arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY,
-                      absl::StartsWith(address, "unix:") ? "localhost" : address);
+                      address.path.empty() ? address.Authority() : "localhost");
   arguments.SetUserAgentPrefix("ema-client");
   return arguments;
 }
 
+// Empty: none was named.
+absl::StatusOr<std::string> ReadPem(const char* field, const std::string& path) {
+  if (path.empty()) return "";
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (file.good() && absl::StrContains(text, "-----BEGIN")) return text;
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat("tls.", field, " \"", path, "\": expected a PEM file"));
+}
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> TlsChannel(const Address& address,
+                                                          const Client::Tls& tls) {
+  grpc::SslCredentialsOptions files;
+  EMA_ASSIGN_OR_RETURN(files.pem_root_certs, ReadPem("ca_file", tls.ca_file));
+  EMA_ASSIGN_OR_RETURN(files.pem_cert_chain, ReadPem("certificate_file", tls.certificate_file));
+  EMA_ASSIGN_OR_RETURN(files.pem_private_key, ReadPem("key_file", tls.key_file));
+  grpc::ChannelArguments settings = ChannelSettings(address);
+  // A connection of its own, without the pauses after another one's failures.
+  settings.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  settings.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  return grpc::CreateCustomChannel(address.Authority(), grpc::SslCredentials(files), settings);
+}
+
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, absl::Time deadline,
+absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, const Client::Tls& tls,
+                                                             absl::Time deadline,
                                                              Interrupt* interrupt) {
   const std::string text = dialer.address().ToString();
+  if (dialer.address().is_tls) {
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, TlsChannel(dialer.address(), tls));
+    return std::shared_ptr<Connection>(new Connection(text, /*fd=*/-1, std::move(channel)));
+  }
   absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
   if (!fd.ok()) {
     return absl::Status(fd.status().code(),
@@ -56,7 +86,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, abs
   }
   // Takes *fd.
   std::shared_ptr<grpc::Channel> channel =
-      grpc::CreateCustomInsecureChannelFromFd(text, *fd, ChannelSettings(text));
+      grpc::CreateCustomInsecureChannelFromFd(text, *fd, ChannelSettings(dialer.address()));
   return std::shared_ptr<Connection>(new Connection(text, own_fd, std::move(channel)));
 }
 
@@ -67,10 +97,14 @@ Connection::Connection(std::string address, int fd, std::shared_ptr<grpc::Channe
       stub_(channel_),
       generic_stub_(channel_) {}
 
-Connection::~Connection() { close(fd_); }
+Connection::~Connection() {
+  if (fd_ >= 0) close(fd_);
+}
 
 bool Connection::alive() const {
   if (broken()) return false;
+  if (fd_ < 0)
+    return channel_->GetState(/*try_to_connect=*/false) != GRPC_CHANNEL_TRANSIENT_FAILURE;
   // gRPC tells of a dead connection only when a call fails, so the kernel is asked.
   pollfd peer = {.fd = fd_, .events = POLLRDHUP, .revents = 0};
   return poll(&peer, 1, 0) == 0;
@@ -89,7 +123,7 @@ void Connection::Break() {
     contexts = contexts_;
   }
   // A write that waits for the peer's window fails at once, and drops its slices.
-  shutdown(fd_, SHUT_RDWR);
+  if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
   for (const auto& context : contexts) context->TryCancel();
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One TCP connection with gRPC on it, and the calls that use it.
+// A connection with gRPC on it, and the calls that use it.
 #ifndef EMA_CLIENT_CPP_CONNECTION_H_
 #define EMA_CLIENT_CPP_CONNECTION_H_
 
@@ -18,17 +18,23 @@
 #include "absl/time/time.h"
 #include "client/cpp/dial.h"
 #include "client/cpp/interrupt.h"
+#include "ema/client.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 
 namespace ema::client_internal {
 
 // A channel over a socket that we have opened. It does not reconnect: when it has died, its owner
 // makes another. gRPC's own channels cannot be told to let go of a slice that the kernel does not
-// take, nor to leave a peer's congestion control alone; a socket of ours can. Thread-safe.
+// take, nor to leave a peer's congestion control alone; a socket of ours can. Over TLS it is one of
+// gRPC's own, since this version of gRPC takes sockets only without: a call that the kernel does
+// not take the bytes of then ends when TCP gives the peer up, 20 s later. Thread-safe.
 class Connection {
  public:
-  // Errors as Dialer::Dial().
-  static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, absl::Time deadline,
+  // `tls`: for a dialer whose address says so. Errors as Dialer::Dial(), and INVALID_ARGUMENT,
+  // BAD_REQUEST: a file of `tls` cannot be read. Over TLS the first call connects, and says why
+  // that fails.
+  static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
+                                                          absl::Time deadline,
                                                           Interrupt* interrupt);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -56,7 +62,8 @@ class Connection {
   void Remove(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string address_;
-  // A duplicate of the socket's descriptor: the number stays ours when gRPC has closed its own.
+  // A duplicate of the socket's descriptor: the number stays ours when gRPC has closed its own. -1:
+  // the socket is gRPC's.
   const int fd_;
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;

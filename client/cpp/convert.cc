@@ -218,6 +218,7 @@ absl::StatusOr<PushProgress> FromProto(const v1::QueryPushResponse& proto) {
     return MalformedReply("a committed step without its version");
   }
   EMA_ASSIGN_OR_RETURN(progress.plan, FromProto(proto.plan()));
+  if (proto.has_digest()) progress.digest = static_cast<uint32_t>(proto.digest());
   progress.rank_committed = proto.rank_committed();
   for (const v1::QueryPushResponse::Range& range : proto.missing()) {
     progress.missing.push_back({range.offset(), range.length_bytes()});

@@ -117,13 +117,16 @@ absl::StatusOr<Address> Address::Parse(std::string_view text) {
   const absl::Status error = MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
       absl::StrCat("address \"", std::string(text),
-                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\", or "
-                   "unix:/path"));
+                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\", "
+                   "tls:host:port, or unix:/path"));
   if (constexpr std::string_view kUnix = "unix:"; text.starts_with(kUnix)) {
     const std::string_view path = text.substr(kUnix.size());
     if (!path.starts_with('/') || path.size() >= sizeof(sockaddr_un::sun_path)) return error;
-    return Address{.host = {}, .port = {}, .path = std::string(path)};
+    return Address{.path = std::string(path)};
   }
+  constexpr std::string_view kTls = "tls:";
+  const bool is_tls = text.starts_with(kTls);
+  if (is_tls) text.remove_prefix(kTls.size());
   const size_t colon = text.rfind(':');
   if (colon == std::string_view::npos) return error;
   std::string_view host = text.substr(0, colon);
@@ -138,11 +141,15 @@ absl::StatusOr<Address> Address::Parse(std::string_view text) {
       !absl::SimpleAtoi(port, &number) || number < 1 || number > 65535) {
     return error;
   }
-  return Address{.host = std::string(host), .port = absl::StrCat(number), .path = {}};
+  return Address{.host = std::string(host), .port = absl::StrCat(number), .is_tls = is_tls};
 }
 
 std::string Address::ToString() const {
   if (!path.empty()) return absl::StrCat("unix:", path);
+  return absl::StrCat(is_tls ? "tls:" : "", Authority());
+}
+
+std::string Address::Authority() const {
   const bool is_v6 = host.find(':') != std::string::npos;
   return is_v6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
 }

@@ -17,13 +17,17 @@ struct addrinfo;
 namespace ema::client_internal {
 
 struct Address {
-  std::string host;
-  std::string port;
-  std::string path;  // Of a unix socket; then the others are empty.
+  std::string host = {};
+  std::string port = {};
+  std::string path = {};  // Of a unix socket; then the others are empty.
+  bool is_tls = false;
 
-  // Reads "host:port", "[v6]:port", "unix:/path". INVALID_ARGUMENT, BAD_REQUEST: anything else.
+  // Reads "host:port", "[v6]:port", both also after "tls:", "unix:/path". INVALID_ARGUMENT,
+  // BAD_REQUEST: anything else.
   static absl::StatusOr<Address> Parse(std::string_view text);
   std::string ToString() const;
+  // "host:port", as a URL has it. REQUIRES: of no unix socket.
+  std::string Authority() const;
 };
 
 // Makes connections to one address. For one thread at a time.

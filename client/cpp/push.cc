@@ -153,7 +153,10 @@ absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::F
   EMA_ASSIGN_OR_RETURN(PushProgress progress,
                        run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
                                        &interrupt_, /*retry=*/true));
-  if (progress.state == PushProgress::State::kCommitted) return TakeCommitted(progress);
+  if (progress.state == PushProgress::State::kCommitted) {
+    EMA_RETURN_IF_ERROR(CheckSameContent(progress));
+    return TakeCommitted(progress);
+  }
   if (progress.state == PushProgress::State::kOpen) {
     chunks_to_send_ = run_->chunks().ChunksIn(progress.missing);
     std::erase_if(chunks_to_send_, [all = run_->chunks().ChunksBefore(total_bytes_)](
@@ -320,6 +323,16 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
   if (!is_abandoned) return error;
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                    absl::StrCat(Name(), ": abandoned by this rank"));
+}
+
+absl::Status PendingPush::Impl::CheckSameContent(const PushProgress& progress) {
+  // With frozen tensors or without them it is another digest.
+  const bool has_frozen = run_->layout().live_bytes() != run_->layout().total_bytes();
+  if (!progress.digest.has_value() || has_frozen) return absl::OkStatus();
+  const std::optional<uint32_t> digest = writer_->Digest();
+  if (!digest.has_value() || *digest == *progress.digest) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
+                   absl::StrCat(Name(), ": the step is committed already, with other content"));
 }
 
 PendingPush::Impl::Committed PendingPush::Impl::TakeCommitted(PushProgress& progress) {

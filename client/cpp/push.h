@@ -85,6 +85,9 @@ class PendingPush::Impl {
   absl::StatusOr<Committed> DropStep(const absl::Status& error);
   std::vector<int64_t> AllChunks() const;
   static Committed TakeCommitted(PushProgress& progress);  // REQUIRES: it says so.
+  // ABORTED, STALE_STEP: the step was committed with other weights than these. OK also where that
+  // cannot be known any more.
+  absl::Status CheckSameContent(const PushProgress& progress);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
   // True: there has been no stream, nor a server that asks to wait, for so long that the trainer is

@@ -120,7 +120,9 @@ struct PushProgress {
   enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
   std::optional<Version> version;  // If kCommitted.
   RunPlan plan;                    // If kCommitted: from there on.
-  bool rank_committed = false;     // The asking rank's commit message has come.
+  std::optional<uint32_t>
+      digest;                   // If kCommitted, and no later step is: CRC32C of the rank's bytes.
+  bool rank_committed = false;  // The asking rank's commit message has come.
   // Of a rank's bytes, in its layout's order.
   struct Range {
     int64_t offset = 0;
@@ -140,6 +142,13 @@ class PendingPush;
 // does nothing.
 class Client {
  public:
+  // PEM files for an address "tls:host:port". Read whenever a connection is made.
+  struct Tls {
+    std::string ca_file;           // Signs the server's certificate. Empty: the system's do.
+    std::string certificate_file;  // The client's, where the server asks for one.
+    std::string key_file;          // Of the client's certificate.
+  };
+
   struct Options {
     // For every call that is not given its own.
     absl::Duration timeout = absl::Seconds(60);
@@ -150,14 +159,15 @@ class Client {
     // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and
     // stands in when that breaks. Chunks are then of at most 256 KiB.
     bool same_host_lane = true;
+    Tls tls = {};
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
     // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
     std::function<bool()> is_interrupted;
   };
 
-  // `address`: "host:port", "[v6]:port" or "unix:/path". INVALID_ARGUMENT: none of these. Does not
-  // connect.
+  // `address`: "host:port", "[v6]:port", both also after "tls:", or "unix:/path". INVALID_ARGUMENT:
+  // none of these. Does not connect.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
                                                         const Options& options);

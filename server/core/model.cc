@@ -382,6 +382,9 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       result.state = PushState::State::kCommitted;
       result.record = *record;
       result.plan = PlanLocked();
+      if (step == current_->record.step && last_commit_.run_epoch == run_epoch) {
+        result.digest = last_commit_.digests[rank];
+      }
       return result;
     }
     if (session_ == nullptr || session_->plan().step != step) {

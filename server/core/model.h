@@ -113,6 +113,8 @@ class Model : public std::enable_shared_from_this<Model> {
     enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
     std::optional<VersionRecord> record;
     PushPlan plan;  // If committed.
+    // The rank's, if this is what was committed last.
+    std::optional<uint32_t> digest;
     bool rank_committed = false;
     std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
     std::vector<int64_t> missing_ranks;

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <sstream>
 #include <system_error>
 #include <thread>
@@ -58,10 +59,15 @@ CLI::Option* AddDuration(CLI::App& app, const std::string& flag, absl::Duration&
 }
 
 CLI::Option* AddBytes(CLI::App& app, const std::string& flag, int64_t& value,
-                      const std::string& help) {
-  const auto set = [&value, flag](const std::string& text) {
+                      const std::string& help, int64_t least = 0,
+                      int64_t most = std::numeric_limits<int64_t>::max()) {
+  const auto set = [&value, flag, least, most](const std::string& text) {
     const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
     if (!bytes.ok()) throw CLI::ValidationError(flag, std::string(bytes.status().message()));
+    if (*bytes < least || *bytes > most) {
+      throw CLI::ValidationError(
+          flag, absl::StrCat("\"", text, "\" is not from ", least, " to ", most, " bytes"));
+    }
     value = *bytes;
   };
   return app.add_option_function<std::string>(flag, set, help)
@@ -128,6 +134,35 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddCount(app, "--max-connections-per-peer", o.max_connections_per_peer, 1,
            "The same of one IP address that is not loopback")
       ->type_name("N");
+  AddCount(app, "--max-streams-per-connection", o.max_streams_per_connection, 1,
+           "Calls that may run at once on one connection")
+      ->type_name("N");
+  AddBytes(app, "--max-message-bytes", o.max_message_bytes,
+           "The longest message that is taken; clients send up to 4 MiB and a header",
+           int64_t{5} << 20, int64_t{1} << 30);
+  AddBytes(app, "--max-metadata-bytes", o.max_metadata_bytes, "The longest headers of a call",
+           int64_t{1} << 10, int64_t{1} << 20);
+  AddCount(app, "--max-models", o.max_models, 1, "Models that there may be at once")
+      ->type_name("N");
+  AddDuration(app, "--handshake-timeout", o.handshake_timeout, absl::Milliseconds(1),
+              "Close a new connection that has not begun to speak HTTP/2 after so long");
+  AddDuration(app, "--keepalive-time", o.keepalive_time, absl::Seconds(1),
+              "Ask a peer that has been silent for so long whether it is there");
+  AddDuration(app, "--keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
+              "Close a connection whose peer does not answer that for so long");
+  CLI::Option* const cert =
+      AddText(app, "--tls-cert", o.tls_cert,
+              "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "
+              "and nothing else. A changed file is read again. Empty: no TLS")
+          ->type_name("FILE");
+  CLI::Option* const key =
+      AddText(app, "--tls-key", o.tls_key, "PEM file of the certificate's key")->type_name("FILE");
+  cert->needs(key);
+  key->needs(cert);
+  AddText(app, "--tls-client-ca", o.tls_client_ca,
+          "PEM file: clients must have a certificate that this signs. Empty: they need none")
+      ->type_name("FILE")
+      ->needs(cert);
   AddText(app, "--same-host-lane", o.same_host_lane,
           "Let clients of this host and user push and pull through shared memory: on or off")
       ->type_name("on|off")

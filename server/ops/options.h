@@ -29,7 +29,19 @@ struct ServerOptions {
   int64_t max_pull_streams = 64;
   int64_t max_connections = 1024;
   int64_t max_connections_per_peer = 64;  // Of one IP address that is not loopback.
-  std::string same_host_lane = "on";      // "on" or "off": shared memory for clients of this host.
+  int64_t max_streams_per_connection = 1024;
+  int64_t max_message_bytes = int64_t{8} << 20;
+  int64_t max_metadata_bytes = int64_t{8} << 10;
+  int64_t max_models = 64;
+  absl::Duration handshake_timeout = absl::Seconds(5);   // To speak HTTP/2, or TLS.
+  absl::Duration keepalive_time = absl::Seconds(60);     // A peer so long silent is asked.
+  absl::Duration keepalive_timeout = absl::Seconds(20);  // It has so long to answer.
+  // PEM files. With a certificate, host:port addresses speak TLS only; with a client CA, clients
+  // must have a certificate of it.
+  std::string tls_cert;
+  std::string tls_key;
+  std::string tls_client_ca;
+  std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
   absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
   absl::Duration stream_timeout =
       absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.

@@ -138,6 +138,7 @@ absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPus
       response.set_state(v1::QueryPushResponse::STATE_COMMITTED);
       *response.mutable_version() = ToProto(*state.record);
       *response.mutable_plan() = ToProto(state.plan);
+      if (state.digest.has_value()) response.set_digest(*state.digest);
       break;
     case Model::PushState::State::kAbandoned:
       response.set_state(v1::QueryPushResponse::STATE_ABANDONED);

@@ -6,6 +6,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -69,16 +70,18 @@ class MemberTag final : public CompletionTag {
 // from another.
 class StreamCall {
  public:
-  // Ends the call if it has waited for its peer for `timeout`.
-  void CheckStalled(std::chrono::steady_clock::time_point now,
-                    std::chrono::steady_clock::duration timeout) {
+  // How long the call has waited for its peer; zero: it does not.
+  std::chrono::steady_clock::duration WaitingTime(std::chrono::steady_clock::time_point now) const {
     const int64_t since = waiting_since_.load(std::memory_order_relaxed);
-    if (since != 0 && now.time_since_epoch().count() - since > timeout.count()) EndStalled();
+    return since == 0 ? std::chrono::steady_clock::duration::zero()
+                      : now - std::chrono::steady_clock::time_point(
+                                  std::chrono::steady_clock::duration(since));
   }
+  // Ends the call because its peer does nothing. From any thread.
+  virtual void EndStalled() = 0;
 
  protected:
   ~StreamCall() = default;
-  virtual void EndStalled() = 0;
   void SetWaiting(bool waiting) {
     waiting_since_.store(waiting ? std::chrono::steady_clock::now().time_since_epoch().count() : 0,
                          std::memory_order_relaxed);
@@ -89,15 +92,18 @@ class StreamCall {
   std::atomic<int64_t> waiting_since_ = 0;
 };
 
-// Admits data streams up to a limit, and ends those that stall. Thread-safe.
+// Admits data streams up to a limit, and ends those that stall. When all places are taken, a new
+// stream gets that of the one whose peer has done nothing for longest, if that is a tenth of the
+// time-out: stalled peers do not keep others out for all of it. Thread-safe.
 class StreamAdmission {
  public:
-  StreamAdmission(std::string kind, int64_t limit) : kind_(std::move(kind)), limit_(limit) {}
+  StreamAdmission(std::string kind, int64_t limit, std::chrono::nanoseconds stall_timeout)
+      : kind_(std::move(kind)), limit_(limit), stall_timeout_(stall_timeout) {}
 
   // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS. OK: `call` is checked for stalls until Leave().
   absl::Status Enter(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    if (static_cast<int64_t>(calls_.size()) >= limit_) {
+    if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
       absl::Status status =
           MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
                     absl::StrCat("the server has ", limit_, " ", kind_,
@@ -113,15 +119,32 @@ class StreamAdmission {
     absl::MutexLock lock(&mu_);
     calls_.erase(call);
   }
-  void CheckStalled(std::chrono::steady_clock::time_point now,
-                    std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_) {
+  // Ends those that have stalled for the whole time-out.
+  void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    for (StreamCall* const call : calls_) call->CheckStalled(now, timeout);
+    for (StreamCall* const call : calls_) {
+      if (call->WaitingTime(now) > stall_timeout_) call->EndStalled();
+    }
   }
 
  private:
+  // False: none has stalled.
+  bool EndLongestStalled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto now = std::chrono::steady_clock::now();
+    const auto longest = std::max_element(
+        calls_.begin(), calls_.end(),
+        [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
+    if (longest == calls_.end() || (*longest)->WaitingTime(now) < stall_timeout_ / 10) {
+      return false;
+    }
+    (*longest)->EndStalled();
+    calls_.erase(longest);
+    return true;
+  }
+
   const std::string kind_;
   const int64_t limit_;
+  const std::chrono::nanoseconds stall_timeout_;
   absl::Mutex mu_;
   absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
 };

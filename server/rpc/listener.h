@@ -35,6 +35,7 @@ class Listener {
                                                         const Limits& limits);
   ~Listener();
 
+  bool is_unix() const { return !path_.empty(); }
   // 0: of a unix socket.
   int port() const { return port_; }
 

@@ -39,22 +39,27 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   }
 
   grpc::ServerBuilder builder;
-  builder.SetMaxReceiveMessageSize(8 << 20);
+  const auto set = [&builder](const char* name, int64_t value) {
+    builder.AddChannelArgument(name, static_cast<int>(value));
+  };
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   builder.AddChannelArgument("grpc.so_reuseport", 0);
-  builder.AddChannelArgument("grpc.server_handshake_timeout_ms", 5000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  set("grpc.server_handshake_timeout_ms", absl::ToInt64Milliseconds(options.handshake_timeout));
+  set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.keepalive_time));
+  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.keepalive_timeout));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
-  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 8 << 10);
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 1024);
+  set(GRPC_ARG_MAX_METADATA_SIZE, options.max_metadata_bytes);
+  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_streams_per_connection);
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
   builder.RegisterService(&rpc->rpc_.service);
   builder.RegisterService(&rpc->rpc_.health);
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::ServerCredentials> credentials,
+                       MakeServerCredentials(options.tls));
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors;
-  for (size_t i = 0; i < rpc->listeners_.size(); ++i) {
+  for (const std::unique_ptr<Listener>& listener : rpc->listeners_) {
     acceptors.push_back(builder.experimental().AddExternalConnectionAcceptor(
         grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-        grpc::InsecureServerCredentials()));
+        listener->is_unix() ? grpc::InsecureServerCredentials() : credentials));
   }
   for (int i = 0; i < options.thread_count; ++i) {
     rpc->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
@@ -82,8 +87,10 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoi
     : options_(options),
       rpc_{.service = {},
            .store = store,
-           .pushes = {"push", options.max_push_streams},
-           .pulls = {"pull", options.max_pull_streams}},
+           .pushes = {"push", options.max_push_streams,
+                      absl::ToChronoNanoseconds(options.stall_timeout)},
+           .pulls = {"pull", options.max_pull_streams,
+                     absl::ToChronoNanoseconds(options.stall_timeout)}},
       admin_(store, std::move(checkpoints)) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
@@ -169,8 +176,8 @@ void RpcServer::CheckStalled() {
     }
     const auto now = std::chrono::steady_clock::now();
     rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.session_timeout));
-    rpc_.pushes.CheckStalled(now, absl::ToChronoNanoseconds(options_.stall_timeout));
-    rpc_.pulls.CheckStalled(now, absl::ToChronoNanoseconds(options_.stall_timeout));
+    rpc_.pushes.CheckStalled(now);
+    rpc_.pulls.CheckStalled(now);
   }
 }
 

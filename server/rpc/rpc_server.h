@@ -25,6 +25,7 @@
 #include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
+#include "server/rpc/tls.h"
 
 namespace ema {
 
@@ -36,6 +37,17 @@ class RpcServer {
     // As Listener::Bind() takes them.
     std::vector<std::string> listen_addresses = {"127.0.0.1:50051"};
     Listener::Limits connections;
+    // Of all addresses but unix sockets.
+    TlsFiles tls;
+    // What one connection may do.
+    int64_t max_streams_per_connection = 1024;
+    int64_t max_message_bytes = int64_t{8} << 20;
+    int64_t max_metadata_bytes = int64_t{8} << 10;
+    absl::Duration handshake_timeout = absl::Seconds(5);
+    // A peer that has been silent for `keepalive_time` is asked, and has `keepalive_timeout` to
+    // answer.
+    absl::Duration keepalive_time = absl::Seconds(60);
+    absl::Duration keepalive_timeout = absl::Seconds(20);
     // Completion queues. One is fastest where trainer and server share two cores.
     int thread_count = 1;
     // Each may hold a receive window of up to kMaxWindowBytes.
@@ -53,7 +65,8 @@ class RpcServer {
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
 
-  // Serves when it returns. Errors as Listener::Bind(), or INTERNAL: gRPC did not start.
+  // Serves when it returns. Errors as Listener::Bind() and MakeServerCredentials(), or INTERNAL:
+  // gRPC did not start.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(std::shared_ptr<ModelStore> store,
                                                           CheckpointHooks checkpoints,
                                                           const Options& options);

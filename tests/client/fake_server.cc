@@ -383,6 +383,7 @@ grpc::Status FakeServer::QueryPush(grpc::ServerContext* context,
     response->set_state(v1::QueryPushResponse::STATE_COMMITTED);
     *response->mutable_plan() = MakePlan(latest_);
     *response->mutable_version() = step.record;
+    if (committed_digest.has_value()) response->set_digest(*committed_digest);
     return grpc::Status::OK;
   }
   if (request->abandon_if_unfinished()) {

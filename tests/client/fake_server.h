@@ -81,10 +81,11 @@ class FakeServer final : public v1::EmaService::Service {
   std::vector<PushScript> push_scripts;
   std::vector<PullScript> pull_scripts;
   std::vector<WatchScript> watch_scripts;
-  std::vector<absl::Status> unary_errors;  // One for each unary call, in order.
-  int64_t not_ready_count = 0;             // So many OpenRun calls say "not ready".
-  int64_t world_size = 1;                  // Steps commit when so many ranks have committed.
-  bool fenced = false;                     // OpenRun is refused.
+  std::vector<absl::Status> unary_errors;         // One for each unary call, in order.
+  int64_t not_ready_count = 0;                    // So many OpenRun calls say "not ready".
+  int64_t world_size = 1;                         // Steps commit when so many ranks have committed.
+  bool fenced = false;                            // OpenRun is refused.
+  std::optional<uint32_t> committed_digest = {};  // What QueryPush says of it.
   std::function<void(v1::Model&)> edit_model;
   std::optional<v1::PushPlan> plan;  // Absent: the track "ema", as it stands at the newest version.
   std::string pulled_bytes;

@@ -202,6 +202,13 @@ TEST_F(PushTest, TakesTheVersionFromQueryPushIfTheReplyWasLost) {
   EXPECT_THAT(server_.pushes(), SizeIs(1));
 }
 
+TEST_F(PushTest, AStepThatWasCommittedWithOtherContentIsNoSuccess) {
+  server_.push_scripts = {{.lose_reply = true}};
+  server_.committed_digest = 12345;
+  Open();
+  EXPECT_THAT(Push(1), StatusIs(absl::StatusCode::kAborted, HasSubstr("with other content")));
+}
+
 TEST_F(PushTest, SendsOnlyTheCommitAgainIfThatWasLost) {
   server_.push_scripts = {{.lose_commit = true}};
   Open();

@@ -320,6 +320,9 @@ TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto committed, model_->QueryPush(rank.run_epoch(), 1, 0, true));
   EXPECT_EQ(committed.state, Model::PushState::State::kCommitted);
   EXPECT_EQ(committed.record->version, 1);
+  EXPECT_EQ(committed.digest, Crc32c(0, BytesOf(Values(1))));
+  ASSERT_THAT(rank.Push(2, BytesOf(Values(2))), IsOk());
+  EXPECT_EQ(model_->QueryPush(rank.run_epoch(), 1, 0, false)->digest, std::nullopt);
   EXPECT_THAT(model_->QueryPush(rank.run_epoch() + 1, 1, 0, false), ReasonIs(ErrorReason::kFenced));
   EXPECT_THAT(model_->QueryPush(rank.run_epoch(), 1, 5, false), ReasonIs(ErrorReason::kBadRequest));
 }

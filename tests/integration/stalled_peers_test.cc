@@ -212,7 +212,8 @@ class StalledPeersTest : public testing::Test {
 
 TEST_F(StalledPeersTest, AGoodPairWorksBesideThemAndAllIsFreedWhenTheyLeave) {
   Start({"--max-push-streams", absl::StrCat(kPeers + 1), "--max-pull-streams",
-         absl::StrCat(kPeers + 1), "--memory-bytes", "1G", "--session-timeout", "5m"});
+         absl::StrCat(kPeers + 1), "--memory-bytes", "1G", "--session-timeout", "5m",
+         "--stream-timeout", "5m"});
   int64_t step = 1;
   while (step < 20) ASSERT_NO_FATAL_FAILURE(PushAndPull(++step));
   const int64_t resident_before = server_->resident_bytes();
@@ -259,8 +260,10 @@ TEST_F(StalledPeersTest, AGoodPairWorksBesideThemAndAllIsFreedWhenTheyLeave) {
   EXPECT_EQ(server_->Stop(), 0);
 }
 
-TEST_F(StalledPeersTest, ThoseWithoutAPlaceAreRefusedAtOnceAndTheGoodPairGetsInWhenStalledOnesEnd) {
-  Start({"--stream-timeout", "5s", "--memory-bytes", "1G", "--drain-grace", "1s"});
+TEST_F(StalledPeersTest, ThoseWithoutAPlaceAreRefusedAtOnceAndTheGoodPairGetsThatOfAStalledOne) {
+  constexpr absl::Duration kStreamTimeout = absl::Minutes(1);
+  Start({"--stream-timeout", absl::FormatDuration(kStreamTimeout), "--memory-bytes", "1G",
+         "--drain-grace", "1s"});
   StalledPeers pushers;
   StalledPeers pullers;
   StartPushers(pushers);
@@ -273,15 +276,18 @@ TEST_F(StalledPeersTest, ThoseWithoutAPlaceAreRefusedAtOnceAndTheGoodPairGetsInW
 
   const absl::Time begin = absl::Now();
   ASSERT_NO_FATAL_FAILURE(PushAndPull(2));
-  std::cout << "the good pair got in after " << absl::Now() - begin << "\n";
+  const absl::Duration waited = absl::Now() - begin;
+  std::cout << "the good pair got in after " << waited << "\n";
+  EXPECT_LT(waited, kStreamTimeout / 2);
   for (int64_t step = 3; step <= 20; ++step) ASSERT_NO_FATAL_FAILURE(PushAndPull(step));
-  // The stalled were told why; those who do not read cannot be.
-  ASSERT_TRUE(pushers.AwaitEnded(kPeers, kTimeout));
-  int64_t stalled_count = 0;
-  for (const StalledPeers::Ended& ended : pushers.ended()) {
-    if (ended.detail.reason() == v1::ERROR_REASON_STALLED) ++stalled_count;
-  }
-  EXPECT_EQ(stalled_count, kPushStreams);
+  // Who had to go was told why; those who do not read cannot be.
+  const std::vector<StalledPeers::Ended> ended = pushers.ended();
+  EXPECT_GT(std::count_if(ended.begin(), ended.end(),
+                          [](const StalledPeers::Ended& one) {
+                            return one.detail.reason() == v1::ERROR_REASON_STALLED;
+                          }),
+            0);
+  EXPECT_LT(ended.size(), size_t{kPeers});
   EXPECT_EQ(server_->Stop(), 0);
 }
 

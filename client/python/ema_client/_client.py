@@ -23,6 +23,7 @@ from ema_client._types import (
     Shard,
     Synthesis,
     SynthesisSource,
+    Tls,
     Version,
     Weights,
     WireDtype,
@@ -42,10 +43,11 @@ class Client:
     must not use it in the child.
 
     Args:
-        address: "host:port".
+        address: "host:port", "emas://host:port" over TLS, "unix:/path".
         timeout_s: seconds for every call that is not given its own.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
             same user, and offers it. gRPC stands in when there is none.
+        tls: PEM files for an `emas://` address; None: those that the environment names, as `Tls` says.
 
     Example:
         >>> with ema_client.Client("host:50051") as client:
@@ -56,10 +58,21 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, same_host_lane: bool = True
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        same_host_lane: bool = True,
+        tls: Tls | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._client = _ema.Client(with_port(address), timeout_s, same_host_lane)
+        files = tls or Tls.from_environment()
+        self._client = _ema.Client(
+            with_port(address),
+            timeout_s,
+            same_host_lane,
+            (files.ca_file, files.certificate_file, files.key_file),
+        )
 
     def __enter__(self) -> Client:
         return self

@@ -160,7 +160,13 @@ class Pulled:
     def lane(self) -> str: ...
 
 class Client:
-    def __init__(self, address: str, timeout_s: float, same_host_lane: bool) -> None: ...
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        same_host_lane: bool,
+        tls: tuple[str, str, str],
+    ) -> None: ...
     def close(self) -> None: ...
     def create_model(
         self,

@@ -4,11 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
 from ema_client import _ema
 from ema_client._track import Track, track_from
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """PEM files for a server behind `emas://`. They are read whenever a connection is made.
+
+    Attributes:
+        ca_file: signs the server's certificate; empty: the system's do.
+        certificate_file, key_file: the client's own, where the server asks for one.
+    """
+
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+
+    @classmethod
+    def from_environment(cls) -> Tls:
+        """The files that EMA_TLS_CA, EMA_TLS_CERT and EMA_TLS_KEY name."""
+        return cls(*(os.environ.get(f"EMA_TLS_{name}", "") for name in ("CA", "CERT", "KEY")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ema://host:port/model`, `ema+unix:///path/of/socket/model`."""
+"""`ema://host:port/model`, `emas://` over TLS, `ema+unix:///path/of/socket/model`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ DEFAULT_PORT = 50051
 def split_url(url: str) -> tuple[str, str]:
     """Splits `ema://host:port/model` into address and model; the port may be left out (50051).
 
+    `emas://` means TLS.
+
     Of a unix socket's, `ema+unix:///run/ema.sock/model`, the last part is the model.
     """
     if match := re.fullmatch(r"ema\+unix://(/\S+)/([^/\s]+)", url):
         return f"unix:{match[1]}", match[2]
-    match = re.fullmatch(r"ema://([^/\s]+)/([^/\s]+)", url)
+    match = re.fullmatch(r"(emas?://[^/\s]+)/([^/\s]+)", url)
     if match is None:
         raise InvalidArgumentError(
-            f'url "{url}": must be like ema://host:50051/model or ema+unix:///run/ema.sock/model',
+            f'url "{url}": must be like ema://host:50051/model, emas://host:50051/model or '
+            "ema+unix:///run/ema.sock/model",
             reason="BAD_REQUEST",
         )
     return with_port(match[1]), match[2]
 
 
 def with_port(address: str) -> str:
-    """Removes `ema://`, adds the default port."""
+    """Turns `emas://` into `tls:`, removes `ema://`, adds the default port."""
     if address.startswith("unix:"):
         return address
+    for scheme in ("emas://", "tls:"):
+        if address.startswith(scheme):
+            return f"tls:{with_port(address.removeprefix(scheme))}"
     address = address.removeprefix("ema://").rstrip("/")
     # Of an IPv6 address the colons are inside brackets.
     if re.search(r":\d+$", address) and not address.endswith("]"):

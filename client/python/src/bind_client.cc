@@ -104,10 +104,13 @@ nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
 
 class PyClient {
  public:
-  PyClient(const std::string& address, double timeout_s, bool same_host_lane) : address_(address) {
+  PyClient(const std::string& address, double timeout_s, bool same_host_lane,
+           const std::tuple<std::string, std::string, std::string>& tls)
+      : address_(address) {
     Client::Options options;
     options.timeout = ToDuration(timeout_s);
     options.same_host_lane = same_host_lane;
+    std::tie(options.tls.ca_file, options.tls.certificate_file, options.tls.key_file) = tls;
     options.is_interrupted = SignalRaised;
     client_ = Unwrap(Client::Create(address, options));
   }
@@ -327,8 +330,9 @@ void BindClient(nb::module_& module) {
                    [](const Pulled& pulled) { return std::string(LaneName(pulled.info.lane)); });
 
   nb::class_<PyClient>(module, "Client")
-      .def(nb::init<const std::string&, double, bool>(), "address"_a, "timeout_s"_a,
-           "same_host_lane"_a)
+      .def(nb::init<const std::string&, double, bool,
+                    const std::tuple<std::string, std::string, std::string>&>(),
+           "address"_a, "timeout_s"_a, "same_host_lane"_a, "tls"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)

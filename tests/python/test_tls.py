@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers, evaluators and emactl over TLS, with certificates on both sides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+from ema_client._url import split_url, with_port
+from server_process import ROOT, ServerProcess
+
+CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A CA that is the server's certificate, and a trainer's certificate that it has signed."""
+    folder = tmp_path_factory.mktemp("tls")
+    paths = {name: str(folder / name) for name in ("ca", "ca_key", "cert", "key", "request")}
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+    openssl(
+        *(
+            "req",
+            "-x509",
+            *CURVE,
+            "-subj",
+            "/CN=ca",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ),
+        *("-keyout", paths["ca_key"], "-out", paths["ca"]),
+    )
+    openssl(
+        *("req", "-new", *CURVE, "-subj", "/CN=trainer"),
+        *("-keyout", paths["key"], "-out", paths["request"]),
+    )
+    openssl(
+        *(
+            "x509",
+            "-req",
+            "-in",
+            paths["request"],
+            "-CA",
+            paths["ca"],
+            "-CAkey",
+            paths["ca_key"],
+        ),
+        *("-CAcreateserial", "-out", paths["cert"]),
+    )
+    return paths
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]
+) -> Iterator[ServerProcess]:
+    with ServerProcess(
+        tmp_path_factory.mktemp("server"),
+        *(
+            "--tls-cert",
+            files["ca"],
+            "--tls-key",
+            files["ca_key"],
+            "--tls-client-ca",
+            files["ca"],
+        ),
+    ) as process:
+        yield process
+        assert process.stop() == 0, process.log()
+
+
+@pytest.fixture
+def environment(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names the trainer's files, as a container's configuration would."""
+    monkeypatch.setenv("EMA_TLS_CA", files["ca"])
+    monkeypatch.setenv("EMA_TLS_CERT", files["cert"])
+    monkeypatch.setenv("EMA_TLS_KEY", files["key"])
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_trainer_and_an_evaluator_work_as_without(server: ServerProcess) -> None:
+    url = f"emas://{server.address}/net"
+    net = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = ema_client.attach(net, optimizer, url, half_life="2ba")
+    for _ in range(5):
+        net(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ema.close()
+    assert ema.stats.skipped == 0
+    pulled = ema_client.pull(url, track="ema")
+    assert pulled.version.step == 5
+    with ema_client.averaged(net, url):
+        assert torch.equal(net.weight, torch.as_tensor(pulled["weight"]))
+
+
+@pytest.mark.usefixtures("environment")
+def test_emactl_takes_the_same_files(server: ServerProcess) -> None:
+    output = subprocess.run(
+        [
+            ROOT / "build/release/client/cli/emactl",
+            "--server",
+            f"tls:{server.address}",
+            "--json",
+            "list",
+        ],
+        check=True,
+        capture_output=True,
+    ).stdout
+    assert isinstance(json.loads(output), (list, dict))
+
+
+def test_files_may_be_given_to_the_client(server: ServerProcess, files: dict[str, str]) -> None:
+    tls = ema_client.Tls(files["ca"], files["cert"], files["key"])
+    with ema_client.Client(f"emas://{server.address}", timeout_s=30, tls=tls) as client:
+        client.create_model("m", {"w": np.zeros(4, np.float32)}, tracks={"ema": "1ba"})
+
+
+def test_who_has_no_certificate_does_not_get_in(
+    server: ServerProcess, files: dict[str, str]
+) -> None:
+    for address, tls in [
+        (f"emas://{server.address}", ema_client.Tls(files["ca"])),
+        (
+            f"emas://{server.address}",
+            ema_client.Tls(),
+        ),  # The system does not know the CA.
+        (server.address, ema_client.Tls()),
+    ]:
+        with ema_client.Client(address, timeout_s=1, tls=tls) as client:
+            with pytest.raises(ema_client.EmaError):
+                client.models()
+
+
+def test_a_missing_file_is_named(server: ServerProcess) -> None:
+    tls = ema_client.Tls(ca_file="/none/ca.pem")
+    with ema_client.Client(f"emas://{server.address}", tls=tls) as client:
+        with pytest.raises(ema_client.InvalidArgumentError, match="tls.ca_file.*/none/ca.pem"):
+            client.models()
+
+
+def test_addresses() -> None:
+    assert split_url("emas://host/m") == ("tls:host:50051", "m")
+    assert split_url("emas://[::1]:7/m") == ("tls:[::1]:7", "m")
+    assert with_port("tls:host") == "tls:host:50051"
+    assert with_port("emas://host:7/") == "tls:host:7"
