@@ -91,35 +91,36 @@ uint32_t ChunkWriter::Checksum(int64_t chunk) {
   return crc.value;
 }
 
-std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk) {
+std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scratch) {
   if (!gate_->BeginRead()) return std::nullopt;
   grpc::ByteBuffer message =
-      layout_->wire_dtype() == WireDtype::kAsPushed ? Encode(chunk) : EncodeRounded(chunk);
+      layout_->wire_dtype() == WireDtype::kAsPushed ? Encode(chunk, scratch) : EncodeRounded(chunk);
   gate_->EndRead();
   return message;
 }
 
-grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
-  pieces_.clear();
-  ForEachPiece(chunk, [this](int64_t shard, int64_t in_shard, int64_t length) {
-    pieces_.push_back(shards_[shard].subspan(in_shard, length));
+grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch) {
+  auto& [pieces, slices] = scratch;
+  pieces.clear();
+  ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+    scratch.pieces.push_back(shards_[shard].subspan(in_shard, length));
   });
   const auto is_long = [](std::span<const std::byte> piece) {
     return static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;
   };
   uint32_t crc32c = 0;
-  slices_.emplace_back();  // The prefix, once the checksum is known.
-  for (auto piece = pieces_.begin(); piece != pieces_.end();) {
+  slices.emplace_back();  // The prefix, once the checksum is known.
+  for (auto piece = pieces.begin(); piece != pieces.end();) {
     if (is_long(*piece)) {
       crc32c = Crc32c(crc32c, *piece);
       gate_->AddSlice();
       // gRPC takes a void*, but only reads.
-      slices_.emplace_back(const_cast<std::byte*>(piece->data()), piece->size(),
-                           &WeightsGate::DropSlice, gate_);
+      slices.emplace_back(const_cast<std::byte*>(piece->data()), piece->size(),
+                          &WeightsGate::DropSlice, gate_);
       ++piece;
       continue;
     }
-    const auto end = std::find_if(piece, pieces_.end(), is_long);
+    const auto end = std::find_if(piece, pieces.end(), is_long);
     size_t total_bytes = 0;
     for (auto next = piece; next != end; ++next) total_bytes += next->size();
     grpc::Slice copies(total_bytes);
@@ -128,14 +129,14 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk) {
       crc32c = CopyWithCrc32c(crc32c, *piece, to);
       to += piece->size();
     }
-    slices_.push_back(std::move(copies));
+    slices.push_back(std::move(copies));
   }
   crcs_[chunk] = {.value = crc32c, .known = true};
   const ChunkPrefix prefix = EncodeChunkPrefix(
       {.offset = plan_->offset(chunk), .crc32c = crc32c, .data_bytes = plan_->length_bytes(chunk)});
-  slices_.front() = grpc::Slice(prefix.bytes.data(), prefix.size);
-  grpc::ByteBuffer message(slices_.data(), slices_.size());
-  slices_.clear();
+  slices.front() = grpc::Slice(prefix.bytes.data(), prefix.size);
+  grpc::ByteBuffer message(slices.data(), slices.size());
+  slices.clear();
   return message;
 }
 

@@ -48,7 +48,8 @@ class ChunkPlan {
 
 // Makes the messages of one push. The weights go by reference: each large piece is a slice that
 // `gate` counts until gRPC has dropped it; pieces below 4 KiB are copied, which is cheaper than a
-// slice, and where weights are rounded for the wire, all are. For one thread.
+// slice, and where weights are rounded for the wire, all are. Several threads may write at once,
+// each other chunks.
 class ChunkWriter {
  public:
   // All outlive this object; `gate` and what `shards` point to also the messages.
@@ -56,9 +57,14 @@ class ChunkWriter {
   ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
               absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate);
 
+  // What Write() works with; kept for its capacity. Each thread has its own.
+  struct Scratch {
+    std::vector<std::span<const std::byte>> pieces;
+    std::vector<grpc::Slice> slices;
+  };
   // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. Absent: the
   // weights have been released.
-  std::optional<grpc::ByteBuffer> Write(int64_t chunk);
+  std::optional<grpc::ByteBuffer> Write(int64_t chunk, Scratch& scratch);
 
   // Copies a chunk into shared memory, and gives its checksum. Absent: the weights have been
   // released.
@@ -75,7 +81,7 @@ class ChunkWriter {
   void ForEachPiece(int64_t chunk, Visitor visit) const;
   // Copies a chunk, rounding what is rounded for the wire; gives the CRC32C of what it has written.
   uint32_t CopyInto(int64_t chunk, std::byte* to) const;
-  grpc::ByteBuffer Encode(int64_t chunk);
+  grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch);
   grpc::ByteBuffer EncodeRounded(int64_t chunk);
   uint32_t Checksum(int64_t chunk);
 
@@ -89,9 +95,6 @@ class ChunkWriter {
     bool known = false;
   };
   std::vector<Crc> crcs_;  // By chunk.
-  // Kept for their capacity.
-  std::vector<std::span<const std::byte>> pieces_;
-  std::vector<grpc::Slice> slices_;
 };
 
 }  // namespace ema::client_internal

@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
 // An element has at most 8, and a chunk ends between elements.
 constexpr int64_t kMinChunkBytes = 8;
+constexpr int64_t kMaxConnections = 16;  // Streams of one rank that a server takes.
 
 // glibc gives what is freed at a heap's end back to the system, above 128 KiB, and each receive
 // buffer of a pull would be faulted in again. Its own rule raises that bound to twice the size of
@@ -55,6 +56,11 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                      absl::StrCat("chunk_bytes ", options.chunk_bytes, ": must be from ",
                                   kMinChunkBytes, " to ", kMaxChunkBytes));
+  }
+  if (options.max_connections < 0 || options.max_connections > kMaxConnections) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("max_connections ", options.max_connections,
+                                  ": must be from 0 to ", kMaxConnections));
   }
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
   KeepFreedMemory();

@@ -2,6 +2,7 @@
 #include "client/cpp/client_impl.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -40,6 +41,40 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
   dialing_ = false;
   if (opened.ok()) connection_ = *opened;
   return opened;
+}
+
+std::vector<std::shared_ptr<Client::Impl::Connection>> Client::Impl::ConnectMore(
+    std::shared_ptr<Connection> connection, int64_t count, absl::Time deadline,
+    Interrupt* interrupt) {
+  std::vector<std::shared_ptr<Connection>> connections = {std::move(connection)};
+  std::vector<std::shared_ptr<Connection>> dead;  // Destroyed without the lock.
+  {
+    absl::MutexLock lock(&mu_);
+    const auto lost = std::partition(more_connections_.begin(), more_connections_.end(),
+                                     [](const auto& one) { return one->alive(); });
+    dead.assign(lost, more_connections_.end());
+    more_connections_.erase(lost, more_connections_.end());
+    for (const auto& one : more_connections_) {
+      if (static_cast<int64_t>(connections.size()) < count) connections.push_back(one);
+    }
+  }
+  client_internal::Dialer dialer(dialer_.address());
+  while (static_cast<int64_t>(connections.size()) < count) {
+    absl::StatusOr<std::shared_ptr<Connection>> opened =
+        Connection::Open(dialer, options_.tls, deadline, interrupt);
+    if (!opened.ok()) break;
+    absl::MutexLock lock(&mu_);
+    more_connections_.push_back(*opened);
+    connections.push_back(*std::move(opened));
+  }
+  return connections;
+}
+
+int64_t Client::Impl::max_connections() const {
+  constexpr int64_t kMost = 8;
+  if (options_.max_connections > 0) return options_.max_connections;
+  const int64_t processors = std::thread::hardware_concurrency();
+  return std::clamp<int64_t>(processors / 2, 1, kMost);
 }
 
 bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {

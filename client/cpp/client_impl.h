@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
@@ -43,6 +44,14 @@ class Client::Impl {
   // The connection, made anew if there is none that lives. Errors as client_internal::Dialer's.
   absl::StatusOr<std::shared_ptr<Connection>> Connect(absl::Time deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
+
+  // `connection` and more like it, `count` in all; fewer if no more can be made.
+  std::vector<std::shared_ptr<Connection>> ConnectMore(std::shared_ptr<Connection> connection,
+                                                       int64_t count, absl::Time deadline,
+                                                       Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // As Options::max_connections, never 0.
+  int64_t max_connections() const;
 
   // A same-host lane to the server for one call; GiveBackLane() when that has succeeded. Null:
   // there is none, or it is not known in time; gRPC has to do.
@@ -101,6 +110,7 @@ class Client::Impl {
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;
   client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
   // Over which the server was asked for its lanes: after a restart it has others.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
   client_internal::LanePool lanes_;

@@ -152,11 +152,11 @@ Call::Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrup
       interrupt_(interrupt) {
   context_->set_deadline(absl::ToChronoTime(deadline));
   connection_->Add(context_);
-  interrupt_->SetCall(context_);
+  interrupt_->AddCall(context_);
 }
 
 Call::~Call() {
-  interrupt_->SetCall(nullptr);
+  interrupt_->RemoveCall(context_.get());
   connection_->Remove(context_.get());
 }
 

@@ -9,13 +9,13 @@
 namespace ema::client_internal {
 
 void Interrupt::Fire() {
-  std::shared_ptr<grpc::ClientContext> context;
+  std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
   {
     absl::MutexLock lock(&mu_);
     fired_ = true;
-    context = context_;
+    contexts = contexts_;
   }
-  if (context != nullptr) context->TryCancel();
+  for (const auto& context : contexts) context->TryCancel();
 }
 
 bool Interrupt::fired() {
@@ -40,15 +40,25 @@ bool Interrupt::Sleep(absl::Duration duration) {
   return false;
 }
 
-void Interrupt::SetCall(std::shared_ptr<grpc::ClientContext> context) {
+void Interrupt::AddCall(std::shared_ptr<grpc::ClientContext> context) {
+  grpc::ClientContext* const added = context.get();
   bool fired = false;
-  std::shared_ptr<grpc::ClientContext> previous;  // Destroyed without the lock.
   {
     absl::MutexLock lock(&mu_);
-    previous = std::exchange(context_, context);
+    contexts_.push_back(std::move(context));
     fired = fired_;
   }
-  if (fired && context != nullptr) context->TryCancel();
+  if (fired) added->TryCancel();
+}
+
+void Interrupt::RemoveCall(const grpc::ClientContext* context) {
+  std::shared_ptr<grpc::ClientContext> removed;  // Destroyed without the lock.
+  absl::MutexLock lock(&mu_);
+  const auto found = std::find_if(contexts_.begin(), contexts_.end(),
+                                  [context](const auto& other) { return other.get() == context; });
+  if (found == contexts_.end()) return;
+  removed = std::move(*found);
+  contexts_.erase(found);
 }
 
 }  // namespace ema::client_internal

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -17,9 +18,9 @@ class ClientContext;
 
 namespace ema::client_internal {
 
-// Ends the gRPC call and the waits of one thread, for good: because another thread calls Fire(), or
-// because a function says so that the waiting thread asks. All but Fire() belong to the waiting
-// thread.
+// Ends the gRPC calls and the waits of one thread and its helpers, for good: because somebody calls
+// Fire(), or because a function says so. Thread-safe, but the function is asked by any of the
+// threads that wait: where there are several, it must allow that.
 class Interrupt {
  public:
   // How long a wait may last before the function is asked again.
@@ -29,7 +30,7 @@ class Interrupt {
   explicit Interrupt(const std::function<bool()>* poll = nullptr)
       : poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
 
-  // Cancels the call that runs and every later one. Not to be called with a lock held that a
+  // Cancels the calls that run and every later one. Not to be called with a lock held that a
   // slice's destroy callback takes: gRPC may run those inside.
   void Fire() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -38,14 +39,15 @@ class Interrupt {
   // Waits. False, at once: fired.
   bool Sleep(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The call that Fire() cancels; null: none.
-  void SetCall(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
+  // A call that Fire() cancels, until it is removed.
+  void AddCall(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
+  void RemoveCall(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   const std::function<bool()>* const poll_;
   absl::Mutex mu_;
   bool fired_ ABSL_GUARDED_BY(mu_) = false;
-  std::shared_ptr<grpc::ClientContext> context_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<grpc::ClientContext>> contexts_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema::client_internal

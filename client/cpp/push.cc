@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <numeric>
+#include <thread>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/convert.h"
@@ -32,9 +35,22 @@ constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
 constexpr std::chrono::milliseconds kPollInterval(5);
+// Less is not worth a connection.
+constexpr int64_t kMinPartBytes = int64_t{16} << 20;
+// The speed of less says little.
+constexpr int64_t kMinNotedBytes = int64_t{64} << 20;
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
 constexpr int kMaxOddFailures = 4;
+
+// Takes what is left in a queue, which is then over.
+void Drain(grpc::CompletionQueue& queue) {
+  queue.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue.Next(&tag, &ok)) {
+  }
+}
 
 // True: `error` comes from a server that is there and takes this run's pushes, if not this one now.
 bool ShowsServer(const absl::Status& error) {
@@ -65,11 +81,7 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
 
 PendingPush::Impl::~Impl() {
   if (thread_.joinable()) thread_.join();
-  queue_.Shutdown();
-  void* tag = nullptr;
-  bool ok = false;
-  while (queue_.Next(&tag, &ok)) {
-  }
+  Drain(queue_);
 }
 
 std::vector<int64_t> PendingPush::Impl::AllChunks() const {
@@ -87,7 +99,7 @@ void PendingPush::Impl::RunThread() {
   gate_.HaveRead();
   DropSlices();
   if (!result.ok()) result = DropStep(result.status());
-  connection_.reset();
+  connections_.clear();
   absl::MutexLock lock(&mu_);
   if (result.ok()) {
     run_->OnCommit(result->version, std::move(result->plan));
@@ -108,6 +120,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
                        absl::StrCat(Name(), " did not succeed in time; last error: ",
                                     committed.status().message()));
     }
+    has_failed_ = true;
     SetCutOff(!ShowsServer(committed.status()));
     // Holds the trainer, if it has not gone on, until it is clear what has to be sent again.
     (void)gate_.WantToRead();
@@ -202,12 +215,17 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   return header;
 }
 
-v1::PushCommit PendingPush::Impl::MakeCommit(uint32_t digest) const {
-  v1::PushCommit commit;
-  commit.set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));
+int64_t PendingPush::Impl::BytesOf(absl::Span<const int64_t> chunks) const {
   int64_t total_bytes = 0;
-  for (const int64_t chunk : chunks_to_send_) total_bytes += run_->chunks().length_bytes(chunk);
-  commit.set_total_bytes(total_bytes);
+  for (const int64_t chunk : chunks) total_bytes += run_->chunks().length_bytes(chunk);
+  return total_bytes;
+}
+
+v1::PushCommit PendingPush::Impl::MakeCommit(uint32_t digest,
+                                             absl::Span<const int64_t> chunks) const {
+  v1::PushCommit commit;
+  commit.set_chunk_count(static_cast<int64_t>(chunks.size()));
+  commit.set_total_bytes(BytesOf(chunks));
   commit.set_digest(digest);
   return commit;
 }
@@ -218,31 +236,113 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
   return Committed{client_internal::FromProto(response.version()), std::move(plan)};
 }
 
-absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
-  EMA_ASSIGN_OR_RETURN(connection_, run_->client().Connect(deadline_, &interrupt_));
-  client_internal::Call call(connection_, deadline_, &interrupt_);
-  PushStream stream(&call, &queue_);
-  v1::PushRequest message;
-  *message.mutable_header() = BeginStream(Lane::kGrpc);
-  bool is_whole = stream.Write(message);
-  for (const int64_t chunk : chunks_to_send_) {
-    if (!is_whole) break;
+// One of the streams by which the rank pushes at once.
+struct PendingPush::Impl::Part {
+  Part(std::shared_ptr<client_internal::Connection> connection, absl::Time deadline,
+       client_internal::Interrupt* interrupt, absl::Span<const int64_t> its_chunks)
+      : chunks(its_chunks),
+        call(std::move(connection), deadline, interrupt),
+        stream(&call, &queue) {}
+  ~Part() { Drain(queue); }
+
+  const absl::Span<const int64_t> chunks;
+  grpc::CompletionQueue queue;
+  client_internal::Call call;
+  PushStream stream;
+  client_internal::ChunkWriter::Scratch scratch;
+  // Stopped: another stream has failed, or the weights have been released.
+  enum class State { kBroken, kStopped, kSent } state = State::kBroken;
+  absl::StatusOr<v1::PushResponse> response;
+};
+
+namespace {
+
+// Does `work` for each part, all at once; the first in this thread.
+template <typename Parts, typename Work>
+void ForEachAtOnce(Parts& parts, const Work& work) {
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < parts.size(); ++i) threads.emplace_back([&, i] { work(parts[i]); });
+  work(parts.front());
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+void PendingPush::Impl::SendChunks(Part& part, const v1::PushRequest& header,
+                                   std::atomic<bool>& is_over) {
+  const absl::Cleanup end = [&] {
+    if (part.state != Part::State::kSent) is_over = true;
+  };
+  if (!part.stream.Write(header)) return;
+  for (const int64_t chunk : part.chunks) {
     // Made while the chunk before is being sent.
-    const std::optional<grpc::ByteBuffer> encoded = writer_->Write(chunk);
-    if (!encoded.has_value()) return stream.Cancel();
-    is_whole = stream.Write(*encoded);
-    if (is_whole) {
-      sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
+    const std::optional<grpc::ByteBuffer> encoded =
+        is_over ? std::nullopt : writer_->Write(chunk, part.scratch);
+    if (!encoded.has_value()) {
+      part.state = Part::State::kStopped;
+      return;
     }
+    if (!part.stream.Write(*encoded)) return;
+    sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
   }
-  if (is_whole) {
-    const std::optional<uint32_t> digest = writer_->Digest();
-    if (!digest.has_value()) return stream.Cancel();
-    gate_.HaveRead();
-    *message.mutable_commit() = MakeCommit(*digest);
+  part.state = Part::State::kSent;
+}
+
+absl::Status PendingPush::Impl::ChooseConnections(int64_t total_bytes) {
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<client_internal::Connection> connection,
+                       run_->client().Connect(deadline_, &interrupt_));
+  const int64_t count =
+      has_failed_ ? 1
+                  : std::clamp<int64_t>(total_bytes / kMinPartBytes, 1, run_->connection_count());
+  connections_ = run_->client().ConnectMore(std::move(connection), count, deadline_, &interrupt_);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
+  const int64_t total_bytes = BytesOf(chunks_to_send_);
+  EMA_RETURN_IF_ERROR(ChooseConnections(total_bytes));
+  v1::PushRequest header;
+  *header.mutable_header() = BeginStream(Lane::kGrpc);
+  const auto part_count = static_cast<int64_t>(connections_.size());
+  connection_count_.store(part_count, std::memory_order_relaxed);
+  if (part_count > 1) {
+    header.mutable_header()->set_stream_group(absl::GetCurrentTimeNanos());
+    header.mutable_header()->set_stream_count(part_count);
   }
-  EMA_ASSIGN_OR_RETURN(const v1::PushResponse response, stream.Finish(message));
-  return FromResponse(response);
+  std::deque<Part> parts;
+  const absl::Span<const int64_t> chunks(chunks_to_send_);
+  for (int64_t i = 0; i < part_count; ++i) {
+    const size_t begin = chunks.size() * i / part_count;
+    const size_t end = chunks.size() * (i + 1) / part_count;
+    parts.emplace_back(connections_[i], deadline_, &interrupt_, chunks.subspan(begin, end - begin));
+  }
+
+  const absl::Time begin = absl::Now();
+  std::atomic<bool> is_over = false;
+  ForEachAtOnce(parts, [&](Part& part) { SendChunks(part, header, is_over); });
+  const absl::Duration duration = absl::Now() - begin;
+  const std::optional<uint32_t> digest = is_over ? std::nullopt : writer_->Digest();
+  if (digest.has_value()) gate_.HaveRead();
+  ForEachAtOnce(parts, [&](Part& part) {
+    v1::PushRequest commit;
+    if (digest.has_value()) *commit.mutable_commit() = MakeCommit(*digest, part.chunks);
+    // A stream that has broken is asked why; the others have no use then.
+    part.response = digest.has_value() || part.state == Part::State::kBroken
+                        ? part.stream.Finish(commit)
+                        : part.stream.Cancel();
+    if (part.response.ok()) return;
+    // They would wait for this one.
+    for (Part& other : parts) other.call.context()->TryCancel();
+  });
+  const auto failed = std::find_if(parts.begin(), parts.end(), [](const Part& part) {
+    return !part.response.ok() && !absl::IsCancelled(part.response.status());
+  });
+  const Part& said = failed != parts.end() ? *failed : parts.front();
+  EMA_RETURN_IF_ERROR(said.response.status());
+  if (total_bytes >= kMinNotedBytes) {
+    run_->NoteSpeed(part_count, static_cast<double>(total_bytes) / absl::ToDoubleSeconds(duration));
+  }
+  return FromResponse(*said.response);
 }
 
 bool PendingPush::Impl::MayRetry(const absl::Status& error) {
@@ -283,9 +383,9 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
 void PendingPush::Impl::DropSlices() {
   const absl::Time give_up = absl::Now() + kDropSlicesGrace;
   while (gate_.HasSlices()) {
-    if (connection_ != nullptr && absl::Now() >= give_up) {
-      connection_->Break();
-      connection_.reset();
+    if (absl::Now() >= give_up) {
+      for (const auto& connection : connections_) connection->Break();
+      connections_.clear();
     }
     // gRPC works in the threads that wait for it only.
     void* tag = nullptr;
@@ -406,6 +506,7 @@ PendingPush::Stats PendingPush::Impl::stats() const {
   return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
+          .connection_count = connection_count_.load(std::memory_order_relaxed),
           .send_time = std::min(left, absl::Now()) - start_,
           .lane = lane_.load(std::memory_order_relaxed)};
 }

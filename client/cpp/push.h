@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/interrupt.h"
 #include "client/cpp/run_core.h"
@@ -69,9 +70,16 @@ class PendingPush::Impl {
   absl::StatusOr<Committed> Send();
   absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
   absl::StatusOr<Committed> SendByGrpc();
+  // Sets `connections_`, for `total_bytes`.
+  absl::Status ChooseConnections(int64_t total_bytes);
+  struct Part;
+  // All that a stream sends before its commit, unless `is_over` becomes true, which this sets if it
+  // fails. From any thread, each for another part.
+  void SendChunks(Part& part, const v1::PushRequest& header, std::atomic<bool>& is_over);
   // Notes that a stream begins, and gives its first message.
   v1::PushHeader BeginStream(Lane lane);
-  v1::PushCommit MakeCommit(uint32_t digest) const;
+  v1::PushCommit MakeCommit(uint32_t digest, absl::Span<const int64_t> chunks) const;
+  int64_t BytesOf(absl::Span<const int64_t> chunks) const;
   absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) const;
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
@@ -110,19 +118,22 @@ class PendingPush::Impl {
   std::atomic<int64_t> total_bytes_ = 0;
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> stream_count_ = 0;
+  std::atomic<int64_t> connection_count_ = 0;
   std::atomic<Lane> lane_ = Lane::kGrpc;
 
   // The thread's own.
   v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
   std::optional<client_internal::ChunkWriter> writer_;
   grpc::CompletionQueue queue_;
-  std::shared_ptr<client_internal::Connection> connection_;  // Of the last stream.
+  // Of the last try. Empty: none has begun.
+  std::vector<std::shared_ptr<client_internal::Connection>> connections_;
   std::vector<int64_t> chunks_to_send_;
   bool has_begun_ = false;   // The server may know of the step,
   int64_t begun_epoch_ = 0;  // as one of this run epoch.
   bool has_rejoined_ = false;
   bool avoids_lanes_ = false;  // One has broken.
   int odd_failure_count_ = 0;
+  bool has_failed_ = false;  // From then on one connection does.
 
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);

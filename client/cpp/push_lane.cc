@@ -43,7 +43,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
   const std::optional<uint32_t> digest = writer_->Digest();
   if (!digest.has_value()) return absl::CancelledError("the weights were released");
   gate_.HaveRead();
-  *message.mutable_commit() = MakeCommit(*digest);
+  *message.mutable_commit() = MakeCommit(*digest, chunks_to_send_);
   sent = client_internal::SendRequest(*lane, message, stop);
   if (!sent.ok()) return failure(sent);
   const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);

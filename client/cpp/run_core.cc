@@ -71,7 +71,8 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       info_(std::move(info)),
       options_(std::move(options)),
       layout_(std::move(layout)),
-      chunks_(layout_, chunk_bytes) {}
+      chunks_(layout_, chunk_bytes),
+      connection_count_(client_->max_connections()) {}
 
 int64_t RunCore::run_epoch() const {
   absl::MutexLock lock(&mu_);
@@ -156,6 +157,16 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   EMA_RETURN_IF_ERROR(retry ? client_->Retry(deadline, interrupt, query)
                             : client_->Try(deadline, interrupt, query));
   return FromProto(response);
+}
+
+int64_t RunCore::connection_count() const {
+  absl::MutexLock lock(&mu_);
+  return connection_count_.get();
+}
+
+void RunCore::NoteSpeed(int64_t connection_count, double bytes_per_second) {
+  absl::MutexLock lock(&mu_);
+  if (connection_count == connection_count_.get()) connection_count_.Note(bytes_per_second);
 }
 
 void RunCore::OnCommit(const Version& version, RunPlan plan) {

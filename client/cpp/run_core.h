@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/client_impl.h"
+#include "client/cpp/connection_count.h"
 #include "client/cpp/interrupt.h"
 #include "ema/client.h"
 
@@ -57,6 +58,10 @@ class RunCore {
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          absl::Time deadline, Interrupt* interrupt, bool retry);
 
+  // Connections for the next push by gRPC; and what its speed was with them.
+  int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteSpeed(int64_t connection_count, double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
+
   // Notes a version that this run has made, and the plan from there on.
   void OnCommit(const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -82,6 +87,7 @@ class RunCore {
   absl::Status fenced_ ABSL_GUARDED_BY(mu_);
   std::optional<Version> latest_ ABSL_GUARDED_BY(mu_);
   RunPlan plan_ ABSL_GUARDED_BY(mu_);
+  ConnectionCount connection_count_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema::client_internal

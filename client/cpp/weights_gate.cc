@@ -18,13 +18,13 @@ void WeightsGate::HaveRead() {
 bool WeightsGate::BeginRead() {
   absl::MutexLock lock(&mu_);
   if (is_released_) return false;
-  is_reading_ = true;
+  ++reader_count_;
   return true;
 }
 
 void WeightsGate::EndRead() {
   absl::MutexLock lock(&mu_);
-  is_reading_ = false;
+  --reader_count_;
   last_use_ = absl::Now();
 }
 

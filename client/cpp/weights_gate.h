@@ -12,13 +12,13 @@
 
 namespace ema::client_internal {
 
-// Stands between the thread that sends the weights, gRPC, which holds slices of them, and the
+// Stands between the threads that send the weights, gRPC, which holds slices of them, and the
 // trainer, who wants to change them. Once released they are never read again. Thread-safe. gRPC
 // drops slices inside any of its functions, so none may be called with a lock held under which
 // these functions are called.
 class WeightsGate {
  public:
-  // --- The sending thread. At first, it wants to read. ---
+  // --- The sending threads. At first, they want to read. ---
 
   // Says that the weights will be read (again). False: they have been released.
   bool WantToRead() ABSL_LOCKS_EXCLUDED(mu_);
@@ -47,12 +47,12 @@ class WeightsGate {
  private:
   bool HasLeft() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_wanted_ && IsUnread(); }
   bool IsUnread() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return !is_reading_ && slice_count_ == 0;
+    return reader_count_ == 0 && slice_count_ == 0;
   }
 
   mutable absl::Mutex mu_;
   bool is_wanted_ ABSL_GUARDED_BY(mu_) = true;
-  bool is_reading_ ABSL_GUARDED_BY(mu_) = false;
+  int64_t reader_count_ ABSL_GUARDED_BY(mu_) = 0;
   bool is_released_ ABSL_GUARDED_BY(mu_) = false;
   int64_t slice_count_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Time last_use_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();

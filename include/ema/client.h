@@ -159,6 +159,9 @@ class Client {
     // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and
     // stands in when that breaks. Chunks are then of at most 256 KiB.
     bool same_host_lane = true;
+    // The most connections that one push may use. With 0 it is half of this machine's processors, 8
+    // at most. A run begins with one, and keeps more if its large pushes are faster with them.
+    int64_t max_connections = 0;
     Tls tls = {};
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
@@ -422,11 +425,12 @@ class PendingPush {
 
   // What has happened so far: for logs and tests.
   struct Stats {
-    int64_t total_bytes = 0;   // Of this rank, to be pushed; 0 until the run is ready.
-    int64_t sent_bytes = 0;    // Handed to the lane, resends included.
-    int64_t stream_count = 0;  // 1 if nothing broke.
-    absl::Duration send_time;  // From the start to the last byte's leaving.
-    Lane lane = Lane::kGrpc;   // Of the last stream.
+    int64_t total_bytes = 0;       // Of this rank, to be pushed; 0 until the run is ready.
+    int64_t sent_bytes = 0;        // Handed to the lane, resends included.
+    int64_t stream_count = 0;      // 1 if nothing broke.
+    int64_t connection_count = 0;  // Of the last try by gRPC.
+    absl::Duration send_time;      // From the start to the last byte's leaving.
+    Lane lane = Lane::kGrpc;       // Of the last stream.
   };
   Stats stats() const;
 

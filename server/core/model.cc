@@ -142,6 +142,13 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                      absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
   }
+  if (start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
+      (start.stream_count > 1 && start.stream_group == 0)) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
+                                  start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
+                                  ", and a group for more than one"));
+  }
   EMA_RETURN_IF_ERROR(start.time.Validate());
   if (current_ == nullptr) return false;
   const VersionRecord& last = current_->record;
@@ -296,7 +303,8 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
       push->on_end_ = std::move(on_end);
       return push;
     }
-    stream = push->session_->OpenStream(start.rank, on_end);
+    stream = push->session_->OpenStream(start, on_end);
+    if (GetErrorReason(stream.status()) == ErrorReason::kBadRequest) break;
   }
   EMA_RETURN_IF_ERROR(stream.status());
   push->stream_ = *stream;

@@ -206,22 +206,35 @@ bool PushSession::Changes(const TrackPlan& plan, int64_t tensor_index) const {
   return update.due && update.update_weight != 0;
 }
 
-absl::StatusOr<int64_t> PushSession::OpenStream(int64_t rank, PushCallback on_end) {
-  PushCallback fenced;
+absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCallback on_end) {
+  std::vector<OpenedStream> fenced;
   int64_t stream = 0;
   {
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return *ended_;
-    const auto before = std::find_if(streams_.begin(), streams_.end(),
-                                     [&](const OpenedStream& s) { return s.rank == rank; });
-    if (before != streams_.end()) {
-      fenced = std::move(before->on_end);
-      streams_.erase(before);
+    stream = ++last_stream_;
+    RankState& rank = ranks_[start.rank];
+    if (start.stream_group == 0 || rank.first_stream == 0 ||
+        rank.stream_group != start.stream_group) {
+      const auto others =
+          std::partition(streams_.begin(), streams_.end(),
+                         [&start](const OpenedStream& other) { return other.rank != start.rank; });
+      std::move(others, streams_.end(), std::back_inserter(fenced));
+      streams_.erase(others, streams_.end());
+      rank.first_stream = stream;
+      rank.stream_group = start.stream_group;
+      rank.unopened_streams = rank.uncommitted_streams = std::max<int64_t>(start.stream_count, 1);
     }
-    ranks_[rank].stream = stream = ++last_stream_;
-    streams_.push_back({rank, stream, std::move(on_end)});
+    if (rank.unopened_streams == 0) {
+      return MakeError(
+          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+          absl::StrCat("stream_count: ", start.stream_count, " given, but rank ", start.rank,
+                       " has opened more streams of group ", start.stream_group));
+    }
+    --rank.unopened_streams;
+    streams_.push_back({start.rank, stream, std::move(on_end)});
   }
-  if (fenced) fenced(FencedByNewerStream(rank));
+  for (const OpenedStream& older : fenced) older.on_end(FencedByNewerStream(start.rank));
   return stream;
 }
 
@@ -239,7 +252,7 @@ void PushSession::CloseStream(int64_t rank, int64_t stream) {
 
 absl::Status PushSession::CheckStreamLocked(int64_t rank, int64_t stream) const {
   if (ended_.has_value()) return *ended_;
-  if (ranks_[rank].stream != stream) return FencedByNewerStream(rank);
+  if (stream < ranks_[rank].first_stream) return FencedByNewerStream(rank);
   return absl::OkStatus();
 }
 
@@ -347,6 +360,7 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
   RankState& state = ranks_[rank];
+  if (--state.uncommitted_streams > 0) return false;
   if (!state.coverage.complete()) {
     const Coverage::Range missing = state.coverage.Missing(1).front();
     const RankLayout& layout = *run_->layout(rank);

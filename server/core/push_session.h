@@ -63,7 +63,11 @@ struct PushStart {
   TrainingTime time;
   int64_t plan_revision = 0;  // 0: any.
   FrozenTensors frozen = FrozenTensors::kPushed;
+  // The streams by which the rank pushes at once; as ema.v1.PushHeader has them.
+  int64_t stream_group = 0;
+  int64_t stream_count = 0;
 };
+inline constexpr int64_t kMaxStreamsOfRank = 16;
 
 // What the commit message of a push says.
 struct PushEnd {
@@ -110,10 +114,12 @@ class PushSession {
   void NoteFrozenChanged() { frozen_changed_.store(true, std::memory_order_relaxed); }
   const TrainerRun& run() const { return *run_; }
 
-  // Makes a stream of `rank` the one that may add. That rank's stream before it ends: FENCED.
-  // Returns the new stream's number. `on_end` is called when the session ends, however it does.
-  // Fails with the session's end status if it has ended.
-  absl::StatusOr<int64_t> OpenStream(int64_t rank, PushCallback on_end) ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes a stream of `start`'s rank one that may add. That rank's streams before it end, FENCED,
+  // unless they are of the same group. Returns the new stream's number. `on_end` is called when the
+  // session ends, however it does. Fails with the session's end status if it has ended.
+  // INVALID_ARGUMENT: BAD_REQUEST, there are as many streams of the group as it says.
+  absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Forgets the stream's `on_end`. What it covered stays.
   void CloseStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -127,9 +133,10 @@ class PushSession {
                         absl::Span<const std::span<const std::byte>> pieces,
                         DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Marks the rank as committed. True if it was the last one: the caller then publishes. Again with
-  // the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the message
-  // names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED: as AddChunk().
+  // Notes that a stream has sent all it has to, once for each stream, and marks the rank as
+  // committed when its last one has. True if it was the last rank: the caller then publishes. Again
+  // with the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the
+  // message names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED: as AddChunk().
   absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest,
                                   DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -154,8 +161,12 @@ class PushSession {
   struct RankState {
     explicit RankState(int64_t pushed_bytes) : coverage(pushed_bytes) {}
     Coverage coverage;
-    int64_t stream = 0;              // The one that may add; 0: none yet.
-    std::optional<uint32_t> digest;  // Once committed.
+    // Those that may add: this one and later ones. 0: none yet.
+    int64_t first_stream = 0;
+    int64_t stream_group = 0;
+    int64_t unopened_streams = 0;     // Of the group.
+    int64_t uncommitted_streams = 0;  // Of the group.
+    std::optional<uint32_t> digest;   // Once committed.
   };
   struct OpenedStream {
     int64_t rank = 0;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
 #include <memory>
 #include <random>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -80,14 +83,26 @@ class Readers {
   std::vector<std::jthread> threads_;  // Destroyed, and so joined, first.
 };
 
-// The server's memory that the reservations of models leave out: design.md, section 12, rule 9.
-// Until the server prints its formula, its parts as README.md has them: a receive window for each
-// push stream, and freed buffers that stay in the heap.
-double FormulaBytes(int64_t reserved_bytes) {
-  constexpr double kPushStreams = 32;
-  constexpr double kWindowBytes = 27 << 20;
-  constexpr double kFreedBytes = 256 << 20;
-  return static_cast<double>(reserved_bytes) + kPushStreams * kWindowBytes + kFreedBytes;
+// What the server's formula, which it logs when it starts, allows beside models: receive windows,
+// lanes, freed buffers, and what it begins with.
+double BytesBesideModels(const std::string& server) {
+  ChildProcess process(
+      {"/bin/sh", "-c", absl::StrCat("exec ", server, " --listen 127.0.0.1:0 2>&1")},
+      ChildProcess::Stop::kTerminate);
+  while (true) {
+    const std::string line = process.ReadLine();
+    constexpr std::string_view kStart = "memory: at most ";
+    const size_t found = line.find(kStart);
+    if (found == std::string::npos) continue;
+    double total = 0;
+    double now = 0;
+    double models = 0;
+    if (std::sscanf(line.c_str() + found + kStart.size(), "%lf bytes = %lf now + %lf for models",
+                    &total, &now, &models) != 3) {
+      Die(absl::StrCat("not the formula of the server's memory: ", line));
+    }
+    return total - models;
+  }
 }
 
 }  // namespace
@@ -165,8 +180,9 @@ Row ServerMemory(Bench& bench) {
       .peer = {.name = "the formula + 100 MB",
                .run =
                    [&bench] {
-                     return std::vector<double>{
-                         FormulaBytes(bench.most_reserved_bytes()) / kMegabyte + kAllowanceMb};
+                     const double bytes = BytesBesideModels(bench.options().server) +
+                                          static_cast<double>(bench.most_reserved_bytes());
+                     return std::vector<double>{bytes / kMegabyte + kAllowanceMb};
                    }},
       .goal = AtMost(1),
       .max_rounds = 1,

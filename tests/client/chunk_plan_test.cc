@@ -105,11 +105,12 @@ TEST_P(ChunkWriterTest, MessagesAreWhatProtobufReads) {
   const Buffers buffers(layout);
   const ChunkPlan plan(layout, GetParam());
   WeightsGate gate;
+  ChunkWriter::Scratch scratch;
   {
     ChunkWriter writer(&layout, &plan, plan.chunk_count(), buffers.spans, &gate);
     std::string received;
     for (int64_t i = 0; i < plan.chunk_count(); ++i) {
-      const std::optional<grpc::ByteBuffer> message = writer.Write(i);
+      const std::optional<grpc::ByteBuffer> message = writer.Write(i, scratch);
       ASSERT_TRUE(message.has_value());
       const v1::PushRequest request = Parse(*message);
       EXPECT_EQ(request.chunk().offset(), static_cast<int64_t>(received.size()));
@@ -132,13 +133,14 @@ TEST(ChunkWriterTest, LargePiecesAreNotCopied) {
   const Buffers buffers(layout);
   const ChunkPlan plan(layout, 1 << 20);
   WeightsGate gate;
+  ChunkWriter::Scratch scratch;
   ChunkWriter writer(&layout, &plan, plan.chunk_count(), buffers.spans, &gate);
-  std::optional<grpc::ByteBuffer> message = writer.Write(0);
+  std::optional<grpc::ByteBuffer> message = writer.Write(0, scratch);
   EXPECT_TRUE(gate.HasSlices());
   std::vector<grpc::Slice> slices;
   ASSERT_TRUE(message->Dump(&slices).ok());
-  ASSERT_EQ(slices.size(), 2U);
-  EXPECT_EQ(static_cast<const void*>(slices[1].begin()),
+  ASSERT_EQ(slices.size(), 3U);  // The prefix, a copy of the small one, the big one.
+  EXPECT_EQ(static_cast<const void*>(slices[2].begin()),
             static_cast<const void*>(buffers.shards[1].data()));
   slices.clear();
   EXPECT_TRUE(gate.HasSlices());
@@ -151,17 +153,18 @@ TEST(ChunkWriterTest, DigestReadsOnlyWhatWasNeverWritten) {
   Buffers buffers(layout);
   const ChunkPlan plan(layout, 8000);
   WeightsGate gate;
+  ChunkWriter::Scratch scratch;
   ChunkWriter writer(&layout, &plan, plan.chunk_count(), buffers.spans, &gate);
-  (void)writer.Write(0);
-  (void)writer.Write(1);
+  (void)writer.Write(0, scratch);
+  (void)writer.Write(1, scratch);
   gate.HaveRead();
   ASSERT_TRUE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_EQ(writer.Digest(), std::nullopt);
-  EXPECT_FALSE(writer.Write(2).has_value());
+  EXPECT_FALSE(writer.Write(2, scratch).has_value());
 
   WeightsGate open_gate;
   ChunkWriter complete(&layout, &plan, plan.chunk_count(), buffers.spans, &open_gate);
-  for (int64_t i = 0; i < plan.chunk_count(); ++i) (void)complete.Write(i);
+  for (int64_t i = 0; i < plan.chunk_count(); ++i) (void)complete.Write(i, scratch);
   open_gate.HaveRead();
   ASSERT_TRUE(open_gate.TryRelease(absl::ZeroDuration()));
   const std::string before = buffers.all;

@@ -306,6 +306,70 @@ TEST_F(ModelTest, ANewerStreamOfARankFencesTheOlderAndKeepsWhatArrived) {
   EXPECT_EQ(Read("raw"), Values(1));
 }
 
+TEST_F(ModelTest, StreamsOfOneGroupPushSideBySide) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  rank.SetStreams(/*group=*/11, /*count=*/2);
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  const auto total = static_cast<int64_t>(bytes.size());
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto first, rank.Open(1, outcome));
+  ASSERT_THAT(TestRank::AddChunk(*first, bytes, 0, 6000), IsOk());
+  const uint32_t digest = Crc32c(0, bytes);
+  // The first has sent all it has before the second begins: its rank has not.
+  ASSERT_THAT(first->Commit({1, 6000, digest}), IsOk());
+  EXPECT_EQ(outcome->calls, 0);
+  EXPECT_FALSE(model_->QueryPush(rank.run_epoch(), 1, 0, false)->rank_committed);
+  EMA_ASSERT_OK_AND_ASSIGN(auto second, rank.Open(1, outcome));
+  EXPECT_THAT(rank.Open(1, std::make_shared<PushOutcome>()), ReasonIs(ErrorReason::kBadRequest));
+  ASSERT_THAT(TestRank::AddChunk(*second, bytes, 6000, total - 6000), IsOk());
+  ASSERT_THAT(second->Commit({1, total - 6000, digest}), IsOk());
+  EXPECT_EQ(outcome->calls, 2);  // Each has its reply.
+  ASSERT_THAT(outcome->result, IsOk());
+  EXPECT_EQ(outcome->result->record.version, 1);
+  EXPECT_EQ(Read("raw"), Values(1));
+  // Sent again, each stream learns that the step is committed.
+  EMA_ASSERT_OK_AND_ASSIGN(auto again, rank.Open(1, outcome));
+  ASSERT_THAT(again->Commit({0, 0, digest}), IsOk());
+  EXPECT_TRUE(outcome->result->duplicate);
+}
+
+TEST_F(ModelTest, AStreamOfAnotherGroupFencesAllOfTheOneBefore) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  const auto total = static_cast<int64_t>(bytes.size());
+  rank.SetStreams(11, 3);
+  auto fenced = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto first, rank.Open(1, fenced));
+  EMA_ASSERT_OK_AND_ASSIGN(auto second, rank.Open(1, fenced));
+  ASSERT_THAT(TestRank::AddChunk(*second, bytes, 0, 6000), IsOk());
+  rank.SetStreams(0, 0);
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto alone, rank.Open(1, outcome));
+  EXPECT_EQ(fenced->calls, 2);
+  EXPECT_THAT(fenced->result, ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(TestRank::AddChunk(*first, bytes, 6000, 400), ReasonIs(ErrorReason::kFenced));
+  EXPECT_THAT(second->Commit({1, 6000, Crc32c(0, bytes)}), ReasonIs(ErrorReason::kFenced));
+  // What has arrived stays.
+  ASSERT_THAT(TestRank::AddChunk(*alone, bytes, 6000, total - 6000), IsOk());
+  ASSERT_THAT(alone->Commit({1, total - 6000, Crc32c(0, bytes)}), IsOk());
+  EXPECT_EQ(Read("raw"), Values(1));
+}
+
+TEST_F(ModelTest, StreamCountsThatAreNoneAreRefused) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const auto refuses = [&](int64_t group, int64_t count) {
+    rank.SetStreams(group, count);
+    EXPECT_THAT(rank.Open(1, std::make_shared<PushOutcome>()), ReasonIs(ErrorReason::kBadRequest))
+        << group << " " << count;
+  };
+  refuses(1, -1);
+  refuses(1, kMaxStreamsOfRank + 1);
+  refuses(0, 2);
+}
+
 TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());

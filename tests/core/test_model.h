@@ -81,6 +81,11 @@ class TestRank {
   }
   // What the next pushes say of frozen shards.
   void SetFrozen(FrozenTensors frozen) { frozen_ = frozen; }
+  // The streams that are opened next push side by side.
+  void SetStreams(int64_t group, int64_t count) {
+    stream_group_ = group;
+    stream_count_ = count;
+  }
 
   int64_t run_epoch() const { return joined_.run_epoch; }
 
@@ -90,7 +95,9 @@ class TestRank {
             .layout_digest = joined_.layout_digest,
             .step = step,
             .time = AtBatch(step),
-            .frozen = frozen_};
+            .frozen = frozen_,
+            .stream_group = stream_group_,
+            .stream_count = stream_count_};
   }
 
   absl::StatusOr<std::unique_ptr<RankPush>> Open(int64_t step,
@@ -134,6 +141,8 @@ class TestRank {
   const int64_t world_size_;
   std::vector<Shard> shards_;
   FrozenTensors frozen_ = FrozenTensors::kPushed;
+  int64_t stream_group_ = 0;
+  int64_t stream_count_ = 0;
   Model::JoinResult joined_;
 };
 

@@ -47,6 +47,8 @@ class Client:
         timeout_s: seconds for every call that is not given its own.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
             same user, and offers it. gRPC stands in when there is none.
+        max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
+            begins with one, and keeps more if its large pushes are faster with them.
         tls: PEM files for an `emas://` address; None: those that the environment names, as `Tls` says.
 
     Example:
@@ -63,6 +65,7 @@ class Client:
         *,
         timeout_s: float = 60.0,
         same_host_lane: bool = True,
+        max_connections: int = 0,
         tls: Tls | None = None,
     ) -> None:
         self._timeout_s = timeout_s
@@ -71,6 +74,7 @@ class Client:
             with_port(address),
             timeout_s,
             same_host_lane,
+            max_connections,
             (files.ca_file, files.certificate_file, files.key_file),
         )
 

@@ -165,6 +165,7 @@ class Client:
         address: str,
         timeout_s: float,
         same_host_lane: bool,
+        max_connections: int,
         tls: tuple[str, str, str],
     ) -> None: ...
     def close(self) -> None: ...

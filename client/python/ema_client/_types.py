@@ -224,6 +224,7 @@ class PushStats:
         total_bytes: of this rank, to be pushed; 0 until the run is ready.
         sent_bytes: handed to the network, resends included.
         stream_count: 1 if no connection broke.
+        connection_count: by how many connections it was sent last; 0: by none.
         send_seconds: from the start to the last byte's leaving.
         lane: what the last stream went through: "grpc" or "shared memory".
     """
@@ -231,6 +232,7 @@ class PushStats:
     total_bytes: int
     sent_bytes: int
     stream_count: int
+    connection_count: int
     send_seconds: float
     lane: str
 

@@ -105,11 +105,12 @@ nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
 class PyClient {
  public:
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
-           const std::tuple<std::string, std::string, std::string>& tls)
+           int64_t max_connections, const std::tuple<std::string, std::string, std::string>& tls)
       : address_(address) {
     Client::Options options;
     options.timeout = ToDuration(timeout_s);
     options.same_host_lane = same_host_lane;
+    options.max_connections = max_connections;
     std::tie(options.tls.ca_file, options.tls.certificate_file, options.tls.key_file) = tls;
     options.is_interrupted = SignalRaised;
     client_ = Unwrap(Client::Create(address, options));
@@ -330,9 +331,9 @@ void BindClient(nb::module_& module) {
                    [](const Pulled& pulled) { return std::string(LaneName(pulled.info.lane)); });
 
   nb::class_<PyClient>(module, "Client")
-      .def(nb::init<const std::string&, double, bool,
+      .def(nb::init<const std::string&, double, bool, int64_t,
                     const std::tuple<std::string, std::string, std::string>&>(),
-           "address"_a, "timeout_s"_a, "same_host_lane"_a, "tls"_a)
+           "address"_a, "timeout_s"_a, "same_host_lane"_a, "max_connections"_a, "tls"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)

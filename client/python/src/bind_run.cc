@@ -75,6 +75,7 @@ class PyPendingPush {
     result["total_bytes"] = stats.total_bytes;
     result["sent_bytes"] = stats.sent_bytes;
     result["stream_count"] = stats.stream_count;
+    result["connection_count"] = stats.connection_count;
     result["send_seconds"] = absl::ToDoubleSeconds(stats.send_time);
     result["lane"] = std::string(LaneName(stats.lane));
     return result;

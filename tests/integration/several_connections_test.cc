@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A client whose large pushes go by several connections, also while these break.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "absl/time/clock.h"
+#include "ema/client.h"
+#include "tests/testutil/server_process.h"
+#include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
+
+namespace ema {
+namespace {
+
+// Enough that a push's speed counts.
+constexpr int64_t kElements = 17'000'000;
+// With one connection; the next try is with two.
+constexpr int64_t kPushesByOne = 3;
+constexpr absl::Duration kTimeout = absl::Seconds(60);
+
+class SeveralConnectionsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    EMA_ASSERT_OK_AND_ASSIGN(server_, ServerProcess::Start(EMA_SERVER_BINARY, {}));
+    proxy_ = std::make_unique<TcpProxy>(server_->port());
+  }
+
+  void Open(const std::string& address, int64_t max_connections) {
+    EMA_ASSERT_OK_AND_ASSIGN(
+        client_,
+        Client::Create(address, {.same_host_lane = false, .max_connections = max_connections}));
+    ASSERT_THAT(client_->CreateModel("m", *Manifest::Create({{.name = "w", .shape = {kElements}}}),
+                                     {{{.name = "raw", .schedule = *Schedule::Parse("copy")}}}),
+                IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", {}));
+  }
+
+  // Other weights at each step.
+  absl::StatusOr<PendingPush::Stats> Push(int64_t step) {
+    for (int64_t i = 0; i < kElements; ++i) weights_[i] = static_cast<float>(i % 4099 + step);
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(step));
+    EMA_ASSIGN_OR_RETURN(
+        const std::unique_ptr<PendingPush> push,
+        run_->StartPush(step, time, {std::as_bytes(std::span(weights_))}, kTimeout));
+    EMA_RETURN_IF_ERROR(push->Wait().status());
+    return push->stats();
+  }
+  void ExpectPulled() {
+    std::vector<float> pulled(kElements);
+    const auto target = [&](const PullInfo&) -> absl::StatusOr<std::span<std::byte>> {
+      return std::as_writable_bytes(std::span(pulled));
+    };
+    ASSERT_THAT(client_->Pull("m", "raw", {}, target, kTimeout), IsOk());
+    EXPECT_TRUE(pulled == weights_);
+  }
+
+  std::unique_ptr<ServerProcess> server_;
+  std::unique_ptr<TcpProxy> proxy_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<ema::Run> run_;
+  std::vector<float> weights_ = std::vector<float>(kElements);
+};
+
+TEST_F(SeveralConnectionsTest, LargePushesTryMore) {
+  ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
+  for (int64_t step = 1; step <= kPushesByOne + 1; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
+    EXPECT_EQ(stats.connection_count, step <= kPushesByOne ? 1 : 2);
+    EXPECT_EQ(stats.stream_count, 1);  // Nothing broke.
+    EXPECT_EQ(stats.sent_bytes, kElements * 4);
+    ExpectPulled();
+  }
+}
+
+TEST_F(SeveralConnectionsTest, OneIsOneWhereNoMoreAreAllowed) {
+  ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 1));
+  for (int64_t step = 1; step <= kPushesByOne + 2; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
+    EXPECT_EQ(stats.connection_count, 1);
+  }
+}
+
+TEST_F(SeveralConnectionsTest, PushesSurviveTheLossOfTheirConnections) {
+  ASSERT_NO_FATAL_FAILURE(Open(proxy_->address(), 4));
+  for (int64_t step = 1; step <= kPushesByOne; ++step) ASSERT_THAT(Push(step), IsOk());
+  std::mt19937 random(1);
+  int64_t broken_pushes = 0;
+  for (int64_t step = kPushesByOne + 1; step <= kPushesByOne + 12; ++step) {
+    std::jthread cutter([&, delay = random() % 60] {
+      absl::SleepFor(absl::Milliseconds(delay));
+      proxy_->CutAll();
+      proxy_->AwaitCut();
+    });
+    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
+    if (stats.stream_count > 1) ++broken_pushes;
+    cutter.join();
+    ExpectPulled();
+  }
+  EXPECT_GT(broken_pushes, 0);
+}
+
+}  // namespace
+}  // namespace ema
