@@ -6,15 +6,37 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace ema {
+namespace {
+
+constexpr size_t kLineBytes = 64;
+
+#if defined(__x86_64__)
+
+// Lines at three places of the first three times `stream_bytes`, in turn.
+__attribute__((target("avx2"))) void FetchCopyStreams(const std::byte* from, std::byte* to,
+                                                      size_t stream_bytes) {
+  constexpr size_t kPrefetchBytes = 1024;
+  for (size_t line = 0; line < stream_bytes; line += kLineBytes) {
+#pragma GCC unroll 3
+    for (int stream = 0; stream < 3; ++stream) {
+      const size_t at = line + stream * stream_bytes;
+      _mm_prefetch(reinterpret_cast<const char*>(from) + at + kPrefetchBytes, _MM_HINT_T0);
+      std::memcpy(to + at, from + at, kLineBytes);
+    }
+  }
+}
+
+#endif
+
+}  // namespace
 
 void StreamCopy(std::span<const std::byte> from, std::byte* to) {
 #if defined(__x86_64__)
   // Lines that are not stored as a whole cost more than they spare.
-  constexpr size_t kLineBytes = 64;
   const size_t before_line = -reinterpret_cast<uintptr_t>(to) % kLineBytes;
   const size_t head = std::min(before_line, from.size());
   std::memcpy(to, from.data(), head);
@@ -39,6 +61,20 @@ void StreamCopy(std::span<const std::byte> from, std::byte* to) {
 #else
   std::memcpy(to, from.data(), from.size());
 #endif
+}
+
+void FetchCopy(std::span<const std::byte> from, std::byte* to) {
+  size_t copied = 0;
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  constexpr size_t kMinStreamBytes = 4096;
+  const size_t stream_bytes = from.size() / 3 / kLineBytes * kLineBytes;
+  if (has_avx2 && stream_bytes >= kMinStreamBytes) {
+    FetchCopyStreams(from.data(), to, stream_bytes);
+    copied = 3 * stream_bytes;
+  }
+#endif
+  std::memcpy(to + copied, from.data() + copied, from.size() - copied);
 }
 
 }  // namespace ema

@@ -2,7 +2,6 @@
 #include "server/rpc/lane_connection.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <span>
 #include <utility>
@@ -11,6 +10,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/stream_copy.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/push_handler.h"
@@ -156,7 +156,7 @@ absl::StatusOr<int64_t> LaneConnection::SendChunk(const PullHandler::Chunk& chun
     for (int64_t filled = 0; filled < size;) {
       const std::span<const std::byte> bytes = piece->bytes.subspan(taken);
       const size_t n = std::min(bytes.size(), static_cast<size_t>(size - filled));
-      std::memcpy(*place + filled, bytes.data(), n);
+      FetchCopy(bytes.first(n), *place + filled);
       filled += static_cast<int64_t>(n);
       taken += n;
       if (n == bytes.size()) {

@@ -97,17 +97,20 @@ TEST(Crc32cTest, CopiesWhatItChecks) {
 
 TEST(StreamCopyTest, CopiesAnyLengthFromAndToAnyAddress) {
   std::mt19937_64 random(7);
-  const std::vector<std::byte> bytes = RandomBytes(random, 5000);
-  for (const size_t size : {0, 1, 15, 16, 63, 64, 65, 127, 128, 1000, 4096, 4900}) {
+  const std::vector<std::byte> bytes = RandomBytes(random, 100'000);
+  for (const size_t size :
+       {0, 1, 15, 16, 63, 64, 65, 127, 128, 1000, 4096, 12'287, 12'288, 12'543, 99'900}) {
     for (const size_t from : {0, 1, 13}) {
       for (const size_t to : {0, 1, 16, 63}) {
-        constexpr std::byte kUntouched{0xa5};
-        std::vector<std::byte> copy(size + 66, kUntouched);
-        const std::span<const std::byte> piece = std::span(bytes).subspan(from, size);
-        StreamCopy(piece, copy.data() + 1 + to);
-        ASSERT_TRUE(std::equal(piece.begin(), piece.end(), copy.begin() + 1 + to));
-        ASSERT_EQ(copy[to], kUntouched);
-        ASSERT_EQ(copy[1 + to + size], kUntouched);
+        for (const auto copy_bytes : {&StreamCopy, &FetchCopy}) {
+          constexpr std::byte kUntouched{0xa5};
+          std::vector<std::byte> copy(size + 66, kUntouched);
+          const std::span<const std::byte> piece = std::span(bytes).subspan(from, size);
+          copy_bytes(piece, copy.data() + 1 + to);
+          ASSERT_TRUE(std::equal(piece.begin(), piece.end(), copy.begin() + 1 + to));
+          ASSERT_EQ(copy[to], kUntouched);
+          ASSERT_EQ(copy[1 + to + size], kUntouched);
+        }
       }
     }
   }
