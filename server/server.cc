@@ -35,6 +35,11 @@ int64_t ResidentBytes() {
   return resident_pages * sysconf(_SC_PAGESIZE);
 }
 
+// What gRPC may hold of one: its window, or a message that has arrived in part.
+int64_t PushStreamBytes(const ServerOptions& options) {
+  return std::max(RpcServer::kMaxWindowBytes, 2 * options.max_message_bytes);
+}
+
 // What the process can use at most. Models, and what is cast for readers, reserve their part before
 // they use it.
 void LogMemoryFormula(const ServerOptions& options, int64_t model_bytes) {
@@ -45,11 +50,11 @@ void LogMemoryFormula(const ServerOptions& options, int64_t model_bytes) {
   const int64_t lanes =
       options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
   const int64_t total_bytes =
-      base_bytes + model_bytes + options.max_push_streams * RpcServer::kMaxWindowBytes +
+      base_bytes + model_bytes + options.max_push_streams * PushStreamBytes(options) +
       options.max_pull_streams * kPullBytes + lanes * kLaneBytes + Server::kKeptHeapBytes;
   LogInfo(absl::StrCat("memory: at most ", total_bytes, " bytes = ", base_bytes, " now + ",
                        model_bytes, " for models + ", options.max_push_streams, " push streams x ",
-                       RpcServer::kMaxWindowBytes, " + ", options.max_pull_streams,
+                       PushStreamBytes(options), " + ", options.max_pull_streams,
                        " pull streams x ", kPullBytes, " + ", lanes, " lanes x ", kLaneBytes, " + ",
                        Server::kKeptHeapBytes,
                        " of freed buffers; a model takes its tracks' bytes x (2 + "
@@ -67,7 +72,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                        MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
   ModelStore::Options store_options;
   const int64_t total_bytes = device->total_memory_bytes();
-  const int64_t window_bytes = options.max_push_streams * RpcServer::kMaxWindowBytes;
+  const int64_t window_bytes = options.max_push_streams * PushStreamBytes(options);
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes
                                : (total_bytes - std::min(window_bytes, total_bytes / 2)) / 5 * 4;

@@ -91,22 +91,23 @@ uint32_t ChunkWriter::Checksum(int64_t chunk) {
   return crc.value;
 }
 
-std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scratch) {
+std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scratch, bool copies) {
   if (!gate_->BeginRead()) return std::nullopt;
-  grpc::ByteBuffer message =
-      layout_->wire_dtype() == WireDtype::kAsPushed ? Encode(chunk, scratch) : EncodeRounded(chunk);
+  grpc::ByteBuffer message = layout_->wire_dtype() == WireDtype::kAsPushed
+                                 ? Encode(chunk, scratch, copies)
+                                 : EncodeRounded(chunk);
   gate_->EndRead();
   return message;
 }
 
-grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch) {
+grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copies) {
   auto& [pieces, slices] = scratch;
   pieces.clear();
   ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
     scratch.pieces.push_back(shards_[shard].subspan(in_shard, length));
   });
-  const auto is_long = [](std::span<const std::byte> piece) {
-    return static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;
+  const auto is_long = [copies](std::span<const std::byte> piece) {
+    return !copies && static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;
   };
   uint32_t crc32c = 0;
   slices.emplace_back();  // The prefix, once the checksum is known.
@@ -123,13 +124,13 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch) {
     const auto end = std::find_if(piece, pieces.end(), is_long);
     size_t total_bytes = 0;
     for (auto next = piece; next != end; ++next) total_bytes += next->size();
-    grpc::Slice copies(total_bytes);
-    auto* to = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(copies.begin()));
+    grpc::Slice copied(total_bytes);
+    auto* to = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(copied.begin()));
     for (; piece != end; ++piece) {
       crc32c = CopyWithCrc32c(crc32c, *piece, to);
       to += piece->size();
     }
-    slices.push_back(std::move(copies));
+    slices.push_back(std::move(copied));
   }
   crcs_[chunk] = {.value = crc32c, .known = true};
   const ChunkPrefix prefix = EncodeChunkPrefix(

@@ -62,9 +62,9 @@ class ChunkWriter {
     std::vector<std::span<const std::byte>> pieces;
     std::vector<grpc::Slice> slices;
   };
-  // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. Absent: the
-  // weights have been released.
-  std::optional<grpc::ByteBuffer> Write(int64_t chunk, Scratch& scratch);
+  // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. With
+  // `copies` no piece points to the weights. Absent: these have been released.
+  std::optional<grpc::ByteBuffer> Write(int64_t chunk, Scratch& scratch, bool copies = false);
 
   // Copies a chunk into shared memory, and gives its checksum. Absent: the weights have been
   // released.
@@ -81,7 +81,7 @@ class ChunkWriter {
   void ForEachPiece(int64_t chunk, Visitor visit) const;
   // Copies a chunk, rounding what is rounded for the wire; gives the CRC32C of what it has written.
   uint32_t CopyInto(int64_t chunk, std::byte* to) const;
-  grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch);
+  grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch, bool copies);
   grpc::ByteBuffer EncodeRounded(int64_t chunk);
   uint32_t Checksum(int64_t chunk);
 

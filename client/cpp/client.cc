@@ -62,6 +62,12 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
                      absl::StrCat("max_connections ", options.max_connections,
                                   ": must be from 0 to ", kMaxConnections));
   }
+  if (parsed.is_tls && options.tls.certificate_file.empty() != options.tls.key_file.empty()) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+        absl::StrCat("tls.certificate_file \"", options.tls.certificate_file, "\", tls.key_file \"",
+                     options.tls.key_file, "\": expected both or none"));
+  }
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
   KeepFreedMemory();
   auto impl = std::make_shared<Impl>(std::move(parsed), options);

@@ -43,10 +43,11 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
   return opened;
 }
 
-std::vector<std::shared_ptr<Client::Impl::Connection>> Client::Impl::ConnectMore(
-    std::shared_ptr<Connection> connection, int64_t count, absl::Time deadline,
-    Interrupt* interrupt) {
-  std::vector<std::shared_ptr<Connection>> connections = {std::move(connection)};
+void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
+                               std::vector<std::shared_ptr<Connection>>* connections) {
+  // The push has a connection already, and a trainer that waits for it.
+  constexpr absl::Duration kMaxWait = absl::Milliseconds(200);
+  const auto has_enough = [&] { return static_cast<int64_t>(connections->size()) >= count; };
   std::vector<std::shared_ptr<Connection>> dead;  // Destroyed without the lock.
   {
     absl::MutexLock lock(&mu_);
@@ -55,19 +56,25 @@ std::vector<std::shared_ptr<Client::Impl::Connection>> Client::Impl::ConnectMore
     dead.assign(lost, more_connections_.end());
     more_connections_.erase(lost, more_connections_.end());
     for (const auto& one : more_connections_) {
-      if (static_cast<int64_t>(connections.size()) < count) connections.push_back(one);
+      if (!has_enough()) connections->push_back(one);
     }
   }
   client_internal::Dialer dialer(dialer_.address());
-  while (static_cast<int64_t>(connections.size()) < count) {
+  const absl::Time give_up = absl::Now() + kMaxWait;
+  while (!has_enough()) {
     absl::StatusOr<std::shared_ptr<Connection>> opened =
-        Connection::Open(dialer, options_.tls, deadline, interrupt);
-    if (!opened.ok()) break;
+        Connection::Open(dialer, options_.tls, give_up, interrupt);
+    if (!opened.ok()) return;
     absl::MutexLock lock(&mu_);
     more_connections_.push_back(*opened);
-    connections.push_back(*std::move(opened));
+    connections->push_back(*std::move(opened));
   }
-  return connections;
+}
+
+void Client::Impl::DropMoreConnections() {
+  std::vector<std::shared_ptr<Connection>> dropped;  // Destroyed without the lock.
+  absl::MutexLock lock(&mu_);
+  dropped.swap(more_connections_);
 }
 
 int64_t Client::Impl::max_connections() const {
@@ -85,6 +92,7 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
   {
     absl::MutexLock lock(&mu_);
     if (lanes_of_.lock() == *connection) return lanes_.has_offer();
+    if (absl::Now() < no_lane_until_) return false;
   }
   Call call(*connection, std::min(deadline, absl::Now() + kMaxWait), interrupt);
   v1::GetLaneResponse offer;
@@ -99,7 +107,16 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
 }
 
 std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt* interrupt) {
-  return HasLane(deadline, interrupt) ? lanes_.Take() : nullptr;
+  constexpr absl::Duration kPause = absl::Seconds(1);
+  if (!HasLane(deadline, interrupt)) return nullptr;
+  std::unique_ptr<LanePipe> lane = lanes_.Take();
+  if (lane == nullptr) {
+    // A server that was started again has others; over TLS the connection does not tell of that.
+    absl::MutexLock lock(&mu_);
+    lanes_of_.reset();
+    no_lane_until_ = absl::Now() + kPause;
+  }
+  return lane;
 }
 
 absl::Status Client::Impl::Try(absl::Time deadline, Interrupt* interrupt,

@@ -45,11 +45,11 @@ class Client::Impl {
   absl::StatusOr<std::shared_ptr<Connection>> Connect(absl::Time deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // `connection` and more like it, `count` in all; fewer if no more can be made.
-  std::vector<std::shared_ptr<Connection>> ConnectMore(std::shared_ptr<Connection> connection,
-                                                       int64_t count, absl::Time deadline,
-                                                       Interrupt* interrupt)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  // Adds more connections, until there are `count` or no more can be made soon.
+  void ConnectMore(int64_t count, Interrupt* interrupt,
+                   std::vector<std::shared_ptr<Connection>>* connections) ABSL_LOCKS_EXCLUDED(mu_);
+  // Closes those when nobody uses them any more.
+  void DropMoreConnections() ABSL_LOCKS_EXCLUDED(mu_);
   // As Options::max_connections, never 0.
   int64_t max_connections() const;
 
@@ -113,6 +113,7 @@ class Client::Impl {
   std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
   // Over which the server was asked for its lanes: after a restart it has others.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
+  absl::Time no_lane_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   client_internal::LanePool lanes_;
 };
 

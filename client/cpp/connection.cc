@@ -60,7 +60,27 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> TlsChannel(const Address& address
   // A connection of its own, without the pauses after another one's failures.
   settings.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   settings.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // How long connecting may take.
+  settings.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);
   return grpc::CreateCustomChannel(address.Authority(), grpc::SslCredentials(files), settings);
+}
+
+// OK: it is connected, or its first call will say why not.
+absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, absl::Time deadline,
+                      Interrupt* interrupt) {
+  while (true) {
+    const grpc_connectivity_state state = channel.GetState(/*try_to_connect=*/true);
+    if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_TRANSIENT_FAILURE) {
+      return absl::OkStatus();
+    }
+    if (interrupt->fired()) return absl::CancelledError("interrupted");
+    const absl::Time now = absl::Now();
+    if (now >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("server ", address, ": no answer in time"));
+    }
+    channel.WaitForStateChange(
+        state, absl::ToChronoTime(std::min(deadline, now + Interrupt::kPollInterval)));
+  }
 }
 
 }  // namespace
@@ -71,6 +91,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
   const std::string text = dialer.address().ToString();
   if (dialer.address().is_tls) {
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, TlsChannel(dialer.address(), tls));
+    EMA_RETURN_IF_ERROR(AwaitTls(*channel, text, deadline, interrupt));
     return std::shared_ptr<Connection>(new Connection(text, /*fd=*/-1, std::move(channel)));
   }
   absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
@@ -103,8 +124,7 @@ Connection::~Connection() {
 
 bool Connection::alive() const {
   if (broken()) return false;
-  if (fd_ < 0)
-    return channel_->GetState(/*try_to_connect=*/false) != GRPC_CHANNEL_TRANSIENT_FAILURE;
+  if (fd_ < 0) return channel_->GetState(/*try_to_connect=*/false) == GRPC_CHANNEL_READY;
   // gRPC tells of a dead connection only when a call fails, so the kernel is asked.
   pollfd peer = {.fd = fd_, .events = POLLRDHUP, .revents = 0};
   return poll(&peer, 1, 0) == 0;
@@ -160,8 +180,13 @@ Call::~Call() {
   connection_->Remove(context_.get());
 }
 
+void Call::NoteCancelled() {
+  int64_t never = std::numeric_limits<int64_t>::max();
+  cancelled_at_ns_.compare_exchange_strong(never, absl::GetCurrentTimeNanos());
+}
+
 void Call::Cancel() {
-  cancel_time_ = std::min(cancel_time_, absl::Now());
+  NoteCancelled();
   context_->TryCancel();
 }
 
@@ -170,9 +195,10 @@ Call::Event Call::Await(grpc::CompletionQueue* queue, absl::Time give_up) {
   bool ok = false;
   while (true) {
     const absl::Time now = absl::Now();
-    if (now >= deadline_ || interrupt_->fired()) cancel_time_ = std::min(cancel_time_, now);
+    if (now >= deadline_ || interrupt_->fired()) NoteCancelled();
     // gRPC does not end a write that the kernel has begun to take, not even of a cancelled call.
-    if (now >= cancel_time_ + kCancelGrace) connection_->Break();
+    const int64_t cancelled_at_ns = cancelled_at_ns_.load();
+    if (absl::ToUnixNanos(now - kCancelGrace) >= cancelled_at_ns) connection_->Break();
     const absl::Time until = std::min(give_up, now + Interrupt::kPollInterval);
     switch (queue->AsyncNext(&tag, &ok, absl::ToChronoTime(until))) {
       case grpc::CompletionQueue::GOT_EVENT:
@@ -201,6 +227,9 @@ absl::Status Call::Result(const grpc::Status& status) {
     if (interrupt_->fired()) return absl::CancelledError("interrupted");
     if (connection_->broken()) {
       return absl::UnavailableError(absl::StrCat(message, " (the connection was given up)"));
+    }
+    if (cancelled_at_ns_.load() == std::numeric_limits<int64_t>::max()) {
+      return absl::UnavailableError(absl::StrCat(message, " (the server has ended the stream)"));
     }
   }
   if (status.error_code() == grpc::StatusCode::UNAVAILABLE) connection_->Break();

@@ -7,6 +7,9 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,13 +29,13 @@ namespace ema::client_internal {
 // A channel over a socket that we have opened. It does not reconnect: when it has died, its owner
 // makes another. gRPC's own channels cannot be told to let go of a slice that the kernel does not
 // take, nor to leave a peer's congestion control alone; a socket of ours can. Over TLS it is one of
-// gRPC's own, since this version of gRPC takes sockets only without: a call that the kernel does
-// not take the bytes of then ends when TCP gives the peer up, 20 s later. Thread-safe.
+// gRPC's own, since this version of gRPC takes sockets only without. A call whose bytes the kernel
+// does not take then ends when TCP gives the peer up, 20 s later; so weights are copied there.
+// Thread-safe.
 class Connection {
  public:
   // `tls`: for a dialer whose address says so. Errors as Dialer::Dial(), and INVALID_ARGUMENT,
-  // BAD_REQUEST: a file of `tls` cannot be read. Over TLS the first call connects, and says why
-  // that fails.
+  // BAD_REQUEST: a file of `tls` cannot be read. If a TLS handshake fails, the first call says why.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
                                                           absl::Time deadline,
                                                           Interrupt* interrupt);
@@ -41,6 +44,8 @@ class Connection {
   Connection& operator=(const Connection&) = delete;
 
   const std::string& address() const { return address_; }
+  // False: it is gRPC's, as over TLS. Break() then cannot make gRPC let go of slices.
+  bool owns_socket() const { return fd_ >= 0; }
   v1::EmaService::Stub& stub() { return stub_; }
   grpc::GenericStub& generic_stub() { return generic_stub_; }
 
@@ -75,7 +80,7 @@ class Connection {
 };
 
 // One call: its context, which the connection and `interrupt` can cancel while this object lives.
-// For one thread.
+// For one thread, but for Cancel().
 class Call {
  public:
   Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrupt* interrupt);
@@ -85,6 +90,7 @@ class Call {
 
   Connection& connection() { return *connection_; }
   grpc::ClientContext* context() { return context_.get(); }
+  // Its operations end soon. From any thread.
   void Cancel();
 
   // What has come of an operation on a completion queue.
@@ -103,7 +109,8 @@ class Call {
   const std::shared_ptr<grpc::ClientContext> context_;
   const absl::Time deadline_;
   Interrupt* const interrupt_;
-  absl::Time cancel_time_ = absl::InfiniteFuture();
+  void NoteCancelled();
+  std::atomic<int64_t> cancelled_at_ns_ = std::numeric_limits<int64_t>::max();
 };
 
 }  // namespace ema::client_internal

@@ -13,6 +13,8 @@ namespace ema::client_internal {
 // cloud and what else goes on; only trying tells. For one thread at a time.
 class ConnectionCount {
  public:
+  // The first pushes tell nothing: memory is new, and windows are small.
+  static constexpr int64_t kWarmUp = 2;
   // Pushes by which a number of connections is judged: the median counts.
   static constexpr int64_t kPushes = 3;
   // So much faster it must be.
@@ -35,8 +37,7 @@ class ConnectionCount {
     std::nth_element(speeds_.begin(), speeds_.begin() + kPushes / 2, speeds_.end());
     const double median = speeds_[kPushes / 2];
     speeds_.clear();
-    const bool was_trial = count_ != best_count_;
-    if (was_trial && median < kGain * best_speed_) {
+    if (count_ != best_count_ && median < kGain * best_speed_) {
       count_ = best_count_;
       rest_ = kRest;
       return;
@@ -46,12 +47,19 @@ class ConnectionCount {
     if (2 * count_ <= max_) count_ *= 2;
   }
 
+  // So many cannot be had, or have failed.
+  void NoteFailure() {
+    count_ = best_count_ = 1;
+    rest_ = kRest;
+    speeds_.clear();
+  }
+
  private:
   const int64_t max_;
   int64_t count_ = 1;
   int64_t best_count_ = 1;  // If it is not count_, that is being tried.
   double best_speed_ = 0;
-  int64_t rest_ = 0;
+  int64_t rest_ = kWarmUp;
   std::vector<double> speeds_;
 };
 

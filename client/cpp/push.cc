@@ -3,16 +3,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <deque>
 #include <numeric>
-#include <thread>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/convert.h"
-#include "client/cpp/push_stream.h"
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -20,7 +16,6 @@
 namespace ema {
 
 using client_internal::Connection;
-using client_internal::PushStream;
 
 namespace {
 
@@ -35,22 +30,9 @@ constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
 constexpr std::chrono::milliseconds kPollInterval(5);
-// Less is not worth a connection.
-constexpr int64_t kMinPartBytes = int64_t{16} << 20;
-// The speed of less says little.
-constexpr int64_t kMinNotedBytes = int64_t{64} << 20;
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
 constexpr int kMaxOddFailures = 4;
-
-// Takes what is left in a queue, which is then over.
-void Drain(grpc::CompletionQueue& queue) {
-  queue.Shutdown();
-  void* tag = nullptr;
-  bool ok = false;
-  while (queue.Next(&tag, &ok)) {
-  }
-}
 
 // True: `error` comes from a server that is there and takes this run's pushes, if not this one now.
 bool ShowsServer(const absl::Status& error) {
@@ -81,7 +63,11 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
 
 PendingPush::Impl::~Impl() {
   if (thread_.joinable()) thread_.join();
-  Drain(queue_);
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
 }
 
 std::vector<int64_t> PendingPush::Impl::AllChunks() const {
@@ -212,137 +198,22 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   // A server that was restarted has a plan of its own.
   header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
   header.set_frozen(frozen_);
+  // A header that comes late, over another connection, does not take over from a later try.
+  header.set_stream_group(absl::ToUnixNanos(start_) + stream_count_.load());
+  header.set_stream_count(1);
   return header;
 }
 
-int64_t PendingPush::Impl::BytesOf(absl::Span<const int64_t> chunks) const {
+int64_t PendingPush::Impl::BytesToSend() const {
   int64_t total_bytes = 0;
-  for (const int64_t chunk : chunks) total_bytes += run_->chunks().length_bytes(chunk);
+  for (const int64_t chunk : chunks_to_send_) total_bytes += run_->chunks().length_bytes(chunk);
   return total_bytes;
-}
-
-v1::PushCommit PendingPush::Impl::MakeCommit(uint32_t digest,
-                                             absl::Span<const int64_t> chunks) const {
-  v1::PushCommit commit;
-  commit.set_chunk_count(static_cast<int64_t>(chunks.size()));
-  commit.set_total_bytes(BytesOf(chunks));
-  commit.set_digest(digest);
-  return commit;
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
     const v1::PushResponse& response) const {
   EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
   return Committed{client_internal::FromProto(response.version()), std::move(plan)};
-}
-
-// One of the streams by which the rank pushes at once.
-struct PendingPush::Impl::Part {
-  Part(std::shared_ptr<client_internal::Connection> connection, absl::Time deadline,
-       client_internal::Interrupt* interrupt, absl::Span<const int64_t> its_chunks)
-      : chunks(its_chunks),
-        call(std::move(connection), deadline, interrupt),
-        stream(&call, &queue) {}
-  ~Part() { Drain(queue); }
-
-  const absl::Span<const int64_t> chunks;
-  grpc::CompletionQueue queue;
-  client_internal::Call call;
-  PushStream stream;
-  client_internal::ChunkWriter::Scratch scratch;
-  // Stopped: another stream has failed, or the weights have been released.
-  enum class State { kBroken, kStopped, kSent } state = State::kBroken;
-  absl::StatusOr<v1::PushResponse> response;
-};
-
-namespace {
-
-// Does `work` for each part, all at once; the first in this thread.
-template <typename Parts, typename Work>
-void ForEachAtOnce(Parts& parts, const Work& work) {
-  std::vector<std::thread> threads;
-  for (size_t i = 1; i < parts.size(); ++i) threads.emplace_back([&, i] { work(parts[i]); });
-  work(parts.front());
-  for (std::thread& thread : threads) thread.join();
-}
-
-}  // namespace
-
-void PendingPush::Impl::SendChunks(Part& part, const v1::PushRequest& header,
-                                   std::atomic<bool>& is_over) {
-  const absl::Cleanup end = [&] {
-    if (part.state != Part::State::kSent) is_over = true;
-  };
-  if (!part.stream.Write(header)) return;
-  for (const int64_t chunk : part.chunks) {
-    // Made while the chunk before is being sent.
-    const std::optional<grpc::ByteBuffer> encoded =
-        is_over ? std::nullopt : writer_->Write(chunk, part.scratch);
-    if (!encoded.has_value()) {
-      part.state = Part::State::kStopped;
-      return;
-    }
-    if (!part.stream.Write(*encoded)) return;
-    sent_bytes_.fetch_add(run_->chunks().length_bytes(chunk), std::memory_order_relaxed);
-  }
-  part.state = Part::State::kSent;
-}
-
-absl::Status PendingPush::Impl::ChooseConnections(int64_t total_bytes) {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<client_internal::Connection> connection,
-                       run_->client().Connect(deadline_, &interrupt_));
-  const int64_t count =
-      has_failed_ ? 1
-                  : std::clamp<int64_t>(total_bytes / kMinPartBytes, 1, run_->connection_count());
-  connections_ = run_->client().ConnectMore(std::move(connection), count, deadline_, &interrupt_);
-  return absl::OkStatus();
-}
-
-absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
-  const int64_t total_bytes = BytesOf(chunks_to_send_);
-  EMA_RETURN_IF_ERROR(ChooseConnections(total_bytes));
-  v1::PushRequest header;
-  *header.mutable_header() = BeginStream(Lane::kGrpc);
-  const auto part_count = static_cast<int64_t>(connections_.size());
-  connection_count_.store(part_count, std::memory_order_relaxed);
-  if (part_count > 1) {
-    header.mutable_header()->set_stream_group(absl::GetCurrentTimeNanos());
-    header.mutable_header()->set_stream_count(part_count);
-  }
-  std::deque<Part> parts;
-  const absl::Span<const int64_t> chunks(chunks_to_send_);
-  for (int64_t i = 0; i < part_count; ++i) {
-    const size_t begin = chunks.size() * i / part_count;
-    const size_t end = chunks.size() * (i + 1) / part_count;
-    parts.emplace_back(connections_[i], deadline_, &interrupt_, chunks.subspan(begin, end - begin));
-  }
-
-  const absl::Time begin = absl::Now();
-  std::atomic<bool> is_over = false;
-  ForEachAtOnce(parts, [&](Part& part) { SendChunks(part, header, is_over); });
-  const absl::Duration duration = absl::Now() - begin;
-  const std::optional<uint32_t> digest = is_over ? std::nullopt : writer_->Digest();
-  if (digest.has_value()) gate_.HaveRead();
-  ForEachAtOnce(parts, [&](Part& part) {
-    v1::PushRequest commit;
-    if (digest.has_value()) *commit.mutable_commit() = MakeCommit(*digest, part.chunks);
-    // A stream that has broken is asked why; the others have no use then.
-    part.response = digest.has_value() || part.state == Part::State::kBroken
-                        ? part.stream.Finish(commit)
-                        : part.stream.Cancel();
-    if (part.response.ok()) return;
-    // They would wait for this one.
-    for (Part& other : parts) other.call.context()->TryCancel();
-  });
-  const auto failed = std::find_if(parts.begin(), parts.end(), [](const Part& part) {
-    return !part.response.ok() && !absl::IsCancelled(part.response.status());
-  });
-  const Part& said = failed != parts.end() ? *failed : parts.front();
-  EMA_RETURN_IF_ERROR(said.response.status());
-  if (total_bytes >= kMinNotedBytes) {
-    run_->NoteSpeed(part_count, static_cast<double>(total_bytes) / absl::ToDoubleSeconds(duration));
-  }
-  return FromResponse(*said.response);
 }
 
 bool PendingPush::Impl::MayRetry(const absl::Status& error) {
@@ -365,6 +236,7 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       return false;
     case ErrorReason::kChunkCorrupt:
     case ErrorReason::kPushIncomplete:
+    case ErrorReason::kStalled:
       break;
     case ErrorReason::kUnspecified:
       // The server always gives a reason: gRPC has ended the stream.
@@ -412,6 +284,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
     absl::StatusOr<PushProgress> progress =
         run_->QueryPush(step_, /*abandon_if_unfinished=*/true, give_up, &never, /*retry=*/false);
     if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
+      EMA_RETURN_IF_ERROR(CheckSameContent(*progress));
       return TakeCommitted(*progress);
     }
     if (!missing_ranks.empty()) {
@@ -428,7 +301,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
 absl::Status PendingPush::Impl::CheckSameContent(const PushProgress& progress) {
   // With frozen tensors or without them it is another digest.
   const bool has_frozen = run_->layout().live_bytes() != run_->layout().total_bytes();
-  if (!progress.digest.has_value() || has_frozen) return absl::OkStatus();
+  if (!progress.digest.has_value() || has_frozen || !writer_.has_value()) return absl::OkStatus();
   const std::optional<uint32_t> digest = writer_->Digest();
   if (!digest.has_value() || *digest == *progress.digest) return absl::OkStatus();
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,

@@ -19,7 +19,6 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "absl/types/span.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/interrupt.h"
 #include "client/cpp/run_core.h"
@@ -70,16 +69,18 @@ class PendingPush::Impl {
   absl::StatusOr<Committed> Send();
   absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
   absl::StatusOr<Committed> SendByGrpc();
-  // Sets `connections_`, for `total_bytes`.
-  absl::Status ChooseConnections(int64_t total_bytes);
+  // One of the streams by which the rank pushes at once, and what they share.
   struct Part;
-  // All that a stream sends before its commit, unless `is_over` becomes true, which this sets if it
-  // fails. From any thread, each for another part.
-  void SendChunks(Part& part, const v1::PushRequest& header, std::atomic<bool>& is_over);
+  struct Sending;
+  // Sets `connections_`, at most `count`.
+  absl::Status ChooseConnections(int64_t count);
+  // The header, and chunks while there are any that no part has taken. From any thread, each for
+  // another part.
+  void SendChunks(Sending& sending, Part& part);
+  static void FinishPart(Sending& sending, Part& part);
   // Notes that a stream begins, and gives its first message.
   v1::PushHeader BeginStream(Lane lane);
-  v1::PushCommit MakeCommit(uint32_t digest, absl::Span<const int64_t> chunks) const;
-  int64_t BytesOf(absl::Span<const int64_t> chunks) const;
+  int64_t BytesToSend() const;
   absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) const;
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);

@@ -43,7 +43,10 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
   const std::optional<uint32_t> digest = writer_->Digest();
   if (!digest.has_value()) return absl::CancelledError("the weights were released");
   gate_.HaveRead();
-  *message.mutable_commit() = MakeCommit(*digest, chunks_to_send_);
+  v1::PushCommit& commit = *message.mutable_commit();
+  commit.set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));
+  commit.set_total_bytes(BytesToSend());
+  commit.set_digest(*digest);
   sent = client_internal::SendRequest(*lane, message, stop);
   if (!sent.ok()) return failure(sent);
   const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);

@@ -15,6 +15,9 @@
 namespace ema::client_internal {
 namespace {
 
+// Less is not worth a connection.
+constexpr int64_t kMinBytesOfConnection = int64_t{16} << 20;
+
 std::string RandomLaunchId() {
   std::random_device random;
   std::string id;
@@ -72,7 +75,8 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       options_(std::move(options)),
       layout_(std::move(layout)),
       chunks_(layout_, chunk_bytes),
-      connection_count_(client_->max_connections()) {}
+      connection_count_(
+          std::min(client_->max_connections(), layout_.total_bytes() / kMinBytesOfConnection)) {}
 
 int64_t RunCore::run_epoch() const {
   absl::MutexLock lock(&mu_);
@@ -164,9 +168,24 @@ int64_t RunCore::connection_count() const {
   return connection_count_.get();
 }
 
-void RunCore::NoteSpeed(int64_t connection_count, double bytes_per_second) {
-  absl::MutexLock lock(&mu_);
-  if (connection_count == connection_count_.get()) connection_count_.Note(bytes_per_second);
+void RunCore::NoteSpeed(double bytes_per_second) {
+  int64_t before = 0;
+  int64_t after = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    before = connection_count_.get();
+    connection_count_.Note(bytes_per_second);
+    after = connection_count_.get();
+  }
+  if (after < before) client_->DropMoreConnections();
+}
+
+void RunCore::NoteFewerConnections() {
+  {
+    absl::MutexLock lock(&mu_);
+    connection_count_.NoteFailure();
+  }
+  client_->DropMoreConnections();
 }
 
 void RunCore::OnCommit(const Version& version, RunPlan plan) {

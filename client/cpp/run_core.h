@@ -58,9 +58,11 @@ class RunCore {
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          absl::Time deadline, Interrupt* interrupt, bool retry);
 
-  // Connections for the next push by gRPC; and what its speed was with them.
+  // Connections for the next push by gRPC; what its speed was with them; or that they cannot be
+  // had.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
-  void NoteSpeed(int64_t connection_count, double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteSpeed(double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteFewerConnections() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Notes a version that this run has made, and the plan from there on.
   void OnCommit(const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);

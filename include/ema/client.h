@@ -159,8 +159,9 @@ class Client {
     // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and
     // stands in when that breaks. Chunks are then of at most 256 KiB.
     bool same_host_lane = true;
-    // The most connections that one push may use. With 0 it is half of this machine's processors, 8
-    // at most. A run begins with one, and keeps more if its large pushes are faster with them.
+    // The most connections that one push may use, up to 16. With 0 it is half of this machine's
+    // processors, 8 at most. A run begins with one, tries more for some large pushes, and keeps
+    // them if these were faster.
     int64_t max_connections = 0;
     Tls tls = {};
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
@@ -170,7 +171,10 @@ class Client {
   };
 
   // `address`: "host:port", "[v6]:port", both also after "tls:", or "unix:/path". INVALID_ARGUMENT:
-  // none of these. Does not connect.
+  // none of these, or an option out of its range. Does not connect. The first client of a process
+  // lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an array
+  // of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
+  // bounds itself is left alone.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
                                                         const Options& options);

@@ -212,8 +212,11 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
   {
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return *ended_;
-    stream = ++last_stream_;
     RankState& rank = ranks_[start.rank];
+    if (start.stream_group != 0 && start.stream_group < rank.stream_group) {
+      return FencedByNewerStream(start.rank);
+    }
+    stream = ++last_stream_;
     if (start.stream_group == 0 || rank.first_stream == 0 ||
         rank.stream_group != start.stream_group) {
       const auto others =
@@ -223,13 +226,16 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
       streams_.erase(others, streams_.end());
       rank.first_stream = stream;
       rank.stream_group = start.stream_group;
+      rank.stream_count = start.stream_count;
+      rank.group_digest.reset();
       rank.unopened_streams = rank.uncommitted_streams = std::max<int64_t>(start.stream_count, 1);
     }
-    if (rank.unopened_streams == 0) {
+    if (rank.unopened_streams == 0 || start.stream_count != rank.stream_count) {
       return MakeError(
           absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-          absl::StrCat("stream_count: ", start.stream_count, " given, but rank ", start.rank,
-                       " has opened more streams of group ", start.stream_group));
+          absl::StrCat("stream_count: ", start.stream_count, " given, but group ",
+                       start.stream_group, " of rank ", start.rank, " has ", rank.stream_count,
+                       ", and ", rank.unopened_streams, " of them are still to come"));
     }
     --rank.unopened_streams;
     streams_.push_back({start.rank, stream, std::move(on_end)});
@@ -360,6 +366,13 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
   RankState& state = ranks_[rank];
+  if (state.group_digest.value_or(digest) != digest) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the commit says digest ", digest,
+                     ", that of another of its streams ", *state.group_digest));
+  }
+  state.group_digest = digest;
   if (--state.uncommitted_streams > 0) return false;
   if (!state.coverage.complete()) {
     const Coverage::Range missing = state.coverage.Missing(1).front();

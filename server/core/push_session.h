@@ -116,8 +116,9 @@ class PushSession {
 
   // Makes a stream of `start`'s rank one that may add. That rank's streams before it end, FENCED,
   // unless they are of the same group. Returns the new stream's number. `on_end` is called when the
-  // session ends, however it does. Fails with the session's end status if it has ended.
-  // INVALID_ARGUMENT: BAD_REQUEST, there are as many streams of the group as it says.
+  // session ends, however it does. Fails with the session's end status if it has ended. ABORTED,
+  // FENCED: of a lower group than those. INVALID_ARGUMENT, BAD_REQUEST: another count than the
+  // group's, or more streams than it says.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Forgets the stream's `on_end`. What it covered stays.
@@ -164,9 +165,11 @@ class PushSession {
     // Those that may add: this one and later ones. 0: none yet.
     int64_t first_stream = 0;
     int64_t stream_group = 0;
-    int64_t unopened_streams = 0;     // Of the group.
-    int64_t uncommitted_streams = 0;  // Of the group.
-    std::optional<uint32_t> digest;   // Once committed.
+    int64_t stream_count = 0;
+    std::optional<uint32_t> group_digest;  // Once one of them has committed.
+    int64_t unopened_streams = 0;          // Of the group.
+    int64_t uncommitted_streams = 0;       // Of the group.
+    std::optional<uint32_t> digest;        // Once committed.
   };
   struct OpenedStream {
     int64_t rank = 0;

@@ -22,6 +22,8 @@ namespace ema {
 namespace {
 
 constexpr int kUsageExitCode = 2;
+// gRPC counts milliseconds in an int.
+constexpr absl::Duration kMostOfTransport = absl::Hours(24);
 
 // "--data-dir" -> "EMA_DATA_DIR".
 std::string EnvironmentName(const std::string& flag) {
@@ -44,12 +46,13 @@ CLI::Option* AddCount(CLI::App& app, const std::string& flag, int64_t& value, in
 }
 
 CLI::Option* AddDuration(CLI::App& app, const std::string& flag, absl::Duration& value,
-                         absl::Duration least, const std::string& help) {
-  const auto set = [&value, flag, least](const std::string& text) {
-    if (!absl::ParseDuration(text, &value) || value < least || value > absl::Hours(24 * 365)) {
+                         absl::Duration least, const std::string& help,
+                         absl::Duration most = absl::Hours(24 * 365)) {
+  const auto set = [&value, flag, least, most](const std::string& text) {
+    if (!absl::ParseDuration(text, &value) || value < least || value > most) {
       throw CLI::ValidationError(
-          flag, absl::StrCat("\"", text, "\" is not a duration of ", absl::FormatDuration(least),
-                             " or more, such as 30s or 1m30s"));
+          flag, absl::StrCat("\"", text, "\" is not a duration from ", absl::FormatDuration(least),
+                             " to ", absl::FormatDuration(most), ", such as 30s or 1m30s"));
     }
   };
   return app.add_option_function<std::string>(flag, set, help)
@@ -145,11 +148,12 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddCount(app, "--max-models", o.max_models, 1, "Models that there may be at once")
       ->type_name("N");
   AddDuration(app, "--handshake-timeout", o.handshake_timeout, absl::Milliseconds(1),
-              "Close a new connection that has not begun to speak HTTP/2 after so long");
+              "Close a new connection that has not begun to speak HTTP/2 after so long",
+              kMostOfTransport);
   AddDuration(app, "--keepalive-time", o.keepalive_time, absl::Seconds(1),
-              "Ask a peer that has been silent for so long whether it is there");
+              "Ask a peer that has been silent for so long whether it is there", kMostOfTransport);
   AddDuration(app, "--keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
-              "Close a connection whose peer does not answer that for so long");
+              "Close a connection whose peer does not answer that for so long", kMostOfTransport);
   CLI::Option* const cert =
       AddText(app, "--tls-cert", o.tls_cert,
               "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "

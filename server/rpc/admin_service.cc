@@ -44,7 +44,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
 void AdminService::OfferLane(const std::string& socket_name) {
   lane_.set_host_id(HostId());
   lane_.set_socket_name(socket_name);
-  lane_.set_protocol(1);
+  lane_.set_protocol(2);
 }
 
 absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(

@@ -66,7 +66,7 @@ class MemberTag final : public CompletionTag {
   std::shared_ptr<Call> call_;
 };
 
-// A call that may wait for its peer. Its completions are on one thread; CheckStalled() is called
+// A call that may wait for its peer. Its completions are on one thread; EndStalled() is called
 // from another.
 class StreamCall {
  public:

@@ -101,6 +101,11 @@ absl::Status PushCall::HandleMessage() {
       committed_ = true;
       // Whoever waits for other ranks must not keep them from getting in.
       rpc_->pushes.Leave(this);
+      {
+        // Whoever was told that the stream has stalled must not find its step committed.
+        absl::MutexLock lock(&mu_);
+        if (finishing_) return absl::OkStatus();
+      }
       return handler_.OnCommit(request.commit());
     case v1::PushRequest::MESSAGE_NOT_SET:
       break;

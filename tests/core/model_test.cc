@@ -357,6 +357,25 @@ TEST_F(ModelTest, AStreamOfAnotherGroupFencesAllOfTheOneBefore) {
   EXPECT_EQ(Read("raw"), Values(1));
 }
 
+TEST_F(ModelTest, StreamsOfOneGroupMustAgree) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  rank.SetStreams(11, 2);
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto first, rank.Open(1, outcome));
+  rank.SetStreams(11, 3);
+  EXPECT_THAT(rank.Open(1, outcome), ReasonIs(ErrorReason::kBadRequest));
+  // A header that was under way for long does not fence a later try.
+  rank.SetStreams(10, 2);
+  EXPECT_THAT(rank.Open(1, outcome), ReasonIs(ErrorReason::kFenced));
+  rank.SetStreams(11, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(auto second, rank.Open(1, outcome));
+  EXPECT_EQ(outcome->calls, 0);
+  ASSERT_THAT(first->Commit({0, 0, 1}), IsOk());
+  EXPECT_THAT(second->Commit({0, 0, 2}), ReasonIs(ErrorReason::kDigestMismatch));
+}
+
 TEST_F(ModelTest, StreamCountsThatAreNoneAreRefused) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());

@@ -17,8 +17,8 @@ namespace {
 
 // Enough that a push's speed counts.
 constexpr int64_t kElements = 17'000'000;
-// With one connection; the next try is with two.
-constexpr int64_t kPushesByOne = 3;
+// With one connection, before two are tried.
+constexpr int64_t kPushesByOne = 5;
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 
 class SeveralConnectionsTest : public testing::Test {
@@ -85,22 +85,38 @@ TEST_F(SeveralConnectionsTest, OneIsOneWhereNoMoreAreAllowed) {
 }
 
 TEST_F(SeveralConnectionsTest, PushesSurviveTheLossOfTheirConnections) {
-  ASSERT_NO_FATAL_FAILURE(Open(proxy_->address(), 4));
-  for (int64_t step = 1; step <= kPushesByOne; ++step) ASSERT_THAT(Push(step), IsOk());
   std::mt19937 random(1);
   int64_t broken_pushes = 0;
-  for (int64_t step = kPushesByOne + 1; step <= kPushesByOne + 12; ++step) {
+  int64_t step = 0;
+  // After a failure a run goes back to one connection.
+  for (int round = 0; round < 6; ++round) {
+    ASSERT_NO_FATAL_FAILURE(Open(proxy_->address(), 4));
+    for (int64_t i = 0; i < kPushesByOne; ++i) ASSERT_THAT(Push(++step), IsOk());
     std::jthread cutter([&, delay = random() % 60] {
       absl::SleepFor(absl::Milliseconds(delay));
       proxy_->CutAll();
       proxy_->AwaitCut();
     });
-    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
+    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(++step));
     if (stats.stream_count > 1) ++broken_pushes;
     cutter.join();
     ExpectPulled();
+    ASSERT_THAT(Push(++step), IsOk());
+    run_.reset();
   }
   EXPECT_GT(broken_pushes, 0);
+}
+
+TEST_F(SeveralConnectionsTest, APushThatGetsFewerPlacesGoesByOne) {
+  EMA_ASSERT_OK_AND_ASSIGN(server_,
+                           ServerProcess::Start(EMA_SERVER_BINARY, {"--max-push-streams", "1"}));
+  ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
+  for (int64_t step = 1; step <= kPushesByOne + 2; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
+    EXPECT_EQ(stats.connection_count, 1);
+    EXPECT_EQ(stats.stream_count, step == kPushesByOne + 1 ? 2 : 1);
+    ExpectPulled();
+  }
 }
 
 }  // namespace

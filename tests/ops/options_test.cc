@@ -30,6 +30,45 @@ TEST(OptionsTest, DefaultsServeOnLoopbackWithoutCheckpoints) {
   EXPECT_GE(parsed.options.thread_count, 1);
 }
 
+TEST(OptionsTest, LimitsOfConnectionsAreRead) {
+  const ParsedOptions parsed =
+      Parse({"--max-streams-per-connection=9", "--max-message-bytes=16M", "--max-metadata-bytes=4K",
+             "--max-models=3", "--handshake-timeout=2s", "--keepalive-time=30s",
+             "--keepalive-timeout=4s"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.max_streams_per_connection, 9);
+  EXPECT_EQ(parsed.options.max_message_bytes, 16 << 20);
+  EXPECT_EQ(parsed.options.max_metadata_bytes, 4 << 10);
+  EXPECT_EQ(parsed.options.max_models, 3);
+  EXPECT_EQ(parsed.options.handshake_timeout, absl::Seconds(2));
+  EXPECT_EQ(parsed.options.keepalive_time, absl::Seconds(30));
+  EXPECT_EQ(parsed.options.keepalive_timeout, absl::Seconds(4));
+}
+
+TEST(OptionsTest, LimitsThatGrpcCannotKeepAreRefused) {
+  for (const char* const flag :
+       {"--max-streams-per-connection=0", "--max-message-bytes=4M", "--max-message-bytes=2G",
+        "--max-metadata-bytes=100", "--max-models=0", "--handshake-timeout=0s",
+        "--handshake-timeout=25h", "--keepalive-time=10ms", "--keepalive-time=720h",
+        "--keepalive-timeout=720h"}) {
+    const ParsedOptions parsed = Parse({flag});
+    EXPECT_EQ(parsed.exit_code, 2) << flag;
+    const std::string name = std::string(flag).substr(0, std::string(flag).find('='));
+    EXPECT_THAT(parsed.text, HasSubstr(name));
+  }
+}
+
+TEST(OptionsTest, TlsNeedsCertificateAndKey) {
+  const ParsedOptions parsed = Parse({"--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.tls_cert, "c");
+  EXPECT_EQ(parsed.options.tls_key, "k");
+  EXPECT_EQ(parsed.options.tls_client_ca, "a");
+  EXPECT_THAT(Parse({"--tls-cert=c"}).text, HasSubstr("--tls-key"));
+  EXPECT_THAT(Parse({"--tls-key=k"}).text, HasSubstr("--tls-cert"));
+  EXPECT_THAT(Parse({"--tls-client-ca=a"}).text, HasSubstr("--tls-cert"));
+}
+
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
                                       "[::]:0,unix:/run/ema.sock",
@@ -126,7 +165,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"Threads", {"--threads=-1"}, "--threads"},
         BadCase{"NoStreams", {"--max-push-streams", "0"}, "--max-push-streams"},
         BadCase{"DurationWithoutUnit", {"--session-timeout", "30"}, "such as 30s"},
-        BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration of 1ms or more"},
+        BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration from 1ms to 8760h"},
         BadCase{"DurationInfinite", {"--drain-grace", "inf"}, "\"inf\" is not a duration"},
         BadCase{"LogLevel", {"--log-level", "loud"}, "loud"},
         BadCase{"BlockBytes", {"--block-bytes", "1000"}, "--block-bytes"}),

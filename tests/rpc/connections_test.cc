@@ -103,5 +103,52 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
   EXPECT_THAT(Use(address_), IsOk());
 }
 
+TEST_F(ConnectionsTest, AReaderThatHasLostItsPlaceGoesOn) {
+  RpcServer::Options options;
+  options.max_pull_streams = 1;
+  options.stall_timeout = absl::Seconds(1);
+  StartServer(options);
+  constexpr int64_t kCount = 20'000'000;  // More than windows and sockets take.
+  const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kCount}}});
+  const auto new_client = [this] {
+    return *Client::Create(address_, {.timeout = absl::Seconds(30), .same_host_lane = false});
+  };
+  const std::unique_ptr<Client> slow = new_client();
+  ASSERT_THAT(
+      slow->CreateModel("m", manifest, {{.name = "ema", .schedule = *Schedule::Parse("1ba")}}),
+      IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<ema::Run> run, slow->OpenRun("m", {}));
+  std::vector<float> weights(kCount);
+  for (int64_t i = 0; i < kCount; ++i) weights[i] = static_cast<float>(i % 1009);
+  TrainingTime time;
+  time.Set(TimeUnit::kBatch, 1);
+  ASSERT_THAT(run->Push(1, time, {std::as_bytes(std::span(weights))}, absl::Seconds(30)), IsOk());
+
+  const auto pull = [&](Client& client, std::vector<float>& pulled,
+                        const std::function<void(int64_t)>& on_progress) {
+    pulled.resize(kCount);
+    return client
+        .Pull(
+            "m", "ema", {},
+            [&](const PullInfo&) -> absl::StatusOr<std::span<std::byte>> {
+              return std::as_writable_bytes(std::span(pulled));
+            },
+            absl::Seconds(30), on_progress)
+        .status();
+  };
+  std::vector<float> of_other;
+  std::vector<float> of_slow;
+  bool has_waited = false;
+  // The other one comes while this one takes nothing.
+  const absl::Status status = pull(*slow, of_slow, [&](int64_t) {
+    if (std::exchange(has_waited, true)) return;
+    absl::SleepFor(absl::Milliseconds(400));
+    EXPECT_THAT(pull(*new_client(), of_other, nullptr), IsOk());
+  });
+  EXPECT_THAT(status, IsOk());
+  EXPECT_TRUE(of_other == weights);
+  EXPECT_TRUE(of_slow == weights);
+}
+
 }  // namespace
 }  // namespace ema

@@ -141,8 +141,12 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
   refuses({Cert("server"), Key("server"), Cert("empty")}, Cert("empty"));
   EXPECT_THAT(Call("tls:127.0.0.1:1", {.ca_file = Cert("none")}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("tls.ca_file")));
-  EXPECT_THAT(Call("tls:127.0.0.1:1", {.ca_file = Cert("server"), .key_file = Cert("empty")}),
+  EXPECT_THAT(Call("tls:127.0.0.1:1", {.ca_file = Cert("server"),
+                                       .certificate_file = Cert("server"),
+                                       .key_file = Cert("empty")}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("tls.key_file")));
+  EXPECT_THAT(Client::Create("tls:127.0.0.1:1", {.tls = {.certificate_file = Cert("server")}}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("both or none")));
 }
 
 TEST_F(TlsTest, AServerThatComesBackIsFoundAgain) {
