@@ -161,7 +161,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   if (wanted > 1 && (failed != nullptr || part_count < wanted)) run_->NoteFewerConnections();
   EMA_RETURN_IF_ERROR(telling.response.status());
   if (is_large && part_count == wanted) {
-    const absl::Duration duration = std::max(gate_.left_time(), start) - start;
+    const absl::Duration duration = std::min(gate_.left_time(), absl::Now()) - start;
     run_->NoteSpeed(static_cast<double>(total_bytes) / absl::ToDoubleSeconds(duration));
   }
   return FromResponse(*telling.response);
