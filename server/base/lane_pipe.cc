@@ -12,7 +12,6 @@
 #include <fstream>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 
@@ -96,6 +95,28 @@ absl::StatusOr<int> ReceiveDescriptor(int socket, const LanePipe::Stop& stop) {
   return descriptor;
 }
 
+// Connects `fd` and passes memory that both will share.
+absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::string& socket_name) {
+  const auto [address, size] = AbstractAddress(socket_name);
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    return SystemError("connect");
+  }
+  if (!IsOwnUser(fd)) {
+    return absl::FailedPreconditionError("same-host lane: the server is another user's");
+  }
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory, SharedMemory::Create(kMemoryBytes));
+  EMA_RETURN_IF_ERROR(SendDescriptor(fd, memory->fd()));
+  return memory;
+}
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> TakeMemory(int fd, const LanePipe::Stop& stop) {
+  if (!IsOwnUser(fd)) {
+    return absl::PermissionDeniedError("same-host lane: the client is another user's");
+  }
+  EMA_ASSIGN_OR_RETURN(const int descriptor, ReceiveDescriptor(fd, stop));
+  return SharedMemory::Map(descriptor, kMemoryBytes);
+}
+
 }  // namespace
 
 std::string HostId() {
@@ -117,30 +138,21 @@ absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
 
 absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Connect(const std::string& socket_name) {
   EMA_ASSIGN_OR_RETURN(const int fd, NewSocket());
-  absl::Cleanup close_fd = [fd] { close(fd); };
-  const auto [address, size] = AbstractAddress(socket_name);
-  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
-    return SystemError("connect");
+  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = OfferMemory(fd, socket_name);
+  if (!memory.ok()) {
+    close(fd);
+    return memory.status();
   }
-  if (!IsOwnUser(fd)) {
-    return absl::FailedPreconditionError("same-host lane: the server is another user's");
-  }
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory, SharedMemory::Create(kMemoryBytes));
-  EMA_RETURN_IF_ERROR(SendDescriptor(fd, memory->fd()));
-  std::move(close_fd).Cancel();
-  return std::unique_ptr<LanePipe>(new LanePipe(fd, std::move(memory), /*is_client=*/true));
+  return std::unique_ptr<LanePipe>(new LanePipe(fd, *std::move(memory), /*is_client=*/true));
 }
 
 absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(int fd, const Stop& stop) {
-  absl::Cleanup close_fd = [fd] { close(fd); };
-  if (!IsOwnUser(fd)) {
-    return absl::PermissionDeniedError("same-host lane: the client is another user's");
+  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = TakeMemory(fd, stop);
+  if (!memory.ok()) {
+    close(fd);
+    return memory.status();
   }
-  EMA_ASSIGN_OR_RETURN(const int descriptor, ReceiveDescriptor(fd, stop));
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory,
-                       SharedMemory::Map(descriptor, kMemoryBytes));
-  std::move(close_fd).Cancel();
-  return std::unique_ptr<LanePipe>(new LanePipe(fd, std::move(memory), /*is_client=*/false));
+  return std::unique_ptr<LanePipe>(new LanePipe(fd, *std::move(memory), /*is_client=*/false));
 }
 
 LanePipe::~LanePipe() { close(fd_); }

@@ -4,8 +4,10 @@
 #include <stdlib.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 
+#include "absl/time/clock.h"
 #include "ema/client.h"
 #include "tests/rpc/rpc_fixture.h"
 
@@ -147,6 +149,67 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("tls.key_file")));
   EXPECT_THAT(Client::Create("tls:127.0.0.1:1", {.tls = {.certificate_file = Cert("server")}}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("both or none")));
+}
+
+TEST_F(TlsTest, ChangedFilesAreReadAgain) {
+  const auto replace = [&](const std::string& with) {
+    std::filesystem::rename(Key(with), Key("server"));
+    std::filesystem::rename(Cert(with), Cert("server"));
+  };
+  ASSERT_NO_FATAL_FAILURE(StartTls(ServerFiles()));
+  const std::string old_cert = Cert("old");
+  std::filesystem::copy(Cert("server"), old_cert);
+  const std::unique_ptr<Client> client = NewClient(tls_address_, {.ca_file = old_cert});
+  ASSERT_THAT(client->ListModels(), IsOk());
+  replace("other");
+  const absl::Time deadline = absl::Now() + absl::Seconds(40);
+  while (!Call(tls_address_, {.ca_file = Cert("server")}).ok()) ASSERT_LT(absl::Now(), deadline);
+  EXPECT_FALSE(Call(tls_address_, {.ca_file = old_cert}).ok());
+  EXPECT_THAT(client->ListModels(), IsOk());  // Its connection stays.
+}
+
+TEST_F(TlsTest, ASameHostLaneComesBackWithTheServer) {
+  ASSERT_NO_FATAL_FAILURE(StartTls(ServerFiles()));
+  const std::unique_ptr<Client> client = *Client::Create(
+      tls_address_, {.timeout = absl::Seconds(20), .tls = {.ca_file = Cert("server")}});
+  // What a push and a pull of a model go by.
+  const auto use = [&]() -> absl::StatusOr<Lane> {
+    const std::vector<float> weights(1000, 2.0f);
+    EMA_RETURN_IF_ERROR(client
+                            ->CreateModel("m", *Manifest::Create({{"w", Dtype::kFloat32, {1000}}}),
+                                          {{.name = "ema", .schedule = *Schedule::Parse("1ba")}})
+                            .status());
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<ema::Run> run, client->OpenRun("m", {}));
+    const int64_t step = run->latest().has_value() ? run->latest()->step + 1 : 1;
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(step));
+    EMA_RETURN_IF_ERROR(
+        run->Push(step, time, {std::as_bytes(std::span(weights))}, absl::Seconds(20)).status());
+    std::vector<float> pulled(1000);
+    EMA_ASSIGN_OR_RETURN(const PullInfo info,
+                         client->Pull(
+                             "m", "ema", {},
+                             [&](const PullInfo&) -> absl::StatusOr<std::span<std::byte>> {
+                               return std::as_writable_bytes(std::span(pulled));
+                             },
+                             absl::Seconds(20)));
+    return info.lane;
+  };
+  EMA_ASSERT_OK_AND_ASSIGN(const Lane before, use());
+  EXPECT_EQ(before, Lane::kSharedMemory);
+  const std::string address = address_;
+  server_.reset();
+  RpcServer::Options options;
+  options.listen_addresses = {address};
+  options.tls = ServerFiles();
+  StartServer(options);
+  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  while (true) {
+    EMA_ASSERT_OK_AND_ASSIGN(const Lane after, use());
+    if (after == Lane::kSharedMemory) break;
+    ASSERT_LT(absl::Now(), deadline);
+    absl::SleepFor(absl::Milliseconds(100));
+  }
 }
 
 TEST_F(TlsTest, AServerThatComesBackIsFoundAgain) {
