@@ -22,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/loopback.h"
 
 namespace ema::client_internal {
 namespace {
@@ -61,21 +62,6 @@ struct Lookup {
     done = true;
   }
 };
-
-bool IsLoopback(const sockaddr* address) {
-  if (address->sa_family == AF_INET) {
-    sockaddr_in v4;
-    std::memcpy(&v4, address, sizeof(v4));
-    return (ntohl(v4.sin_addr.s_addr) >> 24) == 127;
-  }
-  if (address->sa_family == AF_INET6) {
-    sockaddr_in6 v6;
-    std::memcpy(&v6, address, sizeof(v6));
-    const bool is_mapped_v4 = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr);
-    return IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr) || (is_mapped_v4 && v6.sin6_addr.s6_addr[12] == 127);
-  }
-  return false;
-}
 
 void SetOptions(int fd, const sockaddr* peer) {
   // Each only makes things better, so a system that lacks one does without.

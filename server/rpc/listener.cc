@@ -23,20 +23,13 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/base/loopback.h"
 
 namespace ema {
 namespace {
 
 // Where the system lacks what a connection takes, and the backlog stays readable.
 constexpr int kBackoffMs = 10;
-
-bool IsLoopback(const sockaddr* address) {
-  if (address->sa_family == AF_INET6) {
-    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
-  }
-  return address->sa_family == AF_INET &&
-         ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24 == 127;
-}
 
 // The IP address; empty: of this host.
 std::string PeerName(const sockaddr* address) {
