@@ -106,7 +106,6 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
                        absl::StrCat(Name(), " did not succeed in time; last error: ",
                                     committed.status().message()));
     }
-    has_failed_ = true;
     SetCutOff(!ShowsServer(committed.status()));
     // Holds the trainer, if it has not gone on, until it is clear what has to be sent again.
     (void)gate_.WantToRead();

@@ -134,7 +134,6 @@ class PendingPush::Impl {
   bool has_rejoined_ = false;
   bool avoids_lanes_ = false;  // One has broken.
   int odd_failure_count_ = 0;
-  bool has_failed_ = false;  // From then on one connection does.
 
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);

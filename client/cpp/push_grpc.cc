@@ -111,7 +111,8 @@ absl::Status PendingPush::Impl::ChooseConnections(int64_t count) {
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   const int64_t total_bytes = BytesToSend();
-  const bool is_large = total_bytes >= kMinNotedBytes && !has_failed_;
+  // After a failure one connection does.
+  const bool is_large = total_bytes >= kMinNotedBytes && !has_begun_;
   const int64_t wanted = is_large ? run_->connection_count() : 1;
   EMA_RETURN_IF_ERROR(ChooseConnections(wanted));
 

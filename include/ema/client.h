@@ -135,8 +135,8 @@ struct PushProgress {
 class Run;
 class PendingPush;
 
-// A connection to one server. Thread-safe. Connects on first use, by one TCP connection that all
-// calls share.
+// A connection to one server. Thread-safe. Connects on first use, by one connection that all calls
+// share; large pushes may use more (Options::max_connections).
 //
 // A process that forks: the child must not use a Client that the parent made; destroying it there
 // does nothing.

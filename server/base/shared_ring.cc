@@ -131,7 +131,11 @@ bool SharedRing::Await(End& own, const End& peer, absl::Duration max_wait, uint3
   const auto has_moved = [&peer, seen] {
     return peer.count.load(std::memory_order_acquire) != seen;
   };
-  if (has_moved() || max_wait <= absl::ZeroDuration()) return has_moved();
+  if (has_moved()) {
+    is_idle_ = false;
+    return true;
+  }
+  if (max_wait <= absl::ZeroDuration()) return false;
   // A peer that waits for this processor does not come forward while this thread spins on it.
   const int32_t processor = Processor();
   const bool is_in_the_way = peer.processor.load(std::memory_order_relaxed) == processor;
