@@ -108,15 +108,20 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
 
 std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt* interrupt) {
   constexpr absl::Duration kPause = absl::Seconds(1);
+  constexpr absl::Duration kMaxPause = absl::Minutes(1);
   if (!HasLane(deadline, interrupt)) return nullptr;
   std::unique_ptr<LanePipe> lane = lanes_.Take();
-  if (lane == nullptr) {
-    // A server that was started again has others; over TLS the connection does not tell of that.
-    absl::MutexLock lock(&mu_);
-    lanes_of_.reset();
-    no_lane_until_ = absl::Now() + kPause;
+  absl::MutexLock lock(&mu_);
+  if (lane != nullptr) {
+    lane_pause_ = kPause;
+    return lane;
   }
-  return lane;
+  // A server that was started again has others, and over TLS the connection does not tell of that;
+  // but they may be out of reach for good.
+  lanes_of_.reset();
+  no_lane_until_ = absl::Now() + lane_pause_;
+  lane_pause_ = std::min(2 * lane_pause_, kMaxPause);
+  return nullptr;
 }
 
 absl::Status Client::Impl::Try(absl::Time deadline, Interrupt* interrupt,

@@ -114,6 +114,7 @@ class Client::Impl {
   // Over which the server was asked for its lanes: after a restart it has others.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
   absl::Time no_lane_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);
   client_internal::LanePool lanes_;
 };
 

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -142,7 +143,12 @@ std::string Address::Authority() const {
 
 absl::Status Dialer::Find(absl::Time deadline, Interrupt* interrupt) {
   const auto lookup = std::make_shared<Lookup>(address_);
-  std::thread([lookup] { lookup->Ask(); }).detach();
+  try {
+    std::thread([lookup] { lookup->Ask(); }).detach();
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot look for host \"", address_.host, "\": ", error.what()));
+  }
   const absl::Time give_up =
       found_ == nullptr ? deadline : std::min(deadline, absl::Now() + kFindAgainTimeout);
   absl::MutexLock lock(&lookup->mu);

@@ -44,7 +44,7 @@ std::unique_ptr<LanePipe> LanePool::Take() {
   }
   absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(socket_name);
   if (lane.ok()) return *std::move(lane);
-  // In another container, of another user, or the server has been restarted: not tried again.
+  // In another container, of another user, or the server has been restarted.
   absl::MutexLock lock(&mu_);
   if (socket_name_ == socket_name) socket_name_.clear();
   return nullptr;

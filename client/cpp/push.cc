@@ -233,9 +233,10 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       // Whether this step is due is for the trainer to say, by the plan that joining again gives.
       run_->Rejoin();
       return false;
+    case ErrorReason::kStalled:  // Also where a server with many slow peers gives our place away.
+      return true;
     case ErrorReason::kChunkCorrupt:
     case ErrorReason::kPushIncomplete:
-    case ErrorReason::kStalled:
       break;
     case ErrorReason::kUnspecified:
       // The server always gives a reason: gRPC has ended the stream.

@@ -159,7 +159,12 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
 
   const Part* const failed = sending.failed.load();
   const Part& telling = failed != nullptr ? *failed : sending.parts.front();
-  if (wanted > 1 && (failed != nullptr || part_count < wanted)) run_->NoteFewerConnections();
+  const bool is_refused =
+      failed != nullptr &&
+      (GetErrorReason(failed->response.status()) == ErrorReason::kTooManyStreams ||
+       (absl::IsUnavailable(failed->response.status()) &&
+        GetErrorReason(failed->response.status()) == ErrorReason::kUnspecified));
+  if (wanted > 1 && (is_refused || part_count < wanted)) run_->NoteFewerConnections();
   EMA_RETURN_IF_ERROR(telling.response.status());
   if (is_large && part_count == wanted) {
     const absl::Duration duration = std::min(gate_.left_time(), absl::Now()) - start;

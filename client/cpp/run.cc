@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -77,8 +78,12 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
             "rank ", core_->rank(), " of model \"", core_->model(),
             "\" is still pushing: wait for that push, or abandon it, before the next one"));
   }
+  try {
+    push->Start();
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(absl::StrCat("no thread for the push: ", error.what()));
+  }
   previous = std::exchange(push_, push);
-  push->Start();
   return push;
 }
 

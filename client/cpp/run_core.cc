@@ -58,9 +58,11 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
                                           options.frozen_shard_count, options.wire_dtype));
   options.shards.reset();
   int64_t chunk_bytes = client->options().chunk_bytes;
-  // Chunks keep their bounds whatever carries them.
-  if (client->HasLane(deadline, interrupt)) {
+  // Chunks keep their bounds whatever carries them. What is offered may be out of reach: in another
+  // container of this host.
+  if (std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt)) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
+    client->GiveBackLane(std::move(lane));
   }
   std::shared_ptr<RunCore> core(new RunCore(std::move(client), std::move(info), std::move(options),
                                             std::move(layout), chunk_bytes));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/core/coverage.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -10,8 +11,9 @@
 namespace ema {
 namespace {
 
-// Of one rank in one session: 1 TiB in chunks of 4 MiB.
-constexpr size_t kMaxExtents = size_t{1} << 18;
+// How many chunks a rank may send in one session: its bytes in chunks of 64 KiB, or so many.
+constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;
+constexpr int64_t kMinMaxExtents = int64_t{1} << 18;
 
 // The entry of `map` (by offset, never overlapping) that shares a byte with `range`; end() if none
 // does.
@@ -45,10 +47,11 @@ absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc3
                      absl::StrCat("bytes [", range.offset, ", ", range.offset + range.length_bytes,
                                   ") are being folded by another stream of this rank"));
   }
-  if (covered_.size() + claimed_.size() >= kMaxExtents) {
+  const int64_t max_extents = std::max(kMinMaxExtents, total_bytes_ / kLeastChunkBytes);
+  if (static_cast<int64_t>(covered_.size() + claimed_.size()) >= max_extents) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk,
                      absl::StrCat("the rank has sent ", covered_.size(), " chunks of ",
-                                  covered_bytes_ / kMaxExtents,
+                                  covered_bytes_ / max_extents,
                                   " bytes on average, as many as it may; send larger ones"));
   }
   claimed_[range.offset] = {range.length_bytes, 0};

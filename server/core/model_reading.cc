@@ -43,8 +43,6 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
 absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
                                                              const TrackSnapshot& track,
                                                              Selection selection) {
-  // Nothing is made for those who read what is stored: nothing to be shared.
-  const bool is_shared = !selection.is_default();
   const auto find = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_) {
     std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
     for (const std::weak_ptr<Reading>& held : readings_) {
@@ -55,14 +53,13 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
     }
     return std::shared_ptr<Reading>();
   };
-  if (is_shared) {
+  {
     absl::MutexLock lock(&readings_mu_);
     if (std::shared_ptr<Reading> reading = find()) return reading;
   }
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<Reading> made,
       Reading::Create(std::move(snapshot), track, manifest(), *device_, *budget_, selection));
-  if (!is_shared) return made;
   absl::MutexLock lock(&readings_mu_);
   if (std::shared_ptr<Reading> reading = find()) return reading;  // Somebody was faster.
   readings_.push_back(made);

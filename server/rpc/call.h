@@ -94,7 +94,9 @@ class StreamCall {
 
 // Admits data streams up to a limit, and ends those that stall. When all places are taken, a new
 // stream gets that of the one whose peer has done nothing for longest, if that is a tenth of the
-// time-out: stalled peers do not keep others out for all of it. Thread-safe.
+// time-out: stalled peers do not keep others out for all of it. One stream at a time loses its
+// place so, with a pause of a fortieth: where the path is slow and no message arrives in that time,
+// streams would else take each other's places for ever. Thread-safe.
 class StreamAdmission {
  public:
   StreamAdmission(std::string kind, int64_t limit, std::chrono::nanoseconds stall_timeout)
@@ -134,9 +136,11 @@ class StreamAdmission {
     const auto longest = std::max_element(
         calls_.begin(), calls_.end(),
         [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
-    if (longest == calls_.end() || (*longest)->WaitingTime(now) < stall_timeout_ / 10) {
+    if (longest == calls_.end() || (*longest)->WaitingTime(now) < stall_timeout_ / 10 ||
+        now < next_end_time_) {
       return false;
     }
+    next_end_time_ = now + stall_timeout_ / 40;
     (*longest)->EndStalled();
     calls_.erase(longest);
     return true;
@@ -147,6 +151,7 @@ class StreamAdmission {
   const std::chrono::nanoseconds stall_timeout_;
   absl::Mutex mu_;
   absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
+  std::chrono::steady_clock::time_point next_end_time_ ABSL_GUARDED_BY(mu_);
 };
 
 // Counts the calls that are under way. Thread-safe.

@@ -40,23 +40,25 @@ class CallQueue {
   // Returns after Stop(), when the queue is empty. On the queue's own thread.
   void Run();
 
-  // Shuts the queue down, in Run(): operations may be started there until then. From any thread,
-  // once, when all calls have ended.
+  // Shuts the queue down, in Run(), when nothing is deferred any more: operations may be started
+  // there until then. From any thread, once, when all calls have ended.
   void Stop();
 
  private:
   class StopTag final : public CompletionTag {
    public:
-    explicit StopTag(grpc::ServerCompletionQueue* queue) : queue_(queue) {}
-    void Complete(bool) override { queue_->Shutdown(); }
+    explicit StopTag(CallQueue* queue) : queue_(queue) {}
+    void Complete(bool) override {
+      queue_->Defer([queue = queue_] { queue->queue_->Shutdown(); });
+    }
 
    private:
-    grpc::ServerCompletionQueue* const queue_;
+    CallQueue* const queue_;
   };
 
   const std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::deque<std::function<void()>> deferred_;
-  StopTag stop_tag_{queue_.get()};
+  StopTag stop_tag_{this};
   grpc::Alarm alarm_;
 };
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <random>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
@@ -65,10 +66,15 @@ void LaneServer::Accept() {
       continue;
     }
     Lane& lane = lanes_.emplace_back();
-    lane.thread = std::thread([this, fd, &lane] {
-      LaneConnection(rpc_, &is_stopping_).Run(fd);
-      lane.has_ended.store(true);
-    });
+    try {
+      lane.thread = std::thread([this, fd, &lane] {
+        LaneConnection(rpc_, &is_stopping_).Run(fd);
+        lane.has_ended.store(true);
+      });
+    } catch (const std::system_error&) {  // Out of threads: as out of descriptors.
+      lanes_.pop_back();
+      close(fd);
+    }
   }
 }
 

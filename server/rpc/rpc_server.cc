@@ -124,6 +124,9 @@ void RpcServer::Shutdown(absl::Time deadline) {
     server_->Shutdown(std::chrono::system_clock::now());
   }
   if (lanes_ != nullptr) lanes_->Stop();
+  // What was cancelled just now ends by itself, on the queues' threads.
+  constexpr absl::Duration kCancelGrace = absl::Seconds(5);
+  rpc_.calls.AwaitNone(absl::Now() + kCancelGrace);
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
   for (std::thread& thread : threads_) thread.join();

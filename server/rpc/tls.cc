@@ -45,7 +45,9 @@ absl::Status Check(const TlsFiles& files) {
 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const TlsFiles& files) {
-  if (files.certificate.empty()) return grpc::InsecureServerCredentials();
+  if (files.certificate.empty() && files.key.empty() && files.client_ca.empty()) {
+    return grpc::InsecureServerCredentials();
+  }
   EMA_RETURN_IF_ERROR(Check(files));
   grpc::experimental::TlsServerCredentialsOptions options(
       std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(

@@ -52,6 +52,24 @@ TEST(CoverageTest, ClaimedBytesAreBusyUntilReleased) {
   EXPECT_EQ(coverage.covered_bytes(), 0);
 }
 
+TEST(CoverageTest, ARankMaySendAllOfItsBytesInChunksOf64KiB) {
+  constexpr int64_t kChunk = int64_t{64} << 10;
+  constexpr int64_t kCount = (int64_t{1} << 18) + 1;
+  Coverage coverage(kCount * kChunk);
+  for (int64_t i = 0; i < kCount; ++i) {
+    ASSERT_THAT(coverage.Claim({i * kChunk, kChunk}, 0), IsOk()) << i;
+    coverage.Cover({i * kChunk, kChunk}, 0);
+  }
+  EXPECT_TRUE(coverage.complete());
+
+  Coverage small(int64_t{1} << 19);
+  for (int64_t i = 0; i < (int64_t{1} << 18); ++i) {
+    ASSERT_THAT(small.Claim({2 * i, 1}, 0), IsOk()) << i;
+    small.Cover({2 * i, 1}, 0);
+  }
+  EXPECT_THAT(small.Claim({1, 1}, 0), ReasonIs(ErrorReason::kBadChunk));
+}
+
 // Against a bitmap: random ranges, some claimed and released, some covered.
 TEST(CoverageTest, AgreesWithABitmapOnRandomRanges) {
   std::mt19937 random(20240611);

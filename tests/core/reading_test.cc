@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 
+#include "server/base/crc32c.h"
 #include "server/device/cast.h"
 #include "tests/core/test_model.h"
 
@@ -94,6 +95,20 @@ TEST_F(ReadingTest, WithoutASelectionIsTheTrackAsItLies) {
   Create({{"a", Dtype::kFloat32, {3}}, {"b", Dtype::kFloat32, {2, 2}}});
   EXPECT_THAT(Read({}), ElementsAre(0, 1, 2, 3, 4, 5, 6));
   EXPECT_EQ((*Open({}))->track().blocks[0]->data(), (*(*Open({}))->Read(0, 4))[0].bytes.data());
+}
+
+TEST_F(ReadingTest, AChunksChecksumIsComputedOnceForAllItsReaders) {
+  Create({{"w", Dtype::kFloat32, {1000}}});
+  const std::shared_ptr<Reading> reading = *Open({});
+  EXPECT_EQ(*Open({}), reading);
+  const std::vector<HostPiece> pieces = *reading->Read(0, 4000);
+  // Of a part nothing is remembered, and what is remembered is of the whole chunk.
+  const std::vector<HostPiece> tail = *reading->Read(400, 3600);
+  EXPECT_EQ(reading->Checksum(400, tail), Crc32c(0, tail[0].bytes));
+  EXPECT_EQ(reading->Checksum(0, pieces), Crc32c(0, pieces[0].bytes));
+  EXPECT_EQ(reading->Checksum(400, tail), Crc32c(0, tail[0].bytes));
+  // Other bytes are not looked at any more.
+  EXPECT_EQ(reading->Checksum(0, {}), Crc32c(0, pieces[0].bytes));
 }
 
 TEST_F(ReadingTest, TensorsAreFoundByNameAliasAndPatternAndComeInTheManifestsOrder) {

@@ -3,6 +3,9 @@
 // The ways to a server: IPv4, IPv6, unix sockets, and how many may take them.
 #include <unistd.h>
 
+#include <atomic>
+#include <thread>
+
 #include "absl/time/clock.h"
 #include "ema/client.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -101,6 +104,38 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
     EXPECT_THAT(first->ListModels(), IsOk());
   }
   EXPECT_THAT(Use(address_), IsOk());
+}
+
+TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
+  for (int round = 0; round < 10; ++round) {
+    StartServer({.same_host_lane = false});
+    CreateAndOpen();
+    v1::PushResponse response;
+    ASSERT_TRUE(PushFilled(1, 1, &response).status.ok());
+    std::atomic<bool> stopped = false;
+    std::atomic<int64_t> pulls = 0;
+    std::vector<std::jthread> readers;
+    for (int i = 0; i < 16; ++i) {
+      readers.emplace_back([&] {
+        while (!stopped.load()) {
+          grpc::ClientContext context;
+          v1::PullRequest request;
+          request.set_model("m");
+          request.set_track("ema");
+          const auto stream = stub_->Pull(&context, request);
+          v1::PullResponse message;
+          while (stream->Read(&message)) {
+          }
+          if (stream->Finish().ok()) pulls.fetch_add(1);
+        }
+      });
+    }
+    while (pulls.load() < 100) std::this_thread::yield();
+    server_->Shutdown(absl::InfinitePast());
+    stopped.store(true);
+    readers.clear();
+    server_.reset();
+  }
 }
 
 TEST_F(ConnectionsTest, AReaderThatHasLostItsPlaceGoesOn) {

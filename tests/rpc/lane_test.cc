@@ -213,9 +213,9 @@ TEST_F(LaneTest, WhoeverFindsNoLaneLeftTakesGrpc) {
   options.max_push_streams = 1;
   options.max_pull_streams = 1;
   Start(options);
-  OpenRun();
   const std::unique_ptr<LanePipe> first = RawLane();
   const std::unique_ptr<LanePipe> second = RawLane();
+  OpenRun();
   ASSERT_THAT(Push(1, 8), IsOk());
   EXPECT_EQ(stats_.lane, Lane::kGrpc);
   EXPECT_THAT(Pull(), IsOkAndHolds(8));

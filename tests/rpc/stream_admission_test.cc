@@ -52,7 +52,11 @@ TEST(StreamAdmissionTest, WhoHasWaitedLongestLosesItsPlace) {
   EXPECT_EQ(longest.ended, 1);
   EXPECT_EQ(later.ended, 0);
   admission.Leave(&longest);  // It had no place any more.
+  // One at a time: where all are slow, each must get time for a message.
   FakeCall another;
+  EXPECT_THAT(admission.Enter(&another), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_EQ(later.ended, 0);
+  std::this_thread::sleep_for(kStallTimeout / 40);
   ASSERT_THAT(admission.Enter(&another), IsOk());
   EXPECT_EQ(later.ended, 1);
   FakeCall refused;

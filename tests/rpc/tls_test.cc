@@ -141,6 +141,10 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
   refuses({Cert("empty"), Key("server"), ""}, Cert("empty"));
   refuses({Cert("server"), Key("other"), ""}, Key("other"));
   refuses({Cert("server"), Key("server"), Cert("empty")}, Cert("empty"));
+  // A variable that is not set must not open the server to all.
+  refuses({"", Key("server"), Cert("ca")}, "certificate");
+  refuses({"", "", Cert("ca")}, "certificate");
+  refuses({Cert("server"), "", ""}, "key");
   EXPECT_THAT(Call("tls:127.0.0.1:1", {.ca_file = Cert("none")}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("tls.ca_file")));
   EXPECT_THAT(Call("tls:127.0.0.1:1", {.ca_file = Cert("server"),
