@@ -25,6 +25,7 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/track.h"
+#include "ema/version_id.h"
 
 namespace ema {
 
@@ -106,12 +107,6 @@ struct PullInfo {
   int64_t received_bytes = 0;  // Fewer, if the rest was there already.
   bool not_newer = false;      // Nothing was pulled: see PullOptions::if_newer_than.
   Lane lane = Lane::kGrpc;     // That carried the last of them.
-};
-
-// One commit, over all lives of a server.
-struct VersionId {
-  int64_t version = 0;
-  int64_t incarnation = 0;
 };
 
 // What QueryPush says of a step.

@@ -70,6 +70,10 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "TRACK_NOT_FOUND";
     case ErrorReason::kModelDiffers:
       return "MODEL_DIFFERS";
+    case ErrorReason::kCheckpointNotFound:
+      return "CHECKPOINT_NOT_FOUND";
+    case ErrorReason::kLabelNotFound:
+      return "LABEL_NOT_FOUND";
     case ErrorReason::kNoVersion:
       return "NO_VERSION";
     case ErrorReason::kRunIncomplete:
@@ -84,6 +88,12 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "PLAN_MISMATCH";
     case ErrorReason::kPlanChanged:
       return "PLAN_CHANGED";
+    case ErrorReason::kResumeMismatch:
+      return "RESUME_MISMATCH";
+    case ErrorReason::kCheckpointInUse:
+      return "CHECKPOINT_IN_USE";
+    case ErrorReason::kPartialCheckpoint:
+      return "PARTIAL_CHECKPOINT";
     case ErrorReason::kStaleStep:
       return "STALE_STEP";
     case ErrorReason::kFenced:

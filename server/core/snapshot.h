@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "absl/time/time.h"
 #include "ema/schedule.h"
 #include "ema/time.h"
+#include "ema/version_id.h"
 #include "server/core/track.h"
 #include "server/device/device.h"
 
@@ -47,16 +49,40 @@ struct VersionRecord {
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;  // Some of their names.
   WireDtype wire_dtype = WireDtype::kAsPushed;
+  // Not a push made it, but a rollback to this version.
+  std::optional<VersionId> restored_from;
+
+  VersionId id() const { return {version, incarnation}; }
 };
 
 // Blocks as Track cuts them.
 using Blocks = std::vector<BlockRef>;
+
+// A piece of a track's bytes in host memory, valid while `owner` is held.
+struct HostPiece {
+  std::shared_ptr<const std::byte> owner;
+  std::span<const std::byte> bytes;
+};
+
+// A track's bytes where they are in no block but in a checkpoint's files. Thread-safe.
+class StoredTrack {
+ public:
+  virtual ~StoredTrack() = default;
+
+  // The bytes [offset, offset + length_bytes) of the track as its StorageLayout places them, in
+  // order; bytes between tensors are zero. Verified before they are given. Blocks on the disk.
+  // REQUIRES: the range is inside the layout. DATA_LOSS, CHECKPOINT_CORRUPT: names the tensor.
+  // UNAVAILABLE: the disk failed.
+  virtual absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) = 0;
+};
 
 // One track at one version: its values and where its schedule stands.
 struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
   Blocks low_blocks;  // Of a compensated track.
+  // Null, or where the bytes are instead of in blocks: of a version that is only read.
+  std::shared_ptr<StoredTrack> stored;
   // At which version each block was made; 0: before the server started.
   std::vector<int64_t> block_versions;
   TrackState state;
@@ -78,12 +104,6 @@ struct Snapshot {
   const TrackSnapshot* FindId(int64_t track_id) const;
 };
 using SnapshotRef = std::shared_ptr<const Snapshot>;
-
-// A piece of a track's bytes in host memory, valid while `owner` is held.
-struct HostPiece {
-  std::shared_ptr<const std::byte> owner;
-  std::span<const std::byte> bytes;
-};
 
 // The bytes [offset, offset + length_bytes) of a track's `blocks`, in order, as pieces that need no
 // copy on the CPU device. REQUIRES: the range is inside track.layout().total_bytes(). INTERNAL,

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which version of a model.
+#ifndef EMA_VERSION_ID_H_
+#define EMA_VERSION_ID_H_
+
+#include <compare>
+#include <cstdint>
+
+namespace ema {
+
+// One commit, over all lives of a server. Ordered by incarnation, then version: in the order of the
+// commits.
+struct VersionId {
+  int64_t version = 0;
+  int64_t incarnation = 0;
+
+  friend bool operator==(const VersionId&, const VersionId&) = default;
+  friend std::strong_ordering operator<=>(const VersionId& a, const VersionId& b) {
+    const auto order = a.incarnation <=> b.incarnation;
+    return order != 0 ? order : a.version <=> b.version;
+  }
+};
+
+}  // namespace ema
+
+#endif  // EMA_VERSION_ID_H_

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What calls need of the versions on a disk: between the layers that know RPCs and those that know
+// files.
+#ifndef EMA_SERVER_CORE_CHECKPOINTS_H_
+#define EMA_SERVER_CORE_CHECKPOINTS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ema/time.h"
+#include "ema/version_id.h"
+#include "server/core/model.h"
+#include "server/core/snapshot.h"
+#include "server/core/synthesis.h"
+
+namespace ema {
+
+// Mirrors ema.v1.Checkpoint, which says what each field means.
+struct CheckpointInfo {
+  enum class State { kSaving = 1, kComplete = 2, kFailed = 3, kCorrupt = 4 };
+  std::string name;
+  State state = State::kComplete;
+  VersionId id;
+  int64_t step = 0;
+  absl::Time commit_time = absl::UnixEpoch();
+  std::vector<std::string> tracks;
+  bool is_partial = false;
+  int64_t total_bytes = 0;
+  std::vector<std::string> labels;
+  std::string problem;
+};
+
+// Mirrors ema.v1.Label.
+struct CheckpointLabel {
+  std::string name;
+  VersionId id;
+  int64_t step = 0;
+  std::optional<double> metric;
+  bool lower_is_better = false;
+
+  friend bool operator==(const CheckpointLabel&, const CheckpointLabel&) = default;
+};
+
+// Mirrors ema.v1.Resume.
+struct ResumePoint {
+  int64_t step = 0;
+  std::optional<VersionId> version;
+  std::optional<TrainingTime> time;
+};
+
+// The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
+// as a model takes to write or read, but for FindLabel(): not for a thread that serves RPCs. Their
+// errors are those of the calls in ema_service.proto; without a data directory it is NO_DATA_DIR.
+class Checkpoints {
+ public:
+  virtual ~Checkpoints() = default;
+
+  struct SaveRequest {
+    VersionId id;  // All zero: the newest. Incarnation 0: whichever is kept.
+    std::vector<std::string> tracks;
+    bool async = false;
+    std::string label;
+  };
+  struct Saved {
+    VersionRecord record;
+    std::string name;
+    int64_t total_bytes = 0;
+    CheckpointInfo::State state = CheckpointInfo::State::kComplete;
+  };
+  virtual absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) = 0;
+  virtual absl::StatusOr<CheckpointInfo> Get(Model& model, std::string_view name) = 0;
+  struct Listing {
+    std::vector<CheckpointInfo> checkpoints;  // Newest first.
+    std::vector<CheckpointLabel> labels;      // By name.
+  };
+  virtual absl::StatusOr<Listing> List(Model& model) = 0;
+  virtual absl::Status Delete(Model& model, std::string_view name) = 0;
+
+  // Rolls the model back to one of the two; `id` with incarnation 0: the newest of that number.
+  virtual absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
+                                                std::string_view label) = 0;
+  // Before the run `launch_id` opens: brings the model to where the trainer stands. Does nothing if
+  // that run is open already, or the model stands there.
+  virtual absl::Status Resume(Model& model, const std::string& launch_id,
+                              const ResumePoint& point) = 0;
+
+  virtual absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
+                                                   const VersionId& id) = 0;
+  virtual absl::Status RemoveLabel(Model& model, const std::string& label) = 0;
+  struct MetricResult {
+    CheckpointLabel label;
+    bool moved = false;
+  };
+  // `score` has the label's name, a metric and its direction, and the version that was evaluated.
+  virtual absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) = 0;
+
+  virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
+  // After a model has been deleted, so that a restart does not bring it back.
+  virtual absl::Status Forget(std::string_view model_name) = 0;
+
+  // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
+  virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;
+  // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
+  // is in memory; removing the checkpoint does not hinder whoever holds it. OUT_OF_RANGE,
+  // VERSION_NOT_KEPT. NOT_FOUND, TRACK_NOT_FOUND: not in that checkpoint.
+  virtual absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
+                                                  std::string_view track) = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_CHECKPOINTS_H_
