@@ -81,8 +81,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.model.incarnation = IncarnationWithoutStore(begin);
   store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
   if (!options.data_dir.empty()) {
-    EMA_ASSIGN_OR_RETURN(server->checkpoints_,
-                         CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir}));
+    EMA_ASSIGN_OR_RETURN(
+        server->checkpoints_,
+        CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir,
+                                                  .max_file_bytes = options.max_file_bytes}));
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
     server->scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "server/core/snapshot.h"
+#include "server/core/version_record.h"
 
 namespace ema {
 

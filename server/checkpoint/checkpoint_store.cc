@@ -64,8 +64,9 @@ int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now)
 absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(FileSystem& file_system,
                                                                        const Options& options,
                                                                        absl::Time now) {
-  if (options.data_dir.empty() || options.keep_count < 1) {
-    return absl::InvalidArgumentError("a data directory and a keep_count of 1 or more are needed");
+  if (options.data_dir.empty() || options.keep_count < 1 || options.max_file_bytes < 1) {
+    return absl::InvalidArgumentError(
+        "a data directory, and a keep_count and max_file_bytes of 1 or more, are needed");
   }
   std::unique_ptr<CheckpointStore> store(new CheckpointStore(file_system, options));
   const absl::Status status = store->Start(now);
@@ -198,7 +199,9 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
                                                         bool keep, const Folder& folder,
                                                         const std::string& name) {
   // What is kept for good must leave room for what is not.
-  const int64_t needed_bytes = (CheckpointDataBytes(snapshot) + kSpareBytes) * (keep ? 2 : 1);
+  const WriteOptions write_options{.max_file_bytes = options_.max_file_bytes};
+  const int64_t needed_bytes =
+      (CheckpointDataBytes(snapshot, write_options) + kSpareBytes) * (keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
   if (free_bytes < needed_bytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
@@ -209,7 +212,9 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   const std::string temporary = JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name));
   EMA_RETURN_IF_ERROR(file_system_.RemoveTree(temporary));
   absl::StatusOr<CheckpointManifest> written =
-      WriteCheckpoint(file_system_, latch_, temporary, model, snapshot);
+      WriteCheckpoint(file_system_, latch_, temporary, model, snapshot, write_options);
+  // What is answered for has been read back.
+  if (written.ok()) written = VerifyCheckpoint(file_system_, temporary);
   if (const absl::Status kept = keep && written.ok() ? Keep(temporary) : absl::OkStatus();
       !kept.ok()) {
     written = kept;

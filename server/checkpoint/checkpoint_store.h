@@ -59,6 +59,8 @@ class CheckpointStore {
     std::string data_dir;
     // Checkpoints kept of each model, the newest ones, besides those with a KEEP file. 1 or more.
     int64_t keep_count = 3;
+    // As WriteOptions::max_file_bytes. 1 or more.
+    int64_t max_file_bytes = 5'000'000'000;
   };
 
   // Locks the directory, clears what a crash has left and raises the incarnation, durably.

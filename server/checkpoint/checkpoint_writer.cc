@@ -4,14 +4,21 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
+#include "server/checkpoint/checkpoint_files.h"
+#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/safetensors.h"
+#include "server/checkpoint/tensor_reader.h"
 
 namespace ema {
 namespace {
@@ -24,23 +31,31 @@ absl::Status SyncAndClose(WritableFile& file, SyncLatch& latch) {
   return file.Close();
 }
 
-std::string TracksPath(std::string_view checkpoint_path) {
-  return JoinPath(checkpoint_path, "tracks");
-}
+// One kind of a track's tensors, with where its bytes are.
+struct Source {
+  TensorKind kind;
+  const TrackSnapshot& snapshot;
+  const Blocks& blocks;
 
-std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name) {
-  return JoinPath(TracksPath(checkpoint_path), track_name);
-}
+  const Track& track() const { return *snapshot.track; }
+};
 
-// Tensors in the order of a file: by falling element size, so that each is aligned to its own. Low
-// parts are those of averages.
-std::vector<int64_t> FileOrder(const Track& track, bool low_parts) {
-  const StorageLayout& layout = track.layout();
+// What is written, and where.
+struct Job {
+  FileSystem& file_system;
+  SyncLatch& latch;
+  const std::string& path;
+  Model& model;
+  const VersionRecord& record;
+  const WriteOptions& options;
+};
+
+// Tensors in the order of the files: by falling element size, so that each is aligned to its own.
+std::vector<int64_t> FileOrder(const Source& source) {
+  const StorageLayout& layout = source.track().layout();
   std::vector<int64_t> order;
   for (int64_t i = 0; i < static_cast<int64_t>(layout.entries().size()); ++i) {
-    if (layout.entry(i).is_stored && (!low_parts || track.action(i) == TensorAction::kAverage)) {
-      order.push_back(i);
-    }
+    if (HasTensors(source.kind, source.track().action(i))) order.push_back(i);
   }
   std::stable_sort(order.begin(), order.end(), [&layout](int64_t a, int64_t b) {
     return DtypeSize(layout.entry(a).dtype) > DtypeSize(layout.entry(b).dtype);
@@ -48,138 +63,250 @@ std::vector<int64_t> FileOrder(const Track& track, bool low_parts) {
   return order;
 }
 
-// "format" is what transformers' from_pretrained insists on.
-std::map<std::string, std::string> FileMetadata(const Model& model, const Track& track,
-                                                const VersionRecord& record) {
-  return {{"format", "pt"},
-          {"ema.model", model.config().name},
-          {"ema.track", track.name()},
-          {"ema.step", absl::StrCat(record.step)},
-          {"ema.version", absl::StrCat(record.version)},
-          {"ema.incarnation", absl::StrCat(record.incarnation)}};
+// The tensors of each file; one file at least.
+std::vector<std::vector<int64_t>> DealOut(const std::vector<int64_t>& order,
+                                          const StorageLayout& layout, int64_t max_file_bytes) {
+  std::vector<std::vector<int64_t>> files(1);
+  int64_t bytes = 0;
+  for (const int64_t i : order) {
+    const int64_t length_bytes = layout.entry(i).length_bytes;
+    if (bytes > 0 && length_bytes > max_file_bytes - bytes) {
+      files.emplace_back();
+      bytes = 0;
+    }
+    files.back().push_back(i);
+    bytes += length_bytes;
+  }
+  return files;
 }
 
-// Appends one tensor's bytes and returns their CRC32C.
-absl::StatusOr<uint32_t> WriteTensor(WritableFile& file, Device& device, const Track& track,
-                                     const Blocks& blocks, const StorageLayout::Entry& entry) {
+// "format" is what transformers' from_pretrained insists on.
+std::map<std::string, std::string> FileMetadata(const Job& job, const Track& track) {
+  return {{"format", "pt"},
+          {"ema.model", job.model.config().name},
+          {"ema.track", track.name()},
+          {"ema.step", absl::StrCat(job.record.step)},
+          {"ema.version", absl::StrCat(job.record.version)},
+          {"ema.incarnation", absl::StrCat(job.record.incarnation)}};
+}
+
+absl::Status WriteSmallFile(const Job& job, const std::string& path, std::string_view text) {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                       job.file_system.NewWritableFile(path));
+  EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(text))));
+  return SyncAndClose(*file, job.latch);
+}
+
+SmallFile Describe(std::string_view name, std::string_view bytes) {
+  return {std::string(name), static_cast<int64_t>(bytes.size()),
+          Crc32c(0, std::as_bytes(std::span(bytes)))};
+}
+
+// Appends one tensor's bytes, and puts its checksums into `files`.
+absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_index,
+                         WritableFile& file, TensorFiles& files) {
+  const StorageLayout::Entry& entry = source.track().layout().entry(tensor_index);
   uint32_t crc = 0;
+  uint32_t piece_crc = 0;
+  int64_t piece_bytes = 0;
   for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
     const int64_t n = std::min(kReadBytes, entry.length_bytes - done);
-    EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
-                         ReadBlocks(device, track, blocks, entry.offset + done, n));
-    for (const HostPiece& piece : pieces) {
-      crc = Crc32c(crc, piece.bytes);
-      EMA_RETURN_IF_ERROR(file.Append(piece.bytes));
+    EMA_ASSIGN_OR_RETURN(
+        const std::vector<HostPiece> host_pieces,
+        ReadBlocks(job.model.device(), source.track(), source.blocks, entry.offset + done, n));
+    for (const HostPiece& host_piece : host_pieces) {
+      // A block may end inside a piece.
+      for (auto rest = host_piece.bytes; !rest.empty();) {
+        const auto bytes = rest.first(std::min<size_t>(rest.size(), kPieceBytes - piece_bytes));
+        rest = rest.subspan(bytes.size());
+        piece_crc = Crc32c(piece_crc, bytes);
+        piece_bytes += static_cast<int64_t>(bytes.size());
+        EMA_RETURN_IF_ERROR(file.Append(bytes));
+        if (piece_bytes < kPieceBytes) continue;
+        crc = Crc32cCombine(crc, piece_crc, piece_bytes);
+        files.piece_crc32c[tensor_index].push_back(std::exchange(piece_crc, 0));
+        piece_bytes = 0;
+      }
     }
   }
-  return crc;
+  if (piece_bytes > 0) files.piece_crc32c[tensor_index].push_back(piece_crc);
+  if (entry.length_bytes <= kPieceBytes) files.piece_crc32c[tensor_index].clear();
+  files.tensor_crc32c[tensor_index] = Crc32cCombine(crc, piece_crc, piece_bytes);
+  return absl::OkStatus();
 }
 
-// Where a checkpoint is written.
-struct Place {
-  FileSystem& file_system;
-  SyncLatch& latch;
-  const std::string& path;
-};
-
-absl::StatusOr<CheckpointFile> WriteFile(const Place& place, const std::string& file_path,
-                                         Model& model, const TrackSnapshot& snapshot,
-                                         bool low_parts, const VersionRecord& record) {
-  const Track& track = *snapshot.track;
-  const std::vector<int64_t> order = FileOrder(track, low_parts);
+// Writes one file of a track, of the tensors `order`.
+absl::Status WriteFile(const Job& job, const Source& source, const std::vector<int64_t>& order,
+                       TensorFile& saved, TensorFiles& files) {
+  const Track& track = source.track();
   std::vector<TensorSpec> specs;
   specs.reserve(order.size());
   for (const int64_t i : order) {
-    TensorSpec& spec = specs.emplace_back(model.manifest().tensor(i));
+    TensorSpec& spec = specs.emplace_back(job.model.manifest().tensor(i));
     spec.dtype = track.layout().entry(i).dtype;
     if (spec.name == kSafetensorsMetadataKey) {
       return absl::FailedPreconditionError(
           absl::StrCat("tensor \"", spec.name, "\": a safetensors file cannot hold this name"));
     }
   }
-  const std::string header = EncodeSafetensorsHeader(specs, FileMetadata(model, track, record));
-  const auto header_bytes = std::as_bytes(std::span(header));
+  const std::string header = EncodeSafetensorsHeader(specs, FileMetadata(job, track));
   if (static_cast<int64_t>(header.size()) > kMaxSafetensorsHeaderBytes) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "model \"", model.config().name, "\": its names and shapes take ", header.size(),
+        "model \"", job.model.config().name, "\": its names and shapes take ", header.size(),
         " bytes, a safetensors file can hold ", kMaxSafetensorsHeaderBytes));
   }
-  CheckpointFile result;
-  result.header_crc32c = Crc32c(0, header_bytes);
-  result.file_bytes = static_cast<int64_t>(header.size());
-  result.tensor_crc32c.resize(model.manifest().tensor_count());
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                       place.file_system.NewWritableFile(file_path));
+  const auto header_bytes = std::as_bytes(std::span(header));
+  saved.header_crc32c = Crc32c(0, header_bytes);
+  saved.file_bytes = static_cast<int64_t>(header.size());
+  EMA_ASSIGN_OR_RETURN(
+      const std::unique_ptr<WritableFile> file,
+      job.file_system.NewWritableFile(JoinPath(TrackPath(job.path, track.name()), saved.name)));
   EMA_RETURN_IF_ERROR(file->Append(header_bytes));
   for (const int64_t i : order) {
-    const StorageLayout::Entry& entry = track.layout().entry(i);
-    EMA_ASSIGN_OR_RETURN(result.tensor_crc32c[i],
-                         WriteTensor(*file, model.device(), track,
-                                     low_parts ? snapshot.low_blocks : snapshot.blocks, entry));
-    result.file_bytes += entry.length_bytes;
+    EMA_RETURN_IF_ERROR(WriteTensor(job, source, i, *file, files));
+    saved.file_bytes += track.layout().entry(i).length_bytes;
   }
-  EMA_RETURN_IF_ERROR(SyncAndClose(*file, place.latch));
-  return result;
+  return SyncAndClose(*file, job.latch);
 }
 
-absl::StatusOr<CheckpointTrack> WriteTrack(const Place& place, Model& model,
-                                           const TrackSnapshot& snapshot,
-                                           const VersionRecord& record) {
-  const std::string& name = snapshot.track->name();
+// Says which tensor is in which file, as Hugging Face's tools write and read it.
+std::string IndexText(const Manifest& manifest, const StorageLayout& layout,
+                      const TensorFiles& files, const std::vector<std::vector<int64_t>>& dealt) {
+  int64_t total_bytes = 0;
+  Json places = Json::object();
+  for (size_t f = 0; f < dealt.size(); ++f) {
+    for (const int64_t i : dealt[f]) {
+      places[manifest.tensor(i).name] = files.files[f].name;
+      total_bytes += layout.entry(i).length_bytes;
+    }
+  }
+  const Json index = {{"metadata", {{"total_size", total_bytes}}},
+                      {"weight_map", std::move(places)}};
+  return absl::StrCat(index.dump(2), "\n");
+}
+
+absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
+  const Manifest& manifest = job.model.manifest();
+  const StorageLayout& layout = source.track().layout();
+  const std::vector<std::vector<int64_t>> dealt =
+      DealOut(FileOrder(source), layout, job.options.max_file_bytes);
+  TensorFiles files;
+  files.tensor_crc32c.resize(manifest.tensor_count());
+  files.piece_crc32c.resize(manifest.tensor_count());
+  for (size_t f = 0; f < dealt.size(); ++f) {
+    files.files.push_back({.name = TensorFileName(source.kind, f, dealt.size())});
+    EMA_RETURN_IF_ERROR(WriteFile(job, source, dealt[f], files.files.back(), files));
+  }
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    if (!HasTensors(source.kind, source.track().action(i))) continue;
+    files.digest =
+        Crc32cCombine(files.digest, files.tensor_crc32c[i], layout.entry(i).length_bytes);
+  }
+  if (source.kind == TensorKind::kLowParts || dealt.size() == 1) return files;
+  const std::string index = IndexText(manifest, layout, files, dealt);
+  files.index = Describe(kIndexFileName, index);
+  EMA_RETURN_IF_ERROR(WriteSmallFile(
+      job, JoinPath(TrackPath(job.path, source.track().name()), kIndexFileName), index));
+  return files;
+}
+
+absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& snapshot) {
   CheckpointTrack result{.config = snapshot.track->config(),
                          .state = snapshot.state,
                          .last_steps = snapshot.last_steps};
-  const std::string directory = TrackPath(place.path, name);
-  EMA_RETURN_IF_ERROR(place.file_system.CreateDirectory(directory));
+  const std::string directory = TrackPath(job.path, snapshot.track->name());
+  EMA_RETURN_IF_ERROR(job.file_system.CreateDirectory(directory));
   EMA_ASSIGN_OR_RETURN(result.weights,
-                       WriteFile(place, TrackFilePath(place.path, name), model, snapshot,
-                                 /*low_parts=*/false, record));
+                       WriteTensors(job, {TensorKind::kWeights, snapshot, snapshot.blocks}));
   if (snapshot.track->config().compensated) {
     EMA_ASSIGN_OR_RETURN(result.low_parts,
-                         WriteFile(place, LowPartsFilePath(place.path, name), model, snapshot,
-                                   /*low_parts=*/true, record));
+                         WriteTensors(job, {TensorKind::kLowParts, snapshot, snapshot.low_blocks}));
   }
-  EMA_RETURN_IF_ERROR(place.latch.Check(place.file_system.SyncDirectory(directory)));
+  for (const AttachedFile& file : job.options.attached_files) {
+    EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file.name), file.bytes));
+  }
+  EMA_RETURN_IF_ERROR(job.latch.Check(job.file_system.SyncDirectory(directory)));
   return result;
 }
 
-absl::Status WriteManifest(FileSystem& file_system, SyncLatch& latch, const std::string& path,
-                           const CheckpointManifest& manifest) {
+absl::Status WriteManifest(const Job& job, const CheckpointManifest& manifest) {
   const std::string text = EncodeCheckpointManifest(manifest);
   // What could not be read back must not become the newest checkpoint.
   if (const absl::Status status = ParseCheckpointManifest(text).status(); !status.ok()) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
                      absl::StrCat("cannot read what was to be written: ", status.message()));
   }
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                       file_system.NewWritableFile(JoinPath(path, kManifestFileName)));
-  EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(text))));
-  return SyncAndClose(*file, latch);
+  return WriteSmallFile(job, JoinPath(job.path, kManifestFileName), text);
+}
+
+absl::Status CheckAttachedFiles(const std::vector<AttachedFile>& files) {
+  const auto bad = [](const std::string& message) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
+  };
+  if (files.size() > kMaxAttachedFiles) {
+    return bad(absl::StrCat(files.size(), " attached files, expected at most ", kMaxAttachedFiles));
+  }
+  absl::flat_hash_set<std::string> names;
+  for (const AttachedFile& file : files) {
+    EMA_RETURN_IF_ERROR(ValidateAttachedName(file.name));
+    if (!names.insert(file.name).second) {
+      return bad(absl::StrCat("file \"", file.name, "\" is attached twice"));
+    }
+    if (static_cast<int64_t>(file.bytes.size()) > kMaxAttachedFileBytes) {
+      return bad(absl::StrCat("file \"", file.name, "\" has ", file.bytes.size(),
+                              " bytes, expected at most ", kMaxAttachedFileBytes));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Whether the track `name` is to be written.
+bool IsChosen(const WriteOptions& options, const std::string& name) {
+  return options.tracks.empty() || absl::c_linear_search(options.tracks, name);
+}
+
+// The tracks that the model has now with their values in the snapshot, null where there are none.
+using TrackValues = std::vector<std::pair<TrackRef, const TrackSnapshot*>>;
+
+absl::Status CheckTracks(const WriteOptions& options, const TrackValues& values) {
+  for (const std::string& name : options.tracks) {
+    if (absl::c_any_of(values, [&](const auto& value) {
+          return value.second != nullptr && value.first->name() == name;
+        })) {
+      continue;
+    }
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                     absl::StrCat("track \"", name, "\" has no value in this version"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
 
-std::string TrackFilePath(std::string_view checkpoint_path, std::string_view track_name) {
-  return JoinPath(TrackPath(checkpoint_path, track_name), "model.safetensors");
-}
-
-std::string LowPartsFilePath(std::string_view checkpoint_path, std::string_view track_name) {
-  return JoinPath(TrackPath(checkpoint_path, track_name), "low_parts.safetensors");
-}
-
-int64_t CheckpointDataBytes(const Snapshot& snapshot) {
+int64_t CheckpointDataBytes(const Snapshot& snapshot, const WriteOptions& options) {
+  int64_t attached_bytes = 0;
+  for (const AttachedFile& file : options.attached_files) {
+    attached_bytes += static_cast<int64_t>(file.bytes.size());
+  }
   int64_t bytes = 0;
   for (const TrackSnapshot& track : snapshot.tracks) {
-    bytes += track.track->layout().total_bytes() * (track.track->config().compensated ? 2 : 1);
+    if (!IsChosen(options, track.track->name())) continue;
+    bytes += track.track->layout().total_bytes() * (track.track->config().compensated ? 2 : 1) +
+             attached_bytes;
   }
   return bytes;
 }
 
 absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, SyncLatch& latch,
                                                    const std::string& path, Model& model,
-                                                   const Snapshot& snapshot) {
-  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
-  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
+                                                   const Snapshot& snapshot,
+                                                   const WriteOptions& options) {
+  EMA_RETURN_IF_ERROR(CheckAttachedFiles(options.attached_files));
+  TrackValues values;
+  for (const TrackRef& track : model.tracks_after_next_commit()) {
+    values.emplace_back(track, snapshot.FindId(track->id()));
+  }
+  EMA_RETURN_IF_ERROR(CheckTracks(options, values));
   CheckpointManifest manifest{.model_name = model.config().name,
                               .manifest = model.manifest(),
                               .max_pinned_versions = model.config().max_pinned_versions,
@@ -187,19 +314,27 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
                               .created_tracks = model.config().created_tracks,
                               .record = snapshot.record};
   if (manifest.created_tracks.empty()) manifest.created_tracks = model.config().tracks;
-  const Place place{file_system, latch, path};
+  manifest.is_partial = absl::c_any_of(values, [&](const auto& value) {
+    return value.second != nullptr && !IsChosen(options, value.first->name());
+  });
+  for (const AttachedFile& file : options.attached_files) {
+    manifest.attached_files.push_back(Describe(file.name, file.bytes));
+  }
+  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
+  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
+  const Job job{file_system, latch, path, model, snapshot.record, options};
   // All that the model has now, with the values that they had then.
-  for (const TrackRef& track : model.tracks_after_next_commit()) {
+  for (const auto& [track, value] : values) {
+    if (manifest.is_partial && !IsChosen(options, track->name())) continue;
     CheckpointTrack saved{.config = track->config()};
-    if (const TrackSnapshot* const values = snapshot.FindId(track->id()); values != nullptr) {
-      EMA_ASSIGN_OR_RETURN(saved, WriteTrack(place, model, *values, snapshot.record));
-      manifest.total_bytes += saved.weights->file_bytes;
-      if (saved.low_parts.has_value()) manifest.total_bytes += saved.low_parts->file_bytes;
+    if (value != nullptr) {
+      EMA_ASSIGN_OR_RETURN(saved, WriteTrack(job, *value));
+      manifest.total_bytes += manifest.FolderBytes(saved);
     }
     saved.config = track->config();
     manifest.tracks.push_back(std::move(saved));
   }
-  EMA_RETURN_IF_ERROR(WriteManifest(file_system, latch, path, manifest));
+  EMA_RETURN_IF_ERROR(WriteManifest(job, manifest));
   EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(TracksPath(path))));
   EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(path)));
   return manifest;

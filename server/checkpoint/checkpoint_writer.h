@@ -6,35 +6,43 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/manifest_json.h"
 #include "server/checkpoint/sync_latch.h"
+#include "server/checkpoint/verify.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
 
 namespace ema {
 
-inline constexpr std::string_view kManifestFileName = "manifest.json";
-inline constexpr int64_t kMaxManifestFileBytes = int64_t{512} << 20;
+struct WriteOptions {
+  // Names of the tracks to write. Empty: all. If one is left out that has a value, the checkpoint
+  // is partial.
+  std::vector<std::string> tracks;
+  // Put into the folder of every track.
+  std::vector<AttachedFile> attached_files;
+  // Tensors' bytes in one file of a track, at most; a larger tensor has a file of its own. Default:
+  // as Hugging Face's tools.
+  int64_t max_file_bytes = 5'000'000'000;
+};
 
-// Paths of a track's weights inside a checkpoint, and of the low parts of a compensated one.
-std::string TrackFilePath(std::string_view checkpoint_path, std::string_view track_name);
-std::string LowPartsFilePath(std::string_view checkpoint_path, std::string_view track_name);
+// What a checkpoint of `snapshot` takes at least, in bytes.
+int64_t CheckpointDataBytes(const Snapshot& snapshot, const WriteOptions& options);
 
-// The data of all tracks in bytes: what a checkpoint of `snapshot` takes at least.
-int64_t CheckpointDataBytes(const Snapshot& snapshot);
-
-// Makes the directory `path` and everything in it, synced; its own name in the parent is not yet.
-// The weights go from the snapshot's blocks to the file without a copy. Blocks on the disk.
-// ALREADY_EXISTS: there is something at `path`. FAILED_PRECONDITION: the format cannot hold
-// the tensors' names. Else errors of FileSystem and ReadBlocks(); what is written by then stays
-// there.
+// Makes the directory `path` and everything in it, synced; its own name in the parent is not yet,
+// and nothing has been read back (see VerifyCheckpoint()). The weights go from the snapshot's
+// blocks to the file without a copy. Blocks on the disk. ALREADY_EXISTS: there is something at
+// `path`. INVALID_ARGUMENT: an attached file's name or size, or a file twice. NOT_FOUND,
+// TRACK_NOT_FOUND: the model, or the snapshot, has no such track. FAILED_PRECONDITION: the format
+// cannot hold the tensors' names. Else errors of FileSystem and ReadBlocks(). After an error, what
+// is written by then stays there.
 absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, SyncLatch& latch,
                                                    const std::string& path, Model& model,
-                                                   const Snapshot& snapshot);
+                                                   const Snapshot& snapshot,
+                                                   const WriteOptions& options);
 
 }  // namespace ema
 

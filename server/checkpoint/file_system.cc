@@ -149,6 +149,8 @@ class PosixRandomAccessFile final : public RandomAccessFile {
     return absl::OkStatus();
   }
 
+  void DropCache() const override { posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_DONTNEED); }
+
  private:
   const Descriptor fd_;
   const int64_t size_bytes_;

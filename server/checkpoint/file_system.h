@@ -48,6 +48,10 @@ class RandomAccessFile {
   // Fills all of `bytes` from `offset` on. DATA_LOSS: the file ends before that. UNAVAILABLE: the
   // disk failed. After an error `bytes` holds anything.
   virtual absl::Status Read(int64_t offset, std::span<std::byte> bytes) const = 0;
+
+  // Asks the system to forget what it holds of the file in memory, so that the next Read() comes
+  // from the disk. Best effort: bytes that are not synced stay, and not every system can.
+  virtual void DropCache() const {}
 };
 
 // Holds an exclusive lock on a file until destroyed. The kernel frees it when the process ends,

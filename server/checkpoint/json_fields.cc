@@ -109,6 +109,26 @@ absl::StatusOr<uint32_t> Fields::Checksum(const std::string& key) const {
   return IsNot(key, "a CRC32C");
 }
 
+absl::StatusOr<std::vector<std::string>> Fields::Texts(const std::string& key) const {
+  EMA_ASSIGN_OR_RETURN(const Json* elements, Array(key));
+  std::vector<std::string> texts;
+  for (const Json& element : *elements) {
+    if (!element.is_string()) return CorruptManifest(absl::StrCat("one of ", key, " is no text"));
+    texts.push_back(element.get<std::string>());
+  }
+  return texts;
+}
+
+absl::Status Fields::ForEachObject(const std::string& key,
+                                   absl::FunctionRef<absl::Status(const Fields&)> parse) const {
+  EMA_ASSIGN_OR_RETURN(const Json* elements, Array(key));
+  for (size_t i = 0; i < elements->size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(const Fields element, Of((*elements)[i], absl::StrCat(key, "[", i, "].")));
+    EMA_RETURN_IF_ERROR(parse(element));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Fields::Bad(const absl::Status& status) const {
   return CorruptManifest(absl::StrCat(where_, " ", status.message()));
 }

@@ -10,7 +10,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -50,6 +52,11 @@ class Fields {
   absl::StatusOr<bool> Boolean(const std::string& key) const;
   absl::StatusOr<std::string> String(const std::string& key) const;
   absl::StatusOr<uint32_t> Checksum(const std::string& key) const;
+  // An array of texts.
+  absl::StatusOr<std::vector<std::string>> Texts(const std::string& key) const;
+  // Calls `parse` for each element of an array of objects, until the first error.
+  absl::Status ForEachObject(const std::string& key,
+                             absl::FunctionRef<absl::Status(const Fields&)> parse) const;
 
   // CorruptManifest() for what somebody else's Parse() or Create() says of this object's values.
   absl::Status Bad(const absl::Status& status) const;

@@ -14,24 +14,50 @@
 #include "ema/manifest.h"
 #include "ema/schedule.h"
 #include "ema/track.h"
-#include "server/core/push_session.h"
-#include "server/core/snapshot.h"
+#include "server/core/version_record.h"
 
 namespace ema {
 
 // What this build writes, and the newest that it reads. 1: a track had one schedule, its `state`
-// and `last_step`.
-inline constexpr int64_t kCheckpointFormatVersion = 2;
+// and `last_step`. 2: it had one file, and a tensor one checksum.
+inline constexpr int64_t kCheckpointFormatVersion = 3;
 
-// A safetensors file of a checkpoint.
-struct CheckpointFile {
+// A longer tensor has a checksum for each piece of so many bytes, so that a part of it can be read
+// and verified without the rest. The same in every checkpoint of format 3.
+inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+// One safetensors file of a track.
+struct TensorFile {
+  std::string name;
   int64_t file_bytes = 0;
-  // Of the file's bytes before the data section, and of each tensor's bytes, as the manifest's
-  // tensors (0 for those that are not in the file): together of every byte.
-  uint32_t header_crc32c = 0;
-  std::vector<uint32_t> tensor_crc32c;
+  uint32_t header_crc32c = 0;  // Of its bytes before the data section.
 
-  friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
+  friend bool operator==(const TensorFile&, const TensorFile&) = default;
+};
+
+// A file that is read as a whole.
+struct SmallFile {
+  std::string name;
+  int64_t file_bytes = 0;
+  uint32_t crc32c = 0;
+
+  friend bool operator==(const SmallFile&, const SmallFile&) = default;
+};
+
+// Tensors of one kind of a track, in one or more safetensors files; no tensor is in two.
+struct TensorFiles {
+  std::vector<TensorFile> files;   // Named as TensorFileName() says.
+  std::optional<SmallFile> index;  // Of weights in more than one file.
+  // Of each tensor's bytes, as the manifest's tensors; 0 for those that are not in the files.
+  std::vector<uint32_t> tensor_crc32c;
+  // Likewise, of each kPieceBytes of a tensor that is longer than one; else empty, as of all
+  // tensors before format 3.
+  std::vector<std::vector<uint32_t>> piece_crc32c;
+  // CRC32C of all tensors' bytes in the manifest's order, so that equal weights have equal digests
+  // however they are split.
+  uint32_t digest = 0;
+
+  friend bool operator==(const TensorFiles&, const TensorFiles&) = default;
 };
 
 // One track of a checkpoint. Without `weights` it has no value yet.
@@ -39,25 +65,35 @@ struct CheckpointTrack {
   TrackConfig config;
   TrackState state;
   std::vector<int64_t> last_steps;  // As `state`.
-  std::optional<CheckpointFile> weights;
-  std::optional<CheckpointFile> low_parts;  // Of a compensated track.
+  std::optional<TensorFiles> weights;
+  std::optional<TensorFiles> low_parts;  // Of a compensated track.
 
   friend bool operator==(const CheckpointTrack&, const CheckpointTrack&) = default;
 };
 
 // A checkpoint without its weights.
 struct CheckpointManifest {
+  int64_t format_version = kCheckpointFormatVersion;  // As it was read; what is written is that.
   std::string model_name;
   Manifest manifest;
   int64_t max_pinned_versions = 0;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   // As CreateModel asked for them; `tracks` are what UpdateModel has made of them.
   std::vector<TrackConfig> created_tracks;
-  // record.tracks is as `tracks`. Its commit_time is kept to the microsecond.
+  // record.tracks is of the whole version. Its commit_time is kept to the microsecond.
   VersionRecord record;
   std::vector<CheckpointTrack> tracks;
-  // Of all tracks' files.
+  // The model had more tracks with a value, which are not in `tracks`: this is no whole model.
+  bool is_partial = false;
+  // In the folder of each track that has weights.
+  std::vector<SmallFile> attached_files;
+  // Of all files in the tracks' folders.
   int64_t total_bytes = 0;
+
+  // Null: there is no such track.
+  const CheckpointTrack* Find(std::string_view track_name) const;
+  // Of all files in the folder of one of `tracks`.
+  int64_t FolderBytes(const CheckpointTrack& track) const;
 };
 
 // The file's text: JSON, whose first member is a CRC32C of all that follows, so that a changed byte
@@ -66,7 +102,8 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
 
 // FAILED_PRECONDITION: written by a newer server; the message names both format versions.
 // DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is missing, doubled or out of
-// range.
+// range. Whether checksums fit the tensors' sizes is not checked here, and a digest that is not
+// there is 0: ReadCheckpointManifest() sees to both.
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
 
 }  // namespace ema

@@ -10,9 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis_plan.h"
+#include "server/checkpoint/tensor_reader.h"
 
 namespace ema {
 namespace {
@@ -128,24 +129,22 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
   const auto is_mixed = [&](int64_t i) {
     return track.action(i) == TensorAction::kAverage && !model.manifest().tensor(i).is_buffer;
   };
-  const size_t tensor_count =
-      std::count_if(track.actions().begin(), track.actions().end(),
-                    [](TensorAction action) { return action != TensorAction::kIgnore; });
-  absl::Status status = ReadTrackFile(
-      file_system, TrackFilePath(path, source.track->config.name), *source.track->weights,
-      model.manifest(), layout, tensor_count,
-      [&](int64_t i, int64_t offset, std::span<const std::byte> bytes) -> absl::Status {
-        // A server that stops does not wait for this.
-        EMA_RETURN_IF_ERROR(model.closed());
-        const int64_t place = layout.entry(i).offset + offset;
-        if (!is_mixed(i)) return gives_rest ? mixer.Copy(place, bytes) : absl::OkStatus();
-        return share != 0 ? mixer.Fold(place, bytes, share) : absl::OkStatus();
-      });
+  const auto fold = [&](int64_t i, int64_t offset,
+                        std::span<const std::byte> bytes) -> absl::Status {
+    // A server that stops does not wait for this.
+    EMA_RETURN_IF_ERROR(model.closed());
+    const int64_t place = layout.entry(i).offset + offset;
+    if (!is_mixed(i)) return gives_rest ? mixer.Copy(place, bytes) : absl::OkStatus();
+    return share != 0 ? mixer.Fold(place, bytes, share) : absl::OkStatus();
+  };
+  const std::string& name = source.track->config.name;
+  const absl::StatusOr<std::unique_ptr<TensorReader>> reader =
+      TensorReader::Open(file_system, TrackPath(path, name), TensorKind::kWeights,
+                         *source.track->weights, model.manifest(), track.actions(), layout);
+  const absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
   if (!absl::IsDataLoss(status)) return status;
-  return LocateError(
-      MakeError(status.code(), GetErrorReason(status),
-                absl::StrCat("track \"", source.track->config.name, "\": ", status.message())),
-      model.config().name, CheckpointName(source.checkpoint->id));
+  return LocateError(WithPlace(status, absl::StrCat("track \"", name, "\": ")), model.config().name,
+                     CheckpointName(source.checkpoint->id));
 }
 
 // All of the plan's sources in `track`'s blocks.

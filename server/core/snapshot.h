@@ -8,52 +8,17 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "ema/schedule.h"
-#include "ema/time.h"
-#include "ema/version_id.h"
 #include "server/core/track.h"
+#include "server/core/version_record.h"
 #include "server/device/device.h"
 
 namespace ema {
-
-// Mirrors ema.v1.TrackRecord, which says what each field means.
-struct TrackRecord {
-  std::string track;
-  bool updated = false;
-  double update_weight = 0;
-  double elapsed = 0;
-  int64_t update_count = 0;
-  double window_steps = 0;
-  std::string config;
-  double stall_gap = 0;
-  // Of the tensor rules that have a schedule, in their order.
-  std::vector<TrackRecord> rules;
-};
-
-// Mirrors ema.v1.VersionRecord.
-struct VersionRecord {
-  int64_t incarnation = 0;
-  int64_t version = 0;
-  int64_t step = 0;
-  TrainingTime time;
-  int64_t run_epoch = 0;
-  std::vector<TrackRecord> tracks;
-  absl::Time commit_time;
-  int64_t skipped_tensor_count = 0;
-  std::vector<std::string> skipped_tensors;  // Some of their names.
-  WireDtype wire_dtype = WireDtype::kAsPushed;
-  // Not a push made it, but a rollback to this version.
-  std::optional<VersionId> restored_from;
-
-  VersionId id() const { return {version, incarnation}; }
-};
 
 // Blocks as Track cuts them.
 using Blocks = std::vector<BlockRef>;

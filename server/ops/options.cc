@@ -183,6 +183,10 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddBytes(app, "--block-bytes", o.block_bytes, "Size of a block of weights")
       ->check(CheckBlockBytes)
       ->group("");  // Not in --help.
+  AddBytes(app, "--max-file-bytes", o.max_file_bytes,
+           "Weights in one file of a checkpoint; a track that has more is split, as Hugging Face "
+           "splits it",
+           /*least=*/1);
 }
 
 }  // namespace

@@ -48,6 +48,7 @@ struct ServerOptions {
   absl::Duration drain_grace = absl::Seconds(25);  // For running calls, after SIGTERM.
   std::string log_level = "info";                  // "debug", "info", "warn" or "error".
   int64_t block_bytes = int64_t{32} << 20;         // For tests; not in --help.
+  int64_t max_file_bytes = 5'000'000'000;          // Of weights, in one file of a checkpoint.
 };
 
 struct ParsedOptions {

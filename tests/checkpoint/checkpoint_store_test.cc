@@ -326,7 +326,7 @@ TEST_F(DamageTest, AChangedTensorIsNamed) {
 
 TEST_F(DamageTest, AShortFileIsNamed) {
   files_.FileBytes(PathOf(2) + "/tracks/raw/model.safetensors").pop_back();
-  ExpectQuarantine("track \"raw\": its file has");
+  ExpectQuarantine("track \"raw\": file \"model.safetensors\": it has");
 }
 
 TEST_F(DamageTest, AMissingFileIsNamed) {
@@ -375,13 +375,13 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
 }
 
 TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
-  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 3}";
+  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 4}";
   auto store = OpenStore(files_);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
-                             HasSubstr("format_version 3"))));
+                             HasSubstr("format_version 4"))));
 }
 
 TEST_F(DamageTest, AModelThatDoesNotFitStopsTheStart) {
@@ -471,6 +471,8 @@ TEST(CheckpointStoreTest, OptionsAreChecked) {
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("data directory")));
   EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 0}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("keep_count")));
+  EXPECT_THAT(CheckpointStore::Open(files, {.data_dir = "/data", .max_file_bytes = 0}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_file_bytes")));
 }
 
 TEST(IncarnationTest, GrowsWithEveryStart) {

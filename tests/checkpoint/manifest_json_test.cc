@@ -27,7 +27,9 @@ TrainingTime Time(double batch, double seconds) {
 
 CheckpointTrack MakeTrack(const std::string& name, const Schedule::Fields& schedule) {
   CheckpointTrack track{.config = {.name = name, .schedule = *Schedule::FromFields(schedule)}};
-  track.weights.emplace().tensor_crc32c = {0, 0xffffffffu};
+  track.weights = TensorFiles{.files = {{"model.safetensors", 12, 34}},
+                              .tensor_crc32c = {0, 0xffffffffu},
+                              .piece_crc32c = {{}, {}}};
   return track;
 }
 
@@ -45,7 +47,8 @@ CheckpointManifest MakeCheckpoint() {
                        .run_epoch = 1'760'000'001,
                        .commit_time = absl::FromUnixMicros(1'760'000'123'456'789),
                        .skipped_tensor_count = 20,
-                       .skipped_tensors = {"conv.weight"}};
+                       .skipped_tensors = {"conv.weight"},
+                       .restored_from = VersionId{5, 1'750'000'000}};
   checkpoint.non_finite = NonFinitePolicy::kSkipTensor;
   checkpoint.tracks = {MakeTrack("fast", {{"half_life", "200ba"}, {"update_interval", "5ba"}}),
                        MakeTrack("slow", {{"half_life", "0.1dur"}, {"ema_start", "3ep"}}),
@@ -69,9 +72,17 @@ CheckpointManifest MakeCheckpoint() {
        .started = Time(20, 0)},
       {.update_count = 2, .averaged_count = 1, .last_update = Time(39, 1), .started = {}}};
   checkpoint.tracks[0].last_steps = {39, 38};
-  checkpoint.tracks[0].weights->file_bytes = int64_t{1} << 60;
-  checkpoint.tracks[0].weights->header_crc32c = 0x0000abcd;
-  checkpoint.tracks[0].low_parts = CheckpointFile{9, 5, {1, 2}};
+  TensorFiles& weights = *checkpoint.tracks[0].weights;
+  weights.files = {{"model-00001-of-00002.safetensors", int64_t{1} << 60, 0x0000abcd},
+                   {"model-00002-of-00002.safetensors", 8, 9}};
+  weights.index = SmallFile{"model.safetensors.index.json", 99, 0xfedcba98u};
+  weights.piece_crc32c[1] = {0x00000001, 0xffffffff, 0x89abcdef};
+  weights.digest = 0x12345678;
+  checkpoint.tracks[0].low_parts = TensorFiles{.files = {{"low_parts.safetensors", 9, 5}},
+                                               .tensor_crc32c = {1, 2},
+                                               .piece_crc32c = {{}, {}}};
+  checkpoint.is_partial = true;
+  checkpoint.attached_files = {{"config.json", 0, 0}, {"tokenizer.model", 1'000, 0xa}};
   checkpoint.record.tracks = {{"fast",
                                true,
                                1.0 / 3,
@@ -115,6 +126,10 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   EXPECT_EQ(after.record.time, before.record.time);
   EXPECT_EQ(after.record.run_epoch, before.record.run_epoch);
   EXPECT_EQ(after.record.commit_time, before.record.commit_time);
+  EXPECT_EQ(after.record.restored_from, before.record.restored_from);
+  EXPECT_EQ(after.is_partial, before.is_partial);
+  EXPECT_EQ(after.attached_files, before.attached_files);
+  EXPECT_EQ(after.format_version, 3);
   ASSERT_EQ(after.tracks.size(), before.tracks.size());
   ASSERT_EQ(after.record.tracks.size(), before.record.tracks.size());
   for (size_t t = 0; t < before.tracks.size(); ++t) {
@@ -149,35 +164,22 @@ TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
 TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
   const std::string text =
       WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
-                                       {{"\"format_version\": 2", "\"format_version\": 3"}}));
+                                       {{"\"format_version\": 3", "\"format_version\": 4"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 3; this server reads up to 2")));
+                       HasSubstr("format_version 4; this build reads up to 3")));
   // Also if that format has its checksum elsewhere.
-  EXPECT_THAT(ParseCheckpointManifest(R"({"format_version": 3, "other": []})"),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 3")));
+  EXPECT_THAT(ParseCheckpointManifest(R"({"format_version": 4, "other": []})"),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 4")));
 }
 
-TEST(ManifestJsonTest, TheFormatBeforeIsStillRead) {
+TEST(ManifestJsonTest, AVersionThatNoRollbackMadeSaysNothingOfOne) {
   CheckpointManifest before = MakeCheckpoint();
-  CheckpointTrack& track = before.tracks[0];
-  track.config.tensor_rules.pop_back();  // The one with a schedule, which that format has not.
-  track.state.resize(1);
-  track.last_steps.resize(1);
-  before.record.tracks[0].rules.clear();
-  const std::string text = absl::StrReplaceAll(
-      EncodeCheckpointManifest(before), {{"\"format_version\": 2", "\"format_version\": 1"}});
-  // A list of one state becomes the state.
-  const std::string list = "\"states\":[{";
-  std::string old = text;
-  for (size_t at = old.find(list); at != std::string::npos; at = old.find(list)) {
-    old.erase(old.find(']', at), 1);
-    old.replace(at, list.size(), "\"last_step\":39,\"state\":{");
-  }
-  ASSERT_NE(old, text);
-  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
-                           ParseCheckpointManifest(WithChecksum(old)));
-  EXPECT_EQ(after.tracks[0], track);
+  before.record.restored_from.reset();
+  const std::string text = EncodeCheckpointManifest(before);
+  EXPECT_EQ(text.find("restored_from"), std::string::npos);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after, ParseCheckpointManifest(text));
+  EXPECT_EQ(after.record.restored_from, std::nullopt);
 }
 
 struct BadCase {
@@ -226,7 +228,25 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "bad shape"},
         BadCase{"TensorTwice", "\"name\":\"\\\"n\\\" \xc3\xa4\"", "\"name\":\"conv.weight\"",
                 "conv.weight"},
-        BadCase{"FormatVersionIsZero", "\"format_version\": 2", "\"format_version\": 0",
+        BadCase{"PiecesAreCut", "00000001ffffffff89abcdef", "00000001ffffffff89abcde",
+                "piece_crc32c is not a CRC32C"},
+        BadCase{"PiecesOfNoTensor", "\"piece_crc32c\":{\"", "\"piece_crc32c\":{\"x",
+                "not a tensor's checksums"},
+        BadCase{"FileNameLeavesTheFolder", "\"model-00002-of-00002.safetensors\"",
+                "\"../../../../etc/passwd\"", "not named \"model-00002-of-00002.safetensors\""},
+        BadCase{"FilesInAnotherOrder", "model-00001-of-00002", "model-00002-of-00002",
+                "file 0 of a track is not named"},
+        BadCase{"IndexIsMissing", "\"index\":", "\"indeks\":", "2 files has no index"},
+        BadCase{"IndexHasAnotherName", "model.safetensors.index.json", "../x", "another name"},
+        BadCase{"AttachedLeavesTheFolder", "\"config.json\"", "\"../config.json\"",
+                "a name must be"},
+        BadCase{"AttachedIsLikeWeights", "\"config.json\"", "\"low_parts.safetensors\"",
+                "the weights that the server writes"},
+        BadCase{"AttachedTwice", "\"config.json\"", "\"tokenizer.model\"", "attached twice"},
+        BadCase{"PartialIsMissing", "\"is_partial\"", "\"partial\"", "is_partial is missing"},
+        BadCase{"RestoredFromNothing", "\"restored_from\":{\"version\":5",
+                "\"restored_from\":{\"version\":0", "restored_from.version"},
+        BadCase{"FormatVersionIsZero", "\"format_version\": 3", "\"format_version\": 0",
                 "format_version"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 

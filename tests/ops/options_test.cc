@@ -100,7 +100,9 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "--log-level",
                                       "debug",
                                       "--block-bytes",
-                                      "8K"});
+                                      "8K",
+                                      "--max-file-bytes",
+                                      "1G"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
   EXPECT_THAT(o.listen, ElementsAre("[::]:0", "unix:/run/ema.sock"));
@@ -119,6 +121,7 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.drain_grace, absl::ZeroDuration());
   EXPECT_EQ(o.log_level, "debug");
   EXPECT_EQ(o.block_bytes, 8192);
+  EXPECT_EQ(o.max_file_bytes, int64_t{1} << 30);
 }
 
 TEST(OptionsTest, TheEnvironmentIsReadAndFlagsWin) {

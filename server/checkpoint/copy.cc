@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/copy.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_files.h"
+#include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/verify.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kCopyBytes = int64_t{4} << 20;
+
+absl::Status CopyFile(FileSystem& file_system, const std::string& from, const std::string& to) {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<RandomAccessFile> source, file_system.OpenFile(from));
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> copy, file_system.NewWritableFile(to));
+  std::vector<std::byte> buffer(std::min(kCopyBytes, source->size_bytes()));
+  for (int64_t done = 0; done < source->size_bytes(); done += kCopyBytes) {
+    const auto bytes = std::span(buffer).first(std::min(kCopyBytes, source->size_bytes() - done));
+    EMA_RETURN_IF_ERROR(source->Read(done, bytes));
+    EMA_RETURN_IF_ERROR(copy->Append(bytes));
+  }
+  EMA_RETURN_IF_ERROR(copy->Sync());
+  return copy->Close();
+}
+
+absl::Status CopyTree(FileSystem& file_system, const std::string& from, const std::string& to) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, file_system.ListDirectory(from));
+  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(to));
+  for (const DirectoryEntry& entry : entries) {
+    const auto copy = entry.is_directory ? CopyTree : CopyFile;
+    EMA_RETURN_IF_ERROR(copy(file_system, JoinPath(from, entry.name), JoinPath(to, entry.name)));
+  }
+  return file_system.SyncDirectory(to);
+}
+
+std::string WithoutEndSlash(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const std::string& from,
+                                                 const std::string& to) {
+  EMA_RETURN_IF_ERROR(CopyTree(file_system, from, to));
+  absl::StatusOr<CheckpointManifest> copied = VerifyCheckpoint(file_system, to);
+  if (!absl::IsDataLoss(copied.status())) return copied;
+  // Which of the two is wrong?
+  EMA_RETURN_IF_ERROR(VerifyCheckpoint(file_system, from).status());
+  return WithPlace(copied.status(), "the copy: ");
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const std::string& from,
+                                                  const std::string& to) {
+  const std::string target = WithoutEndSlash(to);
+  EMA_ASSIGN_OR_RETURN(const bool has_source, file_system.Exists(from));
+  if (!has_source) return absl::NotFoundError("there is no such checkpoint");
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(target));
+  if (exists) return absl::AlreadyExistsError("there is something at the target already");
+  // Before anything is written; what it says is verified with all the rest.
+  EMA_RETURN_IF_ERROR(ReadCheckpointManifest(file_system, from).status());
+  const size_t slash = target.find_last_of('/');
+  const std::string parent = slash == std::string::npos ? "."
+                             : slash == 0               ? "/"
+                                                        : target.substr(0, slash);
+  const std::string name = slash == std::string::npos ? target : target.substr(slash + 1);
+  const std::string temporary =
+      JoinPath(parent, absl::StrCat(std::string(kTemporaryPrefix), name, "-", getpid()));
+  absl::StatusOr<CheckpointManifest> copied = CopyAndVerify(file_system, from, temporary);
+  if (copied.ok()) {
+    if (const absl::Status status = file_system.Rename(temporary, target); !status.ok()) {
+      copied = status;
+    }
+  }
+  if (!copied.ok()) {
+    // Best effort: the name says what it is.
+    file_system.RemoveTree(temporary).IgnoreError();
+    return copied.status();
+  }
+  EMA_RETURN_IF_ERROR(file_system.SyncDirectory(parent));
+  return copied;
+}
+
+}  // namespace ema

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/stored_track.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/tensor_reader.h"
+
+namespace ema {
+namespace {
+
+// Readers of one track at the same time that each want the end of a piece after its beginning.
+constexpr size_t kCachedPieces = 8;
+
+class StoredTrackImpl final : public StoredTrack {
+ public:
+  StoredTrackImpl(std::unique_ptr<TensorReader> reader, StorageLayout layout, std::string name)
+      : reader_(std::move(reader)), layout_(std::move(layout)), name_(std::move(name)) {}
+
+  absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) override {
+    if (length_bytes == 0) return std::vector<HostPiece>();
+    absl::StatusOr<HostPiece> piece = ReadRange(offset, offset + length_bytes);
+    if (piece.ok()) return std::vector<HostPiece>{*std::move(piece)};
+    return absl::IsDataLoss(piece.status())
+               ? WithPlace(piece.status(), absl::StrCat("track \"", name_, "\": "))
+               : piece.status();
+  }
+
+ private:
+  // A part of one piece of a tensor that is wanted; offsets in the track's bytes.
+  struct Part {
+    int64_t tensor = 0;
+    int64_t piece = 0;
+    int64_t piece_begin = 0;
+    int64_t piece_end = 0;
+    int64_t begin = 0;
+    int64_t end = 0;
+
+    bool is_whole() const { return begin == piece_begin && end == piece_end; }
+  };
+  using PieceBytes = std::shared_ptr<const std::byte>;
+  struct CachedPiece {
+    int64_t tensor = 0;
+    int64_t piece = 0;
+    PieceBytes bytes;
+  };
+
+  // What lies in [offset, end), in order.
+  std::vector<Part> PartsIn(int64_t offset, int64_t end) const {
+    const absl::Span<const StorageLayout::Entry> entries = layout_.entries();
+    std::vector<Part> parts;
+    auto entry = std::partition_point(entries.begin(), entries.end(), [offset](const auto& e) {
+      return e.offset + e.length_bytes <= offset;
+    });
+    for (; entry != entries.end() && entry->offset < end; ++entry) {
+      const int64_t entry_end = entry->offset + entry->length_bytes;
+      const int64_t first = (std::max(offset, entry->offset) - entry->offset) / kPieceBytes;
+      for (int64_t piece = first;; ++piece) {
+        Part part{.tensor = entry - entries.begin(), .piece = piece};
+        part.piece_begin = entry->offset + piece * kPieceBytes;
+        part.piece_end = std::min(part.piece_begin + kPieceBytes, entry_end);
+        part.begin = std::max(offset, part.piece_begin);
+        part.end = std::min(end, part.piece_end);
+        if (part.begin >= part.end) break;
+        parts.push_back(part);
+      }
+    }
+    return parts;
+  }
+
+  absl::StatusOr<HostPiece> ReadRange(int64_t offset, int64_t end) {
+    const std::vector<Part> parts = PartsIn(offset, end);
+    if (parts.size() == 1 && parts[0].begin == offset && parts[0].end == end) {
+      EMA_ASSIGN_OR_RETURN(PieceBytes bytes, GetPiece(parts[0]));
+      const std::span<const std::byte> range(bytes.get() + (offset - parts[0].piece_begin),
+                                             end - offset);
+      return HostPiece{std::move(bytes), range};
+    }
+    const std::shared_ptr<std::byte[]> bytes(new std::byte[end - offset]);
+    int64_t filled = offset;
+    for (const Part& part : parts) {
+      std::byte* const to = bytes.get() + (part.begin - offset);
+      std::memset(bytes.get() + (filled - offset), 0, part.begin - filled);
+      filled = part.end;
+      const std::span<std::byte> range(to, part.end - part.begin);
+      if (part.is_whole()) {
+        EMA_RETURN_IF_ERROR(ReadPiece(part, range));
+      } else {
+        EMA_ASSIGN_OR_RETURN(const PieceBytes piece, GetPiece(part));
+        std::memcpy(to, piece.get() + (part.begin - part.piece_begin), range.size());
+      }
+    }
+    std::memset(bytes.get() + (filled - offset), 0, end - filled);
+    return HostPiece{PieceBytes(bytes, bytes.get()),
+                     {bytes.get(), static_cast<size_t>(end - offset)}};
+  }
+
+  // All of the piece of which `part` is a part.
+  absl::StatusOr<PieceBytes> GetPiece(const Part& part) ABSL_LOCKS_EXCLUDED(mu_) {
+    if (PieceBytes known = FindPiece(part)) return known;
+    const int64_t length_bytes = part.piece_end - part.piece_begin;
+    const std::shared_ptr<std::byte[]> bytes(new std::byte[length_bytes]);
+    EMA_RETURN_IF_ERROR(ReadPiece(part, {bytes.get(), static_cast<size_t>(length_bytes)}));
+    PieceBytes result(bytes, bytes.get());
+    absl::MutexLock lock(&mu_);
+    pieces_.push_front({part.tensor, part.piece, result});
+    if (pieces_.size() > kCachedPieces) pieces_.pop_back();
+    return result;
+  }
+
+  PieceBytes FindPiece(const Part& part) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    const auto it = std::find_if(pieces_.begin(), pieces_.end(), [&](const CachedPiece& cached) {
+      return cached.tensor == part.tensor && cached.piece == part.piece;
+    });
+    if (it == pieces_.end()) return nullptr;
+    std::rotate(pieces_.begin(), it, it + 1);
+    return pieces_.front().bytes;
+  }
+
+  absl::Status ReadPiece(const Part& part, std::span<std::byte> bytes) ABSL_LOCKS_EXCLUDED(mu_) {
+    EMA_ASSIGN_OR_RETURN(const uint32_t crc, PieceChecksum(part));
+    return reader_->ReadPiece(part.tensor, part.piece, crc, bytes);
+  }
+
+  absl::StatusOr<uint32_t> PieceChecksum(const Part& part) ABSL_LOCKS_EXCLUDED(mu_) {
+    if (const auto crc = reader_->PieceChecksum(part.tensor, part.piece)) return *crc;
+    {
+      absl::MutexLock lock(&mu_);
+      const auto it = computed_.find(part.tensor);
+      if (it != computed_.end()) return it->second[part.piece];
+    }
+    // Two readers may do this at the same time; they get the same.
+    EMA_ASSIGN_OR_RETURN(std::vector<uint32_t> checksums,
+                         reader_->ComputePieceChecksums(part.tensor));
+    absl::MutexLock lock(&mu_);
+    return (computed_[part.tensor] = std::move(checksums))[part.piece];
+  }
+
+  const std::unique_ptr<const TensorReader> reader_;
+  const StorageLayout layout_;
+  const std::string name_;
+
+  absl::Mutex mu_;                                       // Never held across a call of reader_.
+  std::deque<CachedPiece> pieces_ ABSL_GUARDED_BY(mu_);  // Used last first.
+  // By tensor, where the checkpoint does not have them.
+  std::map<int64_t, std::vector<uint32_t>> computed_ ABSL_GUARDED_BY(mu_);
+};
+
+// The track, which has weights.
+absl::StatusOr<const CheckpointTrack*> FindTrack(const CheckpointManifest& checkpoint,
+                                                 std::string_view track_name) {
+  const CheckpointTrack* const track = checkpoint.Find(track_name);
+  if (track != nullptr && track->weights.has_value()) return track;
+  std::vector<std::string> names;
+  for (const CheckpointTrack& other : checkpoint.tracks) {
+    if (other.weights.has_value()) names.push_back(other.config.name);
+  }
+  return MakeError(
+      absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+      absl::StrCat("the checkpoint of version ", checkpoint.record.version, " has no track \"",
+                   std::string(track_name), "\"; it has ", absl::StrJoin(names, ", ")));
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(FileSystem& file_system,
+                                                             const std::string& path,
+                                                             const CheckpointManifest& checkpoint,
+                                                             std::string_view track_name,
+                                                             const StorageLayout& layout) {
+  EMA_ASSIGN_OR_RETURN(const CheckpointTrack* track, FindTrack(checkpoint, track_name));
+  absl::StatusOr<std::unique_ptr<TensorReader>> reader = TensorReader::Open(
+      file_system, TrackPath(path, track_name), TensorKind::kWeights, *track->weights,
+      checkpoint.manifest, ActionsOf(track->config, checkpoint.manifest), layout);
+  if (absl::IsDataLoss(reader.status())) {
+    return WithPlace(reader.status(), absl::StrCat("track \"", track->config.name, "\": "));
+  }
+  EMA_RETURN_IF_ERROR(reader.status());
+  return std::make_shared<StoredTrackImpl>(*std::move(reader), layout, track->config.name);
+}
+
+absl::StatusOr<SnapshotRef> OpenStoredVersion(FileSystem& file_system, const std::string& path,
+                                              const CheckpointManifest& checkpoint,
+                                              std::string_view track_name) {
+  // A model counts its tracks from 1 on.
+  constexpr int64_t kNoTrackId = -1;
+  // Only what has changed since a version is asked of blocks that are not there.
+  constexpr int64_t kBlockBytes = int64_t{32} << 20;
+  EMA_ASSIGN_OR_RETURN(const CheckpointTrack* saved, FindTrack(checkpoint, track_name));
+  TrackSnapshot track{.track = std::make_shared<const Track>(kNoTrackId, saved->config,
+                                                             checkpoint.manifest, kBlockBytes,
+                                                             /*reservation=*/nullptr),
+                      .state = saved->state,
+                      .last_steps = saved->last_steps};
+  track.block_versions.assign(track.track->block_count(), INT64_MAX);
+  EMA_ASSIGN_OR_RETURN(track.stored, OpenStoredTrack(file_system, path, checkpoint, track_name,
+                                                     track.track->layout()));
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->record = checkpoint.record;
+  snapshot->tracks.push_back(std::move(track));
+  return snapshot;
+}
+
+}  // namespace ema

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The tensors of one track of a checkpoint, read from its safetensors files and verified.
+#ifndef EMA_SERVER_CHECKPOINT_TENSOR_READER_H_
+#define EMA_SERVER_CHECKPOINT_TENSOR_READER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/manifest.h"
+#include "server/checkpoint/checkpoint_files.h"
+#include "server/checkpoint/file_system.h"
+#include "server/checkpoint/manifest_json.h"
+
+namespace ema {
+
+// True if the files of `kind` have the tensors with which a track does this.
+bool HasTensors(TensorKind kind, TensorAction action);
+
+// Told of the bytes [offset, offset + bytes.size()) of one tensor; the memory is used again after.
+// An offset is a multiple of kPieceBytes. An error ends the reading.
+using TensorVisitor = absl::FunctionRef<absl::Status(int64_t tensor_index, int64_t offset,
+                                                     std::span<const std::byte> bytes)>;
+
+// Holds its files open: removing them does not hinder it. Thread-safe. Calls block on the disk.
+class TensorReader {
+ public:
+  // Opens the files of `saved` in `track_path` and checks their headers: together they have every
+  // tensor that they should, once, in the track's dtypes. `actions`, `layout`: of the track.
+  // REQUIRES: `saved` has passed ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT.
+  // UNAVAILABLE: the disk failed.
+  static absl::StatusOr<std::unique_ptr<TensorReader>> Open(
+      FileSystem& file_system, const std::string& track_path, TensorKind kind,
+      const TensorFiles& saved, const Manifest& manifest, absl::Span<const TensorAction> actions,
+      const StorageLayout& layout);
+
+  // All tensors, as they lie in the files. `visit` sees bytes before the checksum of their tensor
+  // is known: what it made of them is to be given up after an error. DATA_LOSS, CHECKPOINT_CORRUPT:
+  // names the tensor. UNAVAILABLE: the disk failed.
+  absl::Status ReadAll(TensorVisitor visit) const;
+
+  // The bytes of one piece, verified by `expected_crc32c`. Errors as ReadAll(). REQUIRES: the piece
+  // is there, and `bytes` is as long as it.
+  absl::Status ReadPiece(int64_t tensor_index, int64_t piece, uint32_t expected_crc32c,
+                         std::span<std::byte> bytes) const;
+
+  // The checksum of the `piece`-th kPieceBytes of a tensor. nullopt: the checkpoint, of a format
+  // before 3, does not have it.
+  std::optional<uint32_t> PieceChecksum(int64_t tensor_index, int64_t piece) const;
+  // All of a tensor's, from its bytes, which are read and verified as a whole. Errors as ReadAll().
+  absl::StatusOr<std::vector<uint32_t>> ComputePieceChecksums(int64_t tensor_index) const;
+
+ private:
+  struct Tensor {
+    std::string name;
+    size_t file = 0;
+    int64_t offset = 0;  // In the file.
+    int64_t length_bytes = 0;
+    uint32_t crc32c = 0;
+    std::vector<uint32_t> piece_crc32c;  // As in TensorFiles.
+    bool is_there = false;
+  };
+
+  TensorReader() = default;
+
+  // Takes one file's tensors into tensors_ and order_.
+  absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, TensorKind kind,
+                       const TensorFile& saved, const Manifest& manifest,
+                       absl::Span<const TensorAction> actions, const StorageLayout& layout);
+  absl::Status ReadTensor(int64_t tensor_index, std::span<std::byte> buffer,
+                          TensorVisitor visit) const;
+
+  std::vector<std::unique_ptr<RandomAccessFile>> files_;
+  std::vector<Tensor> tensors_;  // As the manifest's.
+  std::vector<int64_t> order_;   // Indices, as they lie in the files.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_TENSOR_READER_H_

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Says whether a checkpoint is what was written. Needs neither a model nor a device.
+#ifndef EMA_SERVER_CHECKPOINT_VERIFY_H_
+#define EMA_SERVER_CHECKPOINT_VERIFY_H_
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/checkpoint/file_system.h"
+#include "server/checkpoint/manifest_json.h"
+#include "server/core/model_config.h"
+
+namespace ema {
+
+// manifest.json of the checkpoint at `path`, with nothing in it that does not fit the rest.
+// DATA_LOSS, CHECKPOINT_CORRUPT: missing, changed, or no regular file. FAILED_PRECONDITION: written
+// by a newer server. UNAVAILABLE: the disk failed. Blocks on the disk.
+absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
+                                                          const std::string& path);
+
+// What CreateModel would be asked for to get the checkpoint's model, or the part of it that is
+// there.
+ModelConfig ConfigOf(const CheckpointManifest& checkpoint);
+
+// A small file that lies beside a track's weights.
+struct AttachedFile {
+  std::string name;
+  std::string bytes;
+
+  friend bool operator==(const AttachedFile&, const AttachedFile&) = default;
+};
+
+// The attached files, from the folder of the first track that has weights; empty: there is none.
+// Errors as ReadCheckpointManifest(). Blocks on the disk.
+absl::StatusOr<std::vector<AttachedFile>> ReadAttachedFiles(FileSystem& file_system,
+                                                            const std::string& path,
+                                                            const CheckpointManifest& checkpoint);
+
+// Checks a track's index and attached files. Errors as ReadCheckpointManifest(). Blocks on the
+// disk.
+absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint, const CheckpointTrack& track);
+
+// Told of each track of `checkpoint` that has weights: OK, or what is wrong with it.
+using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
+                                        const CheckpointTrack& track, const absl::Status& status)>;
+
+// Reads every byte of the checkpoint at `path`, from the disk where it can, and compares it with
+// the checksums. Returns its manifest. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing,
+// or the folder has the name of another version's checkpoint; the message names track, and file or
+// tensor. FAILED_PRECONDITION: written by a newer server, or there is a file that is no part of a
+// checkpoint. NOT_FOUND: there is nothing at `path`. UNAVAILABLE: the disk failed. Of several
+// problems it is the first; with `on_track`, which may be empty, tracks after that are still read.
+// Blocks on the disk for as long as it takes to read all.
+absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
+                                                    const std::string& path,
+                                                    const TrackVerdict& on_track = nullptr);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_VERIFY_H_

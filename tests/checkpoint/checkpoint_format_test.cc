@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What WriteCheckpoint() writes, VerifyCheckpoint() and ReadCheckpoint() take, and what they
+// refuse.
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/checkpoint/checkpoint_files.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/copy.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/safetensors.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/format_testing.h"
+#include "tests/checkpoint/test_checkpoints.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
+
+auto IsCorrupt() {
+  return AllOf(StatusIs(absl::StatusCode::kDataLoss), ReasonIs(ErrorReason::kCheckpointCorrupt));
+}
+
+const std::vector<AttachedFile> kAttached = {{"config.json", "{\"layers\": 2}"}, {"vocab.txt", ""}};
+
+// Loads the checkpoint at `path` as a start of the server does.
+absl::Status Load(FileSystem& files, const std::string& path, ModelStore& models) {
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint, ReadCheckpointManifest(files, path));
+  EMA_ASSIGN_OR_RETURN(const auto created, models.Create(ConfigOf(checkpoint)));
+  EMA_ASSIGN_OR_RETURN(auto snapshot, ReadCheckpoint(files, path, checkpoint, *created.model));
+  created.model->Restore(std::move(snapshot));
+  return absl::OkStatus();
+}
+
+absl::Status Load(FileSystem& files, const std::string& path) {
+  ModelStore models(TestDevice(), SmallBlocks());
+  return Load(files, path, models);
+}
+
+// All files below `path`.
+std::vector<std::string> FilesIn(FakeFileSystem& files, const std::string& path) {
+  std::vector<std::string> found;
+  for (const std::string& name : files.AllPaths()) {
+    if (absl::StartsWith(name, path + "/") && files.OpenFile(name).ok()) found.push_back(name);
+  }
+  return found;
+}
+
+class CheckpointFormatTest : public testing::Test {
+ protected:
+  CheckpointFormatTest() : versions_(2) {}
+
+  absl::StatusOr<CheckpointManifest> Write(const WriteOptions& options) {
+    return WriteCheckpoint(files_, latch_, "/c", *versions_.model, *versions_[2], options);
+  }
+
+  FakeFileSystem files_;
+  SyncLatch latch_;
+  TestVersions versions_;
+};
+
+TEST_F(CheckpointFormatTest, ComesBackBitForBitHoweverItIsSplit) {
+  for (const int64_t max_file_bytes : {5'000'000'000, 9'000, 100, 1}) {
+    SCOPED_TRACE(max_file_bytes);
+    EMA_ASSERT_OK_AND_ASSIGN(
+        const CheckpointManifest written,
+        Write({.attached_files = kAttached, .max_file_bytes = max_file_bytes}));
+    EXPECT_FALSE(written.is_partial);
+    EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest verified, VerifyCheckpoint(files_, "/c"));
+    EXPECT_EQ(verified.tracks, written.tracks);
+    ModelStore models(TestDevice(), SmallBlocks());
+    ASSERT_THAT(Load(files_, "/c", models), IsOk());
+    ExpectSameVersion(**models.Get("m"), *versions_.model, *versions_[2]);
+    int64_t bytes = 0;
+    for (const std::string& path : FilesIn(files_, "/c/tracks")) {
+      bytes += static_cast<int64_t>(files_.FileBytes(path).size());
+    }
+    EXPECT_EQ(written.total_bytes, bytes);
+    ASSERT_THAT(files_.RemoveTree("/c"), IsOk());
+  }
+}
+
+TEST_F(CheckpointFormatTest, SplitsAsHuggingFaceDoes) {
+  constexpr int64_t kMaxFileBytes = 100;
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest written,
+                           Write({.max_file_bytes = kMaxFileBytes}));
+  const CheckpointTrack& exact = *written.Find("exact");
+  const size_t count = exact.weights->files.size();
+  ASSERT_GT(count, 2u);
+  EXPECT_EQ(exact.weights->files[1].name,
+            absl::StrCat("model-00002-of-0000", count, ".safetensors"));
+  ASSERT_GT(exact.low_parts->files.size(), 1u);
+  EXPECT_EQ(exact.low_parts->index, std::nullopt);
+  const nlohmann::json index =
+      nlohmann::json::parse(files_.FileBytes("/c/tracks/exact/model.safetensors.index.json"));
+  int64_t total_bytes = 0;
+  size_t tensor_count = 0;
+  for (const TensorFile& saved : exact.weights->files) {
+    EMA_ASSERT_OK_AND_ASSIGN(const auto file, files_.OpenFile("/c/tracks/exact/" + saved.name));
+    EMA_ASSERT_OK_AND_ASSIGN(const SafetensorsHeader header, ReadSafetensorsHeader(*file));
+    EXPECT_EQ(header.metadata.at("format"), "pt");
+    EXPECT_EQ(header.metadata.at("ema.model"), "m");
+    EXPECT_EQ(header.metadata.at("ema.track"), "exact");
+    EXPECT_EQ(header.metadata.at("ema.step"), "20");
+    EXPECT_EQ(header.metadata.at("ema.version"), "2");
+    EXPECT_EQ(header.metadata.at("ema.incarnation"), "7");
+    const int64_t data_bytes = file->size_bytes() - header.header_bytes;
+    EXPECT_TRUE(data_bytes <= kMaxFileBytes || header.tensors.size() == 1) << saved.name;
+    for (const SafetensorsTensor& tensor : header.tensors) {
+      EXPECT_EQ(index["weight_map"][tensor.spec.name], saved.name) << tensor.spec.name;
+      EXPECT_EQ(tensor.begin % DtypeSize(tensor.spec.dtype), 0) << tensor.spec.name;
+      ++tensor_count;
+    }
+    total_bytes += data_bytes;
+  }
+  EXPECT_EQ(index["weight_map"].size(), tensor_count);
+  EXPECT_EQ(tensor_count, EveryKindOfTensor().size());
+  EXPECT_EQ(index["metadata"]["total_size"], total_bytes);
+}
+
+TEST_F(CheckpointFormatTest, TheDigestIsOfTheTensorsInTheManifestsOrder) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest whole, Write({}));
+  ASSERT_THAT(files_.RemoveTree("/c"), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest split, Write({.max_file_bytes = 100}));
+  for (size_t t = 0; t < whole.tracks.size(); ++t) {
+    uint32_t digest = 0;
+    std::vector<std::vector<std::byte>> tensors =
+        TensorsOf(*versions_.model, *versions_[2], static_cast<int64_t>(t));
+    tensors.resize(EveryKindOfTensor().size());  // Without the low parts.
+    for (const std::vector<std::byte>& tensor : tensors) digest = Crc32c(digest, tensor);
+    EXPECT_EQ(whole.tracks[t].weights->digest, digest) << whole.tracks[t].config.name;
+    EXPECT_EQ(split.tracks[t].weights->digest, digest) << whole.tracks[t].config.name;
+  }
+}
+
+TEST_F(CheckpointFormatTest, LongTensorsHaveAChecksumForEachPiece) {
+  const LargeVersion large;
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const CheckpointManifest written,
+      WriteCheckpoint(files_, latch_, "/l", *large.model, *large.snapshot, {}));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest read, VerifyCheckpoint(files_, "/l"));
+  EXPECT_EQ(read.tracks, written.tracks);
+  const std::vector<std::vector<std::byte>> tensors = TensorsOf(*large.model, *large.snapshot, 0);
+  const TensorFiles& weights = *read.tracks[0].weights;
+  std::vector<size_t> counts;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    counts.push_back(weights.piece_crc32c[i].size());
+    EXPECT_EQ(weights.tensor_crc32c[i], Crc32c(0, tensors[i]));
+    for (size_t p = 0; p < counts[i]; ++p) {
+      const auto rest = std::span(tensors[i]).subspan(p * kPieceBytes);
+      EXPECT_EQ(weights.piece_crc32c[i][p],
+                Crc32c(0, rest.first(std::min<size_t>(kPieceBytes, rest.size()))));
+    }
+  }
+  // As LargeModel() has them: of one piece at most, there is none.
+  EXPECT_THAT(counts, ElementsAre(0, 3, 0, 0, 2, 0));
+}
+
+TEST_F(CheckpointFormatTest, APartOfTheTracksIsAPartialCheckpoint) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest written, Write({.tracks = {"raw", "exact"}}));
+  EXPECT_TRUE(written.is_partial);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest read, VerifyCheckpoint(files_, "/c"));
+  EXPECT_TRUE(read.is_partial);
+  ASSERT_THAT(read.tracks, SizeIs(2));
+  EXPECT_EQ(read.tracks[0].config.name, "raw");
+  EXPECT_EQ(read.tracks[1].config.name, "exact");
+  EXPECT_THAT(files_.AllPaths(), Contains("/c/tracks/exact"));
+  EXPECT_THAT(files_.AllPaths(), Not(Contains("/c/tracks/fast")));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto snapshot,
+                           ReadCheckpoint(files_, "/c", read, *versions_.model));
+  ASSERT_THAT(snapshot->tracks, SizeIs(2));
+  EXPECT_TRUE(TensorsOf(*versions_.model, *snapshot, 1) ==
+              TensorsOf(*versions_.model, *versions_[2], 3));
+}
+
+TEST_F(CheckpointFormatTest, AllTracksWithAValueAreTheWhole) {
+  // It has no value yet, and is part of the model.
+  ASSERT_THAT(versions_.model->UpdateTracks({.put = {{"late", MakeSchedule("copy")}}}), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest written,
+                           Write({.tracks = {"some", "exact", "raw", "slow", "fast"}}));
+  EXPECT_FALSE(written.is_partial);
+  EXPECT_THAT(written.tracks, SizeIs(6));
+  EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+  EXPECT_THAT(Write({.tracks = {"late"}}),
+              AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("track \"late\"")),
+                    ReasonIs(ErrorReason::kTrackNotFound)));
+}
+
+TEST_F(CheckpointFormatTest, AttachedFilesAreInEveryFolder) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest written, Write({.attached_files = kAttached}));
+  for (const char* track : {"fast", "slow", "raw", "exact", "some"}) {
+    for (const AttachedFile& file : kAttached) {
+      EXPECT_EQ(files_.FileBytes(absl::StrCat("/c/tracks/", track, "/", file.name)), file.bytes);
+    }
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest read, ReadCheckpointManifest(files_, "/c"));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto attached, ReadAttachedFiles(files_, "/c", read));
+  EXPECT_EQ(attached, kAttached);
+}
+
+TEST_F(CheckpointFormatTest, BadAttachedFilesAreNamedAndNothingIsWritten) {
+  const std::vector<std::vector<AttachedFile>> cases = {
+      {{"../x", ""}},
+      {{".hidden", ""}},
+      {{"a/b", ""}},
+      {{"", ""}},
+      {{"model.safetensors", ""}},
+      {{"MODEL.Safetensors", ""}},
+      {{"low_parts-00001-of-00002.safetensors", ""}},
+      {{"model.safetensors.index.json", ""}},
+      {{"a", "1"}, {"a", "2"}},
+      {{"big", std::string((int64_t{64} << 20) + 1, 'x')}},
+      std::vector<AttachedFile>(65, {"a", ""})};
+  for (const std::vector<AttachedFile>& attached : cases) {
+    EXPECT_THAT(Write({.attached_files = attached}), StatusIs(absl::StatusCode::kInvalidArgument))
+        << attached[0].name;
+    EXPECT_THAT(files_.AllPaths(), Not(Contains("/c")));
+  }
+}
+
+// One with every class of byte.
+class DamagedFormatTest : public CheckpointFormatTest {
+ protected:
+  DamagedFormatTest() {
+    EXPECT_THAT(Write({.attached_files = kAttached, .max_file_bytes = 4'000}), IsOk());
+  }
+};
+
+TEST_F(DamagedFormatTest, EveryChangedBitIsFoundByVerificationAndByLoading) {
+  for (const std::string& path : FilesIn(files_, "/c")) {
+    std::string& bytes = files_.FileBytes(path);
+    // Headers end before byte 1200; the last bytes are those of the last tensor.
+    for (size_t at = 0; at < bytes.size();
+         at = at + 1 == bytes.size() ? at + 1
+                                     : std::min(at + (at < 1200 ? 61 : 997), bytes.size() - 1)) {
+      const char before = bytes[at];
+      bytes[at] = static_cast<char>(before ^ (1 << (at % 8)));
+      EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt()) << path << " " << at;
+      EXPECT_THAT(Load(files_, "/c"), IsCorrupt()) << path << " " << at;
+      bytes[at] = before;
+    }
+  }
+  EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+}
+
+TEST_F(DamagedFormatTest, AMissingAShortAndALongFileAreFound) {
+  for (const std::string& path : FilesIn(files_, "/c")) {
+    const std::string before = files_.FileBytes(path);
+    files_.FileBytes(path) += '\0';
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt()) << path;
+    EXPECT_THAT(Load(files_, "/c"), IsCorrupt()) << path;
+    if (!before.empty()) {
+      files_.FileBytes(path) = before.substr(0, before.size() - 1);
+      EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt()) << path;
+      EXPECT_THAT(Load(files_, "/c"), IsCorrupt()) << path;
+    }
+    files_.FileBytes(path) = before;
+    ASSERT_THAT(files_.Rename(path, "/elsewhere"), IsOk());
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt()) << path;
+    EXPECT_THAT(Load(files_, "/c"), IsCorrupt()) << path;
+    ASSERT_THAT(files_.Rename("/elsewhere", path), IsOk());
+  }
+  EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+}
+
+TEST_F(DamagedFormatTest, TheProblemIsNamed) {
+  files_.FileBytes("/c/tracks/raw/model.safetensors.index.json")[3] ^= 1;
+  files_.FileBytes("/c/tracks/slow/vocab.txt") = "x";
+  std::vector<std::string> verdicts;
+  EXPECT_THAT(
+      VerifyCheckpoint(
+          files_, "/c",
+          [&](const CheckpointManifest&, const CheckpointTrack& track, const absl::Status& status) {
+            verdicts.push_back(
+                absl::StrCat(track.config.name, ": ", status.ok() ? "ok" : status.message()));
+          }),
+      StatusIs(absl::StatusCode::kDataLoss,
+               "track \"slow\": file \"vocab.txt\": it has 1 bytes, expected 0"));
+  EXPECT_THAT(verdicts,
+              ElementsAre("fast: ok", "slow: file \"vocab.txt\": it has 1 bytes, expected 0",
+                          "raw: file \"model.safetensors.index.json\": its checksum is wrong",
+                          "exact: ok", "some: ok"));
+}
+
+TEST_F(DamagedFormatTest, AFileTooManyIsRefusedButForKeep) {
+  for (const char* path : {"/c/x", "/c/tracks/x", "/c/tracks/raw/x", "/c/tracks/raw/KEEP"}) {
+    ASSERT_THAT(files_.NewWritableFile(path), IsOk());
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c"), StatusIs(absl::StatusCode::kFailedPrecondition,
+                                                         HasSubstr("is no part of a checkpoint")))
+        << path;
+    ASSERT_THAT(files_.RemoveFile(path), IsOk());
+    ASSERT_THAT(files_.CreateDirectory(path), IsOk());
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c"), StatusIs(absl::StatusCode::kFailedPrecondition))
+        << path;
+    ASSERT_THAT(files_.RemoveTree(path), IsOk());
+  }
+  ASSERT_THAT(files_.NewWritableFile("/c/KEEP"), IsOk());
+  EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+}
+
+TEST_F(DamagedFormatTest, AnotherVersionsNameIsRefused) {
+  ASSERT_THAT(files_.Rename("/c", "/step-000000000020-version-7-2"), IsOk());
+  EXPECT_THAT(VerifyCheckpoint(files_, "/step-000000000020-version-7-2"), IsOk());
+  ASSERT_THAT(files_.Rename("/step-000000000020-version-7-2", "/step-000000000020-version-7-3"),
+              IsOk());
+  EXPECT_THAT(VerifyCheckpoint(files_, "/step-000000000020-version-7-3").status(), IsCorrupt());
+  EXPECT_THAT(VerifyCheckpoint(files_, "/nothing"), StatusIs(absl::StatusCode::kNotFound));
+}
+
+TEST_F(DamagedFormatTest, ADiskThatFailsIsNotTheCheckpointsFault) {
+  for (int64_t fail = 0;; ++fail) {
+    int64_t count = 0;
+    files_.set_hook([&](const std::string&, const std::string&) {
+      return count++ == fail ? absl::UnavailableError("I/O error") : absl::OkStatus();
+    });
+    const absl::Status status = VerifyCheckpoint(files_, "/c").status();
+    if (count <= fail) {
+      EXPECT_THAT(status, IsOk());
+      break;
+    }
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kUnavailable)) << fail;
+  }
+}
+
+TEST_F(DamagedFormatTest, AHostileManifestDoesNotReachBeyondItsChecksums) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest good, ReadCheckpointManifest(files_, "/c"));
+  const auto expect_refused = [&](const std::string& message, auto change) {
+    CheckpointManifest bad = good;
+    change(*bad.tracks[3].weights);
+    files_.FileBytes("/c/manifest.json") = EncodeCheckpointManifest(bad);
+    EXPECT_THAT(ReadCheckpointManifest(files_, "/c"),
+                StatusIs(absl::StatusCode::kDataLoss, HasSubstr(message)));
+  };
+  expect_refused("pieces, expected 0", [](TensorFiles& files) { files.piece_crc32c[1] = {7}; });
+  expect_refused("digest", [](TensorFiles& files) { files.digest ^= 1; });
+  expect_refused("digest", [](TensorFiles& files) { files.tensor_crc32c[0] ^= 1; });
+}
+
+TEST_F(CheckpointFormatTest, ARollbackRestoresTheTracksThatCanTakeIt) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest checkpoint, Write({}));
+  std::vector<TrackConfig> tracks = versions_.model->config().tracks;
+  tracks[0].schedule = MakeSchedule("20ba");  // "fast": a value of it is one, still.
+  tracks[2].tensor_rules = {{"f32", TensorAction::kIgnore}};                        // "raw"
+  tracks[3].compensated = false;                                                    // "exact"
+  tracks[4].tensor_rules.push_back({"i8", TensorAction::kCopy});                    // "some"
+  tracks[1].tensor_rules = {{"f16", TensorAction::kAverage, MakeSchedule("5ba")}};  // "slow"
+  ModelConfig config = EveryKindOfModel("other");
+  config.tracks = tracks;
+  ModelStore models(TestDevice(), SmallBlocks());
+  const auto model = models.Create(config)->model;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto snapshot, ReadCheckpoint(files_, "/c", checkpoint, *model));
+  std::vector<std::string> names;
+  for (const TrackSnapshot& track : snapshot->tracks) names.push_back(track.track->name());
+  // i8 is no float, so it was copied before, too.
+  EXPECT_THAT(names, ElementsAre("fast", "some"));
+  EXPECT_EQ(snapshot->tracks[0].track, model->plan().tracks[0].track);
+  EXPECT_EQ(snapshot->tracks[0].state, versions_[2]->tracks[0].state);
+  EXPECT_EQ(snapshot->tracks[0].last_steps, versions_[2]->tracks[0].last_steps);
+  EXPECT_TRUE(TensorsOf(*model, *snapshot, 0) == TensorsOf(*versions_.model, *versions_[2], 0));
+}
+
+TEST_F(CheckpointFormatTest, OtherTensorsAreRefused) {
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest checkpoint, Write({}));
+  ModelConfig config = EveryKindOfModel("other");
+  config.tracks = {{"raw", MakeSchedule("copy")}};
+  config.manifest = MakeManifest({{"flag", Dtype::kBool, {4}}});
+  ModelStore models(TestDevice(), SmallBlocks());
+  EXPECT_THAT(ReadCheckpoint(files_, "/c", checkpoint, *models.Create(config)->model),
+              AllOf(StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("\"flag\"")),
+                    ReasonIs(ErrorReason::kModelDiffers)));
+}
+
+TEST_F(DamagedFormatTest, ACopyIsTheSameOrNotThere) {
+  ASSERT_THAT(files_.NewWritableFile("/c/KEEP"), IsOk());
+  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
+  int64_t fail = 0;
+  for (bool is_done = false; !is_done; ++fail) {
+    int64_t count = 0;
+    files_.set_hook([&](const std::string&, const std::string&) {
+      return count++ == fail ? absl::UnavailableError("I/O error") : absl::OkStatus();
+    });
+    const auto copied = CopyCheckpoint(files_, "/c", "/to/copy/");
+    is_done = count <= fail;
+    files_.set_hook(nullptr);
+    EXPECT_EQ(copied.ok(), is_done) << fail;
+    // The last operation is the sync after the rename: then it is there, and whole.
+    const bool is_there = *files_.Exists("/to/copy");
+    if (is_there) EXPECT_THAT(VerifyCheckpoint(files_, "/to/copy"), IsOk()) << fail;
+    EXPECT_THAT(*files_.ListDirectory("/to"), SizeIs(is_there ? 1 : 0)) << fail;
+    if (is_there && !is_done) ASSERT_THAT(files_.RemoveTree("/to/copy"), IsOk());
+  }
+  const std::vector<std::string> from = FilesIn(files_, "/c");
+  const std::vector<std::string> to = FilesIn(files_, "/to/copy");
+  ASSERT_EQ(from.size(), to.size());
+  for (size_t i = 0; i < from.size(); ++i) {
+    EXPECT_EQ(to[i], "/to/copy" + from[i].substr(2));
+    EXPECT_EQ(files_.FileBytes(from[i]), files_.FileBytes(to[i])) << from[i];
+  }
+  EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy"), StatusIs(absl::StatusCode::kAlreadyExists));
+  // What was promised is there after the power has gone.
+  EXPECT_THAT(VerifyCheckpoint(*files_.AfterCrash(PowerLoss::kNamesOnly), "/to/copy"), IsOk());
+}
+
+TEST_F(DamagedFormatTest, ADamagedCheckpointIsNotCopied) {
+  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
+  for (const std::string& path : FilesIn(files_, "/c")) {
+    std::string& bytes = files_.FileBytes(path);
+    if (bytes.empty()) continue;
+    bytes.back() = static_cast<char>(bytes.back() ^ 4);
+    EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy").status(), IsCorrupt()) << path;
+    EXPECT_THAT(*files_.ListDirectory("/to"), IsEmpty()) << path;
+    files_.FileBytes(path).back() = static_cast<char>(files_.FileBytes(path).back() ^ 4);
+  }
+}
+
+}  // namespace
+}  // namespace ema
