@@ -182,33 +182,65 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
   const int64_t start = chunk * kChunkBytes;
   const int64_t length = std::min(kChunkBytes, total_bytes() - start);
   std::shared_ptr<std::byte[]> bytes(new std::byte[length]);
-  int64_t filled = 0;
-  for (const Run& run : runs) {
-    std::byte* to = bytes.get() + run.offset - start;
-    std::memset(bytes.get() + filled, 0, run.offset - start - filled);
-    filled = run.end() - start;
-    EMA_ASSIGN_OR_RETURN(
-        const std::vector<HostPiece> pieces,
-        ReadBlocks(device_, *track_.track, track_.blocks, run.stored_offset, run.stored_bytes()));
-    for (const HostPiece& piece : pieces) {
-      // No element straddles two blocks.
-      const int64_t count = static_cast<int64_t>(piece.bytes.size()) / DtypeSize(run.stored_dtype);
-      if (run.stored_dtype == run.dtype) {
-        std::memcpy(to, piece.bytes.data(), piece.bytes.size());
-      } else {
-        CastOnCpu(run.stored_dtype, piece.bytes.data(), run.dtype, to, count);
-      }
-      to += count * DtypeSize(run.dtype);
+  std::byte* to = bytes.get();  // Behind what has been filled.
+  EMA_RETURN_IF_ERROR(VisitRuns(runs, [&](const Run& run, std::span<const std::byte> piece) {
+    std::byte* const run_begin = bytes.get() + run.offset - start;
+    if (to < run_begin) {
+      std::memset(to, 0, run_begin - to);
+      to = run_begin;
     }
-  }
-  std::memset(bytes.get() + filled, 0, length - filled);
+    const int64_t count = static_cast<int64_t>(piece.size()) / DtypeSize(run.stored_dtype);
+    if (run.stored_dtype == run.dtype) {
+      std::memcpy(to, piece.data(), piece.size());
+    } else {
+      CastOnCpu(run.stored_dtype, piece.data(), run.dtype, to, count);
+    }
+    to += count * DtypeSize(run.dtype);
+  }));
+  std::memset(to, 0, bytes.get() + length - to);
   return std::shared_ptr<const std::byte>(bytes, bytes.get());
 }
 
-absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
-  if (is_as_stored()) {
-    return ReadBlocks(device_, *track_.track, track_.blocks, offset, length_bytes);
+absl::Status Reading::VisitRuns(
+    absl::Span<const Run> runs,
+    absl::FunctionRef<void(const Run&, std::span<const std::byte>)> visit) const {
+  if (!is_stored()) {
+    for (const Run& run : runs) {
+      // No element straddles two blocks.
+      EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
+                           ReadTrack(device_, track_, run.stored_offset, run.stored_bytes()));
+      for (const HostPiece& piece : pieces) visit(run, piece.bytes);
+    }
+    return absl::OkStatus();
   }
+  // Runs of a few bytes that lie near each other, such as the rows of a box, are one read of the
+  // disk.
+  std::vector<std::byte> gathered;
+  while (!runs.empty()) {
+    const int64_t begin = runs.front().stored_offset;
+    int64_t end = begin;
+    size_t run_count = 0;
+    do {
+      end = runs[run_count].stored_offset + runs[run_count].stored_bytes();
+      ++run_count;
+    } while (run_count < runs.size() &&
+             runs[run_count].stored_offset + runs[run_count].stored_bytes() - begin <= kChunkBytes);
+    EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
+                         ReadTrack(device_, track_, begin, end - begin));
+    gathered.clear();
+    for (const HostPiece& piece : pieces) {
+      gathered.insert(gathered.end(), piece.bytes.begin(), piece.bytes.end());
+    }
+    for (const Run& run : runs.first(run_count)) {
+      visit(run, std::span(gathered).subspan(run.stored_offset - begin, run.stored_bytes()));
+    }
+    runs.remove_prefix(run_count);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
+  if (is_as_stored()) return ReadTrack(device_, track_, offset, length_bytes);
   const int64_t chunk = offset / kChunkBytes;
   const int64_t start = chunk * kChunkBytes;
   const int64_t end = ChunkEnd(offset);
@@ -238,8 +270,7 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
     const int64_t count = std::min(offset + length_bytes, run.end()) - from;
     if (count <= 0) continue;
     EMA_ASSIGN_OR_RETURN(std::vector<HostPiece> found,
-                         ReadBlocks(device_, *track_.track, track_.blocks,
-                                    run.stored_offset + from - run.offset, count));
+                         ReadTrack(device_, track_, run.stored_offset + from - run.offset, count));
     std::move(found.begin(), found.end(), std::back_inserter(pieces));
   }
   return pieces;
@@ -258,6 +289,7 @@ uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) c
 }
 
 bool Reading::ChunkChangedSince(int64_t version, int64_t offset) const {
+  if (is_stored()) return true;
   const Track& track = *track_.track;
   const auto changed = [&](int64_t stored_offset, int64_t stored_bytes) {
     const int64_t last = track.FindBlock(stored_offset + stored_bytes - 1);

@@ -26,10 +26,10 @@
 namespace ema {
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Where that is how they are stored, the snapshot's own memory is given; what is cast or cut out is
-// made on demand, a chunk at a time, and once for all who hold this object, if the memory budget
-// has room for it (else for each anew). Holds the snapshot, so the version stays pinned.
-// Thread-safe.
+// Where that is how they are stored, the snapshot's own memory (or what its StoredTrack gives) is
+// given; what is cast or cut out is made on demand, a chunk at a time, and once for all who hold
+// this object, if the memory budget has room for it (else for each anew). Holds the snapshot, so
+// the version stays pinned. Thread-safe.
 class Reading {
  public:
   // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
@@ -47,6 +47,8 @@ class Reading {
   const SnapshotRef& snapshot() const { return snapshot_; }
   const TrackSnapshot& track() const { return track_; }
   const Selection& selection() const { return selection_; }
+  // Read() blocks on the disk.
+  bool is_stored() const { return track_.stored != nullptr; }
 
   int64_t total_bytes() const { return layout().total_bytes(); }
   // What is read of one tensor, and where it lies in the bytes.
@@ -58,7 +60,8 @@ class Reading {
   void ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const;
 
   // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while their
-  // owners are held, and this object. REQUIRES: they are of one chunk. INTERNAL, DEVICE.
+  // owners are held, and this object. REQUIRES: they are of one chunk. INTERNAL, DEVICE. If
+  // is_stored(): as StoredTrack::Read().
   absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes);
 
   // CRC32C of `pieces`, which Read() gave from `offset` to the chunk's end. That of a whole chunk
@@ -70,7 +73,7 @@ class Reading {
     return std::min((offset / kChunkBytes + 1) * kChunkBytes, total_bytes());
   }
   // False: the chunk that holds `offset` is as it was at `version`, which was committed, or loaded,
-  // in this life of the server.
+  // in this life of the server. Of what is_stored() nothing is known: true.
   bool ChunkChangedSince(int64_t version, int64_t offset) const;
 
  private:
@@ -113,6 +116,10 @@ class Reading {
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
+  // Tells of the stored bytes of each run, in order, in pieces that cut no element.
+  absl::Status VisitRuns(
+      absl::Span<const Run> runs,
+      absl::FunctionRef<void(const Run&, std::span<const std::byte>)> visit) const;
 
   const SnapshotRef snapshot_;
   const TrackSnapshot& track_;

@@ -38,6 +38,13 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
   return pieces;
 }
 
+absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,
+                                                 int64_t offset, int64_t length_bytes) {
+  return track.stored != nullptr
+             ? track.stored->Read(offset, length_bytes)
+             : ReadBlocks(device, *track.track, track.blocks, offset, length_bytes);
+}
+
 absl::StatusOr<std::vector<std::shared_ptr<Block>>> AllocateBlocks(Device& device,
                                                                    const Track& track) {
   std::vector<std::shared_ptr<Block>> blocks;

@@ -77,6 +77,11 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
                                                   const Blocks& blocks, int64_t offset,
                                                   int64_t length_bytes);
 
+// The same of a track at one version, wherever its bytes are. Of a stored one: blocks on the disk,
+// and the errors of StoredTrack::Read().
+absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,
+                                                 int64_t offset, int64_t length_bytes);
+
 // Builds a track's blocks from bytes in host memory (restoring). Not thread-safe.
 class BlocksWriter {
  public:
