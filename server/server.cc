@@ -11,20 +11,26 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/shared_ring.h"
 #include "server/checkpoint/file_system.h"
-#include "server/checkpoint/synthesis.h"
 #include "server/ops/logging.h"
 
 namespace ema {
 
 namespace {
 
-absl::Status NoDataDir() {
-  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
-                   "the server was started without --data-dir, so it keeps no checkpoints");
+CheckpointManager::Options CheckpointOptions(const ServerOptions& options) {
+  return {.store = {.data_dir = options.data_dir,
+                    .keep_count = options.keep_last,
+                    .keep_step_multiple = options.keep_every_steps,
+                    .max_file_bytes = options.max_file_bytes},
+          .policy = {.every_commits = options.save_every_commits,
+                     .every = options.save_every,
+                     .step_multiple = options.save_step_multiple},
+          .scrub_interval = options.scrub_interval,
+          .on_info = [](const std::string& text) { LogInfo(text); },
+          .on_error = [](const std::string& text) { LogError(text); }};
 }
 
 // Of this process.
@@ -81,41 +87,19 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.model.incarnation = IncarnationWithoutStore(begin);
   store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
   if (!options.data_dir.empty()) {
-    EMA_ASSIGN_OR_RETURN(
-        server->checkpoints_,
-        CheckpointStore::Open(PosixFileSystem(), {.data_dir = options.data_dir,
-                                                  .max_file_bytes = options.max_file_bytes}));
+    EMA_ASSIGN_OR_RETURN(server->checkpoints_,
+                         CheckpointManager::Open(PosixFileSystem(), CheckpointOptions(options)));
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
-    server->scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{
-        .save =
-            [server = server.get()](Model& model, const SnapshotRef& snapshot) {
-              return server->Save(model, snapshot, /*keep=*/true).status();
-            },
-        .on_error =
-            [](const Model& model, const absl::Status& status) {
-              LogError(absl::StrCat(
-                  "model ", model.config().name,
-                  ": a snapshot could not be kept, and is tried again: ", status.ToString()));
-            }});
-    store_options.model.on_commit = [scheduler = server->scheduler_.get()](
+    store_options.model.on_commit = [checkpoints = server->checkpoints_.get()](
                                         const std::shared_ptr<Model>& model,
                                         const Snapshot& snapshot) {
-      scheduler->OnCommit(model, snapshot);
+      checkpoints->OnCommit(model, snapshot);
     };
   }
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   if (server->checkpoints_ != nullptr) {
-    EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report,
-                         server->checkpoints_->LoadAll(*server->store_));
-    for (const CheckpointStore::Quarantined& bad : report.quarantined) {
-      LogError(absl::StrCat("model ", bad.model, ": checkpoint ", bad.checkpoint,
-                            " is set aside: ", bad.problem.ToString()));
-    }
-    for (const CheckpointStore::Loaded& loaded : report.loaded) {
-      LogInfo(absl::StrCat("model ", loaded.model, ": step ", loaded.record.step, ", version ",
-                           loaded.record.version, " loaded from ", loaded.checkpoint));
-    }
+    EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
   }
 
   RpcServer::Options rpc_options;
@@ -134,17 +118,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   rpc_options.same_host_lane = options.same_host_lane == "on";
   rpc_options.session_timeout = options.session_timeout;
   rpc_options.stall_timeout = options.stream_timeout;
-  CheckpointHooks hooks;
-  hooks.save = [server = server.get()](Model& model) { return server->SaveNewest(model); };
-  hooks.synthesize = [server = server.get()](Model& model, const SynthesisRequest& request) {
-    return server->Synthesize(model, request);
-  };
-  hooks.forget = [server = server.get()](std::string_view model) {
-    return server->checkpoints_ != nullptr ? server->checkpoints_->DeleteModel(model)
-                                           : absl::OkStatus();
-  };
-  EMA_ASSIGN_OR_RETURN(server->rpc_,
-                       RpcServer::Start(server->store_, std::move(hooks), rpc_options));
+  Checkpoints* checkpoints = &server->no_checkpoints_;
+  if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
+  EMA_ASSIGN_OR_RETURN(server->rpc_, RpcServer::Start(server->store_, checkpoints, rpc_options));
   LogMemoryFormula(options, store_options.memory_bytes);
   LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(),
                        ", incarnation ", store_options.model.incarnation, ", ready after ",
@@ -155,50 +131,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   return server;
 }
 
-absl::StatusOr<CheckpointHooks::Saved> Server::SaveNewest(Model& model) {
-  if (checkpoints_ == nullptr) return NoDataDir();
-  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.PinVersion(0));
-  return Save(model, snapshot);
-}
-
-absl::StatusOr<CheckpointHooks::Saved> Server::Save(Model& model, const SnapshotRef& snapshot,
-                                                    bool keep) {
-  EMA_ASSIGN_OR_RETURN(CheckpointStore::SaveResult saved,
-                       checkpoints_->Save(model, snapshot, keep));
-  LogInfo(absl::StrCat("model ", model.config().name, ": step ", snapshot->record.step,
-                       ", version ", snapshot->record.version, " saved as ", saved.name,
-                       keep ? ", to be kept" : ""));
-  return CheckpointHooks::Saved{snapshot->record, std::move(saved.name), saved.total_bytes};
-}
-
-absl::StatusOr<Synthesis> Server::Synthesize(Model& model, const SynthesisRequest& request) {
-  if (checkpoints_ == nullptr) return NoDataDir();
-  const absl::Time begin = absl::Now();
-  EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*checkpoints_, model, request));
-  LogInfo(absl::StrCat("model ", model.config().name, ": ", request.name, " built for step ",
-                       result.record.step, " from ", result.sources.size(), " snapshots, residual ",
-                       result.residual, ", in ", absl::FormatDuration(absl::Now() - begin)));
-  return result;
-}
-
 absl::Status Server::Drain() {
   const absl::Time deadline = absl::Now() + options_.drain_grace;
   rpc_->SetServing(false);
   store_->Drain(deadline);
   absl::Status result;
-  if (checkpoints_ != nullptr) {
-    scheduler_->Stop();
-    for (const std::shared_ptr<Model>& model : store_->List()) {
-      const SnapshotRef newest = model->NewestAfterDrain();
-      if (newest == nullptr) continue;
-      const bool keep = IsKeepDue(*newest, model->kept_time());
-      if (const auto saved = Save(*model, newest, keep); !saved.ok()) {
-        LogError(absl::StrCat("model ", model->config().name,
-                              ": not saved: ", saved.status().ToString()));
-        result.Update(saved.status());
-      }
-    }
-  }
+  if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
   store_->Close();
   rpc_->Shutdown(deadline);
   return result;

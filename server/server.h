@@ -9,9 +9,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/checkpoint/checkpoint_scheduler.h"
-#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/model_store.h"
+#include "server/core/no_checkpoints.h"
 #include "server/ops/options.h"
 #include "server/rpc/rpc_server.h"
 
@@ -37,16 +37,10 @@ class Server {
  private:
   explicit Server(const ServerOptions& options) : options_(options) {}
 
-  absl::StatusOr<CheckpointHooks::Saved> SaveNewest(Model& model);
-  // REQUIRES: there is a data directory.
-  absl::StatusOr<CheckpointHooks::Saved> Save(Model& model, const SnapshotRef& snapshot,
-                                              bool keep = false);
-  absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request);
-
   const ServerOptions options_;
-  std::unique_ptr<CheckpointStore> checkpoints_;  // Null without a data directory.
+  NoCheckpoints no_checkpoints_;
   std::shared_ptr<ModelStore> store_;
-  std::unique_ptr<CheckpointScheduler> scheduler_;  // Null without a data directory.
+  std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
 };
 

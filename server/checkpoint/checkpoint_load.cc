@@ -38,6 +38,13 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
                                         ModelStore& models, LoadReport& report) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
   if (!exists) return absl::OkStatus();
+  if (const absl::Status indexed = IndexLocked(folder); !indexed.ok()) {
+    return LocateError(indexed, model_name, kLabelsFileName);
+  }
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
+  }
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::string name = CheckpointName(*id);
@@ -47,12 +54,15 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
       // they are no part of what comes of it.
       for (auto other = std::next(id); other != ids.end(); ++other) {
         if (*other < *id) continue;
-        EMA_RETURN_IF_ERROR(SetAside(folder, CheckpointName(*other), kAbandonedPrefix));
+        const std::string abandoned = CheckpointName(*other);
+        EMA_RETURN_IF_ERROR(SetAside(folder, abandoned, kAbandonedPrefix).status());
+        absl::MutexLock lock(&folder.state_mu);
+        folder.index.erase(abandoned);
       }
       return RestoreKeptTime(folder, **models.Get(model_name));
     }
     if (!absl::IsDataLoss(status)) return LocateError(status, model_name, name);
-    EMA_RETURN_IF_ERROR(SetAside(folder, name, kCorruptPrefix));
+    EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, status));
     report.quarantined.push_back({model_name, name, status});
   }
   return absl::OkStatus();
@@ -69,6 +79,7 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
     return Corrupt(absl::StrCat("manifest.json: it is of model \"", checkpoint.model_name, "\", ",
                                 CheckpointName(IdOf(checkpoint.record))));
   }
+  if (checkpoint.is_partial) return Corrupt("manifest.json: it has not all tracks");
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, models.Create(ConfigOf(checkpoint)));
   if (!created.created) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug, "the model exists already");
@@ -80,7 +91,7 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
     return snapshot.status();
   }
   created.model->Restore(*std::move(snapshot));
-  created.model->SetDurableStep(checkpoint.record.step);
+  created.model->SetDurable(checkpoint.record.id(), checkpoint.record.step);
   report.loaded.push_back({model_name, name, checkpoint.record, checkpoint.total_bytes});
   return absl::OkStatus();
 }
@@ -139,19 +150,19 @@ absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Fo
   return ParseCheckpointName(*name);
 }
 
-absl::Status CheckpointStore::SetAside(const Folder& folder, const std::string& name,
-                                       std::string_view prefix) {
+absl::StatusOr<std::string> CheckpointStore::SetAside(const Folder& folder, const std::string& name,
+                                                      std::string_view prefix) {
   absl::Status status;
+  std::string new_name;
   int64_t count = 0;
   do {
-    const std::string suffix = count == 0 ? "" : absl::StrCat("-", count);
-    status =
-        file_system_.Rename(JoinPath(folder.path, name),
-                            JoinPath(folder.path, absl::StrCat(std::string(prefix), name, suffix)));
+    new_name = absl::StrCat(std::string(prefix), name, count == 0 ? "" : absl::StrCat("-", count));
+    status = file_system_.Rename(JoinPath(folder.path, name), JoinPath(folder.path, new_name));
     ++count;
   } while (absl::IsAlreadyExists(status));
   EMA_RETURN_IF_ERROR(status);
-  return Sync(folder.path);
+  EMA_RETURN_IF_ERROR(Sync(folder.path));
+  return new_name;
 }
 
 absl::StatusOr<std::vector<std::string>> CheckpointStore::ModelNames() {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/checkpoint_name.h"
 
+#include <algorithm>
 #include <charconv>
 #include <span>
 
@@ -9,6 +10,8 @@
 
 namespace ema {
 namespace {
+
+constexpr std::string_view kPartialInfix = "-part-";
 
 // Takes `prefix` and then a number off the front of `text`.
 std::optional<int64_t> TakeNumber(std::string_view prefix, std::string_view& text) {
@@ -44,6 +47,35 @@ std::optional<CheckpointId> ParseCheckpointName(std::string_view name) {
   // Refuses other spellings of the same numbers, and what follows them.
   if (CheckpointName(id) != name) return std::nullopt;
   return id;
+}
+
+std::string PartialCheckpointName(const CheckpointId& id, std::vector<std::string> tracks) {
+  std::sort(tracks.begin(), tracks.end());
+  uint32_t crc = 0;
+  for (const std::string& track : tracks) {
+    const std::string line = track + "\n";
+    crc = Crc32c(crc, std::as_bytes(std::span(line)));
+  }
+  return absl::StrFormat("%s%s%08x", CheckpointName(id), std::string(kPartialInfix), crc);
+}
+
+std::optional<StoredName> ParseStoredName(std::string_view name) {
+  const size_t infix = name.find(kPartialInfix);
+  const std::optional<CheckpointId> id = ParseCheckpointName(name.substr(0, infix));
+  if (!id.has_value()) return std::nullopt;
+  if (infix == std::string_view::npos) return StoredName{*id, /*is_partial=*/false};
+  const std::string_view digits = name.substr(infix + kPartialInfix.size());
+  if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != digits.npos) {
+    return std::nullopt;
+  }
+  return StoredName{*id, /*is_partial=*/true};
+}
+
+std::optional<StoredName> ParseCorruptName(std::string_view name) {
+  if (!name.starts_with(kCorruptPrefix)) return std::nullopt;
+  name.remove_prefix(kCorruptPrefix.size());
+  if (const auto parsed = ParseStoredName(name)) return parsed;
+  return ParseStoredName(name.substr(0, name.rfind('-')));
 }
 
 std::string EncodeLatest(const std::string& name) {

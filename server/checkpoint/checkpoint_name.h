@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "server/core/version_record.h"
 
@@ -20,6 +21,7 @@ inline constexpr std::string_view kCorruptPrefix = ".corrupt-";
 inline constexpr std::string_view kAbandonedPrefix = ".abandoned-";
 inline constexpr std::string_view kDeletedPrefix = ".deleted-";
 inline constexpr std::string_view kLatestFileName = "LATEST";
+inline constexpr std::string_view kLabelsFileName = "LABELS.json";
 // In a checkpoint that is never removed.
 inline constexpr std::string_view kKeepFileName = "KEEP";
 
@@ -37,6 +39,21 @@ CheckpointId IdOf(const VersionRecord& record);
 std::string CheckpointName(const CheckpointId& id);
 // nullopt: `name` is not what CheckpointName() gives.
 std::optional<CheckpointId> ParseCheckpointName(std::string_view name);
+
+// Of a checkpoint that has only these tracks: CheckpointName(), "-part-" and 8 hexadecimal digits
+// of the CRC32C of their sorted names, each with a line end.
+std::string PartialCheckpointName(const CheckpointId& id, std::vector<std::string> tracks);
+
+struct StoredName {
+  CheckpointId id;
+  bool is_partial = false;
+  friend bool operator==(const StoredName&, const StoredName&) = default;
+};
+// nullopt: `name` is not what CheckpointName() or PartialCheckpointName() gives.
+std::optional<StoredName> ParseStoredName(std::string_view name);
+// The same of a checkpoint that was set aside as corrupt: kCorruptPrefix and its name, and perhaps
+// "-1" or so behind.
+std::optional<StoredName> ParseCorruptName(std::string_view name);
 
 // Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
 std::string EncodeLatest(const std::string& name);

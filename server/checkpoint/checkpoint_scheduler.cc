@@ -22,6 +22,11 @@ bool IsTrackDue(const TrackSnapshot& track, const std::optional<TrainingTime>& k
          WholeIntervals(kept, *interval, /*phase=*/0);
 }
 
+bool HasUnsaved(const Model& model) {
+  const std::optional<VersionRecord> latest = model.latest();
+  return latest.has_value() && latest->id() > model.durable_version();
+}
+
 }  // namespace
 
 bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept_time) {
@@ -29,57 +34,185 @@ bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept
                      [&](const TrackSnapshot& track) { return IsTrackDue(track, kept_time); });
 }
 
+bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const VersionId& durable,
+               int64_t durable_step) {
+  if (record.id() <= durable) return false;
+  // Versions count on over the server's lives.
+  if (policy.every_commits > 0 && record.version - durable.version >= policy.every_commits) {
+    return true;
+  }
+  // After a rollback that could not be saved, the durable step is the later one.
+  return policy.step_multiple > 0 &&
+         record.step / policy.step_multiple != durable_step / policy.step_multiple;
+}
+
 CheckpointScheduler::CheckpointScheduler(Options options)
     : options_(std::move(options)), thread_([this] { Run(); }) {}
 
 CheckpointScheduler::~CheckpointScheduler() { Stop(); }
 
+CheckpointScheduler::State& CheckpointScheduler::StateOf(const std::shared_ptr<Model>& model) {
+  const std::string& name = model->config().name;
+  const auto found = states_.find(name);
+  if (found != states_.end() && found->second.model.lock() == model) return found->second;
+  // A new model: those that have gone are forgotten.
+  std::erase_if(states_, [&](const auto& entry) {
+    return entry.first == name || (entry.second.model.expired() && !entry.second.is_busy);
+  });
+  State& state = states_[name];
+  state.model = model;
+  return state;
+}
+
 void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
-  if (!IsKeepDue(snapshot, model->kept_time())) return;
+  const VersionRecord& record = snapshot.record;
+  const SavePolicy& policy = options_.policy;
+  const bool is_due = IsKeepDue(snapshot, model->kept_time()) ||
+                      IsSaveDue(policy, record, model->durable_version(), model->durable_step());
+  SnapshotRef exact;
+  if (is_due && policy.step_multiple > 0 && record.step % policy.step_multiple == 0) {
+    if (auto pinned = model->PinVersion(record.version, record.incarnation); pinned.ok()) {
+      exact = *std::move(pinned);
+    }
+  }
+  const absl::Time now = absl::Now();
   absl::MutexLock lock(&mu_);
   if (is_stopping_) return;
-  State& state = states_[model->config().name];
-  if (state.is_busy || absl::Now() < state.retry_time) return;
+  State& state = StateOf(model);
+  if (policy.every > absl::ZeroDuration() && state.due_time == absl::InfiniteFuture()) {
+    state.due_time = std::max(state.saved_time == absl::InfinitePast() ? now : state.saved_time,
+                              now - policy.every) +
+                     policy.every;
+    must_look_ = true;
+  }
+  if (!is_due || state.is_busy || now < state.retry_time) return;
   state.is_busy = true;
-  work_.push_back({model->config().name, model});
+  work_.push_back({model, std::move(exact)});
+}
+
+void CheckpointScheduler::OnSaved(const Model& model) {
+  const bool is_current = !HasUnsaved(model);
+  absl::MutexLock lock(&mu_);
+  const auto it = states_.find(model.config().name);
+  if (it != states_.end()) NoteSaved(is_current, it->second);
+}
+
+void CheckpointScheduler::NoteSaved(bool is_current, State& state) {
+  state.saved_time = absl::Now();
+  state.due_time = is_current || options_.policy.every == absl::ZeroDuration()
+                       ? absl::InfiniteFuture()
+                       : state.saved_time + options_.policy.every;
+  must_look_ = true;
+}
+
+void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
+  absl::MutexLock lock(&mu_);
+  if (is_stopping_) return;
+  State& state = StateOf(model);
+  state.is_asked = true;
+  if (state.is_busy) return;
+  state.is_busy = true;
+  work_.push_back({model, nullptr});
+}
+
+absl::Time CheckpointScheduler::NextDueTime() const {
+  absl::Time next = absl::InfiniteFuture();
+  for (const auto& [name, state] : states_) {
+    if (!state.is_busy) next = std::min(next, std::max(state.due_time, state.retry_time));
+  }
+  return next;
+}
+
+void CheckpointScheduler::QueueDue() {
+  const absl::Time now = absl::Now();
+  for (auto it = states_.begin(); it != states_.end();) {
+    State& state = it->second;
+    if (state.is_busy || std::max(state.due_time, state.retry_time) > now) {
+      ++it;
+      continue;
+    }
+    if (state.model.expired()) {
+      it = states_.erase(it);
+      continue;
+    }
+    state.is_busy = true;
+    state.is_asked = true;
+    work_.push_back({state.model, nullptr});
+    ++it;
+  }
 }
 
 void CheckpointScheduler::Run() {
   const auto is_ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return is_stopping_ || !work_.empty();
+    return is_stopping_ || must_look_ || !work_.empty();
   };
   while (true) {
     std::shared_ptr<Model> model;
+    SnapshotRef snapshot;
     {
-      absl::MutexLock lock(&mu_, absl::Condition(&is_ready));
+      absl::MutexLock lock(&mu_);
+      mu_.AwaitWithDeadline(absl::Condition(&is_ready), NextDueTime());
       if (is_stopping_) return;
+      must_look_ = false;
+      QueueDue();
+      if (work_.empty()) continue;
       model = work_.front().model.lock();
-      if (model == nullptr) states_.erase(work_.front().model_name);
+      snapshot = std::move(work_.front().snapshot);
       work_.pop_front();
+      if (model == nullptr) {
+        std::erase_if(states_, [](const auto& entry) { return entry.second.model.expired(); });
+      }
     }
-    if (model != nullptr) Save(*model);
+    if (model != nullptr) Save(*model, std::move(snapshot));
   }
 }
 
-void CheckpointScheduler::Save(Model& model) {
-  const std::string& name = model.config().name;
-  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(0);
-  absl::Status status = pinned.status();
-  // A save by somebody else may have come first.
-  if (status.ok() && IsKeepDue(**pinned, model.kept_time())) {
-    status = options_.save(model, *pinned);
+void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
+  bool is_asked = false;
+  {
+    absl::MutexLock lock(&mu_);
+    if (const auto it = states_.find(model.config().name); it != states_.end()) {
+      is_asked = std::exchange(it->second.is_asked, false);
+    }
   }
+  absl::Status status;
+  if (snapshot == nullptr) {
+    absl::StatusOr<SnapshotRef> pinned = model.PinVersion(0);
+    status = pinned.status();
+    if (pinned.ok()) snapshot = *std::move(pinned);
+  }
+  if (status.ok()) {
+    const bool keep = IsKeepDue(*snapshot, model.kept_time());
+    // A save by somebody else may have come first.
+    if (keep || is_asked ||
+        IsSaveDue(options_.policy, snapshot->record, model.durable_version(),
+                  model.durable_step())) {
+      status = options_.save(model, snapshot, keep);
+    }
+  }
+  const bool is_current = !HasUnsaved(model);
   bool is_new_error = false;
   {
     absl::MutexLock lock(&mu_);
-    State& state = states_[name];
+    const auto it = states_.find(model.config().name);
+    if (it == states_.end() || it->second.model.lock().get() != &model) return;
+    State& state = it->second;
     state.is_busy = false;
+    if (status.ok()) {
+      NoteSaved(is_current, state);
+      state.retry_time = absl::InfinitePast();
+      state.last_error = absl::OkStatus();
+      return;
+    }
     // Of a model that has been deleted, nothing is missing.
-    if (status.ok() || absl::IsNotFound(status)) {
-      states_.erase(name);
+    if (absl::IsNotFound(status)) {
+      states_.erase(it);
       return;
     }
     state.retry_time = absl::Now() + options_.retry_delay;
+    // What was asked for is not forgotten.
+    if (is_asked) state.due_time = state.retry_time;
+    must_look_ = true;
     is_new_error = state.last_error.code() != status.code() ||
                    GetErrorReason(state.last_error) != GetErrorReason(status);
     state.last_error = status;
@@ -97,10 +230,11 @@ void CheckpointScheduler::AwaitIdle() {
 }
 
 void CheckpointScheduler::Stop() {
+  std::deque<Work> dropped;  // Lets go of its versions without the lock.
   {
     absl::MutexLock lock(&mu_);
     is_stopping_ = true;
-    work_.clear();
+    dropped.swap(work_);
   }
   if (thread_.joinable()) thread_.join();
 }

@@ -4,11 +4,13 @@
 #ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_SCHEDULER_H_
 #define EMA_SERVER_CHECKPOINT_CHECKPOINT_SCHEDULER_H_
 
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -24,16 +26,33 @@ namespace ema {
 // kept: a track with a snapshot_interval has been updated in a later interval than that.
 bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept_time);
 
+// When the newest version of a model is saved, counted from its newest version that is on the disk,
+// whoever saved that. Each zero: not by this.
+struct SavePolicy {
+  int64_t every_commits = 0;
+  // After the last save, or the first commit since the start; at the next commit if that is longer
+  // ago.
+  absl::Duration every = absl::ZeroDuration();
+  // When a step has reached or passed a multiple of this.
+  int64_t step_multiple = 0;
+};
+
+// True if `record`, the newest version, is due by its commits or step.
+bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const VersionId& durable,
+               int64_t durable_step);
+
 // Told of every commit; saves those that are due in a thread of its own, one at a time, so that
 // commits never wait. While it saves one of a model, others of that model are passed over: what is
 // due then still is at the first commit after. After an error (readers may hold as many versions as
-// they may, too) the model's next try is at a commit `retry_delay` later or more. Thread-safe.
+// they may, too) the model's next try is `retry_delay` later: at a commit, or by SavePolicy::every.
+// Thread-safe.
 class CheckpointScheduler {
  public:
   struct Options {
-    // Saves a version so that it is kept; sets Model::SetKeptTime(). Called on the scheduler's
-    // thread; may block for as long as it takes.
-    std::function<absl::Status(Model&, const SnapshotRef&)> save;
+    SavePolicy policy;
+    // Saves a version, so that it is kept for good if `keep`; sets Model::SetDurable(), and
+    // SetKeptTime() if `keep`. Called on the scheduler's thread; may block for as long as it takes.
+    std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
     // Told of an error, once until its code or reason changes or a save succeeds. Called on the
     // scheduler's thread.
     std::function<void(const Model&, const absl::Status&)> on_error;
@@ -46,6 +65,10 @@ class CheckpointScheduler {
   // As Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // A save of the model by anybody has ended well: SavePolicy::every counts from here.
+  void OnSaved(const Model& model) ABSL_LOCKS_EXCLUDED(mu_);
+  // Saves the newest version as soon as it can.
+  void SaveNow(const std::shared_ptr<Model>& model) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Waits until nothing is to be saved of the commits so far. For tests.
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
@@ -54,26 +77,38 @@ class CheckpointScheduler {
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // Of a model by name; there while something is to be remembered.
+  // Of a model by name; there while the model is.
   struct State {
-    bool is_busy = false;  // Waiting or being saved.
+    std::weak_ptr<Model> model;
+    bool is_busy = false;   // Waiting or being saved.
+    bool is_asked = false;  // SaveNow().
+    // When SavePolicy::every says so; infinite: nothing has been committed since the last save.
+    absl::Time due_time = absl::InfiniteFuture();
+    absl::Time saved_time = absl::InfinitePast();
     absl::Time retry_time = absl::InfinitePast();
     absl::Status last_error;
   };
+  // That wait for their turn: only then is a version pinned, the newest. But a step that is itself
+  // a multiple is what is wanted, not one after it.
+  struct Work {
+    std::weak_ptr<Model> model;
+    SnapshotRef snapshot;
+  };
 
+  State& StateOf(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteSaved(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Time NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Queues the models whose time has come.
+  void QueueDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  void Save(Model& model) ABSL_LOCKS_EXCLUDED(mu_);
+  void Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
   absl::Mutex mu_;  // Taken by commits: never held across a save or a call of a model.
-  // That wait for their turn: only then is a version pinned, the newest.
-  struct Work {
-    std::string model_name;
-    std::weak_ptr<Model> model;
-  };
   std::deque<Work> work_ ABSL_GUARDED_BY(mu_);
-  std::map<std::string, State> states_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, State, std::less<>> states_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool must_look_ ABSL_GUARDED_BY(mu_) = false;  // A due time has changed.
   std::thread thread_;  // Joined by Stop(), which only one thread calls at a time.
 };
 

@@ -116,53 +116,75 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
   return absl::OkStatus();
 }
 
+std::string CheckpointStore::NameOf(const Snapshot& snapshot,
+                                    const std::vector<std::string>& tracks) {
+  const CheckpointId id = IdOf(snapshot.record);
+  return tracks.empty() ? CheckpointName(id) : PartialCheckpointName(id, tracks);
+}
+
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
-                                                                  SnapshotRef snapshot, bool keep) {
+                                                                  SnapshotRef snapshot,
+                                                                  const SaveOptions& options) {
   const std::shared_ptr<Folder> folder = GetFolder(model.config().name);
+  saving_count_.fetch_add(1, std::memory_order_relaxed);
   absl::MutexLock lock(&folder->mu);
   // DeleteModel() may have come first; what it has set aside must not come back.
-  if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
-  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, keep, *folder);
+  const absl::Status closed = model.closed();
+  absl::StatusOr<SaveResult> result = absl::IsNotFound(closed)
+                                          ? absl::StatusOr<SaveResult>(closed)
+                                          : SaveLocked(model, *snapshot, options, *folder);
+  saving_count_.fetch_sub(1, std::memory_order_relaxed);
+  if (absl::IsNotFound(closed)) return closed;
   if (!result.ok()) return AsSaveError(result.status());
-  if (snapshot->record.step > model.durable_step()) model.SetDurableStep(snapshot->record.step);
-  if (keep) model.SetKeptTime(snapshot->record.time);
+  if (!options.tracks.empty()) return result;
+  model.SetDurable(snapshot->record.id(), snapshot->record.step);
+  if (options.keep) model.SetKeptTime(snapshot->record.time);
   return result;
 }
 
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& model,
                                                                         const Snapshot& snapshot,
-                                                                        bool keep, Folder& folder) {
+                                                                        const SaveOptions& options,
+                                                                        Folder& folder) {
   EMA_RETURN_IF_ERROR(latch_.status());
   if (folder.must_delete) EMA_RETURN_IF_ERROR(DeleteLocked(model.config().name, folder));
   const CheckpointId id = IdOf(snapshot.record);
-  SaveResult result{.name = CheckpointName(id)};
+  const bool is_whole = options.tracks.empty();
+  SaveResult result{.name = NameOf(snapshot, options.tracks)};
   const std::string path = JoinPath(folder.path, result.name);
-  if (folder.latest == id && folder.latest_bytes > 0) {
-    if (keep) EMA_RETURN_IF_ERROR(Keep(path));
+  const bool is_latest = is_whole && folder.latest == id && folder.latest_bytes > 0;
+  if (is_latest) {
+    if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     result.total_bytes = folder.latest_bytes;
-    return result;
-  }
-  EMA_RETURN_IF_ERROR(MakeDurable(model.config().name, folder));
-  EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindComplete(folder, result.name));
-  if (bytes.has_value()) {
-    result.total_bytes = *bytes;
-    // An earlier call, or server, may have ended between the rename and this.
-    EMA_RETURN_IF_ERROR(Sync(folder.path));
-    if (keep) EMA_RETURN_IF_ERROR(Keep(path));
   } else {
-    EMA_ASSIGN_OR_RETURN(result.total_bytes,
-                         WriteAndRename(model, snapshot, keep, folder, result.name));
-  }
-  if (id >= folder.latest) {
-    if (id != folder.latest) {
-      EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLatestFileName, EncodeLatest(result.name)));
+    EMA_RETURN_IF_ERROR(MakeDurable(model.config().name, folder));
+    EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindComplete(folder, result.name));
+    if (bytes.has_value()) {
+      result.total_bytes = *bytes;
+      // An earlier call, or server, may have ended between the rename and this.
+      EMA_RETURN_IF_ERROR(Sync(folder.path));
+      if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
+    } else {
+      EMA_ASSIGN_OR_RETURN(result.total_bytes,
+                           WriteAndRename(model, snapshot, options, folder, result.name));
     }
-    folder.latest = id;
-    folder.latest_bytes = result.total_bytes;
+    if (is_whole && id >= folder.latest) {
+      if (id != folder.latest) {
+        EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLatestFileName, EncodeLatest(result.name)));
+      }
+      folder.latest = id;
+      folder.latest_bytes = result.total_bytes;
+    }
+  }
+  if (options.label.has_value()) {
+    CheckpointLabel label = *options.label;
+    label.id = snapshot.record.id();
+    label.step = snapshot.record.step;
+    EMA_RETURN_IF_ERROR(PutLabelLocked(folder, label));
   }
   // This version is safe, whatever becomes of older ones; what could not be removed is tried again
   // at the next save.
-  RemoveOld(folder, id).IgnoreError();
+  if (!is_latest) RemoveOld(folder, result.name).IgnoreError();
   return result;
 }
 
@@ -178,11 +200,12 @@ absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder&
   EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(folder));
   folder.latest = latest.value_or(CheckpointId{});
   folder.latest_bytes = 0;
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
   folder.is_durable = true;
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folder& folder,
+absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(Folder& folder,
                                                                      const std::string& name) {
   const std::string path = JoinPath(folder.path, name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
@@ -191,15 +214,17 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(const Folde
   const absl::StatusOr<CheckpointManifest> checkpoint = ReadCheckpointManifest(file_system_, path);
   if (checkpoint.ok()) return checkpoint->total_bytes;
   if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
-  EMA_RETURN_IF_ERROR(SetAside(folder, name, kCorruptPrefix));
+  EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, checkpoint.status()));
   return std::nullopt;
 }
 
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
-                                                        bool keep, const Folder& folder,
+                                                        const SaveOptions& options, Folder& folder,
                                                         const std::string& name) {
+  const bool keep = options.keep;
   // What is kept for good must leave room for what is not.
-  const WriteOptions write_options{.max_file_bytes = options_.max_file_bytes};
+  const WriteOptions write_options{.tracks = options.tracks,
+                                   .max_file_bytes = options_.max_file_bytes};
   const int64_t needed_bytes =
       (CheckpointDataBytes(snapshot, write_options) + kSpareBytes) * (keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
@@ -226,6 +251,11 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   }
   EMA_RETURN_IF_ERROR(file_system_.Rename(temporary, JoinPath(folder.path, name)));
   EMA_RETURN_IF_ERROR(Sync(folder.path));
+  absl::MutexLock lock(&folder.state_mu);
+  folder.index[name] = {.name = name,
+                        .id = IdOf(written->record),
+                        .is_partial = !options.tracks.empty(),
+                        .details = DetailsOf(*written)};
   return written->total_bytes;
 }
 
@@ -242,59 +272,6 @@ absl::Status CheckpointStore::Keep(const std::string& checkpoint_path) {
   return Sync(checkpoint_path);
 }
 
-absl::Status CheckpointStore::RemoveOld(Folder& folder, const CheckpointId& saved) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                       file_system_.ListDirectory(folder.path));
-  std::vector<CheckpointId> ids;
-  for (const DirectoryEntry& entry : entries) {
-    const std::optional<CheckpointId> id = ParseCheckpointName(entry.name);
-    if (!id.has_value() || !entry.is_directory) continue;
-    EMA_ASSIGN_OR_RETURN(
-        const bool is_kept,
-        file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName)));
-    if (!is_kept) ids.push_back(*id);
-  }
-  std::sort(ids.begin(), ids.end(), std::greater<>());
-  const auto is_held = [&folder](const CheckpointId& id) {
-    absl::MutexLock lock(&folder.held_mu);
-    return folder.held.contains(id);
-  };
-  for (size_t i = options_.keep_count; i < ids.size(); ++i) {
-    if (ids[i] == saved || ids[i] == folder.latest || is_held(ids[i])) continue;
-    const std::string name = CheckpointName(ids[i]);
-    EMA_RETURN_IF_ERROR(file_system_.Rename(
-        JoinPath(folder.path, name), JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name))));
-  }
-  return ClearTemporary(folder.path);
-}
-
-absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(
-    std::string_view model_name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
-  auto held = std::make_unique<HeldCheckpoints>(folder);
-  absl::MutexLock lock(&folder->mu);
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
-  // What is still to be deleted is not the model's any more.
-  if (!exists || folder->must_delete) return held;
-  EMA_ASSIGN_OR_RETURN(held->ids_, FindCheckpoints(*folder));
-  std::sort(held->ids_.begin(), held->ids_.end(), std::greater<>());
-  absl::MutexLock held_lock(&folder->held_mu);
-  for (const CheckpointId& id : held->ids_) ++folder->held[id];
-  return held;
-}
-
-CheckpointStore::HeldCheckpoints::~HeldCheckpoints() {
-  absl::MutexLock lock(&folder_->held_mu);
-  for (const CheckpointId& id : ids_) {
-    const auto it = folder_->held.find(id);
-    if (--it->second == 0) folder_->held.erase(it);
-  }
-}
-
-std::string CheckpointStore::HeldCheckpoints::Path(const CheckpointId& id) const {
-  return JoinPath(folder_->path, CheckpointName(id));
-}
-
 absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
@@ -303,6 +280,13 @@ absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
 }
 
 absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder& folder) {
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    folder.index.clear();
+    folder.labels.clear();
+    folder.lost_labels = absl::OkStatus();
+    folder.is_indexed = true;
+  }
   EMA_RETURN_IF_ERROR(latch_.status());
   const std::string path = ModelPath(model_name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));

@@ -5,21 +5,29 @@
 //   LOCK                                  held by the one server that uses the directory
 //   INCARNATION                           durable counter, raised at each start
 //   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C
+//   models/<model>/checkpoints/LABELS.json
+//                                         which versions have a name of their own: label_file.h
 //   models/<model>/checkpoints/<name>/    manifest.json, tracks/<track>/model.safetensors
 //   models/<model>/checkpoints/<name>/KEEP
 //                                         an empty file: this checkpoint is not removed to make
 //                                         room for newer ones, nor counted; a person may make or
 //                                         remove it
+//   models/<model>/checkpoints/<name>-part-<8 digits>/
+//                                         some tracks of a version; never loaded at start
 //   .tmp-*                                (in any of these folders) unfinished or being removed;
 //                                         cleared at start
-//   .corrupt-<name>                       a checkpoint that failed verification, kept for a person
+//   .corrupt-<name>                       a checkpoint that failed verification, kept for a person;
+//                                         of LABELS.json: while it is there nothing is removed to
+//                                         make room
 //   .abandoned-<name>                     one that a crash left newer than LATEST, kept likewise
 //   models/.deleted-*-<model>             a deleted model, never loaded again
 //
-// Files: checkpoint_store.cc opens, saves and deletes; checkpoint_load.cc finds and loads.
+// Files: checkpoint_store.cc opens and saves; checkpoint_load.cc finds and loads;
+// checkpoint_index.cc knows what there is, and its labels; checkpoint_removal.cc removes.
 #ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 #define EMA_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -36,7 +44,10 @@
 #include "absl/time/time.h"
 #include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/file_system.h"
+#include "server/checkpoint/label_file.h"
+#include "server/checkpoint/manifest_json.h"
 #include "server/checkpoint/sync_latch.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 
@@ -57,8 +68,11 @@ class CheckpointStore {
   struct Options {
     // Made if it is not there.
     std::string data_dir;
-    // Checkpoints kept of each model, the newest ones, besides those with a KEEP file. 1 or more.
+    // Checkpoints kept of each model, the newest ones, besides those with a KEEP file or a label;
+    // and as many that have not all tracks. 1 or more.
     int64_t keep_count = 3;
+    // Those whose step is a multiple of this are kept, too. 0: off.
+    int64_t keep_step_multiple = 0;
     // As WriteOptions::max_file_bytes. 1 or more.
     int64_t max_file_bytes = 5'000'000'000;
   };
@@ -93,6 +107,8 @@ class CheckpointStore {
     std::vector<Loaded> loaded;  // By model.
     // A model that is here but not in `loaded` had no good checkpoint left.
     std::vector<Quarantined> quarantined;
+    // Models whose labels are lost, as Labels() says.
+    std::vector<std::pair<std::string, absl::Status>> lost_labels;
   };
 
   // Creates each model that has a checkpoint in `models`, and puts its newest good version in
@@ -105,28 +121,107 @@ class CheckpointStore {
   // UNAVAILABLE: the disk failed.
   absl::StatusOr<LoadReport> LoadAll(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
 
+  struct SaveOptions {
+    // It has its KEEP file, too, and model.SetKeptTime() is set.
+    bool keep = false;
+    // Only these; empty: all. Such a checkpoint is no durable version of the model.
+    std::vector<std::string> tracks;
+    // Put on it durably before anything is removed; its version and step are the snapshot's.
+    // REQUIRES: no `tracks`.
+    std::optional<CheckpointLabel> label;
+  };
   struct SaveResult {
     std::string name;  // In the model's folder.
     int64_t total_bytes = 0;
   };
+  // The name that it will have.
+  static std::string NameOf(const Snapshot& snapshot, const std::vector<std::string>& tracks);
 
-  // Writes `snapshot`, a version of `model`, and sets model.SetDurableStep(). OK: it is on the
+  // Writes `snapshot`, a version of `model`, and sets model.SetDurable(). OK: it is on the
   // disk, and is what will be loaded unless a newer one is saved. Saving what is saved already is
-  // OK and writes nothing. With `keep` it has its KEEP file, too, and model.SetKeptTime() is set.
-  // Saves of one model wait for each other; commits and readers do not wait for them. Holds
-  // `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space.
-  // UNAVAILABLE, STORE_READ_ONLY. UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's
-  // name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE.
-  // After any of these the checkpoints from before are as they were.
-  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot, bool keep = false)
+  // OK and writes nothing but what `options` ask for. Saves of one model wait for each other;
+  // commits and readers do not wait for them. Holds `snapshot` only while it runs.
+  // RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space. UNAVAILABLE, STORE_READ_ONLY.
+  // UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND,
+  // MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE. After any of these the
+  // checkpoints from before are as they were.
+  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_) {
+    return Save(model, std::move(snapshot), SaveOptions());
+  }
+  absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot, const SaveOptions& options)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // A Save() is running.
+  bool is_saving() const { return saving_count_.load(std::memory_order_relaxed) > 0; }
+
+  // --- What there is ---
+
+  // A checkpoint, or one that was set aside as corrupt.
+  struct Stored {
+    std::string name;  // Of its directory.
+    CheckpointId id;
+    bool is_partial = false;
+    // Not OK: it was set aside, because of this.
+    absl::Status problem;
+    // From its manifest; absent if it was set aside, or nobody has asked.
+    struct Details {
+      absl::Time commit_time;
+      std::vector<std::string> tracks;  // That have a value in it.
+      int64_t total_bytes = 0;
+    };
+    std::optional<Details> details;
+  };
+  // All of a model, newest first, with details. Manifests are read once. UNAVAILABLE: the disk
+  // failed.
+  absl::StatusOr<std::vector<Stored>> List(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same without details, and almost never waits for the disk: not for a running Save().
+  absl::StatusOr<std::vector<Stored>> ListNames(std::string_view model_name)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Removes a checkpoint, or one that was set aside, whatever retention says. OK if it is not
+  // there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is held. Waits
+  // for a running Save(). UNAVAILABLE: the disk failed.
+  absl::Status Delete(std::string_view model_name, std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
+  // so that a restart would load an older one. Waits for a running Save().
+  absl::StatusOr<bool> Quarantine(std::string_view model_name, std::string_view name,
+                                  const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Labels ---
+
+  // By name. Also in `lost`, if given, why labels may be missing: their file was corrupt, so
+  // nothing of the model is removed to make room until a person has removed what was set aside of
+  // it, and the server is started again. Never blocks on the disk after the model has been loaded
+  // or saved.
+  absl::StatusOr<std::vector<CheckpointLabel>> Labels(std::string_view model_name,
+                                                      absl::Status* lost = nullptr)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  struct FoundLabel {
+    CheckpointLabel label;
+    // OK, or why the version cannot be read from the disk: OUT_OF_RANGE, VERSION_NOT_KEPT, or what
+    // it was set aside for.
+    absl::Status checkpoint;
+  };
+  // Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels. A model's labels are known after
+  // LoadAll(), or its first save.
+  absl::StatusOr<FoundLabel> FindLabel(std::string_view model_name, std::string_view label)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Puts a label on a version that is on the disk, durably. OUT_OF_RANGE, VERSION_NOT_KEPT: it is
+  // not. RESOURCE_EXHAUSTED: the model has kMaxLabels. UNAVAILABLE: the disk failed, or
+  // STORE_READ_ONLY. Waits for a running Save().
+  absl::Status PutLabel(std::string_view model_name, const CheckpointLabel& label)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // NOT_FOUND, LABEL_NOT_FOUND. Else as PutLabel().
+  absl::Status RemoveLabel(std::string_view model_name, std::string_view label)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  static constexpr size_t kMaxLabels = 1024;
 
  private:
   struct Folder;
 
  public:
-  // A model's checkpoints as they were when it was made: no Save() removes them while it lives
-  // (DeleteModel() sets them aside all the same). Thread-safe; outlived by its store.
+  // A model's checkpoints as they were when it was made: neither Save() nor Delete() removes them
+  // while it lives (DeleteModel() and Quarantine() set them aside all the same). Thread-safe;
+  // outlived by its store.
   class HeldCheckpoints {
    public:
     explicit HeldCheckpoints(std::shared_ptr<Folder> folder) : folder_(std::move(folder)) {}
@@ -134,18 +229,28 @@ class CheckpointStore {
     HeldCheckpoints(const HeldCheckpoints&) = delete;
     HeldCheckpoints& operator=(const HeldCheckpoints&) = delete;
 
-    // Newest first.
+    // Newest first; those that have all tracks.
     const std::vector<CheckpointId>& ids() const { return ids_; }
     std::string Path(const CheckpointId& id) const;
 
    private:
     friend class CheckpointStore;
     const std::shared_ptr<Folder> folder_;
-    std::vector<CheckpointId> ids_;  // Constant after HoldCheckpoints().
+    // Constant after Hold...().
+    std::vector<CheckpointId> ids_;
+    std::vector<std::string> names_;
   };
   // Waits for a running Save() of the model. UNAVAILABLE: the disk failed.
   absl::StatusOr<std::unique_ptr<HeldCheckpoints>> HoldCheckpoints(std::string_view model_name)
       ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Only the checkpoint of that name, which may be partial. Null: it is not there. Waits for
+  // nothing.
+  absl::StatusOr<std::unique_ptr<HeldCheckpoints>> Hold(std::string_view model_name,
+                                                        std::string_view name)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Where it is.
+  std::string Path(std::string_view model_name, std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Where the checkpoints are.
   FileSystem& file_system() const { return file_system_; }
@@ -175,8 +280,14 @@ class CheckpointStore {
     CheckpointId latest ABSL_GUARDED_BY(mu);
     int64_t latest_bytes ABSL_GUARDED_BY(mu) = 0;  // 0: not known.
 
-    absl::Mutex held_mu ABSL_ACQUIRED_AFTER(mu);  // Never held across a call of the file system.
-    std::map<CheckpointId, int> held ABSL_GUARDED_BY(held_mu);  // By how many.
+    absl::Mutex state_mu ABSL_ACQUIRED_AFTER(mu);  // Never held across a call of the file system.
+    // By their directories' names: by how many it is held.
+    std::map<std::string, int, std::less<>> held ABSL_GUARDED_BY(state_mu);
+    // What follows is as on the disk.
+    bool is_indexed ABSL_GUARDED_BY(state_mu) = false;
+    std::map<std::string, Stored, std::less<>> index ABSL_GUARDED_BY(state_mu);
+    LabelMap labels ABSL_GUARDED_BY(state_mu);
+    absl::Status lost_labels ABSL_GUARDED_BY(state_mu);
   };
 
   CheckpointStore(FileSystem& file_system, const Options& options)
@@ -197,21 +308,45 @@ class CheckpointStore {
   // Candidates of a folder, best first.
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
   // Renames a checkpoint, durably, so that it is not found any more.
-  absl::Status SetAside(const Folder& folder, const std::string& name, std::string_view prefix);
+  // Its new name.
+  absl::StatusOr<std::string> SetAside(const Folder& folder, const std::string& name,
+                                       std::string_view prefix);
+  absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+
+  static Stored::Details DetailsOf(const CheckpointManifest& checkpoint);
+  // Reads what there is, and the labels, if that has not been done.
+  absl::Status IndexLocked(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status ReadLabelsLocked(Folder& folder, const std::vector<DirectoryEntry>& entries)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status EnsureIndexed(Folder& folder) ABSL_LOCKS_EXCLUDED(folder.mu);
+  // Reads the manifest of one that has no details yet.
+  absl::Status ReadDetails(Folder& folder, const std::string& name) ABSL_LOCKS_EXCLUDED(folder.mu);
+  absl::Status PutLabelLocked(Folder& folder, const CheckpointLabel& label)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status WriteLabelsLocked(Folder& folder, LabelMap labels)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // Parts of Save() and DeleteModel().
-  absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot, bool keep,
-                                        Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot,
+                                        const SaveOptions& options, Folder& folder)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status MakeDurable(const std::string& model_name, Folder& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The bytes of a checkpoint that is complete; nullopt: there is none of that name.
-  absl::StatusOr<std::optional<int64_t>> FindComplete(const Folder& folder,
-                                                      const std::string& name);
-  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot, bool keep,
-                                         const Folder& folder, const std::string& name);
+  absl::StatusOr<std::optional<int64_t>> FindComplete(Folder& folder, const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,
+                                         const SaveOptions& options, Folder& folder,
+                                         const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Makes a checkpoint's KEEP file, durably; OK if it is there.
   absl::Status Keep(const std::string& checkpoint_path);
-  absl::Status RemoveOld(Folder& folder, const CheckpointId& saved)
+  // Removes what retention does not keep, but not what has just been saved.
+  absl::Status RemoveOld(Folder& folder, std::string_view saved_name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Makes it temporary, to be cleared, and forgets it. False: somebody holds it.
+  absl::StatusOr<bool> StartRemoving(Folder& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status DeleteLocked(const std::string& model_name, Folder& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
@@ -238,6 +373,7 @@ class CheckpointStore {
   std::unique_ptr<FileLock> lock_;  // Constant after Open(), as incarnation_.
   int64_t incarnation_ = 0;
   SyncLatch latch_;
+  std::atomic<int> saving_count_ = 0;  // Relaxed: a hint for the scrub.
 
   absl::Mutex mu_;  // Never held across a call of file_system_.
   std::map<std::string, std::shared_ptr<Folder>, std::less<>> folders_ ABSL_GUARDED_BY(mu_);

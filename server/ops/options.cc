@@ -22,6 +22,7 @@ namespace ema {
 namespace {
 
 constexpr int kUsageExitCode = 2;
+constexpr int64_t kMostSteps = int64_t{1} << 62;
 // gRPC counts milliseconds in an int.
 constexpr absl::Duration kMostOfTransport = absl::Hours(24);
 
@@ -38,11 +39,11 @@ CLI::Option* AddText(CLI::App& app, const std::string& flag, std::string& value,
 }
 
 CLI::Option* AddCount(CLI::App& app, const std::string& flag, int64_t& value, int64_t least,
-                      const std::string& help) {
+                      const std::string& help, int64_t most = int64_t{1} << 20) {
   return app.add_option(flag, value, help)
       ->envname(EnvironmentName(flag))
       ->capture_default_str()
-      ->check(CLI::Range(least, int64_t{1} << 20));
+      ->check(CLI::Range(least, most));
 }
 
 CLI::Option* AddDuration(CLI::App& app, const std::string& flag, absl::Duration& value,
@@ -125,6 +126,25 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
       app, "--data-dir", o.data_dir,
       "Directory of the checkpoints, made if need be; used by one server. Empty: no checkpoints")
       ->type_name("DIR");
+  AddCount(app, "--save-every-commits", o.save_every_commits, 0,
+           "Save a model by itself so many commits after its last save. 0: not by their number")
+      ->type_name("N");
+  AddDuration(app, "--save-every", o.save_every, absl::ZeroDuration(),
+              "The same after so long, if anything has been committed. 0: not by time");
+  AddCount(app, "--save-step-multiple", o.save_step_multiple, 0,
+           "The same when a step has reached a multiple of this. 0: not by steps", kMostSteps)
+      ->type_name("STEPS");
+  AddCount(app, "--keep-last", o.keep_last, 1,
+           "Checkpoints of a model that are kept, the newest; those with a label or a KEEP file "
+           "are kept anyway")
+      ->type_name("N");
+  AddCount(app, "--keep-every-steps", o.keep_every_steps, 0,
+           "Keep those whose step is a multiple of this, too. 0: not because of their step",
+           kMostSteps)
+      ->type_name("STEPS");
+  AddDuration(app, "--scrub-interval", o.scrub_interval, absl::ZeroDuration(),
+              "Read every checkpoint again once in so long, to find bytes that have gone bad. 0: "
+              "never");
   AddCount(app, "--threads", o.thread_count, 0,
            "Threads that serve RPCs. 0: half of the processors, at least 1")
       ->type_name("N");

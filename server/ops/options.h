@@ -24,6 +24,14 @@ struct ServerOptions {
   std::string device = "auto";  // "auto" or "cpu".
   int64_t memory_bytes = 0;     // For all models. 0: 80 % of what receive windows leave of it.
   std::string data_dir;         // Empty: no checkpoints.
+  // When versions are saved by themselves, counted from the last save; 0: not by this.
+  int64_t save_every_commits = 0;
+  absl::Duration save_every = absl::Minutes(10);
+  int64_t save_step_multiple = 0;
+  // Checkpoints that stay of each model: so many, the newest; and those whose step is a multiple.
+  int64_t keep_last = 3;
+  int64_t keep_every_steps = 0;                     // 0: not because of their step.
+  absl::Duration scrub_interval = absl::Hours(24);  // Checkpoints are read again. 0: never.
   int64_t thread_count = 0;     // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;

@@ -19,26 +19,38 @@ constexpr int64_t kDefaultMaxPinnedVersions = 2;
 
 void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Executor& worker, const Executor& slow_worker) {
-#define EMA_LISTEN(method, executor)                                                           \
+#define EMA_LISTEN(method, executor) \
+  EMA_LISTEN_BY(method, [executor](const auto&) { return executor; })
+#define EMA_LISTEN_BY(method, choose_executor)                                                 \
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
       rpc, queue,                                                                              \
       [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
             grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
             grpc::ServerCompletionQueue* q,                                                    \
             void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
-      [this](const v1::method##Request& request) { return method(request); }, executor)
-  EMA_LISTEN(CreateModel, nullptr);
-  EMA_LISTEN(GetModel, nullptr);
-  EMA_LISTEN(ListModels, nullptr);
-  EMA_LISTEN(UpdateModel, nullptr);
+      [this](const v1::method##Request& request) { return method(request); }, choose_executor)
+  const Executor here = nullptr;
+  EMA_LISTEN(CreateModel, here);
+  EMA_LISTEN(GetModel, here);
+  EMA_LISTEN(ListModels, here);
+  EMA_LISTEN(UpdateModel, here);
   EMA_LISTEN(DeleteModel, worker);
-  EMA_LISTEN(OpenRun, nullptr);
-  EMA_LISTEN(QueryPush, nullptr);
-  EMA_LISTEN(GetLane, nullptr);
-  EMA_LISTEN(ListVersions, nullptr);
+  EMA_LISTEN_BY(OpenRun, [slow_worker](const v1::OpenRunRequest& request) {
+    return request.has_resume() ? slow_worker : Executor();
+  });
+  EMA_LISTEN(QueryPush, here);
+  EMA_LISTEN(GetLane, here);
+  EMA_LISTEN(ListVersions, here);
   EMA_LISTEN(CreateCheckpoint, worker);
+  EMA_LISTEN(GetCheckpoint, worker);
+  EMA_LISTEN(ListCheckpoints, worker);
+  EMA_LISTEN(DeleteCheckpoint, worker);
+  EMA_LISTEN(RestoreCheckpoint, slow_worker);
+  EMA_LISTEN(SetLabel, worker);
+  EMA_LISTEN(ReportMetric, worker);
   EMA_LISTEN(Synthesize, slow_worker);
 #undef EMA_LISTEN
+#undef EMA_LISTEN_BY
 }
 
 void AdminService::OfferLane(const std::string& socket_name) {
@@ -87,7 +99,7 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
   store_->Delete(request.model());
   // Also if it was not there: a call before may have failed here.
-  EMA_RETURN_IF_ERROR(checkpoints_.forget(request.model()));
+  EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
   return v1::DeleteModelResponse();
 }
 
@@ -107,6 +119,10 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),
                                           static_cast<WireDtype>(wire_dtype)));
+  if (request.has_resume()) {
+    EMA_RETURN_IF_ERROR(
+        checkpoints_.Resume(*model, request.launch_id(), FromProto(request.resume())));
+  }
   EMA_ASSIGN_OR_RETURN(
       const Model::JoinResult joined,
       model->JoinRun(request.launch_id(), request.rank(), request.world_size(), std::move(layout)));
@@ -173,22 +189,11 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
   return response;
 }
 
-absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
-    const v1::CreateCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  EMA_ASSIGN_OR_RETURN(const CheckpointHooks::Saved saved, checkpoints_.save(*model));
-  v1::CreateCheckpointResponse response;
-  *response.mutable_version() = ToProto(saved.record);
-  response.set_checkpoint(saved.name);
-  response.set_total_bytes(saved.total_bytes);
-  return response;
-}
-
 absl::StatusOr<v1::SynthesizeResponse> AdminService::Synthesize(
     const v1::SynthesizeRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));
-  EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.synthesize(*model, parsed));
+  EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.Synthesize(*model, parsed));
   v1::SynthesizeResponse response;
   *response.mutable_version() = ToProto(synthesis.record);
   response.set_residual(synthesis.residual);

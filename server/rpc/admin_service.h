@@ -7,34 +7,21 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
+#include <utility>
 
 #include "absl/status/statusor.h"
-#include "server/core/model.h"
-#include "server/core/synthesis.h"
+#include "server/core/checkpoints.h"
 #include "server/rpc/call.h"
 
 namespace ema {
 
-// What the calls need of layers that `rpc` does not know. May block; called on a worker thread.
-struct CheckpointHooks {
-  struct Saved {
-    VersionRecord record;
-    std::string name;
-    int64_t total_bytes = 0;
-  };
-  std::function<absl::StatusOr<Saved>(Model&)> save;
-  // As Synthesize in ema_service.proto.
-  std::function<absl::StatusOr<Synthesis>(Model&, const SynthesisRequest&)> synthesize;
-  // After a model has been deleted, so that a restart does not bring it back.
-  std::function<absl::Status(std::string_view model)> forget;
-};
-
-// Answers every unary call of the service. Thread-safe from Listen() on.
+// Answers every unary call of the service. Thread-safe from Listen() on. Files: admin_service.cc,
+// and admin_checkpoints.cc for the calls about checkpoints and labels.
 class AdminService {
  public:
-  AdminService(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints)
-      : store_(std::move(store)), checkpoints_(std::move(checkpoints)) {}
+  // `checkpoints` outlives this.
+  AdminService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints)
+      : store_(std::move(store)), checkpoints_(*checkpoints) {}
 
   // What GetLane() answers. REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
@@ -58,10 +45,19 @@ class AdminService {
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
   absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
       const v1::CreateCheckpointRequest& request);
+  absl::StatusOr<v1::GetCheckpointResponse> GetCheckpoint(const v1::GetCheckpointRequest& request);
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(
+      const v1::ListCheckpointsRequest& request);
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
+      const v1::DeleteCheckpointRequest& request);
+  absl::StatusOr<v1::RestoreCheckpointResponse> RestoreCheckpoint(
+      const v1::RestoreCheckpointRequest& request);
+  absl::StatusOr<v1::SetLabelResponse> SetLabel(const v1::SetLabelRequest& request);
+  absl::StatusOr<v1::ReportMetricResponse> ReportMetric(const v1::ReportMetricRequest& request);
   absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
 
   const std::shared_ptr<ModelStore> store_;
-  const CheckpointHooks checkpoints_;
+  Checkpoints& checkpoints_;
   v1::GetLaneResponse lane_;
 };
 

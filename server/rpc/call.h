@@ -24,6 +24,7 @@
 #include "ema/error_reason.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/grpc_status.h"
@@ -38,11 +39,18 @@ using AsyncUnary =
             v1::EmaService::WithAsyncMethod_DeleteModel<v1::EmaService::WithAsyncMethod_OpenRun<
                 v1::EmaService::WithAsyncMethod_QueryPush<v1::EmaService::WithAsyncMethod_GetLane<
                     v1::EmaService::WithAsyncMethod_ListVersions<
-                        v1::EmaService::WithAsyncMethod_CreateCheckpoint<
-                            v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>>;
+                        v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>;
+// Those of checkpoints and labels, likewise.
+template <typename Base>
+using AsyncCheckpoints = v1::EmaService::WithAsyncMethod_CreateCheckpoint<
+    v1::EmaService::WithAsyncMethod_GetCheckpoint<v1::EmaService::WithAsyncMethod_ListCheckpoints<
+        v1::EmaService::WithAsyncMethod_DeleteCheckpoint<
+            v1::EmaService::WithAsyncMethod_RestoreCheckpoint<
+                v1::EmaService::WithAsyncMethod_SetLabel<
+                    v1::EmaService::WithAsyncMethod_ReportMetric<Base>>>>>>>;
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
 using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
-    v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<v1::EmaService::Service>>>>;
+    v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<AsyncCheckpoints<v1::EmaService::Service>>>>>;
 
 // A tag that calls a member function, and keeps its call alive while the operation is under way.
 template <typename Call>
@@ -186,6 +194,7 @@ struct RpcContext {
   StreamAdmission pushes;
   StreamAdmission pulls;
   CallsInFlight calls;
+  Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
 };
 
 // A call with one request and one response.
@@ -199,34 +208,39 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   using Handler = std::function<absl::StatusOr<Response>(const Request&)>;
   // Runs a handler that may block somewhere else than on the queue's thread; null: here.
   using Executor = std::function<void(std::function<void()>)>;
+  // Which one a request needs.
+  using ChooseExecutor = std::function<Executor(const Request&)>;
 
   static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Accept& accept,
-                     const Handler& handler, const Executor& executor) {
-    std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, accept, handler, executor));
+                     const Handler& handler, const ChooseExecutor& choose_executor) {
+    std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, accept, handler, choose_executor));
     void* const tag = call->accepted_.Arm(call);
     accept(&call->context_, &call->request_, &call->writer_, queue, tag);
   }
 
  private:
   UnaryCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Accept accept, Handler handler,
-            Executor executor)
+            ChooseExecutor choose_executor)
       : rpc_(rpc),
         queue_(queue),
         accept_(std::move(accept)),
         handler_(std::move(handler)),
-        executor_(std::move(executor)) {}
+        choose_executor_(std::move(choose_executor)) {}
 
   void OnAccepted(bool ok) {
     if (!ok) return;  // Shutting down.
     in_flight_ = rpc_->calls.Enter();
-    Listen(rpc_, queue_, accept_, handler_, executor_);
-    auto answer = [self = this->shared_from_this()] { self->Answer(); };
-    executor_ ? executor_(std::move(answer)) : answer();
+    Listen(rpc_, queue_, accept_, handler_, choose_executor_);
+    const Executor executor = choose_executor_(request_);
+    auto answer = [self = this->shared_from_this(), is_deferred = executor != nullptr] {
+      self->Answer(is_deferred);
+    };
+    executor != nullptr ? executor(std::move(answer)) : answer();
   }
-  void Answer() {
+  void Answer(bool is_deferred) {
     // A call that has waited for its executor may have nobody left who waits for it.
     const absl::StatusOr<Response> response =
-        executor_ != nullptr && context_.deadline() < std::chrono::system_clock::now()
+        is_deferred && context_.deadline() < std::chrono::system_clock::now()
             ? absl::DeadlineExceededError("the deadline was over before the call's turn came")
             : handler_(request_);
     void* const tag = finished_.Arm(this->shared_from_this());
@@ -243,7 +257,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   std::shared_ptr<void> in_flight_;
   const Accept accept_;
   const Handler handler_;
-  const Executor executor_;
+  const ChooseExecutor choose_executor_;
   grpc::ServerContext context_;
   Request request_;
   Writer writer_{&context_};

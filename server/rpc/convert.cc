@@ -109,6 +109,15 @@ absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request)
                    "half_life=\"1000ba\"");
 }
 
+ResumePoint FromProto(const v1::Resume& resume) {
+  ResumePoint point{.step = resume.step()};
+  if (resume.has_version()) {
+    point.version = VersionId{resume.version().version(), resume.version().incarnation()};
+  }
+  if (resume.has_time()) point.time = ema::FromProto(resume.time());
+  return point;
+}
+
 absl::Status BadMessage(const std::string& text) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
 }
@@ -132,6 +141,37 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
   proto.set_skipped_tensor_count(record.skipped_tensor_count);
   for (const std::string& tensor : record.skipped_tensors) proto.add_skipped_tensors(tensor);
   proto.set_wire_dtype(static_cast<v1::WireDtype>(record.wire_dtype));
+  if (record.restored_from.has_value()) {
+    proto.mutable_restored_from()->set_version(record.restored_from->version);
+    proto.mutable_restored_from()->set_incarnation(record.restored_from->incarnation);
+  }
+  return proto;
+}
+
+v1::Checkpoint ToProto(const CheckpointInfo& checkpoint) {
+  v1::Checkpoint proto;
+  proto.set_name(checkpoint.name);
+  proto.set_state(static_cast<v1::Checkpoint::State>(checkpoint.state));
+  proto.set_incarnation(checkpoint.id.incarnation);
+  proto.set_version(checkpoint.id.version);
+  proto.set_step(checkpoint.step);
+  proto.set_commit_time_us(absl::ToUnixMicros(checkpoint.commit_time));
+  proto.mutable_tracks()->Assign(checkpoint.tracks.begin(), checkpoint.tracks.end());
+  proto.set_is_partial(checkpoint.is_partial);
+  proto.set_total_bytes(checkpoint.total_bytes);
+  proto.mutable_labels()->Assign(checkpoint.labels.begin(), checkpoint.labels.end());
+  proto.set_problem(checkpoint.problem);
+  return proto;
+}
+
+v1::Label ToProto(const CheckpointLabel& label) {
+  v1::Label proto;
+  proto.set_name(label.name);
+  proto.set_incarnation(label.id.incarnation);
+  proto.set_version(label.id.version);
+  proto.set_step(label.step);
+  if (label.metric.has_value()) proto.set_metric(*label.metric);
+  proto.set_lower_is_better(label.lower_is_better);
   return proto;
 }
 

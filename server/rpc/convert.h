@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/synthesis.h"
 
@@ -17,6 +18,7 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
                                       int64_t default_max_pinned_versions);
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
+ResumePoint FromProto(const v1::Resume& resume);
 
 // INVALID_ARGUMENT, BAD_REQUEST.
 absl::Status BadMessage(const std::string& text);
@@ -24,6 +26,8 @@ absl::Status BadMessage(const std::string& text);
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
 
 v1::VersionRecord ToProto(const VersionRecord& record);
+v1::Checkpoint ToProto(const CheckpointInfo& checkpoint);
+v1::Label ToProto(const CheckpointLabel& label);
 // `known_revision`: of the plan whose tracks the reader has already.
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);
 v1::Model ToProto(const Model& model, bool with_manifest);

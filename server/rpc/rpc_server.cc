@@ -25,9 +25,9 @@ constexpr int kReadBytes = 1 << 20;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<ModelStore> store,
-                                                            CheckpointHooks checkpoints,
+                                                            Checkpoints* checkpoints,
                                                             const Options& options) {
-  std::unique_ptr<RpcServer> rpc(new RpcServer(std::move(store), std::move(checkpoints), options));
+  std::unique_ptr<RpcServer> rpc(new RpcServer(std::move(store), checkpoints, options));
   for (const std::string& address : options.listen_addresses) {
     EMA_ASSIGN_OR_RETURN(rpc->listeners_.emplace_back(),
                          Listener::Bind(address, options.connections));
@@ -82,7 +82,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   return rpc;
 }
 
-RpcServer::RpcServer(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints,
+RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints,
                      const Options& options)
     : options_(options),
       rpc_{.service = {},
@@ -90,8 +90,9 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoi
            .pushes = {"push", options.max_push_streams,
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
-                     absl::ToChronoNanoseconds(options.stall_timeout)}},
-      admin_(store, std::move(checkpoints)) {}
+                     absl::ToChronoNanoseconds(options.stall_timeout)},
+           .checkpoints = checkpoints},
+      admin_(store, checkpoints) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -144,7 +145,8 @@ void RpcServer::ServeQueue(CallQueue* queue) {
       [this](grpc::ServerContext* context, auto* request, auto* writer,
              grpc::ServerCompletionQueue* q,
              void* call) { rpc_.health.RequestCheck(context, request, writer, q, q, call); },
-      [this](const auto& request) { return CheckHealth(request); }, nullptr);
+      [this](const auto& request) { return CheckHealth(request); },
+      [](const auto&) { return nullptr; });
   queue->Run();
 }
 

@@ -65,10 +65,10 @@ class RpcServer {
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
 
-  // Serves when it returns. Errors as Listener::Bind() and MakeServerCredentials(), or INTERNAL:
-  // gRPC did not start.
+  // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
+  // MakeServerCredentials(), or INTERNAL: gRPC did not start.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(std::shared_ptr<ModelStore> store,
-                                                          CheckpointHooks checkpoints,
+                                                          Checkpoints* checkpoints,
                                                           const Options& options);
   ~RpcServer();  // Shutdown(now) if it has not been called.
 
@@ -82,7 +82,7 @@ class RpcServer {
   void Shutdown(absl::Time deadline);
 
  private:
-  RpcServer(std::shared_ptr<ModelStore> store, CheckpointHooks checkpoints, const Options& options);
+  RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, const Options& options);
 
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;

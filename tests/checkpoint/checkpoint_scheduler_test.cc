@@ -61,9 +61,10 @@ class CheckpointSchedulerTest : public testing::Test {
   void Start(const ModelConfig& config = SnapshotModel()) {
     store_ = OpenStore(files_);
     scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{
+        .policy = policy_,
         .save =
-            [this](Model& model, const SnapshotRef& snapshot) {
-              const absl::Status status = store_->Save(model, snapshot, /*keep=*/true).status();
+            [this](Model& model, const SnapshotRef& snapshot, bool keep) {
+              const absl::Status status = store_->Save(model, snapshot, {.keep = keep}).status();
               absl::MutexLock lock(&mu_);
               tried_.push_back(snapshot->record.step);
               mu_.Await(absl::Condition(&may_end_));
@@ -109,6 +110,7 @@ class CheckpointSchedulerTest : public testing::Test {
   std::unique_ptr<ModelStore> models_;
   std::shared_ptr<Model> model_;
   std::unique_ptr<TestRank> rank_;
+  SavePolicy policy_;
   absl::Duration retry_delay_ = absl::ZeroDuration();
   absl::Mutex mu_;
   bool may_end_ ABSL_GUARDED_BY(mu_) = true;
@@ -229,6 +231,105 @@ TEST_F(CheckpointSchedulerTest, ADeletedModelIsNoError) {
   EXPECT_THAT(errors_, IsEmpty());
 }
 
+// --- By commits, time and steps ---
+
+ModelConfig PlainModel() {
+  ModelConfig config = SnapshotModel();
+  config.tracks = {{"raw", MakeSchedule("copy")}};
+  return config;
+}
+
+TEST_F(CheckpointSchedulerTest, SavesTheNewestVersionEveryNCommits) {
+  policy_.every_commits = 3;
+  Start(PlainModel());
+  PushAndSettle({1, 2, 3, 4, 5, 6, 7});
+  EXPECT_THAT(AwaitTried(2), ElementsAre(3, 6));
+  // A save by somebody else counts, too.
+  EXPECT_THAT(store_->Save(*model_, *model_->PinVersion(0)), IsOk());
+  PushAndSettle({8, 9, 10, 11});
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(3), ElementsAre(3, 6, 10));
+  EXPECT_THAT(errors_, IsEmpty());
+}
+
+TEST_F(CheckpointSchedulerTest, SavesWhenAStepHasReachedAMultiple) {
+  policy_.step_multiple = 10;
+  Start(PlainModel());
+  PushAndSettle({3, 9, 10, 11, 19, 25, 29, 30, 47});
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(4), ElementsAre(10, 25, 30, 47));
+  EXPECT_FALSE(model_->kept_time().has_value());
+}
+
+TEST_F(CheckpointSchedulerTest, AStepThatIsAMultipleIsSavedItselfHoweverLate) {
+  policy_.step_multiple = 10;
+  ModelConfig other = PlainModel();
+  other.name = "other";
+  Start(PlainModel());
+  const auto second = models_->Create(other)->model;
+  TestRank second_rank(second, "launch");
+  ASSERT_THAT(second_rank.Join(), IsOk());
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = false;
+  }
+  ASSERT_THAT(second_rank.Push(10, BytesOf({1, 2, 3})), IsOk());
+  AwaitTried(1);
+  // The scheduler's thread is busy with the other model.
+  Push(10);
+  Push(11);
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = true;
+  }
+  scheduler_->AwaitIdle();
+  scheduler_->Stop();
+  EXPECT_THAT(SavedSteps(files_), ElementsAre(10));
+}
+
+TEST_F(CheckpointSchedulerTest, SavesAfterATimeWithoutAnotherCommit) {
+  policy_.every = absl::Milliseconds(1);
+  Start(PlainModel());
+  Push(5);
+  EXPECT_THAT(AwaitTried(1), ElementsAre(5));
+  scheduler_->AwaitIdle();
+  Push(6);
+  EXPECT_THAT(AwaitTried(2), ElementsAre(5, 6));
+  scheduler_->Stop();
+}
+
+TEST_F(CheckpointSchedulerTest, BeforeTheTimeOnlyWhatIsAskedForIsSaved) {
+  policy_.every = absl::Hours(1);
+  Start(PlainModel());
+  PushAndSettle({1, 2, 3});
+  scheduler_->SaveNow(model_);
+  EXPECT_THAT(AwaitTried(1), ElementsAre(3));
+  scheduler_->Stop();
+}
+
+TEST(IsSaveDueTest, CountsFromWhatIsDurable) {
+  const SavePolicy commits{.every_commits = 4};
+  const SavePolicy steps{.step_multiple = 100};
+  const auto record = [](int64_t version, int64_t step, int64_t incarnation = 7) {
+    VersionRecord result;
+    result.incarnation = incarnation;
+    result.version = version;
+    result.step = step;
+    return result;
+  };
+  EXPECT_FALSE(IsSaveDue({}, record(1000, 1000), {}, 0));
+  EXPECT_FALSE(IsSaveDue(commits, record(3, 3), {}, 0));
+  EXPECT_TRUE(IsSaveDue(commits, record(4, 4), {}, 0));
+  EXPECT_FALSE(IsSaveDue(commits, record(9, 9), {6, 7}, 6));
+  EXPECT_TRUE(IsSaveDue(commits, record(10, 10, 8), {6, 7}, 6));
+  EXPECT_FALSE(IsSaveDue(steps, record(1, 99), {}, 0));
+  EXPECT_TRUE(IsSaveDue(steps, record(1, 100), {}, 0));
+  EXPECT_FALSE(IsSaveDue(steps, record(9, 199), {8, 7}, 100));
+  // Rolled back, and that could not be saved.
+  EXPECT_TRUE(IsSaveDue(steps, record(9, 50), {8, 7}, 100));
+  EXPECT_FALSE(IsSaveDue(steps, record(8, 300), {8, 7}, 100));
+}
+
 // --- The store's part ---
 
 struct Versions {
@@ -253,12 +354,12 @@ TEST(KeepTest, RetentionLeavesWhatIsKeptAndDoesNotCountIt) {
   const auto store = OpenStore(files, /*keep_count=*/2);
   const Versions versions({10, 20, 30, 40, 50});
   for (size_t i = 0; i < 5; ++i) {
-    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[i], /*keep=*/i % 2 == 1), IsOk());
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[i], {.keep = i % 2 == 1}), IsOk());
   }
   EXPECT_THAT(SavedSteps(files), ElementsAre(-20, 30, -40, 50));
   // Saved already: it only gets the file.
-  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[4], /*keep=*/true), IsOk());
-  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[2], /*keep=*/true), IsOk());
+  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[4], {.keep = true}), IsOk());
+  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[2], {.keep = true}), IsOk());
   EXPECT_THAT(SavedSteps(files), ElementsAre(-20, -30, -40, -50));
   // By hand.
   EXPECT_THAT(files.RemoveFile(JoinPath(PathOf(*versions.snapshots[1]), "KEEP")), IsOk());
@@ -271,7 +372,7 @@ TEST(KeepTest, WhatIsKeptLeavesRoomForWhatIsNot) {
   const auto store = OpenStore(files);
   const Versions versions({10, 20});
   files.set_free_bytes((int64_t{1} << 20) + 1000);  // The weights take a few bytes.
-  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], /*keep=*/true),
+  EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], {.keep = true}),
               ReasonIs(ErrorReason::kDiskFull));
   EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1]), IsOk());
 }
@@ -287,7 +388,7 @@ TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
                  ? absl::UnavailableError("Input/output error")
                  : absl::OkStatus();
     });
-    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1], /*keep=*/true),
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1], {.keep = true}),
                 testing::Not(IsOk()));
     files.set_hook(nullptr);
     EXPECT_THAT(SavedSteps(files), ElementsAre(10, -20));
@@ -326,8 +427,8 @@ TEST(KeepTest, ARestartKnowsWhatIsKept) {
   const Versions versions({10, 20, 30});
   {
     const auto store = OpenStore(files);
-    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], /*keep=*/true), IsOk());
-    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1], /*keep=*/true), IsOk());
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], {.keep = true}), IsOk());
+    EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1], {.keep = true}), IsOk());
     EXPECT_THAT(store->Save(*versions.model, versions.snapshots[2]), IsOk());
   }
   const auto store = OpenStore(files);
@@ -349,8 +450,8 @@ TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {
     files.set_hook([&](const std::string&, const std::string&) {
       return count++ < stop ? absl::OkStatus() : absl::UnavailableError("Input/output error");
     });
-    const bool first = store->Save(*versions.model, versions.snapshots[0], /*keep=*/true).ok();
-    const bool second = store->Save(*versions.model, versions.snapshots[1], /*keep=*/true).ok();
+    const bool first = store->Save(*versions.model, versions.snapshots[0], {.keep = true}).ok();
+    const bool second = store->Save(*versions.model, versions.snapshots[1], {.keep = true}).ok();
     for (const PowerLoss loss : {PowerLoss::kNothing, PowerLoss::kNone}) {
       const auto after = files.AfterCrash(loss);
       const std::vector<int64_t> steps = SavedSteps(*after);

@@ -58,6 +58,30 @@ TEST(OptionsTest, LimitsThatGrpcCannotKeepAreRefused) {
   }
 }
 
+TEST(OptionsTest, WhenCheckpointsAreSavedAndKeptIsRead) {
+  const ServerOptions defaults = Parse({}).options;
+  EXPECT_EQ(defaults.save_every_commits, 0);
+  EXPECT_EQ(defaults.save_every, absl::Minutes(10));
+  EXPECT_EQ(defaults.save_step_multiple, 0);
+  EXPECT_EQ(defaults.keep_last, 3);
+  EXPECT_EQ(defaults.keep_every_steps, 0);
+  EXPECT_EQ(defaults.scrub_interval, absl::Hours(24));
+  const ParsedOptions parsed =
+      Parse({"--save-every-commits=5", "--save-every=0", "--save-step-multiple=1000000000000",
+             "--keep-last=7", "--keep-every-steps=5000", "--scrub-interval=1h"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.save_every_commits, 5);
+  EXPECT_EQ(parsed.options.save_every, absl::ZeroDuration());
+  EXPECT_EQ(parsed.options.save_step_multiple, 1'000'000'000'000);
+  EXPECT_EQ(parsed.options.keep_last, 7);
+  EXPECT_EQ(parsed.options.keep_every_steps, 5000);
+  EXPECT_EQ(parsed.options.scrub_interval, absl::Hours(1));
+  for (const char* const flag :
+       {"--keep-last=0", "--save-every-commits=-1", "--save-every=-1s", "--keep-every-steps=-1"}) {
+    EXPECT_EQ(Parse({flag}).exit_code, 2) << flag;
+  }
+}
+
 TEST(OptionsTest, TlsNeedsCertificateAndKey) {
   const ParsedOptions parsed = Parse({"--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
@@ -178,15 +202,28 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
   const ParsedOptions parsed = Parse({"--help"});
   EXPECT_TRUE(parsed.should_exit);
   EXPECT_EQ(parsed.exit_code, 0);
-  for (const char* text :
-       {"--listen HOST:PORT=[127.0.0.1:50051] ... (Env:EMA_LISTEN)",
-        "--port-file FILE (Env:EMA_PORT_FILE)", "(Env:EMA_DEVICE)",
-        "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)", "(Env:EMA_DATA_DIR)", "(Env:EMA_THREADS)",
-        "=32 (Env:EMA_MAX_PUSH_STREAMS)", "=64 (Env:EMA_MAX_PULL_STREAMS)",
-        "=1024 (Env:EMA_MAX_CONNECTIONS)", "=64 (Env:EMA_MAX_CONNECTIONS_PER_PEER)",
-        "=on (Env:EMA_SAME_HOST_LANE)", "=30s (Env:EMA_SESSION_TIMEOUT)",
-        "=30s (Env:EMA_STREAM_TIMEOUT)", "=25s (Env:EMA_DRAIN_GRACE)", "=info (Env:EMA_LOG_LEVEL)",
-        "--version"}) {
+  for (const char* text : {"--listen HOST:PORT=[127.0.0.1:50051] ... (Env:EMA_LISTEN)",
+                           "--port-file FILE (Env:EMA_PORT_FILE)",
+                           "(Env:EMA_DEVICE)",
+                           "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)",
+                           "(Env:EMA_DATA_DIR)",
+                           "(Env:EMA_THREADS)",
+                           "=32 (Env:EMA_MAX_PUSH_STREAMS)",
+                           "=64 (Env:EMA_MAX_PULL_STREAMS)",
+                           "=1024 (Env:EMA_MAX_CONNECTIONS)",
+                           "=64 (Env:EMA_MAX_CONNECTIONS_PER_PEER)",
+                           "=on (Env:EMA_SAME_HOST_LANE)",
+                           "=30s (Env:EMA_SESSION_TIMEOUT)",
+                           "=30s (Env:EMA_STREAM_TIMEOUT)",
+                           "=0 (Env:EMA_SAVE_EVERY_COMMITS)",
+                           "=10m (Env:EMA_SAVE_EVERY)",
+                           "=0 (Env:EMA_SAVE_STEP_MULTIPLE)",
+                           "=3 (Env:EMA_KEEP_LAST)",
+                           "=0 (Env:EMA_KEEP_EVERY_STEPS)",
+                           "=24h (Env:EMA_SCRUB_INTERVAL)",
+                           "=25s (Env:EMA_DRAIN_GRACE)",
+                           "=info (Env:EMA_LOG_LEVEL)",
+                           "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));
   }
   EXPECT_THAT(parsed.text, Not(HasSubstr("block-bytes")));

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointStore that knows what there is of a model, and its labels.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/restore.h"
+
+namespace ema {
+namespace {
+
+absl::Status SetAsideEarlier() {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   "it was set aside by an earlier server");
+}
+
+absl::Status LostLabels(const std::string& why) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
+                                "the file that was set aside has been removed, and the server ",
+                                "started again"));
+}
+
+absl::Status VersionGone(const CheckpointLabel& label) {
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("label \"", label.name, "\": version ", label.id.version, " of incarnation ",
+                   label.id.incarnation, ", step ", label.step, ", is not on the disk"));
+}
+
+absl::Status UnknownLabel(std::string_view model_name, std::string_view label,
+                          const LabelMap& labels) {
+  constexpr size_t kListed = 16;
+  std::vector<std::string> names;
+  for (const auto& [name, known] : labels) {
+    if (names.size() < kListed) names.push_back(absl::StrCat("\"", name, "\""));
+  }
+  return MakeError(
+      absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
+      absl::StrCat("model \"", std::string(model_name), "\" has no label \"", std::string(label),
+                   "\"; it has ", labels.empty() ? "none" : absl::StrJoin(names, ", "),
+                   labels.size() > kListed ? ", ..." : ""));
+}
+
+}  // namespace
+
+CheckpointStore::Stored::Details CheckpointStore::DetailsOf(const CheckpointManifest& checkpoint) {
+  Stored::Details details{.commit_time = checkpoint.record.commit_time,
+                          .total_bytes = checkpoint.total_bytes};
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (track.weights.has_value()) details.tracks.push_back(track.config.name);
+  }
+  return details;
+}
+
+absl::Status CheckpointStore::IndexLocked(Folder& folder) {
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (folder.is_indexed) return absl::OkStatus();
+  }
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
+  std::vector<DirectoryEntry> entries;
+  // What is still to be deleted is not the model's any more.
+  if (exists && !folder.must_delete) {
+    EMA_ASSIGN_OR_RETURN(entries, file_system_.ListDirectory(folder.path));
+  }
+  EMA_RETURN_IF_ERROR(ReadLabelsLocked(folder, entries));
+  absl::MutexLock lock(&folder.state_mu);
+  std::map<std::string, Stored, std::less<>> index;
+  for (const DirectoryEntry& entry : entries) {
+    if (!entry.is_directory) continue;
+    Stored stored{.name = entry.name};
+    std::optional<StoredName> name = ParseStoredName(entry.name);
+    if (!name.has_value()) {
+      name = ParseCorruptName(entry.name);
+      if (!name.has_value()) continue;
+      stored.problem = SetAsideEarlier();
+    }
+    if (const auto known = folder.index.find(entry.name); known != folder.index.end()) {
+      stored = known->second;
+    }
+    stored.id = name->id;
+    stored.is_partial = name->is_partial;
+    index.emplace(entry.name, std::move(stored));
+  }
+  folder.index = std::move(index);
+  folder.is_indexed = true;
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
+                                               const std::vector<DirectoryEntry>& entries) {
+  LabelMap labels;
+  absl::Status lost;
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.name.starts_with(std::string(kCorruptPrefix) + std::string(kLabelsFileName))) {
+      lost = LostLabels(absl::StrCat(entry.name, " is there"));
+    }
+    if (entry.name != kLabelsFileName) continue;
+    absl::StatusOr<std::string> text =
+        file_system_.ReadSmallFile(JoinPath(folder.path, kLabelsFileName), kMaxLabelsFileBytes);
+    // No regular file, or too large for one of ours.
+    if (absl::IsFailedPrecondition(text.status())) {
+      text = absl::DataLossError(text.status().message());
+    }
+    absl::StatusOr<LabelMap> parsed =
+        text.ok() ? ParseLabels(*text) : absl::StatusOr<LabelMap>(text.status());
+    if (absl::IsDataLoss(parsed.status())) {
+      EMA_RETURN_IF_ERROR(SetAside(folder, std::string(kLabelsFileName), kCorruptPrefix).status());
+      lost = LostLabels(std::string(parsed.status().message()));
+      continue;
+    }
+    EMA_RETURN_IF_ERROR(parsed.status());
+    labels = *std::move(parsed);
+  }
+  absl::MutexLock lock(&folder.state_mu);
+  folder.labels = std::move(labels);
+  // What has been lost stays so while this server lives.
+  if (!lost.ok()) folder.lost_labels = lost;
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (folder.is_indexed) return absl::OkStatus();
+  }
+  absl::MutexLock lock(&folder.mu);
+  return IndexLocked(folder);
+}
+
+absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string& name,
+                                              const absl::Status& problem) {
+  EMA_ASSIGN_OR_RETURN(const std::string new_name, SetAside(folder, name, kCorruptPrefix));
+  if (folder.latest_bytes > 0 && CheckpointName(folder.latest) == name) {
+    folder.latest = {};
+    folder.latest_bytes = 0;
+  }
+  absl::MutexLock lock(&folder.state_mu);
+  folder.index.erase(name);
+  if (const auto parsed = ParseCorruptName(new_name)) {
+    folder.index[new_name] = {
+        .name = new_name, .id = parsed->id, .is_partial = parsed->is_partial, .problem = problem};
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, std::string_view name,
+                                                 const absl::Status& problem) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  {
+    absl::MutexLock state_lock(&folder->state_mu);
+    const auto it = folder->index.find(name);
+    if (it == folder->index.end() || !it->second.problem.ok()) return false;
+  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(*folder));
+  EMA_RETURN_IF_ERROR(SetAsideCorrupt(*folder, std::string(name), problem));
+  return latest.has_value() && CheckpointName(*latest) == name;
+}
+
+absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
+    std::string_view model_name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
+  std::vector<Stored> all;
+  {
+    absl::MutexLock lock(&folder->state_mu);
+    for (const auto& [name, stored] : folder->index) all.push_back(stored);
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Stored& a, const Stored& b) { return a.id > b.id; });
+  return all;
+}
+
+absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
+    std::string_view model_name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  EMA_ASSIGN_OR_RETURN(const std::vector<Stored> names, ListNames(model_name));
+  for (const Stored& stored : names) {
+    if (stored.problem.ok() && !stored.details.has_value()) {
+      EMA_RETURN_IF_ERROR(ReadDetails(*folder, stored.name));
+    }
+  }
+  return ListNames(model_name);
+}
+
+absl::Status CheckpointStore::ReadDetails(Folder& folder, const std::string& name) {
+  const absl::StatusOr<CheckpointManifest> checkpoint =
+      ReadCheckpointManifest(file_system_, JoinPath(folder.path, name));
+  if (checkpoint.ok()) {
+    absl::MutexLock lock(&folder.state_mu);
+    if (const auto it = folder.index.find(name); it != folder.index.end()) {
+      it->second.details = DetailsOf(*checkpoint);
+    }
+    return absl::OkStatus();
+  }
+  // Written by a newer server: no fault of its.
+  if (absl::IsFailedPrecondition(checkpoint.status())) return absl::OkStatus();
+  if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
+  absl::MutexLock lock(&folder.mu);
+  {
+    absl::MutexLock state_lock(&folder.state_mu);
+    if (!folder.index.contains(name)) return absl::OkStatus();  // Removed meanwhile.
+  }
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, name)));
+  if (exists) return SetAsideCorrupt(folder, name, checkpoint.status());
+  absl::MutexLock state_lock(&folder.state_mu);
+  folder.index.erase(name);  // Somebody else has removed it.
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name,
+                                                                     absl::Status* lost) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
+  absl::MutexLock lock(&folder->state_mu);
+  if (lost != nullptr) *lost = folder->lost_labels;
+  std::vector<CheckpointLabel> labels;
+  for (const auto& [name, label] : folder->labels) labels.push_back(label);
+  return labels;
+}
+
+absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::string_view model_name,
+                                                                       std::string_view label) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->state_mu);
+  const auto it = folder->labels.find(label);
+  if (it == folder->labels.end()) return UnknownLabel(model_name, label, folder->labels);
+  FoundLabel found{.label = it->second, .checkpoint = VersionGone(it->second)};
+  for (const auto& [name, stored] : folder->index) {
+    if (stored.is_partial ||
+        VersionId{stored.id.version, stored.id.incarnation} != found.label.id) {
+      continue;
+    }
+    found.checkpoint = stored.problem;
+    if (stored.problem.ok()) break;
+  }
+  return found;
+}
+
+absl::Status CheckpointStore::PutLabel(std::string_view model_name, const CheckpointLabel& label) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  return PutLabelLocked(*folder, label);
+}
+
+absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLabel& label) {
+  LabelMap labels;
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    const auto is_it = [&](const auto& entry) {
+      const Stored& stored = entry.second;
+      return stored.problem.ok() && !stored.is_partial &&
+             VersionId{stored.id.version, stored.id.incarnation} == label.id;
+    };
+    if (std::none_of(folder.index.begin(), folder.index.end(), is_it)) {
+      return VersionGone(label);
+    }
+    labels = folder.labels;
+  }
+  if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
+    return absl::OkStatus();
+  }
+  labels[label.name] = label;
+  if (labels.size() > kMaxLabels) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
+                     absl::StrCat("label \"", label.name, "\": the model has ", kMaxLabels,
+                                  " labels, as many as it may have"));
+  }
+  return WriteLabelsLocked(folder, std::move(labels));
+}
+
+absl::Status CheckpointStore::RemoveLabel(std::string_view model_name, std::string_view label) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  LabelMap labels;
+  {
+    absl::MutexLock state_lock(&folder->state_mu);
+    labels = folder->labels;
+  }
+  const auto it = labels.find(label);
+  if (it == labels.end()) return UnknownLabel(model_name, label, labels);
+  labels.erase(it);
+  return WriteLabelsLocked(*folder, std::move(labels));
+}
+
+absl::Status CheckpointStore::WriteLabelsLocked(Folder& folder, LabelMap labels) {
+  EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLabelsFileName, EncodeLabels(labels)));
+  absl::MutexLock lock(&folder.state_mu);
+  folder.labels = std::move(labels);
+  return absl::OkStatus();
+}
+
+}  // namespace ema

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointManager that has labels and scores, and opens what they name.
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/stored_track.h"
+
+namespace ema {
+namespace {
+
+absl::Status BadScore(const Model& model, const CheckpointLabel& score, const std::string& why) {
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+      absl::StrCat("model \"", model.config().name, "\", label \"", score.name, "\": ", why));
+}
+
+std::string_view Direction(bool lower_is_better) { return lower_is_better ? "lower" : "higher"; }
+
+bool IsInMemory(const Model& model, const VersionId& id) {
+  const std::vector<Model::RecordEntry> records =
+      model.RecordsAfter(id.version - 1, id.incarnation, /*limit=*/1);
+  return !records.empty() && records[0].record.id() == id && records[0].available;
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, CheckpointLabel label,
+                                                         const VersionId& id) {
+  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
+  if (pinned.ok()) {
+    label.id = (*pinned)->record.id();
+    label.step = (*pinned)->record.step;
+    EMA_RETURN_IF_ERROR(SaveSnapshot(model, *pinned, {.label = label}).status());
+  } else {
+    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
+    if (!stored.has_value()) {
+      if (GetErrorReason(pinned.status()) != ErrorReason::kVersionNotKept) return pinned.status();
+      return NotKept(model, id);
+    }
+    label.id = {stored->id.version, stored->id.incarnation};
+    label.step = stored->id.step;
+    EMA_RETURN_IF_ERROR(store_->PutLabel(model.config().name, label));
+  }
+  Info(model, absl::StrCat("label ", label.name, " is at version ", label.id.version, ", step ",
+                           label.step));
+  return label;
+}
+
+absl::StatusOr<CheckpointLabel> CheckpointManager::SetLabel(Model& model, const std::string& label,
+                                                            const VersionId& id) {
+  EMA_RETURN_IF_ERROR(ValidateName("label", label));
+  absl::MutexLock lock(&label_mu_);
+  return Place(model, {.name = label}, id);
+}
+
+absl::Status CheckpointManager::RemoveLabel(Model& model, const std::string& label) {
+  EMA_RETURN_IF_ERROR(ValidateName("label", label));
+  EMA_RETURN_IF_ERROR(model.closed());
+  absl::MutexLock lock(&label_mu_);
+  EMA_RETURN_IF_ERROR(store_->RemoveLabel(model.config().name, label));
+  Info(model, absl::StrCat("label ", label, " is taken away"));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
+    Model& model, const CheckpointLabel& score) {
+  EMA_RETURN_IF_ERROR(ValidateName("label", score.name));
+  EMA_RETURN_IF_ERROR(model.closed());
+  if (!score.metric.has_value() || !std::isfinite(*score.metric)) {
+    return BadScore(model, score, "the score is no finite number");
+  }
+  absl::MutexLock lock(&label_mu_);
+  const absl::StatusOr<CheckpointStore::FoundLabel> found =
+      store_->FindLabel(model.config().name, score.name);
+  if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
+  if (found.ok() && found->label.metric.has_value()) {
+    const CheckpointLabel& now = found->label;
+    if (now.lower_is_better != score.lower_is_better) {
+      return BadScore(
+          model, score,
+          absl::StrCat("this score says that ", std::string(Direction(score.lower_is_better)),
+                       " is better, those before said ",
+                       std::string(Direction(now.lower_is_better))));
+    }
+    const bool is_better =
+        score.lower_is_better ? *score.metric < *now.metric : *score.metric > *now.metric;
+    if (!is_better) return MetricResult{.label = now, .moved = false};
+  }
+  EMA_ASSIGN_OR_RETURN(CheckpointLabel placed, Place(model, score, score.id));
+  return MetricResult{.label = std::move(placed), .moved = true};
+}
+
+absl::StatusOr<VersionId> CheckpointManager::FindLabel(const Model& model, std::string_view label) {
+  EMA_ASSIGN_OR_RETURN(const CheckpointStore::FoundLabel found,
+                       store_->FindLabel(model.config().name, label));
+  if (found.checkpoint.ok() || IsInMemory(model, found.label.id)) return found.label.id;
+  const std::string place = absl::StrCat("label \"", std::string(label), "\": version ",
+                                         found.label.id.version, ", step ", found.label.step, ": ");
+  return MakeError(
+      found.checkpoint.code(), GetErrorReason(found.checkpoint),
+      absl::StrCat("model \"", model.config().name, "\", ", place, found.checkpoint.message()));
+}
+
+absl::StatusOr<SnapshotRef> CheckpointManager::OpenVersion(Model& model, const VersionId& id,
+                                                           std::string_view track) {
+  EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
+  if (!stored.has_value()) return NotKept(model, id);
+  const std::string& model_name = model.config().name;
+  // While its files are opened; they stay open after it has gone.
+  EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored->name));
+  if (held == nullptr) return NotKept(model, id);
+  const std::string path = store_->Path(model_name, stored->name);
+  const auto open = [&]() -> absl::StatusOr<SnapshotRef> {
+    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
+                         ReadCheckpointManifest(store_->file_system(), path));
+    return OpenStoredVersion(store_->file_system(), path, manifest, track);
+  };
+  absl::StatusOr<SnapshotRef> opened = open();
+  if (absl::IsDataLoss(opened.status()) && model.closed().ok()) {
+    SetAside(model, stored->name, opened.status());
+    return LocateError(opened.status(), model_name, stored->name);
+  }
+  return opened;
+}
+
+}  // namespace ema

@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/checkpoint_manager.h"
+
+#include <algorithm>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/synthesis.h"
+#include "server/checkpoint/verify.h"
+
+namespace ema {
+namespace {
+
+constexpr size_t kMaxFailed = 64;  // Of a model.
+
+// What is known of a version that is to be saved under `name`.
+CheckpointInfo InfoOf(const std::string& name, const Snapshot& snapshot,
+                      const std::vector<std::string>& tracks) {
+  CheckpointInfo info{.name = name,
+                      .state = CheckpointInfo::State::kSaving,
+                      .id = snapshot.record.id(),
+                      .step = snapshot.record.step,
+                      .commit_time = snapshot.record.commit_time,
+                      .tracks = tracks,
+                      .is_partial = !tracks.empty()};
+  if (!tracks.empty()) return info;
+  for (const TrackSnapshot& track : snapshot.tracks) info.tracks.push_back(track.track->name());
+  return info;
+}
+
+CheckpointInfo InfoOf(const CheckpointStore::Stored& stored) {
+  CheckpointInfo info{.name = stored.name,
+                      .state = stored.problem.ok() ? CheckpointInfo::State::kComplete
+                                                   : CheckpointInfo::State::kCorrupt,
+                      .id = {stored.id.version, stored.id.incarnation},
+                      .step = stored.id.step,
+                      .is_partial = stored.is_partial,
+                      .problem = std::string(stored.problem.message())};
+  if (stored.details.has_value()) {
+    info.commit_time = stored.details->commit_time;
+    info.tracks = stored.details->tracks;
+    info.total_bytes = stored.details->total_bytes;
+  }
+  return info;
+}
+
+// The tracks to be saved: sorted, once each; none: all that the model has are asked for.
+absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const Snapshot& snapshot,
+                                                      const std::vector<std::string>& asked) {
+  const std::set<std::string> names(asked.begin(), asked.end());
+  for (const std::string& name : names) {
+    if (snapshot.Find(name) != nullptr) continue;
+    EMA_RETURN_IF_ERROR(model.CheckTrack(name));
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                     absl::StrCat("model \"", model.config().name, "\": track \"", name,
+                                  "\" has no value in version ", snapshot.record.version));
+  }
+  const bool has_all =
+      std::all_of(snapshot.tracks.begin(), snapshot.tracks.end(),
+                  [&](const TrackSnapshot& track) { return names.contains(track.track->name()); });
+  if (has_all) return std::vector<std::string>();
+  return std::vector<std::string>(names.begin(), names.end());
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Open(FileSystem& file_system,
+                                                                           Options options,
+                                                                           absl::Time now) {
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<CheckpointStore> store,
+                       CheckpointStore::Open(file_system, options.store, now));
+  return std::unique_ptr<CheckpointManager>(
+      new CheckpointManager(std::move(options), std::move(store)));
+}
+
+CheckpointManager::CheckpointManager(Options options, std::unique_ptr<CheckpointStore> store)
+    : options_(std::move(options)), store_(std::move(store)) {
+  scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{
+      .policy = options_.policy,
+      .save = [this](Model& model, const SnapshotRef& snapshot,
+                     bool keep) { return SaveSnapshot(model, snapshot, {.keep = keep}).status(); },
+      .on_error =
+          [this](const Model& model, const absl::Status& status) {
+            Error(model, absl::StrCat("an automatic save has failed, and is tried again: ",
+                                      status.ToString()));
+          },
+      .retry_delay = options_.retry_delay});
+  queue_thread_ = std::thread([this] { RunQueue(); });
+}
+
+CheckpointManager::~CheckpointManager() { Stop(); }
+
+void CheckpointManager::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    is_stopping_ = true;
+  }
+  scheduler_->Stop();
+  if (queue_thread_.joinable()) queue_thread_.join();
+  if (scrub_thread_.joinable()) scrub_thread_.join();
+}
+
+void CheckpointManager::Info(const Model& model, const std::string& text) const {
+  if (options_.on_info) options_.on_info(absl::StrCat("model ", model.config().name, ": ", text));
+}
+
+void CheckpointManager::Error(const Model& model, const std::string& text) const {
+  if (options_.on_error) options_.on_error(absl::StrCat("model ", model.config().name, ": ", text));
+}
+
+absl::Status CheckpointManager::LoadAll(ModelStore& models) {
+  EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report, store_->LoadAll(models));
+  for (const CheckpointStore::Quarantined& bad : report.quarantined) {
+    if (!options_.on_error) break;
+    options_.on_error(absl::StrCat("model ", bad.model, ": checkpoint ", bad.checkpoint,
+                                   " is set aside: ", bad.problem.ToString()));
+  }
+  for (const auto& [model, problem] : report.lost_labels) {
+    if (!options_.on_error) break;
+    options_.on_error(absl::StrCat("model ", model, ": its labels are lost: ", problem.ToString()));
+  }
+  for (const CheckpointStore::Loaded& loaded : report.loaded) {
+    if (!options_.on_info) break;
+    options_.on_info(absl::StrCat("model ", loaded.model, ": step ", loaded.record.step,
+                                  ", version ", loaded.record.version, " loaded from ",
+                                  loaded.checkpoint));
+  }
+  models_ = &models;
+  if (options_.scrub_interval > absl::ZeroDuration()) {
+    scrub_thread_ = std::thread([this] { RunScrub(); });
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointManager::Drain(ModelStore& models) {
+  Stop();
+  absl::Status result;
+  for (const std::shared_ptr<Model>& model : models.List()) {
+    const SnapshotRef newest = model->NewestAfterDrain();
+    if (newest == nullptr) continue;
+    const auto saved =
+        SaveSnapshot(*model, newest, {.keep = IsKeepDue(*newest, model->kept_time())});
+    if (saved.ok()) continue;
+    Error(*model, absl::StrCat("not saved: ", saved.status().ToString()));
+    result.Update(saved.status());
+  }
+  return result;
+}
+
+// --- Saving ---
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
+    Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
+  const Key key{model.config().name, CheckpointStore::NameOf(*snapshot, options.tracks)};
+  {
+    absl::MutexLock lock(&mu_);
+    Saving& saving = saving_[key];
+    if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, options.tracks);
+  }
+  const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
+  if (saved.ok()) scheduler_->OnSaved(model);
+  {
+    absl::MutexLock lock(&mu_);
+    NoteEnd(key, saved.status());
+  }
+  EMA_RETURN_IF_ERROR(saved.status());
+  Info(model, absl::StrCat("step ", snapshot->record.step, ", version ", snapshot->record.version,
+                           " saved as ", saved->name, options.keep ? ", to be kept" : ""));
+  return Saved{snapshot->record, saved->name, saved->total_bytes};
+}
+
+void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
+  const auto it = saving_.find(key);
+  std::deque<CheckpointInfo>& failed = failed_[key.first];
+  std::erase_if(failed, [&](const CheckpointInfo& info) { return info.name == key.second; });
+  // Of a model that has been deleted, nothing is missing.
+  if (!status.ok() && !absl::IsNotFound(status)) {
+    failed.push_back(it->second.info);
+    failed.back().state = CheckpointInfo::State::kFailed;
+    failed.back().problem = status.ToString();
+    if (failed.size() > kMaxFailed) failed.pop_front();
+  }
+  if (failed.empty()) failed_.erase(key.first);
+  if (--it->second.count == 0) saving_.erase(it);
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
+                                                           const SaveRequest& request) {
+  if (!request.label.empty()) {
+    EMA_RETURN_IF_ERROR(ValidateName("label", request.label));
+    if (!request.tracks.empty()) {
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                       absl::StrCat("label: \"", request.label,
+                                    "\" given together with tracks; only a checkpoint with all "
+                                    "tracks can have one"));
+    }
+  }
+  const absl::StatusOr<SnapshotRef> pinned =
+      model.PinVersion(request.id.version, request.id.incarnation);
+  if (!pinned.ok()) {
+    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
+    if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
+    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
+                         ReadCheckpointManifest(store_->file_system(),
+                                                store_->Path(model.config().name, stored->name)));
+    if (!request.label.empty()) {
+      EMA_RETURN_IF_ERROR(store_->PutLabel(
+          model.config().name,
+          {.name = request.label, .id = manifest.record.id(), .step = manifest.record.step}));
+    }
+    return Saved{manifest.record, stored->name, manifest.total_bytes};
+  }
+  SaveRequest wanted = request;
+  EMA_ASSIGN_OR_RETURN(wanted.tracks, ChooseTracks(model, **pinned, request.tracks));
+  if (wanted.async) return Enqueue(model, *pinned, wanted);
+  CheckpointStore::SaveOptions options{.tracks = wanted.tracks};
+  if (!wanted.label.empty()) options.label = CheckpointLabel{.name = wanted.label};
+  return SaveSnapshot(model, *pinned, options);
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
+                                                              const SnapshotRef& snapshot,
+                                                              const SaveRequest& request) {
+  const Key key{model.config().name, CheckpointStore::NameOf(*snapshot, request.tracks)};
+  Saved saved{
+      .record = snapshot->record, .name = key.second, .state = CheckpointInfo::State::kSaving};
+  if (request.label.empty()) {
+    EMA_ASSIGN_OR_RETURN(const CheckpointInfo known, FindInfo(model, key.second));
+    if (known.state == CheckpointInfo::State::kComplete) {
+      saved.state = known.state;
+      saved.total_bytes = known.total_bytes;
+      return saved;
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  if (is_stopping_) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                     "the server is stopping");
+  }
+  Saving& saving = saving_[key];
+  if (!request.label.empty()) saving.labels.push_back(request.label);
+  if (saving.is_queued) return saved;
+  if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, request.tracks);
+  saving.is_queued = true;
+  saving.snapshot = snapshot;
+  saving.model = model.shared_from_this();
+  saving.tracks = request.tracks;
+  queue_.push_back(key);
+  return saved;
+}
+
+void CheckpointManager::RunQueue() {
+  const auto is_ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return is_stopping_ || !queue_.empty();
+  };
+  while (true) {
+    Key key;
+    std::shared_ptr<Model> model;
+    SnapshotRef snapshot;
+    CheckpointStore::SaveOptions options;
+    {
+      absl::MutexLock lock(&mu_, absl::Condition(&is_ready));
+      if (queue_.empty()) return;  // What was asked for is done.
+      key = queue_.front();
+      const Saving& saving = saving_[key];
+      model = saving.model;
+      snapshot = saving.snapshot;
+      options.tracks = saving.tracks;
+    }
+    absl::Status status;
+    // Once, and once more for each label; what is on the disk then is not written again.
+    for (bool is_done = false; !is_done && status.ok();) {
+      {
+        absl::MutexLock lock(&mu_);
+        std::vector<std::string>& labels = saving_[key].labels;
+        options.label.reset();
+        if (!labels.empty()) {
+          options.label = CheckpointLabel{.name = labels.back()};
+          labels.pop_back();
+        }
+      }
+      status = SaveSnapshot(*model, snapshot, options).status();
+      absl::MutexLock lock(&mu_);
+      Saving& saving = saving_[key];
+      is_done = saving.labels.empty();
+      if (!is_done && status.ok()) continue;
+      saving.is_queued = false;
+      saving.labels.clear();
+      saving.snapshot = nullptr;
+      saving.model = nullptr;
+    }
+    if (!status.ok()) {
+      Error(*model, absl::StrCat(key.second, " could not be saved: ", status.ToString()));
+    }
+    // Lets go of the version before it is said that nothing is waiting.
+    snapshot = nullptr;
+    model = nullptr;
+    absl::MutexLock lock(&mu_);
+    queue_.pop_front();
+    NoteEnd(key, status);
+  }
+}
+
+void CheckpointManager::AwaitIdle() {
+  scheduler_->AwaitIdle();
+  const auto is_idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return queue_.empty(); };
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(&is_idle));
+}
+
+// --- What there is ---
+
+absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
+  const std::string& model_name = model.config().name;
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored, store_->List(model_name));
+  Listing listing;
+  EMA_ASSIGN_OR_RETURN(listing.labels, store_->Labels(model_name));
+  std::map<std::string, CheckpointInfo> by_name;
+  for (const CheckpointStore::Stored& checkpoint : stored) {
+    by_name[checkpoint.name] = InfoOf(checkpoint);
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    if (const auto failed = failed_.find(model_name); failed != failed_.end()) {
+      for (const CheckpointInfo& info : failed->second) by_name.emplace(info.name, info);
+    }
+    for (const auto& [key, saving] : saving_) {
+      if (key.first == model_name) by_name[key.second] = saving.info;
+    }
+  }
+  for (auto& [name, info] : by_name) {
+    for (const CheckpointLabel& label : listing.labels) {
+      if (label.id == info.id && !info.is_partial) info.labels.push_back(label.name);
+    }
+    listing.checkpoints.push_back(std::move(info));
+  }
+  std::stable_sort(listing.checkpoints.begin(), listing.checkpoints.end(),
+                   [](const auto& a, const auto& b) { return a.id > b.id; });
+  return listing;
+}
+
+absl::StatusOr<CheckpointInfo> CheckpointManager::FindInfo(Model& model, std::string_view name) {
+  EMA_ASSIGN_OR_RETURN(Listing listing, List(model));
+  for (CheckpointInfo& info : listing.checkpoints) {
+    if (info.name == name) return std::move(info);
+  }
+  return CheckpointInfo{.state = CheckpointInfo::State::kFailed};
+}
+
+absl::StatusOr<CheckpointInfo> CheckpointManager::Get(Model& model, std::string_view name) {
+  EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FindInfo(model, name));
+  if (!info.name.empty()) return info;
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
+                   absl::StrCat("model \"", model.config().name, "\" has no checkpoint \"",
+                                std::string(name), "\""));
+}
+
+absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
+  EMA_RETURN_IF_ERROR(model.closed());
+  EMA_RETURN_IF_ERROR(store_->Delete(model.config().name, name));
+  Info(model, absl::StrCat("checkpoint ", std::string(name), " removed, as was asked for"));
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointManager::Forget(std::string_view model_name) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (const auto it = failed_.find(model_name); it != failed_.end()) failed_.erase(it);
+  }
+  return store_->DeleteModel(model_name);
+}
+
+absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindStored(
+    const Model& model, const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> all,
+                       store_->ListNames(model.config().name));
+  for (CheckpointStore::Stored& stored : all) {
+    if (stored.problem.ok() && !stored.is_partial && stored.id.version == id.version &&
+        (id.incarnation == 0 || stored.id.incarnation == id.incarnation)) {
+      return std::optional(std::move(stored));
+    }
+  }
+  return std::optional<CheckpointStore::Stored>();
+}
+
+absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored,
+                       store_->ListNames(model.config().name));
+  return KnownVersions(model, stored);
+}
+
+absl::Status CheckpointManager::NotKept(const Model& model, const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
+  int64_t step = 0;
+  if (const std::optional<VersionRecord> latest = model.latest()) step = latest->step;
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("model \"", model.config().name, "\": version ", id.version,
+                   id.incarnation == 0 ? "" : absl::StrCat(" of incarnation ", id.incarnation),
+                   " is neither in memory nor on the disk; there are ", ListNearest(known, step)));
+}
+
+absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
+                                                        const SynthesisRequest& request) {
+  const absl::Time begin = absl::Now();
+  EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*store_, model, request));
+  Info(model, absl::StrCat(request.name, " built for step ", result.record.step, " from ",
+                           result.sources.size(), " snapshots, residual ", result.residual, ", in ",
+                           absl::FormatDuration(absl::Now() - begin)));
+  return result;
+}
+
+// --- Reading again ---
+
+void CheckpointManager::SetAside(Model& model, const std::string& name,
+                                 const absl::Status& problem) {
+  const absl::StatusOr<bool> was_latest = store_->Quarantine(model.config().name, name, problem);
+  if (!was_latest.ok()) {
+    Error(model, absl::StrCat("checkpoint ", name, " is bad (", problem.ToString(),
+                              ") and cannot be set aside: ", was_latest.status().ToString()));
+    return;
+  }
+  Error(model, absl::StrCat("checkpoint ", name, " is set aside: ", problem.ToString()));
+  if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
+}
+
+int64_t CheckpointManager::Scrub(ModelStore& models) {
+  // Of the disk's time, readers and savers get the rest.
+  constexpr int kRestPerRead = 9;
+  int64_t bad_count = 0;
+  for (const std::shared_ptr<Model>& model : models.List()) {
+    const std::string& model_name = model->config().name;
+    const auto all = store_->ListNames(model_name);
+    if (!all.ok()) continue;
+    for (const CheckpointStore::Stored& stored : *all) {
+      if (!stored.problem.ok()) continue;
+      while (store_->is_saving()) {
+        if (!Rest(absl::Seconds(1))) return bad_count;
+      }
+      const absl::Time begin = absl::Now();
+      {
+        const auto held = store_->Hold(model_name, stored.name);
+        if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
+        const absl::Status status =
+            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name)).status();
+        // Of a deleted model the files go, which is no fault of theirs.
+        if (absl::IsDataLoss(status) && model->closed().ok()) {
+          SetAside(*model, stored.name, status);
+          ++bad_count;
+        }
+      }
+      if (!Rest((absl::Now() - begin) * kRestPerRead)) return bad_count;
+    }
+  }
+  return bad_count;
+}
+
+void CheckpointManager::RunScrub() {
+  while (Rest(options_.scrub_interval)) {
+    const absl::Time begin = absl::Now();
+    const int64_t bad_count = Scrub(*models_);
+    if (!options_.on_info) continue;
+    options_.on_info(absl::StrCat("all checkpoints have been read again in ",
+                                  absl::FormatDuration(absl::Now() - begin), ": ", bad_count,
+                                  " were bad"));
+  }
+}
+
+bool CheckpointManager::Rest(absl::Duration time) {
+  absl::MutexLock lock(&mu_);
+  return !mu_.AwaitWithTimeout(absl::Condition(&is_stopping_), time);
+}
+
+}  // namespace ema

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The checkpoints of a server with a data directory: what calls ask for, and what happens by
+// itself.
+#ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_MANAGER_H_
+#define EMA_SERVER_CHECKPOINT_CHECKPOINT_MANAGER_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/checkpoint/checkpoint_scheduler.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/file_system.h"
+#include "server/checkpoint/known_versions.h"
+#include "server/core/checkpoints.h"
+#include "server/core/model.h"
+#include "server/core/model_store.h"
+
+namespace ema {
+
+// What ema_service.proto says of checkpoints and labels, over a CheckpointStore; saves by itself
+// what is due; reads again, now and then, what is kept. Thread-safe.
+//
+// Files: checkpoint_manager.cc saves and lists; checkpoint_labels.cc has labels and scores;
+// checkpoint_rollback.cc goes back to earlier versions.
+class CheckpointManager final : public Checkpoints {
+ public:
+  struct Options {
+    CheckpointStore::Options store;
+    SavePolicy policy;
+    // How long after a failed automatic save it is tried again.
+    absl::Duration retry_delay = absl::Seconds(10);
+    // Every checkpoint is read again, to find bytes that have gone bad, once in so long. Zero:
+    // never.
+    absl::Duration scrub_interval = absl::ZeroDuration();
+    // Told what the log should say. Called from any thread. May be empty.
+    std::function<void(const std::string&)> on_info;
+    std::function<void(const std::string&)> on_error;
+  };
+
+  // As CheckpointStore::Open().
+  static absl::StatusOr<std::unique_ptr<CheckpointManager>> Open(FileSystem& file_system,
+                                                                 Options options,
+                                                                 absl::Time now = absl::Now());
+  // Waits for the save that is running, and for those that were asked for. REQUIRES: no call is
+  // running.
+  ~CheckpointManager() override;
+
+  int64_t incarnation() const { return store_->incarnation(); }
+  const CheckpointStore& store() const { return *store_; }
+
+  // As CheckpointStore::LoadAll(), and tells the log. `models` outlives this; from here on its
+  // checkpoints are read again now and then. To be called once.
+  absl::Status LoadAll(ModelStore& models);
+
+  // As Model::Options::on_commit. Never waits for the disk.
+  void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+    scheduler_->OnCommit(model, snapshot);
+  }
+
+  // Ends what happens by itself, waits for what was asked for, and saves every model's newest
+  // version. The first error; the other models are saved all the same. REQUIRES:
+  // ModelStore::Drain() has returned. Once.
+  absl::Status Drain(ModelStore& models);
+
+  // Waits until all that was asked for with SaveRequest::async has ended, and what is due by
+  // itself. For tests.
+  void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
+  // Reads every checkpoint of all models again; sets bad ones aside. How many these were. Blocks
+  // for as long as that takes; ends early when Drain() begins.
+  int64_t Scrub(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Checkpoints ---
+
+  absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<CheckpointInfo> Get(Model& model, std::string_view name) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<Listing> List(Model& model) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Delete(Model& model, std::string_view name) override;
+  absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
+                                        std::string_view label) override;
+  absl::Status Resume(Model& model, const std::string& launch_id,
+                      const ResumePoint& point) override;
+  absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
+                                           const VersionId& id) override
+      ABSL_LOCKS_EXCLUDED(label_mu_);
+  absl::Status RemoveLabel(Model& model, const std::string& label) override
+      ABSL_LOCKS_EXCLUDED(label_mu_);
+  absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override
+      ABSL_LOCKS_EXCLUDED(label_mu_);
+  absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
+  absl::Status Forget(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
+  absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
+                                          std::string_view track) override;
+
+ private:
+  // Model and checkpoint.
+  using Key = std::pair<std::string, std::string>;
+  // A checkpoint that is being written, or waits for that.
+  struct Saving {
+    CheckpointInfo info;
+    int count = 0;  // Of those who do.
+    // Of SaveRequest::async.
+    bool is_queued = false;
+    SnapshotRef snapshot;  // Holds its model.
+    std::shared_ptr<Model> model;
+    std::vector<std::string> tracks;
+    std::vector<std::string> labels;  // Still to be put on it.
+  };
+
+  CheckpointManager(Options options, std::unique_ptr<CheckpointStore> store);
+
+  void Info(const Model& model, const std::string& text) const;
+  void Error(const Model& model, const std::string& text) const;
+
+  // Saves, and keeps in mind that it is done, or why not.
+  absl::StatusOr<Saved> SaveSnapshot(Model& model, const SnapshotRef& snapshot,
+                                     const CheckpointStore::SaveOptions& options)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Leaves the rest to RunQueue().
+  absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
+                                const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
+  void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // As Get(); without a name if there is none.
+  absl::StatusOr<CheckpointInfo> FindInfo(Model& model, std::string_view name)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // The good checkpoint of a version with all tracks; incarnation 0: the newest of that number.
+  // nullopt: there is none.
+  absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
+                                                                    const VersionId& id);
+  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model);
+  // OUT_OF_RANGE, VERSION_NOT_KEPT, listing what there is.
+  absl::Status NotKept(const Model& model, const VersionId& id);
+
+  // Puts `label` on a version, saving that if need be; `id` as SaveRequest's.
+  absl::StatusOr<CheckpointLabel> Place(Model& model, CheckpointLabel label, const VersionId& id);
+
+  // Restore() from memory or the disk, and the save after it.
+  absl::StatusOr<VersionRecord> GoBack(Model& model, const VersionId& id);
+  absl::StatusOr<VersionRecord> GoBackToStored(Model& model, const CheckpointStore::Stored& stored,
+                                               std::shared_ptr<const Snapshot>& result);
+  // PARTIAL_CHECKPOINT: of that version there is only some of the tracks.
+  absl::Status CheckNotPartial(const Model& model, const VersionId& id);
+  absl::Status ResumeAtVersion(Model& model, const ResumePoint& point);
+  absl::Status ResumeAtStep(Model& model, const ResumePoint& point);
+  // RESUME_MISMATCH, listing what there is.
+  absl::Status Mismatch(const Model& model, const ResumePoint& point, const std::string& why);
+
+  // Sets a bad checkpoint aside; has the newest version saved if it was that.
+  void SetAside(Model& model, const std::string& name, const absl::Status& problem);
+  void RunScrub() ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits for so long. False: Drain() has begun.
+  bool Rest(absl::Duration time) ABSL_LOCKS_EXCLUDED(mu_);
+  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const Options options_;
+  const std::unique_ptr<CheckpointStore> store_;
+  // Serializes changes of labels, which read before they write: held while the disk is waited for.
+  absl::Mutex label_mu_ ABSL_ACQUIRED_BEFORE(mu_);
+
+  absl::Mutex mu_;  // Never held across a call of the store or a model.
+  std::map<Key, Saving> saving_ ABSL_GUARDED_BY(mu_);
+  std::deque<Key> queue_ ABSL_GUARDED_BY(mu_);
+  // Of each model, those that could not be written, oldest first.
+  std::map<std::string, std::deque<CheckpointInfo>, std::less<>> failed_ ABSL_GUARDED_BY(mu_);
+  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
+
+  ModelStore* models_ = nullptr;  // Constant after LoadAll().
+  std::unique_ptr<CheckpointScheduler> scheduler_;
+  std::thread queue_thread_;  // Joined by Stop(), as scrub_thread_.
+  std::thread scrub_thread_;  // Runs from LoadAll() on, if there is a scrub_interval.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_CHECKPOINT_MANAGER_H_

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointStore that removes checkpoints, and keeps those that somebody reads.
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_store.h"
+
+namespace ema {
+namespace {
+
+absl::Status InUse(std::string_view model, std::string_view name, const std::string& why) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
+                   absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
+                                std::string(name), "\": it ", why));
+}
+
+}  // namespace
+
+absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::string& name) {
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (folder.held.contains(name)) return false;
+    folder.index.erase(name);
+  }
+  const absl::Status status =
+      file_system_.Rename(JoinPath(folder.path, name),
+                          JoinPath(folder.path, std::string(kTemporaryPrefix) + std::string(name)));
+  if (status.ok() || absl::IsNotFound(status)) return true;
+  absl::MutexLock lock(&folder.state_mu);
+  folder.is_indexed = false;  // It is still there, perhaps.
+  return status;
+}
+
+absl::Status CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
+  std::set<VersionId> labelled;
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    EMA_RETURN_IF_ERROR(folder.lost_labels);
+    for (const auto& [name, label] : folder.labels) labelled.insert(label.id);
+  }
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(folder.path));
+  // With all tracks, and without.
+  std::vector<std::pair<CheckpointId, std::string>> found[2];
+  for (const DirectoryEntry& entry : entries) {
+    const std::optional<StoredName> name = ParseStoredName(entry.name);
+    if (!name.has_value() || !entry.is_directory) continue;
+    EMA_ASSIGN_OR_RETURN(
+        const bool is_kept,
+        file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName)));
+    if (!is_kept) found[name->is_partial].emplace_back(name->id, entry.name);
+  }
+  const int64_t multiple = options_.keep_step_multiple;
+  for (auto& ids : found) {
+    std::sort(ids.begin(), ids.end(), std::greater<>());
+    for (size_t i = options_.keep_count; i < ids.size(); ++i) {
+      const auto& [id, name] = ids[i];
+      if (name == saved_name || id == folder.latest ||
+          labelled.contains({id.version, id.incarnation}) ||
+          (multiple > 0 && id.step % multiple == 0)) {
+        continue;
+      }
+      EMA_RETURN_IF_ERROR(StartRemoving(folder, name).status());
+    }
+  }
+  return ClearTemporary(folder.path);
+}
+
+absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_view name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  {
+    absl::MutexLock state_lock(&folder->state_mu);
+    const auto it = folder->index.find(name);
+    if (it == folder->index.end()) return absl::OkStatus();
+    const Stored& stored = it->second;
+    std::vector<std::string> labels;
+    for (const auto& [label_name, label] : folder->labels) {
+      if (label.id == VersionId{stored.id.version, stored.id.incarnation}) {
+        labels.push_back(absl::StrCat("\"", label_name, "\""));
+      }
+    }
+    if (!labels.empty() && stored.problem.ok() && !stored.is_partial) {
+      return InUse(model_name, name, absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(*folder));
+  if (latest.has_value() && CheckpointName(*latest) == name) {
+    return InUse(model_name, name, "is the newest, which a restart goes on from");
+  }
+  EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(*folder, std::string(name)));
+  if (!removing) return InUse(model_name, name, "is being read; try again");
+  return ClearTemporary(folder->path);
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(
+    std::string_view model_name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  auto held = std::make_unique<HeldCheckpoints>(folder);
+  absl::MutexLock lock(&folder->mu);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
+  // What is still to be deleted is not the model's any more.
+  if (!exists || folder->must_delete) return held;
+  EMA_ASSIGN_OR_RETURN(held->ids_, FindCheckpoints(*folder));
+  std::sort(held->ids_.begin(), held->ids_.end(), std::greater<>());
+  absl::MutexLock state_lock(&folder->state_mu);
+  for (const CheckpointId& id : held->ids_) {
+    held->names_.push_back(CheckpointName(id));
+    ++folder->held[held->names_.back()];
+  }
+  return held;
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::Hold(
+    std::string_view model_name, std::string_view name) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
+  auto held = std::make_unique<HeldCheckpoints>(folder);
+  absl::MutexLock lock(&folder->state_mu);
+  const auto it = folder->index.find(name);
+  if (it == folder->index.end() || !it->second.problem.ok()) {
+    return std::unique_ptr<HeldCheckpoints>();
+  }
+  if (!it->second.is_partial) held->ids_ = {it->second.id};
+  held->names_ = {std::string(name)};
+  ++folder->held[held->names_.back()];
+  return held;
+}
+
+CheckpointStore::HeldCheckpoints::~HeldCheckpoints() {
+  absl::MutexLock lock(&folder_->state_mu);
+  for (const std::string& name : names_) {
+    const auto it = folder_->held.find(name);
+    if (--it->second == 0) folder_->held.erase(it);
+  }
+}
+
+std::string CheckpointStore::HeldCheckpoints::Path(const CheckpointId& id) const {
+  return JoinPath(folder_->path, CheckpointName(id));
+}
+
+std::string CheckpointStore::Path(std::string_view model_name, std::string_view name) {
+  return JoinPath(GetFolder(model_name)->path, name);
+}
+
+}  // namespace ema

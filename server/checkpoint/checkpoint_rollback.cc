@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointManager that brings a model back to an earlier version.
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/verify.h"
+
+namespace ema {
+
+absl::StatusOr<VersionRecord> CheckpointManager::Restore(Model& model, const VersionId& id,
+                                                         std::string_view label) {
+  if ((id.version > 0) == !label.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     "version, label: one of the two must be given");
+  }
+  if (label.empty()) return GoBack(model, id);
+  EMA_ASSIGN_OR_RETURN(const VersionId labelled, FindLabel(model, label));
+  return GoBack(model, labelled);
+}
+
+absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const VersionId& id) {
+  // Of the new version, so that it can be saved whatever readers hold.
+  std::shared_ptr<const Snapshot> result;
+  absl::StatusOr<VersionRecord> record;
+  if (const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
+      pinned.ok()) {
+    record =
+        model.RollBack((*pinned)->record.id(), [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
+          // The blocks are shared.
+          auto copy = std::make_shared<Snapshot>(**pinned);
+          result = copy;
+          return copy;
+        });
+  } else {
+    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
+    if (!stored.has_value()) {
+      EMA_RETURN_IF_ERROR(CheckNotPartial(model, id));
+      if (GetErrorReason(pinned.status()) == ErrorReason::kTooManyPins) return pinned.status();
+      return NotKept(model, id);
+    }
+    record = GoBackToStored(model, *stored, result);
+  }
+  EMA_RETURN_IF_ERROR(record.status());
+  Info(model, absl::StrCat("rolled back to version ", record->restored_from->version, ", step ",
+                           record->step, ", which is now version ", record->version));
+  // Or a crash would bring the future back that has been given up.
+  const absl::Status saved = SaveSnapshot(model, result, {}).status();
+  if (saved.ok()) return record;
+  // It is tried again, too.
+  scheduler_->SaveNow(model.shared_from_this());
+  return MakeError(
+      absl::StatusCode::kUnavailable, GetErrorReason(saved),
+      absl::StrCat("model \"", model.config().name, "\" is rolled back to version ",
+                   record->restored_from->version, " in memory, as version ", record->version,
+                   ", but that is not on the disk: ", saved.message()));
+}
+
+absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
+    Model& model, const CheckpointStore::Stored& stored, std::shared_ptr<const Snapshot>& result) {
+  const std::string& model_name = model.config().name;
+  FileSystem& files = store_->file_system();
+  EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored.name));
+  const VersionId id{stored.id.version, stored.id.incarnation};
+  if (held == nullptr) return NotKept(model, id);
+  const std::string path = store_->Path(model_name, stored.name);
+  const auto set_aside = [&](const absl::Status& status) {
+    if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, stored.name, status);
+    return LocateError(status, model_name, stored.name);
+  };
+  // Before anything changes, and without memory for it.
+  const absl::StatusOr<CheckpointManifest> manifest = VerifyCheckpoint(files, path);
+  if (!manifest.ok()) return set_aside(manifest.status());
+  if (manifest->manifest != model.manifest()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
+        absl::StrCat("model \"", model_name, "\": version ", id.version, " has other tensors"));
+  }
+  absl::Status read;
+  absl::StatusOr<VersionRecord> record =
+      model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
+        absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
+            ReadCheckpoint(files, path, *manifest, model);
+        read = snapshot.status();
+        if (snapshot.ok()) result = *snapshot;
+        return snapshot;
+      });
+  if (!read.ok()) return set_aside(read);
+  return record;
+}
+
+absl::Status CheckpointManager::CheckNotPartial(const Model& model, const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> all,
+                       store_->ListNames(model.config().name));
+  for (const CheckpointStore::Stored& stored : all) {
+    if (stored.is_partial && stored.problem.ok() && stored.id.version == id.version &&
+        (id.incarnation == 0 || stored.id.incarnation == id.incarnation)) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPartialCheckpoint,
+                       absl::StrCat("model \"", model.config().name, "\": of version ", id.version,
+                                    " only some tracks were saved, as ", stored.name));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// --- Resuming ---
+
+absl::Status CheckpointManager::Mismatch(const Model& model, const ResumePoint& point,
+                                         const std::string& why) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
+      absl::StrCat("model \"", model.config().name, "\": the trainer stands at step ", point.step,
+                   ", ", why, "; versions that can be restored: ", ListNearest(known, point.step)));
+}
+
+absl::Status CheckpointManager::Resume(Model& model, const std::string& launch_id,
+                                       const ResumePoint& point) {
+  if (point.step < 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));
+  }
+  EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch_id));
+  if (is_open) return absl::OkStatus();
+  return point.version.has_value() ? ResumeAtVersion(model, point) : ResumeAtStep(model, point);
+}
+
+absl::Status CheckpointManager::ResumeAtVersion(Model& model, const ResumePoint& point) {
+  const VersionId& id = *point.version;
+  if (id.version < 1 || id.incarnation < 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("resume.version: ", id.version, " of incarnation ",
+                                  id.incarnation, " given, expected 1 or more of 0 or more"));
+  }
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
+  const auto is_it = [&id](const VersionId& other) {
+    return other.version == id.version &&
+           (id.incarnation == 0 || other.incarnation == id.incarnation);
+  };
+  const std::optional<VersionRecord> latest = model.latest();
+  // A rollback to it has been made, and nothing has been committed since.
+  const bool is_there =
+      latest.has_value() &&
+      (is_it(latest->id()) || (latest->restored_from.has_value() && is_it(*latest->restored_from)));
+  std::optional<int64_t> step;
+  if (is_there) step = latest->step;
+  for (const KnownVersion& version : known) {
+    if (!step.has_value() && is_it(version.id)) step = version.step;
+  }
+  if (!step.has_value()) {
+    EMA_RETURN_IF_ERROR(CheckNotPartial(model, id));
+    return NotKept(model, id);
+  }
+  if (*step > point.step) {
+    return Mismatch(model, point,
+                    absl::StrCat("version ", id.version, " that it asks for at step ", *step,
+                                 ": the average would have seen weights that the trainer has not"));
+  }
+  if (is_there) return absl::OkStatus();
+  return GoBack(model, id).status();
+}
+
+absl::Status CheckpointManager::ResumeAtStep(Model& model, const ResumePoint& point) {
+  const std::optional<VersionRecord> latest = model.latest();
+  if (latest.has_value() && latest->step == point.step) return absl::OkStatus();
+  if (!latest.has_value() || latest->step < point.step) {
+    // What an uninterrupted run has there, if no update was due since.
+    if (!latest.has_value() && point.step == 0) return absl::OkStatus();
+    const std::string where = latest.has_value()
+                                  ? absl::StrCat("the average at step ", latest->step)
+                                  : std::string("and nothing has been committed yet");
+    if (!point.time.has_value()) return Mismatch(model, point, where);
+    EMA_ASSIGN_OR_RETURN(const bool is_due, model.IsDueBy(*point.time));
+    if (!is_due) return absl::OkStatus();
+    return Mismatch(model, point, where + ", and an update was due between");
+  }
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
+  const std::optional<VersionId> id = VersionAfterStep(BranchOf(known, *latest), point.step);
+  if (!id.has_value()) {
+    return Mismatch(model, point, absl::StrCat("the average at step ", latest->step));
+  }
+  return GoBack(model, *id).status();
+}
+
+}  // namespace ema

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/label_file.h"
+
+#include <cmath>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+#include "server/base/crc32c.h"
+#include "server/checkpoint/json_fields.h"
+
+namespace ema {
+namespace {
+
+constexpr std::string_view kOpening = "{\n\"crc32c\": \"";
+constexpr std::string_view kAfterChecksum = "\",\n";
+
+absl::Status Corrupt(const std::string& problem) { return absl::DataLossError(problem); }
+
+std::string ChecksumOf(std::string_view covered) {
+  return FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered))));
+}
+
+// The text after its checksum; nullopt: that is wrong, or not there.
+std::optional<std::string_view> Covered(std::string_view text) {
+  if (!text.starts_with(kOpening)) return std::nullopt;
+  text.remove_prefix(kOpening.size());
+  const std::string_view checksum = text.substr(0, kChecksumDigits);
+  text.remove_prefix(checksum.size());
+  if (!text.starts_with(kAfterChecksum)) return std::nullopt;
+  text.remove_prefix(kAfterChecksum.size());
+  if (ChecksumOf(text) != checksum) return std::nullopt;
+  return text;
+}
+
+absl::StatusOr<CheckpointLabel> ParseLabel(const Json& json) {
+  EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(json, "labels[]."));
+  CheckpointLabel label;
+  EMA_ASSIGN_OR_RETURN(label.name, fields.String("name"));
+  EMA_RETURN_IF_ERROR(ValidateName("label", label.name));
+  EMA_ASSIGN_OR_RETURN(label.id.incarnation, fields.Integer("incarnation", 0));
+  EMA_ASSIGN_OR_RETURN(label.id.version, fields.Integer("version", 1));
+  EMA_ASSIGN_OR_RETURN(label.step, fields.Integer("step", 0));
+  if (fields.Has("metric")) {
+    EMA_ASSIGN_OR_RETURN(label.metric, fields.Number("metric"));
+    if (!std::isfinite(*label.metric)) return Corrupt("a metric is no number");
+  }
+  EMA_ASSIGN_OR_RETURN(label.lower_is_better, fields.Boolean("lower_is_better"));
+  return label;
+}
+
+absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
+  const std::optional<Json> json = ParseStrictJson(text);
+  if (!json.has_value()) return Corrupt("it is not JSON of the right form");
+  EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
+  // A later format may have its checksum elsewhere, so this comes before that is missed.
+  EMA_ASSIGN_OR_RETURN(const int64_t format_version, fields.Integer("format_version", 1));
+  if (format_version > kLabelsFormatVersion) {
+    return absl::FailedPreconditionError(absl::StrCat("LABELS.json: written in format_version ",
+                                                      format_version, "; this server reads up to ",
+                                                      kLabelsFormatVersion));
+  }
+  if (!Covered(text).has_value()) return Corrupt("the checksum is wrong, or missing");
+  EMA_ASSIGN_OR_RETURN(const Json* array, fields.Array("labels"));
+  LabelMap labels;
+  for (const Json& element : *array) {
+    EMA_ASSIGN_OR_RETURN(CheckpointLabel label, ParseLabel(element));
+    const std::string name = label.name;
+    if (!labels.emplace(name, std::move(label)).second) return Corrupt("a label is there twice");
+  }
+  return labels;
+}
+
+}  // namespace
+
+std::string EncodeLabels(const LabelMap& labels) {
+  std::string covered =
+      absl::StrCat("\"format_version\": ", kLabelsFormatVersion, ",\n\"labels\": [");
+  for (const auto& [name, label] : labels) {
+    Json json = {{"name", name},
+                 {"incarnation", label.id.incarnation},
+                 {"version", label.id.version},
+                 {"step", label.step},
+                 {"lower_is_better", label.lower_is_better}};
+    if (label.metric.has_value()) json["metric"] = *label.metric;
+    absl::StrAppend(&covered, covered.back() == '[' ? "\n" : ",\n", json.dump());
+  }
+  covered += "]\n}\n";
+  return absl::StrCat(std::string(kOpening), ChecksumOf(covered), std::string(kAfterChecksum),
+                      covered);
+}
+
+absl::StatusOr<LabelMap> ParseLabels(std::string_view text) {
+  absl::StatusOr<LabelMap> labels = ParseJson(text);
+  if (labels.ok() || absl::IsFailedPrecondition(labels.status())) return labels;
+  // Names and types that are wrong are the file's fault, whatever their checks call it. Fields
+  // speak of the file that they were made for.
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   absl::StrCat("LABELS.json: ",
+                                absl::StripPrefix(labels.status().message(), "manifest.json: ")));
+}
+
+}  // namespace ema

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// LABELS.json: the names that versions of a model have.
+#ifndef EMA_SERVER_CHECKPOINT_LABEL_FILE_H_
+#define EMA_SERVER_CHECKPOINT_LABEL_FILE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "server/core/checkpoints.h"
+
+namespace ema {
+
+// What this build writes, and the newest that it reads.
+inline constexpr int64_t kLabelsFormatVersion = 1;
+// More than 1024 labels take.
+inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;
+
+using LabelMap = std::map<std::string, CheckpointLabel, std::less<>>;  // By name.
+
+// The file's text: JSON, whose first member is a CRC32C of all that follows, as in manifest.json.
+std::string EncodeLabels(const LabelMap& labels);
+
+// FAILED_PRECONDITION: written by a newer server; the message names both format versions.
+// DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is missing, doubled or out of
+// range.
+absl::StatusOr<LabelMap> ParseLabels(std::string_view text);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_LABEL_FILE_H_

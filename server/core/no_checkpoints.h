@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The checkpoints of a server that has no disk for them.
+#ifndef EMA_SERVER_CORE_NO_CHECKPOINTS_H_
+#define EMA_SERVER_CORE_NO_CHECKPOINTS_H_
+
+#include <string>
+#include <string_view>
+
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/checkpoints.h"
+
+namespace ema {
+
+// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget(): there is nothing to forget;
+// and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT. Thread-safe; never blocks.
+class NoCheckpoints : public Checkpoints {
+ public:
+  absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NoDataDir(); }
+  absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NoDataDir(); }
+  absl::StatusOr<Listing> List(Model&) override { return NoDataDir(); }
+  absl::Status Delete(Model&, std::string_view) override { return NoDataDir(); }
+  absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
+    return NoDataDir();
+  }
+  absl::Status Resume(Model&, const std::string&, const ResumePoint&) override {
+    return NoDataDir();
+  }
+  absl::StatusOr<CheckpointLabel> SetLabel(Model&, const std::string&, const VersionId&) override {
+    return NoDataDir();
+  }
+  absl::Status RemoveLabel(Model&, const std::string&) override { return NoDataDir(); }
+  absl::StatusOr<MetricResult> ReportMetric(Model&, const CheckpointLabel&) override {
+    return NoDataDir();
+  }
+  absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
+    return NoDataDir();
+  }
+  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view) override {
+    return NoDataDir();
+  }
+  absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
+                                          std::string_view) override {
+    // Says what is in memory.
+    EMA_RETURN_IF_ERROR(model.PinVersion(id.version, id.incarnation).status());
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                     "the version is in memory only");
+  }
+
+ private:
+  static absl::Status NoDataDir() {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                     "the server was started without --data-dir, so it keeps no checkpoints");
+  }
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_NO_CHECKPOINTS_H_

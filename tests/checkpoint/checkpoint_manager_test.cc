@@ -1,0 +1,549 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/checkpoint_manager.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_manager.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+using State = CheckpointInfo::State;
+
+absl::Status DiskError() { return absl::UnavailableError("Input/output error"); }
+
+std::string NameOf(const VersionRecord& record) { return CheckpointName(IdOf(record)); }
+
+CheckpointLabel Score(int64_t version, double metric, bool lower_is_better = false) {
+  return {.name = "best", .id = {version, 0}, .metric = metric, .lower_is_better = lower_is_better};
+}
+
+class CheckpointManagerTest : public testing::Test {
+ protected:
+  FakeFileSystem files_;
+};
+
+// --- Saving ---
+
+TEST_F(CheckpointManagerTest, SavesAVersionInMemoryAndFindsOneOnTheDisk) {
+  TestServer server(files_);
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kNoVersion));
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved first, server.Save());
+  EXPECT_EQ(first.record.version, 1);
+  EXPECT_EQ(first.name, NameOf(first.record));
+  EXPECT_EQ(first.state, State::kComplete);
+  server.PushTo(3);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved second, server.Save(2));
+  EXPECT_EQ(second.record.step, 20);
+  // No longer in memory: the same, and nothing is written.
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "create" || operation == "rename" ? DiskError() : absl::OkStatus();
+  });
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved again, server.Save(1));
+  files_.set_hook(nullptr);
+  EXPECT_EQ(again.record.version, 1);
+  EXPECT_EQ(again.name, first.name);
+  EXPECT_EQ(again.total_bytes, first.total_bytes);
+  EXPECT_THAT(server.Save(4), ReasonIs(ErrorReason::kVersionNotYet));
+  server.PushTo(6);
+  EXPECT_THAT(server.Save(3), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_EQ(server.model().durable_step(), 20);
+}
+
+TEST_F(CheckpointManagerTest, SomeTracksAreACheckpointOfTheirOwn) {
+  TestServer server(files_);
+  server.PushTo(1);
+  Checkpoints::SaveRequest request{.tracks = {"raw", "raw"}};
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved saved,
+                           server.manager().Save(server.model(), request));
+  EXPECT_EQ(saved.name, PartialCheckpointName(IdOf(saved.record), {"raw"}));
+  EXPECT_EQ(server.model().durable_step(), 0);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointInfo info,
+                           server.manager().Get(server.model(), saved.name));
+  EXPECT_TRUE(info.is_partial);
+  EXPECT_THAT(info.tracks, ElementsAre("raw"));
+  EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());  // In memory.
+  request.tracks = {"none"};
+  EXPECT_THAT(server.manager().Save(server.model(), request),
+              ReasonIs(ErrorReason::kTrackNotFound));
+  request = {.tracks = {"raw"}, .label = "best"};
+  EXPECT_THAT(server.manager().Save(server.model(), request), ReasonIs(ErrorReason::kBadRequest));
+  // All of them are no part.
+  request = {.tracks = {"raw", "ema"}};
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved whole,
+                           server.manager().Save(server.model(), request));
+  EXPECT_EQ(whole.name, NameOf(whole.record));
+}
+
+TEST_F(CheckpointManagerTest, AServerDoesNotStartFromAPart) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    server.PushTo(2);
+    EXPECT_THAT(server.manager().Save(server.model(), {.tracks = {"raw"}}), IsOk());
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 1);
+  EXPECT_THAT(server.manager().Restore(server.model(), {2, 0}, ""),
+              AllOf(ReasonIs(ErrorReason::kPartialCheckpoint),
+                    StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("some tracks"))));
+}
+
+TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
+  TestServer server(files_);
+  server.PushTo(1);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "append" ? DiskError() : absl::OkStatus();
+  });
+  EXPECT_FALSE(server.Save().ok());
+  EXPECT_FALSE(server.Save().ok());
+  files_.set_hook(nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  ASSERT_THAT(listing.checkpoints, SizeIs(1));
+  EXPECT_EQ(listing.checkpoints[0].state, State::kFailed);
+  EXPECT_EQ(listing.checkpoints[0].id.version, 1);
+  EXPECT_THAT(listing.checkpoints[0].problem, HasSubstr("Input/output error"));
+  EXPECT_THAT(server.Save(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info,
+                           server.manager().Get(server.model(), listing.checkpoints[0].name));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_EQ(info.problem, "");
+  EXPECT_GT(info.total_bytes, 0);
+  EXPECT_EQ(absl::ToUnixMicros(info.commit_time),
+            absl::ToUnixMicros(server.model().latest()->commit_time));
+}
+
+TEST_F(CheckpointManagerTest, OfFailedSavesTheLast64AreKeptInMind) {
+  TestServer server(files_);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "append" ? DiskError() : absl::OkStatus();
+  });
+  for (int64_t version = 1; version <= 70; ++version) {
+    server.PushTo(version);
+    EXPECT_FALSE(server.Save().ok());
+  }
+  files_.set_hook(nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  ASSERT_THAT(listing.checkpoints, SizeIs(64));
+  EXPECT_EQ(listing.checkpoints.front().id.version, 70);
+  EXPECT_EQ(listing.checkpoints.back().id.version, 7);
+}
+
+TEST_F(CheckpointManagerTest, WhatIsDueIsSavedByItself) {
+  CheckpointManager::Options options;
+  options.policy.every_commits = 2;
+  TestServer server(files_, std::move(options));
+  for (int64_t version = 1; version <= 5; ++version) {
+    server.PushTo(version);
+    server.manager().AwaitIdle();
+  }
+  EXPECT_THAT(server.Complete(), ElementsAre(4, 2));
+  EXPECT_EQ(server.model().durable_step(), 40);
+}
+
+TEST_F(CheckpointManagerTest, DrainSavesTheNewest) {
+  {
+    TestServer server(files_);
+    server.PushTo(2);
+    server.models().Drain(absl::InfinitePast());
+    EXPECT_THAT(server.manager().Drain(server.models()), IsOk());
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 2);
+}
+
+// A real folder: the queue's thread and the test's use it at once.
+class AsyncSaveTest : public testing::Test {
+ protected:
+  AsyncSaveTest() : directory_(testing::TempDir() + "/ema_manager_XXXXXX") {
+    EXPECT_NE(mkdtemp(directory_.data()), nullptr);
+    CheckpointManager::Options options;
+    options.store.data_dir = directory_;
+    auto manager = CheckpointManager::Open(PosixFileSystem(), std::move(options));
+    EXPECT_THAT(manager, IsOk());
+    manager_ = *std::move(manager);
+    EXPECT_THAT(manager_->LoadAll(models_), IsOk());
+    model_ = models_.Create(TwoTracks())->model;
+    rank_ = std::make_unique<TestRank>(model_, "launch");
+    EXPECT_THAT(rank_->Join(), IsOk());
+    EXPECT_THAT(rank_->Push(10, BytesOf({1, 2, 3})), IsOk());
+  }
+  ~AsyncSaveTest() override {
+    manager_ = nullptr;
+    PosixFileSystem().RemoveTree(directory_).IgnoreError();
+  }
+
+  std::string directory_;
+  ModelStore models_{TestDevice(), SmallBlocks()};
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+  std::unique_ptr<CheckpointManager> manager_;
+};
+
+TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           manager_->Save(*model_, {.async = true, .label = "one"}));
+  EXPECT_EQ(saved.state, State::kSaving);
+  EXPECT_EQ(saved.record.version, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto joined,
+                           manager_->Save(*model_, {.async = true, .label = "two"}));
+  EXPECT_EQ(joined.name, saved.name);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto polled, manager_->Get(*model_, saved.name));
+  EXPECT_TRUE(polled.state == State::kSaving || polled.state == State::kComplete);
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_THAT(info.labels, ElementsAre("one", "two"));
+  EXPECT_EQ(model_->durable_step(), 10);
+  // It is there: nothing to wait for.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again, manager_->Save(*model_, {.async = true}));
+  EXPECT_EQ(again.state, State::kComplete);
+  EXPECT_EQ(again.total_bytes, info.total_bytes);
+}
+
+TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
+  // A file where the model's folder must be.
+  EMA_ASSERT_OK_AND_ASSIGN(auto file, PosixFileSystem().NewWritableFile(directory_ + "/models/m"));
+  ASSERT_THAT(file->Close(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, manager_->Save(*model_, {.async = true}));
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto failed, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(failed.state, State::kFailed);
+  EXPECT_NE(failed.problem, "");
+  ASSERT_THAT(PosixFileSystem().RemoveFile(directory_ + "/models/m"), IsOk());
+  EXPECT_THAT(manager_->Save(*model_, {.async = true}), IsOk());
+  manager_->AwaitIdle();
+  EXPECT_EQ(manager_->Get(*model_, saved.name)->state, State::kComplete);
+}
+
+// --- What there is ---
+
+TEST_F(CheckpointManagerTest, ManifestsAreReadOnce) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    server.PushTo(2);
+    EXPECT_THAT(server.Save(), IsOk());
+  }
+  TestServer server(files_);
+  int64_t reads = 0;
+  files_.set_hook([&](const std::string& operation, const std::string&) {
+    reads += operation == "open";
+    return absl::OkStatus();
+  });
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  EXPECT_GE(reads, 1);
+  reads = 0;
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  EXPECT_EQ(reads, 0);
+  files_.set_hook(nullptr);
+}
+
+TEST_F(CheckpointManagerTest, WhatIsCorruptIsListedWithItsProblem) {
+  std::string name;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    server.PushTo(2);
+    name = server.Save()->name;
+  }
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
+  {
+    TestServer server(files_);
+    EXPECT_EQ(server.version(), 1);
+    ASSERT_THAT(server.errors(), SizeIs(1));
+    EXPECT_THAT(server.errors()[0], AllOf(HasSubstr(name), HasSubstr("set aside")));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto info,
+                             server.manager().Get(server.model(), ".corrupt-" + name));
+    EXPECT_EQ(info.state, State::kCorrupt);
+    EXPECT_EQ(info.id.version, 2);
+    EXPECT_THAT(info.problem, HasSubstr("manifest.json"));
+  }
+  TestServer server(files_);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info,
+                           server.manager().Get(server.model(), ".corrupt-" + name));
+  EXPECT_THAT(info.problem, HasSubstr("by an earlier server"));
+  EXPECT_THAT(server.manager().Delete(server.model(), info.name), IsOk());
+  EXPECT_THAT(server.manager().Get(server.model(), info.name),
+              ReasonIs(ErrorReason::kCheckpointNotFound));
+  EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", info.name)));
+}
+
+TEST_F(CheckpointManagerTest, OnlyWhatIsNotNeededIsDeleted) {
+  TestServer server(files_);
+  std::vector<std::string> names;
+  for (int64_t version = 1; version <= 3; ++version) {
+    server.PushTo(version);
+    names.push_back(server.Save()->name);
+  }
+  ASSERT_THAT(server.manager().SetLabel(server.model(), "good", {2, 0}), IsOk());
+  const auto remove = [&](const std::string& name) {
+    return server.manager().Delete(server.model(), name);
+  };
+  EXPECT_THAT(remove(names[2]),
+              AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
+                    StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("the newest"))));
+  EXPECT_THAT(remove(names[1]),
+              AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
+                    StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("label \"good\""))));
+  EXPECT_THAT(remove(names[0]), IsOk());
+  EXPECT_THAT(remove(names[0]), IsOk());
+  EXPECT_THAT(remove("../../m"), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
+  EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", names[0])));
+  EXPECT_TRUE(*files_.Exists("/data/models/m"));
+  // Durable: the power may go.
+  const auto after = files_.AfterCrash(PowerLoss::kNothing);
+  TestServer next(*after);
+  EXPECT_THAT(next.Complete(), ElementsAre(3, 2));
+}
+
+TEST_F(CheckpointManagerTest, ADeletedModelLeavesNoLabelsAndFailures) {
+  TestServer server(files_);
+  server.PushTo(1);
+  ASSERT_THAT(server.Save(0, "best"), IsOk());
+  ASSERT_TRUE(server.models().Delete("m"));
+  ASSERT_THAT(server.manager().Forget("m"), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, server.models().Create(TwoTracks()));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(*created.model));
+  EXPECT_THAT(listing.checkpoints, IsEmpty());
+  EXPECT_THAT(listing.labels, IsEmpty());
+}
+
+// --- Retention ---
+
+TEST_F(CheckpointManagerTest, RetentionKeepsTheNewestTheLabelledAndTheMultiples) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 2;
+  options.store.keep_step_multiple = 40;
+  TestServer server(files_, options);
+  for (int64_t version = 1; version <= 9; ++version) {
+    server.PushTo(version);
+    ASSERT_THAT(server.Save(0, version == 3 ? "good" : ""), IsOk());
+  }
+  EXPECT_THAT(server.Complete(), ElementsAre(9, 8, 4, 3));
+  ASSERT_THAT(server.manager().RemoveLabel(server.model(), "good"), IsOk());
+  server.PushTo(10);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(10, 9, 8, 4));
+}
+
+TEST_F(CheckpointManagerTest, ALabelIsThereBeforeRetentionLooks) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  TestServer server(files_, options, TwoTracks(/*max_pinned_versions=*/4));
+  server.PushTo(3);
+  ASSERT_THAT(server.Save(3), IsOk());
+  // Older than the newest one that is kept: only the label keeps it.
+  ASSERT_THAT(server.Save(1, "old"), IsOk());
+  ASSERT_THAT(server.Save(2), IsOk());
+  ASSERT_THAT(server.Save(3), IsOk());
+  server.PushTo(4);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(4, 1));
+}
+
+// --- Labels ---
+
+TEST_F(CheckpointManagerTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto label,
+                             server.manager().SetLabel(server.model(), "stable", {}));
+    EXPECT_EQ(label.id.version, 1);
+    EXPECT_EQ(label.step, 10);
+    EXPECT_EQ(server.model().durable_step(), 10);
+    server.PushTo(4);
+    EXPECT_THAT(server.manager().FindLabel(server.model(), "stable"), IsOkAndHolds(label.id));
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "other", {1, 0}), IsOk());
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "stable", {4, 0}), IsOk());
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {2, 0}),
+                AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+                      StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("step 10 (version 1)"))));
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {9, 0}),
+                ReasonIs(ErrorReason::kVersionNotYet));
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "../x", {}),
+                ReasonIs(ErrorReason::kBadName));
+  }
+  TestServer server(files_);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  ASSERT_THAT(listing.labels, SizeIs(2));
+  EXPECT_EQ(listing.labels[0].name, "other");
+  EXPECT_EQ(listing.labels[0].id.version, 1);
+  EXPECT_EQ(listing.labels[1].name, "stable");
+  EXPECT_EQ(listing.labels[1].id.version, 4);
+  ASSERT_THAT(listing.checkpoints, SizeIs(2));
+  EXPECT_THAT(listing.checkpoints[0].labels, ElementsAre("stable"));
+  EXPECT_THAT(listing.checkpoints[1].labels, ElementsAre("other"));
+  EXPECT_THAT(server.manager().FindLabel(server.model(), "none"),
+              AllOf(ReasonIs(ErrorReason::kLabelNotFound),
+                    StatusIs(absl::StatusCode::kNotFound, HasSubstr("\"other\", \"stable\""))));
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"), IsOk());
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"),
+              ReasonIs(ErrorReason::kLabelNotFound));
+}
+
+TEST_F(CheckpointManagerTest, AModelHasAtMost1024Labels) {
+  TestServer server(files_);
+  server.PushTo(1);
+  for (int i = 0; i < 1024; ++i) {
+    ASSERT_THAT(server.manager().SetLabel(server.model(), absl::StrCat("l", i), {}), IsOk());
+  }
+  EXPECT_THAT(server.manager().SetLabel(server.model(), "more", {}),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1024 labels")));
+  EXPECT_THAT(server.manager().SetLabel(server.model(), "l7", {}), IsOk());
+}
+
+TEST_F(CheckpointManagerTest, WithACorruptLabelFileNothingIsRemoved) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  {
+    TestServer server(files_, options);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "best"), IsOk());
+  }
+  files_.FileBytes(absl::StrCat(kTestFolder, "/LABELS.json"))[40] ^= 1;
+  {
+    TestServer server(files_, options);
+    ASSERT_THAT(server.errors(), SizeIs(1));
+    EXPECT_THAT(server.errors()[0],
+                AllOf(HasSubstr("LABELS.json"), HasSubstr("removed to make room")));
+    server.PushTo(3);
+    ASSERT_THAT(server.Save(), IsOk());
+    // A new file does not say what was in the old one.
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "new", {}), IsOk());
+    server.PushTo(4);
+    ASSERT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(4, 3, 1));
+  }
+  {
+    TestServer server(files_, options);
+    EXPECT_THAT(server.errors(), SizeIs(1));
+    server.PushTo(5);
+    ASSERT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(5, 4, 3, 1));
+  }
+  // A person has looked.
+  ASSERT_THAT(files_.RemoveFile(absl::StrCat(kTestFolder, "/.corrupt-LABELS.json")), IsOk());
+  TestServer server(files_, options);
+  EXPECT_THAT(server.errors(), IsEmpty());
+  server.PushTo(6);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(6, 3));
+}
+
+TEST_F(CheckpointManagerTest, ALabelOfWhatHasGoneBadStaysAndSaysSo) {
+  std::string name;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    name = server.Save(0, "best")->name;
+    server.PushTo(4);
+    ASSERT_THAT(server.Save(), IsOk());
+  }
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
+  TestServer server(files_);
+  EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+  EXPECT_THAT(server.manager().FindLabel(server.model(), "best"),
+              AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
+                    StatusIs(absl::StatusCode::kDataLoss, HasSubstr("label \"best\": version 1"))));
+  EXPECT_THAT(server.manager().List(server.model())->labels, SizeIs(1));
+  EXPECT_THAT(server.manager().Restore(server.model(), {}, "best"),
+              ReasonIs(ErrorReason::kCheckpointCorrupt));
+}
+
+// --- Scores ---
+
+TEST_F(CheckpointManagerTest, TheFirstAndEachBetterScoreMovesTheLabel) {
+  TestServer server(files_);
+  server.PushTo(1);
+  const auto report = [&](const CheckpointLabel& score) {
+    return server.manager().ReportMetric(server.model(), score);
+  };
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, report(Score(1, 0.5)));
+  EXPECT_TRUE(first.moved);
+  EXPECT_EQ(first.label.step, 10);
+  EXPECT_EQ(server.model().durable_step(), 10);
+  server.PushTo(2);
+  // Of equal ones the earlier stays.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto equal, report(Score(2, 0.5)));
+  EXPECT_FALSE(equal.moved);
+  EXPECT_EQ(equal.label.id.version, 1);
+  // What is not better needs not exist.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto worse, report(Score(99, 0.1)));
+  EXPECT_FALSE(worse.moved);
+  EXPECT_THAT(report(Score(99, 0.9)), ReasonIs(ErrorReason::kVersionNotYet));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto better, report(Score(2, 0.6)));
+  EXPECT_TRUE(better.moved);
+  EXPECT_EQ(better.label.id.version, 2);
+  EXPECT_EQ(better.label.metric, 0.6);
+  server.PushTo(6);
+  EXPECT_THAT(report(Score(3, 0.9)), ReasonIs(ErrorReason::kVersionNotKept));
+  // On the disk only.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, report(Score(1, 0.7)));
+  EXPECT_EQ(stored.label.id.version, 1);
+  EXPECT_THAT(report(Score(6, 0.1, /*lower_is_better=*/true)),
+              AllOf(ReasonIs(ErrorReason::kBadRequest),
+                    StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("lower"))));
+  for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THAT(report(Score(6, bad)), ReasonIs(ErrorReason::kBadRequest));
+  }
+}
+
+TEST_F(CheckpointManagerTest, ScoresGoOnAfterARestartAndByTheirDirection) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(1, 3.5, true))->moved);
+  }
+  TestServer server(files_);
+  server.PushTo(2);
+  EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 3.5, true))->moved);
+  EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 4, true))->moved);
+  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, -1, true))->moved);
+  // What a person has set is moved by the first score.
+  ASSERT_THAT(server.manager().SetLabel(server.model(), "best", {1, 0}), IsOk());
+  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, 9, false))->moved);
+}
+
+// --- Reading again ---
+
+TEST_F(CheckpointManagerTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", saved.name, "/tracks/raw/model.safetensors"))
+      .back() ^= 1;
+  EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+  server.manager().AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  EXPECT_THAT(listing.checkpoints, SizeIs(2));
+  EXPECT_THAT(server.Complete(), ElementsAre(1));
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0], HasSubstr("track \"raw\""));
+  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  const auto after = files_.AfterCrash(PowerLoss::kNothing);
+  TestServer next(*after);
+  EXPECT_EQ(next.version(), 1);
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Going back to earlier versions, by hand and for trainers that resume; with crashes at every
+// operation.
+#include <functional>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_manager.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+absl::Status DiskError() { return absl::UnavailableError("Input/output error"); }
+
+class RollbackTest : public testing::Test {
+ protected:
+  // Versions 1 to 3 are on the disk, and a server that has loaded the last has gone down.
+  void SaveThree() {
+    TestServer server(files_);
+    for (int64_t version = 1; version <= 3; ++version) {
+      server.PushTo(version);
+      EXPECT_THAT(server.Save(), IsOk());
+    }
+  }
+
+  FakeFileSystem files_;
+};
+
+TEST_F(RollbackTest, ToAVersionInMemory) {
+  TestServer server(files_, {}, TwoTracks(/*max_pinned_versions=*/4));
+  server.PushTo(3);
+  const auto before = *ReadAll(server.model(), "ema", 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
+                           server.manager().Restore(server.model(), {1, 0}, ""));
+  EXPECT_EQ(record.version, 4);
+  EXPECT_EQ(record.step, 10);
+  EXPECT_EQ(record.restored_from, (VersionId{1, server.manager().incarnation()}));
+  EXPECT_TRUE(*ReadAll(server.model(), "ema") == before);
+  EXPECT_EQ(server.RawValue(), 1);
+  // And on the disk, with a lower step than what was there before.
+  EXPECT_THAT(server.Complete(), ElementsAre(4));
+  EXPECT_EQ(server.model().durable_step(), 10);
+  server.PushStep(20, 7);
+  EXPECT_EQ(server.version(), 5);
+}
+
+TEST_F(RollbackTest, ToAVersionOnTheDiskOrALabel) {
+  SaveThree();
+  TestServer server(files_);
+  ASSERT_THAT(server.manager().SetLabel(server.model(), "good", {2, 0}), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
+                           server.manager().Restore(server.model(), {}, "good"));
+  EXPECT_EQ(record.version, 4);
+  EXPECT_EQ(record.step, 20);
+  EXPECT_EQ(server.RawValue(), 2);
+  EXPECT_THAT(server.manager().Restore(server.model(), {}, "none"),
+              ReasonIs(ErrorReason::kLabelNotFound));
+  EXPECT_THAT(server.manager().Restore(server.model(), {}, ""), ReasonIs(ErrorReason::kBadRequest));
+  EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, "good"),
+              ReasonIs(ErrorReason::kBadRequest));
+  EXPECT_THAT(server.manager().Restore(server.model(), {9, 0}, ""),
+              AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+                    StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("step 20 (version 4)"))));
+}
+
+TEST_F(RollbackTest, TheNextServerGoesOnFromIt) {
+  SaveThree();
+  {
+    TestServer server(files_);
+    ASSERT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.model().latest()->step, 10);
+  EXPECT_EQ(server.RawValue(), 1);
+  // Newer is what was committed later, whatever its step.
+  server.PushStep(15, 9);
+  EXPECT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(5, 4, 3));
+}
+
+TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
+  SaveThree();
+  TestServer server(files_);
+  server.PushTo(4);
+  const int64_t epoch = server.model().run_epoch();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  const std::string name = listing.checkpoints[2].name;
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/tracks/ema/model.safetensors")).back() ^=
+      1;
+  EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""),
+              AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
+                    StatusIs(absl::StatusCode::kDataLoss, HasSubstr("track \"ema\""))));
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.model().run_epoch(), epoch);
+  EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
+  server.PushTo(5);
+  EXPECT_EQ(server.version(), 5);
+}
+
+TEST_F(RollbackTest, IfItCannotBeSavedTheErrorSaysThatItIsDone) {
+  SaveThree();
+  TestServer server(files_);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "append" ? DiskError() : absl::OkStatus();
+  });
+  const auto restored = server.manager().Restore(server.model(), {2, 0}, "");
+  server.manager().AwaitIdle();
+  files_.set_hook(nullptr);
+  EXPECT_THAT(restored, StatusIs(absl::StatusCode::kUnavailable,
+                                 AllOf(HasSubstr("rolled back to version 2 in memory"),
+                                       HasSubstr("Input/output error"))));
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.RawValue(), 2);
+}
+
+TEST_F(RollbackTest, ReadersThatHoldAllVersionsDoNotHinderTheSave) {
+  SaveThree();
+  TestServer server(files_, {}, TwoTracks(/*max_pinned_versions=*/1));
+  const auto held = server.model().PinVersion(0);
+  ASSERT_THAT(held, IsOk());
+  EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
+  EXPECT_EQ(server.Complete().front(), 4);
+}
+
+// What a crash leaves of a rollback from version 3 to version 1, in memory or not.
+class RollbackCrashTest : public RollbackTest, public testing::WithParamInterface<bool> {};
+
+TEST_P(RollbackCrashTest, LeavesTheVersionBeforeOrTheRestoredOne) {
+  const bool in_memory = GetParam();
+  const ModelConfig config = TwoTracks(in_memory ? 4 : 1);
+  FakeFileSystem machine;
+  if (!in_memory) {
+    TestServer server(machine, {}, config);
+    for (int64_t version = 1; version <= 3; ++version) {
+      server.PushTo(version);
+      ASSERT_THAT(server.Save(), IsOk());
+    }
+  }
+  int64_t states = 0;
+  int64_t restored_seen = 0;
+  for (int64_t stop = 0;; ++stop) {
+    const auto files = machine.AfterCrash(PowerLoss::kNone);
+    bool is_restored = false;
+    int64_t count = 0;
+    const auto server = std::make_unique<TestServer>(*files, CheckpointManager::Options(), config);
+    if (in_memory) {
+      server->PushTo(3);
+      ASSERT_THAT(server->Save(), IsOk());
+    }
+    files->set_hook([&](const std::string&, const std::string&) {
+      return count++ < stop ? absl::OkStatus() : DiskError();
+    });
+    is_restored = server->manager().Restore(server->model(), {1, 0}, "").ok();
+    server->manager().AwaitIdle();
+    const bool is_complete = count <= stop;
+    const auto check = [&](PowerLoss loss, uint32_t seed) {
+      const auto after = files->AfterCrash(loss, seed);
+      for (int start = 0; start < 2; ++start) {
+        TestServer next(*after, {}, config);
+        ++states;
+        if (is_restored || next.version() != 3) {
+          ASSERT_EQ(next.version(), 4) << "stop " << stop << " seed " << seed;
+          EXPECT_EQ(next.model().latest()->step, 10);
+          EXPECT_EQ(next.RawValue(), 1);
+          ++restored_seen;
+        } else {
+          EXPECT_EQ(next.RawValue(), 3);
+        }
+        EXPECT_THAT(next.errors(), testing::IsEmpty());
+      }
+    };
+    check(PowerLoss::kNone, 0);
+    check(PowerLoss::kNothing, 0);
+    check(PowerLoss::kNamesOnly, 0);
+    for (uint32_t seed = 0; seed < 4; ++seed) check(PowerLoss::kAnything, seed);
+    if (HasFailure() || is_complete) break;
+    ASSERT_LT(stop, 1000);
+  }
+  EXPECT_GT(states, 200);
+  EXPECT_GT(restored_seen, 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(Rollback, RollbackCrashTest, testing::Values(false, true),
+                         [](const auto& tested) { return tested.param ? "Memory" : "Disk"; });
+
+TEST_F(RollbackTest, ACrashLeavesALabelWhereItWasOrWhereItWasPut) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  {
+    TestServer server(files_, options);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "best"), IsOk());
+  }
+  int64_t moved_seen = 0;
+  for (int64_t stop = 0;; ++stop) {
+    const auto files = files_.AfterCrash(PowerLoss::kNone);
+    TestServer server(*files, options);
+    server.PushTo(2);
+    int64_t count = 0;
+    files->set_hook([&](const std::string&, const std::string&) {
+      return count++ < stop ? absl::OkStatus() : DiskError();
+    });
+    const bool is_moved = server.manager().SetLabel(server.model(), "best", {}).ok();
+    const bool is_complete = count <= stop;
+    const auto check = [&](PowerLoss loss, uint32_t seed) {
+      const auto after = files->AfterCrash(loss, seed);
+      TestServer next(*after, options);
+      EXPECT_THAT(next.errors(), testing::IsEmpty()) << stop;
+      // What has it is on the disk.
+      const auto found = next.manager().FindLabel(next.model(), "best");
+      ASSERT_THAT(found, IsOk()) << stop;
+      EXPECT_TRUE(found->version == 2 || (found->version == 1 && !is_moved)) << stop;
+      moved_seen += found->version == 2;
+      EXPECT_THAT(next.manager().Restore(next.model(), {}, "best"), IsOk()) << stop;
+      EXPECT_EQ(next.RawValue(), static_cast<float>(found->version));
+    };
+    check(PowerLoss::kNone, 0);
+    check(PowerLoss::kNothing, 0);
+    check(PowerLoss::kNamesOnly, 0);
+    for (uint32_t seed = 0; seed < 6; ++seed) check(PowerLoss::kAnything, seed);
+    if (HasFailure() || is_complete) break;
+    ASSERT_LT(stop, 1000);
+  }
+  EXPECT_GT(moved_seen, 5);
+}
+
+// --- Resuming ---
+
+class ResumeTest : public RollbackTest {
+ protected:
+  absl::Status Resume(TestServer& server, const ResumePoint& point,
+                      const std::string& launch_id = "new") {
+    return server.manager().Resume(server.model(), launch_id, point);
+  }
+};
+
+TEST_F(ResumeTest, WhereTheModelStandsNothingHappens) {
+  TestServer server(files_, {}, TwoTracks(4));
+  EXPECT_THAT(Resume(server, {.step = 0}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 5}), ReasonIs(ErrorReason::kResumeMismatch));
+  server.PushTo(3);
+  EXPECT_THAT(Resume(server, {.step = 30}), IsOk());
+  EXPECT_EQ(server.version(), 3);
+  EXPECT_THAT(Resume(server, {.step = -1}), ReasonIs(ErrorReason::kBadRequest));
+}
+
+TEST_F(ResumeTest, ARunThatIsOpenOrFencedIsLeftAlone) {
+  TestServer server(files_, {}, TwoTracks(4));
+  server.PushTo(3);
+  const std::string first = server.launch_id();
+  EXPECT_THAT(Resume(server, {.step = 10}, first), IsOk());
+  EXPECT_EQ(server.version(), 3);
+  ASSERT_THAT(server.manager().Restore(server.model(), {2, 0}, ""), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 10}, first), ReasonIs(ErrorReason::kFenced));
+  EXPECT_EQ(server.version(), 4);
+}
+
+TEST_F(ResumeTest, AtAnEarlierStepThatVersionIsRestored) {
+  SaveThree();
+  CheckpointManager::Options options;
+  options.store.keep_count = 10;
+  TestServer server(files_, options);
+  EXPECT_THAT(Resume(server, {.step = 20}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.RawValue(), 2);
+  // The other ranks' calls find it there.
+  EXPECT_THAT(Resume(server, {.step = 20}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  // Between two updates: what an uninterrupted run has there.
+  EXPECT_THAT(Resume(server, {.step = 19}), IsOk());
+  EXPECT_EQ(server.version(), 5);
+  EXPECT_EQ(server.RawValue(), 1);
+}
+
+TEST_F(ResumeTest, AtAStepThatNothingStandsForItSaysWhatThereIs) {
+  SaveThree();
+  TestServer server(files_);
+  EXPECT_THAT(Resume(server, {.step = 5}),
+              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+                    StatusIs(absl::StatusCode::kFailedPrecondition,
+                             HasSubstr("the trainer stands at step 5, the average at step 30; "
+                                       "versions that can be restored: step 10 (version 1), step "
+                                       "20 (version 2), step 30 (version 3)"))));
+  EXPECT_EQ(server.version(), 3);
+}
+
+TEST_F(ResumeTest, AtALaterStepOnlyIfNoUpdateWasDue) {
+  ModelConfig config = TwoTracks();
+  config.tracks = {{"slow", MakeSchedule("100ba", "10ba")}};
+  TestServer server(files_, {}, config);
+  server.PushTo(3);
+  EXPECT_THAT(Resume(server, {.step = 35}), ReasonIs(ErrorReason::kResumeMismatch));
+  EXPECT_THAT(Resume(server, {.step = 35, .time = AtBatch(35)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 45, .time = AtBatch(45)}),
+              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+                    StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("was due"))));
+  EXPECT_EQ(server.version(), 3);
+}
+
+TEST_F(ResumeTest, AtAVersionThatOneIsRestored) {
+  SaveThree();
+  TestServer server(files_);
+  const VersionId second{2, 0};
+  EXPECT_THAT(Resume(server, {.step = 25, .version = second}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.RawValue(), 2);
+  // Again, also by what it has become.
+  EXPECT_THAT(Resume(server, {.step = 25, .version = second}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 25, .version = VersionId{4, 0}}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  server.PushTo(5);
+  EXPECT_THAT(Resume(server, {.step = 25, .version = second}), IsOk());
+  EXPECT_EQ(server.version(), 6);
+  EXPECT_EQ(server.RawValue(), 2);
+  EXPECT_THAT(Resume(server, {.step = 25, .version = VersionId{77, 0}}),
+              ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(Resume(server, {.step = 25, .version = VersionId{0, 0}}),
+              ReasonIs(ErrorReason::kBadRequest));
+}
+
+TEST_F(ResumeTest, AVersionOfALaterStepIsNeverMixedIn) {
+  SaveThree();
+  TestServer server(files_);
+  EXPECT_THAT(Resume(server, {.step = 29, .version = VersionId{3, 0}}),
+              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+                    StatusIs(absl::StatusCode::kFailedPrecondition,
+                             HasSubstr("the trainer stands at step 29, version 3 that it asks for "
+                                       "at step 30"))));
+  EXPECT_EQ(server.version(), 3);
+}
+
+TEST_F(ResumeTest, OnlyVersionsThatTheNewestHasComeFromCount) {
+  TestServer server(files_, {}, TwoTracks(8));
+  server.PushTo(4);  // Steps 10 to 40.
+  ASSERT_THAT(server.manager().Restore(server.model(), {2, 0}, ""), IsOk());
+  server.PushStep(45, 6);
+  // Version 3, of step 30, was given up.
+  EXPECT_THAT(Resume(server, {.step = 30}), IsOk());
+  EXPECT_EQ(server.RawValue(), 2);
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The calls about checkpoints, labels and resuming, over gRPC and a real folder.
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "server/checkpoint/checkpoint_manager.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class CheckpointCallsTest : public RpcFixture {
+ protected:
+  void SetUp() override {
+    directory_ = testing::TempDir() + "/ema_calls_XXXXXX";
+    ASSERT_NE(mkdtemp(directory_.data()), nullptr);
+    CheckpointManager::Options options;
+    options.store.data_dir = directory_;
+    auto manager = CheckpointManager::Open(PosixFileSystem(), std::move(options));
+    ASSERT_THAT(manager, IsOk());
+    manager_ = *std::move(manager);
+    checkpoints_ = manager_.get();
+    StartServer();
+    ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+  }
+  void TearDown() override {
+    server_ = nullptr;
+    manager_ = nullptr;
+    PosixFileSystem().RemoveTree(directory_).IgnoreError();
+  }
+
+  template <typename Request, typename Response>
+  CallResult Call(grpc::Status (v1::EmaService::Stub::*method)(grpc::ClientContext*, const Request&,
+                                                               Response*),
+                  const Request& request, Response* response) {
+    grpc::ClientContext context;
+    const grpc::Status status = (stub_.get()->*method)(&context, request, response);
+    return Result(status, context);
+  }
+  static void ExpectError(const CallResult& result, grpc::StatusCode code, v1::ErrorReason reason,
+                          const std::string& text) {
+    EXPECT_EQ(result.status.error_code(), code) << result.status.error_message();
+    EXPECT_EQ(result.detail.reason(), reason) << result.status.error_message();
+    EXPECT_THAT(result.status.error_message(), HasSubstr(text));
+  }
+
+  void PushSteps(int64_t first, int64_t last) {
+    v1::PushResponse pushed;
+    for (int64_t step = first; step <= last; ++step) {
+      ASSERT_TRUE(PushFilled(step, static_cast<float>(step), &pushed).status.ok());
+    }
+  }
+  v1::CreateCheckpointResponse Save(bool async = false, const std::string& label = "") {
+    v1::CreateCheckpointRequest request;
+    request.set_model("m");
+    request.set_async(async);
+    request.set_label(label);
+    v1::CreateCheckpointResponse response;
+    const CallResult result = Call(&v1::EmaService::Stub::CreateCheckpoint, request, &response);
+    EXPECT_TRUE(result.status.ok()) << result.status.error_message();
+    return response;
+  }
+  v1::ListCheckpointsResponse List() {
+    v1::ListCheckpointsRequest request;
+    request.set_model("m");
+    v1::ListCheckpointsResponse response;
+    EXPECT_TRUE(Call(&v1::EmaService::Stub::ListCheckpoints, request, &response).status.ok());
+    return response;
+  }
+  CallResult OpenRun(const std::string& launch_id, int64_t step, v1::OpenRunResponse* response) {
+    v1::OpenRunRequest request;
+    request.set_model("m");
+    request.set_launch_id(launch_id);
+    request.set_world_size(1);
+    request.set_manifest_digest((*store_->Get("m"))->manifest().digest());
+    v1::Shard* const shard = request.mutable_layout()->add_shards();
+    shard->add_offsets(0);
+    shard->add_extents(kElements);
+    request.mutable_resume()->set_step(step);
+    return Call(&v1::EmaService::Stub::OpenRun, request, response);
+  }
+
+  std::string directory_;
+  std::unique_ptr<CheckpointManager> manager_;
+};
+
+TEST_F(CheckpointCallsTest, CheckpointsAreMadeListedFoundAndDeleted) {
+  PushSteps(1, 1);
+  const v1::CreateCheckpointResponse first = Save();
+  EXPECT_EQ(first.state(), v1::Checkpoint::STATE_COMPLETE);
+  EXPECT_EQ(first.version().version(), 1);
+  PushSteps(2, 2);
+  const v1::CreateCheckpointResponse second = Save(/*async=*/true, "stable");
+  EXPECT_EQ(second.version().version(), 2);
+  manager_->AwaitIdle();
+  v1::GetCheckpointRequest get;
+  get.set_model("m");
+  get.set_checkpoint(second.checkpoint());
+  v1::GetCheckpointResponse got;
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::GetCheckpoint, get, &got).status.ok());
+  EXPECT_EQ(got.checkpoint().state(), v1::Checkpoint::STATE_COMPLETE);
+  EXPECT_EQ(got.checkpoint().step(), 2);
+  EXPECT_EQ(got.checkpoint().commit_time_us(), second.version().commit_time_us());
+  EXPECT_THAT(got.checkpoint().tracks(), ElementsAre("ema", "raw"));
+  EXPECT_THAT(got.checkpoint().labels(), ElementsAre("stable"));
+  get.set_checkpoint("none");
+  ExpectError(Call(&v1::EmaService::Stub::GetCheckpoint, get, &got), grpc::StatusCode::NOT_FOUND,
+              v1::ERROR_REASON_CHECKPOINT_NOT_FOUND, "\"none\"");
+  const v1::ListCheckpointsResponse list = List();
+  ASSERT_EQ(list.checkpoints_size(), 2);
+  EXPECT_EQ(list.checkpoints(0).name(), second.checkpoint());
+  EXPECT_EQ(list.checkpoints(1).name(), first.checkpoint());
+  ASSERT_EQ(list.labels_size(), 1);
+  EXPECT_EQ(list.labels(0).version(), 2);
+  v1::DeleteCheckpointRequest remove;
+  remove.set_model("m");
+  remove.set_checkpoint(second.checkpoint());
+  v1::DeleteCheckpointResponse removed;
+  ExpectError(Call(&v1::EmaService::Stub::DeleteCheckpoint, remove, &removed),
+              grpc::StatusCode::FAILED_PRECONDITION, v1::ERROR_REASON_CHECKPOINT_IN_USE,
+              "\"stable\"");
+  remove.set_checkpoint(first.checkpoint());
+  EXPECT_TRUE(Call(&v1::EmaService::Stub::DeleteCheckpoint, remove, &removed).status.ok());
+  EXPECT_EQ(List().checkpoints_size(), 1);
+}
+
+TEST_F(CheckpointCallsTest, LabelsAreSetByHandAndByScores) {
+  PushSteps(1, 2);
+  v1::SetLabelRequest set;
+  set.set_model("m");
+  set.set_label("good");
+  set.set_version(1);
+  v1::SetLabelResponse label;
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::SetLabel, set, &label).status.ok());
+  EXPECT_EQ(label.label().step(), 1);
+  EXPECT_FALSE(label.label().has_metric());
+  set.set_remove(true);
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::SetLabel, set, &label).status.ok());
+  EXPECT_FALSE(label.has_label());
+  ExpectError(Call(&v1::EmaService::Stub::SetLabel, set, &label), grpc::StatusCode::NOT_FOUND,
+              v1::ERROR_REASON_LABEL_NOT_FOUND, "\"good\"");
+
+  v1::ReportMetricRequest report;
+  report.set_model("m");
+  report.set_version(2);
+  report.set_value(0.25);
+  v1::ReportMetricResponse reported;
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::ReportMetric, report, &reported).status.ok());
+  EXPECT_TRUE(reported.moved());
+  EXPECT_EQ(reported.label().name(), "best");
+  EXPECT_EQ(reported.label().metric(), 0.25);
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::ReportMetric, report, &reported).status.ok());
+  EXPECT_FALSE(reported.moved());
+  report.set_value(std::numeric_limits<double>::quiet_NaN());
+  ExpectError(Call(&v1::EmaService::Stub::ReportMetric, report, &reported),
+              grpc::StatusCode::INVALID_ARGUMENT, v1::ERROR_REASON_BAD_REQUEST, "value: nan");
+  report.set_value(1);
+  report.set_version(0);
+  ExpectError(Call(&v1::EmaService::Stub::ReportMetric, report, &reported),
+              grpc::StatusCode::INVALID_ARGUMENT, v1::ERROR_REASON_BAD_REQUEST, "version: 0");
+  report.set_version(2);
+  report.set_lower_is_better(true);
+  ExpectError(Call(&v1::EmaService::Stub::ReportMetric, report, &reported),
+              grpc::StatusCode::INVALID_ARGUMENT, v1::ERROR_REASON_BAD_REQUEST, "higher");
+}
+
+TEST_F(CheckpointCallsTest, ARollbackFencesWhoeverPushed) {
+  PushSteps(1, 1);
+  Save(/*async=*/false, "before");
+  PushSteps(2, 3);
+  v1::RestoreCheckpointRequest request;
+  request.set_model("m");
+  v1::RestoreCheckpointResponse response;
+  ExpectError(Call(&v1::EmaService::Stub::RestoreCheckpoint, request, &response),
+              grpc::StatusCode::INVALID_ARGUMENT, v1::ERROR_REASON_BAD_REQUEST, "one of the two");
+  request.set_label("before");
+  ASSERT_TRUE(Call(&v1::EmaService::Stub::RestoreCheckpoint, request, &response).status.ok());
+  EXPECT_EQ(response.version().version(), 4);
+  EXPECT_EQ(response.version().step(), 1);
+  EXPECT_EQ(response.version().restored_from().version(), 1);
+  v1::PushResponse pushed;
+  ExpectError(PushFilled(4, 4, &pushed), grpc::StatusCode::ABORTED, v1::ERROR_REASON_FENCED,
+              "epoch");
+  EXPECT_EQ(Pull("raw").data, Filled(1));
+}
+
+TEST_F(CheckpointCallsTest, ARunThatResumesStandsWhereTheTrainerStands) {
+  PushSteps(1, 2);
+  ExpectError(OpenRun("second", 0, &run_), grpc::StatusCode::FAILED_PRECONDITION,
+              v1::ERROR_REASON_RESUME_MISMATCH, "step 1 (version 1), step 2 (version 2)");
+  ASSERT_TRUE(OpenRun("second", 1, &run_).status.ok());
+  EXPECT_EQ(run_.latest().version(), 3);
+  EXPECT_EQ(run_.latest().step(), 1);
+  PushSteps(2, 3);
+  // Another rank of that run, late: it changes nothing.
+  ASSERT_TRUE(OpenRun("second", 1, &run_).status.ok());
+  EXPECT_EQ(run_.latest().step(), 3);
+  ExpectError(OpenRun("launch", 1, &run_), grpc::StatusCode::ABORTED, v1::ERROR_REASON_FENCED,
+              "launch");
+}
+
+using NoDataDirTest = RpcFixture;
+
+TEST_F(NoDataDirTest, EveryCallSaysThatThereAreNoCheckpoints) {
+  StartServer();
+  ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+  const auto expect = [&](auto method, auto request, auto response) {
+    request.set_model("m");
+    grpc::ClientContext context;
+    const grpc::Status status = (stub_.get()->*method)(&context, request, &response);
+    EXPECT_EQ(Result(status, context).detail.reason(), v1::ERROR_REASON_NO_DATA_DIR)
+        << status.error_message();
+  };
+  using Stub = v1::EmaService::Stub;
+  expect(&Stub::CreateCheckpoint, v1::CreateCheckpointRequest(), v1::CreateCheckpointResponse());
+  expect(&Stub::GetCheckpoint, v1::GetCheckpointRequest(), v1::GetCheckpointResponse());
+  expect(&Stub::ListCheckpoints, v1::ListCheckpointsRequest(), v1::ListCheckpointsResponse());
+  expect(&Stub::DeleteCheckpoint, v1::DeleteCheckpointRequest(), v1::DeleteCheckpointResponse());
+  v1::RestoreCheckpointRequest restore;
+  restore.set_version(1);
+  expect(&Stub::RestoreCheckpoint, restore, v1::RestoreCheckpointResponse());
+  expect(&Stub::SetLabel, v1::SetLabelRequest(), v1::SetLabelResponse());
+  v1::ReportMetricRequest report;
+  report.set_version(1);
+  expect(&Stub::ReportMetric, report, v1::ReportMetricResponse());
+}
+
+}  // namespace
+}  // namespace ema
