@@ -136,9 +136,8 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
   saving_count_.fetch_sub(1, std::memory_order_relaxed);
   if (absl::IsNotFound(closed)) return closed;
   if (!result.ok()) return AsSaveError(result.status());
-  if (!options.tracks.empty()) return result;
   model.SetDurable(snapshot->record.id(), snapshot->record.step);
-  if (options.keep) model.SetKeptTime(snapshot->record.time);
+  if (keep) model.SetKeptTime(snapshot->record.time);
   return result;
 }
 

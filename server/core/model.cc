@@ -15,8 +15,6 @@ namespace {
 
 constexpr int64_t kNamedRanks = 16;     // At most so many ranks are named in a message.
 constexpr int64_t kNamedRanges = 1024;  // As QueryPushResponse.missing.
-constexpr size_t kFencedLaunches =
-    64;  // Remembered, so that a fenced trainer cannot fence its successor.
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -76,24 +74,16 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
+    EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
     if (run_ != nullptr && run_->launch_id() == launch_id) {
       EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
     } else {
-      if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch_id) !=
-          fenced_launches_.end()) {
-        return Aborted(ErrorReason::kFenced, absl::StrCat("launch_id \"", launch_id,
-                                                          "\" has been fenced by a newer run"));
-      }
+      EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
       EMA_ASSIGN_OR_RETURN(
           std::shared_ptr<TrainerRun> run,
           TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1, world_size));
       EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
-      if (run_ != nullptr) {
-        fenced_launches_.push_back(run_->launch_id());
-        if (fenced_launches_.size() > kFencedLaunches) {
-          fenced_launches_.erase(fenced_launches_.begin());
-        }
-      }
+      FenceRunLocked();
       run_ = std::move(run);
       ++run_epoch_;
       ApplyPendingLocked();
@@ -116,11 +106,8 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
 
 absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   constexpr int64_t kMaxStep = int64_t{1} << 62;
-  if (run_ == nullptr || start.run_epoch != run_epoch_) {
-    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
-                                                      " given, but the model's run has epoch ",
-                                                      run_epoch_, "; open a run"));
-  }
+  EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
+  if (run_ == nullptr || start.run_epoch != run_epoch_) return NotTheRunLocked(start.run_epoch);
   if (start.rank < 0 || start.rank >= run_->world_size()) {
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
@@ -278,8 +265,8 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
                                            std::move(base), std::move(plan)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
-  // OpenPush() calls are serialized and no commit can happen without a session: only a new run can
-  // have come between.
+  // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
+  // session: only a new run can have come between.
   if (run_ != run) {
     return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
                                                       " has been fenced by ", run_epoch_));
@@ -329,21 +316,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
-    next->record.incarnation = incarnation_;
-    next->record.commit_time = absl::Now();
-    if (current_ != nullptr) older_.push_back(std::move(current_));
-    current_ = next;
-    if (static_cast<int64_t>(older_.size()) > config_.max_pinned_versions) {
-      // Exists: at most max_pinned_versions are pinned.
-      auto it = std::find_if(older_.begin(), older_.end(),
-                             [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-                               return !pins_.contains(s.get());
-                             });
-      evicted = std::move(*it);
-      older_.erase(it);
-    }
-    records_.push_back(next->record);
-    if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
+    evicted = PutInPlaceLocked(next);
     last_commit_ = {.run_epoch = session->run().epoch(),
                     .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
                     .digests = std::move(digests)};
@@ -356,6 +329,24 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.on_warning) return;
   for (const std::string& warning : warnings) options_.on_warning(warning);
+}
+
+SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
+  next->record.incarnation = incarnation_;
+  next->record.commit_time = absl::Now();
+  if (current_ != nullptr) older_.push_back(std::move(current_));
+  current_ = next;
+  records_.push_back(next->record);
+  if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
+  if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;
+  // Exists: at most max_pinned_versions are pinned.
+  auto it = std::find_if(older_.begin(), older_.end(),
+                         [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                           return !pins_.contains(s.get());
+                         });
+  SnapshotRef evicted = std::move(*it);
+  older_.erase(it);
+  return evicted;
 }
 
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
@@ -373,11 +364,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closed_);
-    if (run_ == nullptr || run_epoch != run_epoch_) {
-      return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", run_epoch,
-                                                        " given, but the model's run has epoch ",
-                                                        run_epoch_, "; open a run"));
-    }
+    if (run_ == nullptr || run_epoch != run_epoch_) return NotTheRunLocked(run_epoch);
     if (rank < 0 || rank >= run_->world_size()) {
       return MakeError(
           absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,

@@ -18,10 +18,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
+#include "ema/time.h"
+#include "ema/version_id.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/push_session.h"
@@ -94,8 +97,28 @@ class Model : public std::enable_shared_from_this<Model> {
     PushPlan plan;
   };
   // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before.
+  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
                                      RankLayout layout) ABSL_LOCKS_EXCLUDED(mu_);
+  // True: that run is open, so that JoinRun() joins it. ABORTED, FENCED: it has been fenced.
+  // UNAVAILABLE or NOT_FOUND: as RefuseNew() or Close() was given.
+  absl::StatusOr<bool> IsRunOpen(const std::string& launch_id) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether a push at `time` would update a track that is not paused. INVALID_ARGUMENT, BAD_TIME:
+  // it is before the newest version's, or lacks a unit.
+  absl::StatusOr<bool> IsDueBy(const TrainingTime& time) const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
+  // own: with values, step, time and state of `from`, in a run epoch of its own. First it ends the
+  // open run: its session ends with ABORTED, FENCED, and so do its writers' calls from then on.
+  // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
+  // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
+  // gives has its values in blocks (shared ones, perhaps), and nobody else holds it. Of its tracks,
+  // those stay that the model has, by name and in the same form; tracks of the model that it has
+  // not begin with the next push. Records, watchers and on_commit as at a commit. Errors: those of
+  // `load`, or what RefuseNew() or Close() was given; the run has been ended, nothing else changed.
+  absl::StatusOr<VersionRecord> RollBack(
+      const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
+      ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
   // --- Pushes ---
 
@@ -104,8 +127,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // the session ends; it may still be running when the RankPush is destroyed, so it must hold what
   // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
   // ABORTED: FENCED, STALE_STEP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
-  // SESSION_BUSY: an open earlier step waits for other ranks. RESOURCE_EXHAUSTED. A rank that opens
-  // a later step without having committed the open one ends that: STEP_ABANDONED.
+  // SESSION_BUSY: an open earlier step waits for other ranks, or the model is being rolled back.
+  // RESOURCE_EXHAUSTED. A rank that opens a later step without having committed the open one ends
+  // that: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -147,9 +171,14 @@ class Model : public std::enable_shared_from_this<Model> {
   // Opens one track, or a synthesized average, for a reader: pins its version as PinVersion() does
   // while the result is held. The same asked for again meanwhile gives the same object. NOT_FOUND,
   // TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION: the track has no value in that version,
-  // either. INVALID_ARGUMENT: as Reading::Create(). Other errors as PinVersion().
+  // either. INVALID_ARGUMENT: as Reading::Create(). Other errors as PinVersion(); of these,
+  // VERSION_NOT_KEPT comes before TRACK_NOT_FOUND: a version elsewhere may have the track.
   absl::StatusOr<std::shared_ptr<Reading>> OpenReading(std::string_view track, int64_t version,
                                                        int64_t incarnation, Selection selection)
+      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+  // The same of a version that is not in memory: its one track has TrackSnapshot::stored. Pins
+  // nothing. INVALID_ARGUMENT: as Reading::Create(). Or the model is closed.
+  absl::StatusOr<std::shared_ptr<Reading>> ReadStored(SnapshotRef snapshot, Selection selection)
       ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
 
   // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
@@ -171,9 +200,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // changed since is known.
   bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Step of the newest version that is on the disk; 0: none.
+  // The newest version that is on the disk, and its step; all zero: none.
+  VersionId durable_version() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
-  void SetDurableStep(int64_t step) { durable_step_.store(step, std::memory_order_relaxed); }
+  // That version is on the disk. An earlier one than before, whatever their steps, is not noted.
+  void SetDurable(const VersionId& id, int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Training time of the newest version that is kept for its tracks' snapshot_interval; absent:
   // none. Set by whoever keeps them.
@@ -220,7 +251,7 @@ class Model : public std::enable_shared_from_this<Model> {
  private:
   friend class RankPush;
 
-  // The step committed last, for retries.
+  // The step committed last, for retries. All zero, which is no run's epoch: none.
   struct LastCommit {
     int64_t run_epoch = 0;
     bool omits_frozen = false;
@@ -269,6 +300,23 @@ class Model : public std::enable_shared_from_this<Model> {
                                                         const TrackSnapshot& track,
                                                         Selection selection)
       ABSL_LOCKS_EXCLUDED(readings_mu_);
+  // Where the model stands is what `next` says, from here on. What is no longer kept; to be freed
+  // without the lock.
+  SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whoever has joined `run_` so far cannot do so again.
+  void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // ABORTED, FENCED: a run of that launch_id has been fenced.
+  absl::Status CheckNotFencedLocked(const std::string& launch_id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // A push by a run that is not the open one.
+  absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
+  absl::Status CheckNotRollingBackLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Makes the snapshot that a rollback has loaded the version after the current one. What is no
+  // longer in it; to be freed without the lock.
+  std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
@@ -306,14 +354,16 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
-  absl::Status closing_ ABSL_GUARDED_BY(mu_);  // Not OK: no new session.
+  bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
+  absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 
   absl::Mutex readings_mu_;
   // Those that somebody holds, and some that have gone.
   std::vector<std::weak_ptr<Reading>> readings_ ABSL_GUARDED_BY(readings_mu_);
 
-  std::atomic<int64_t> durable_step_ = 0;  // Relaxed: a number to report.
+  VersionId durable_version_ ABSL_GUARDED_BY(mu_);
+  std::atomic<int64_t> durable_step_ = 0;  // Set under mu_. Relaxed: a number to report.
 
   absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
   absl::flat_hash_map<int64_t, std::function<void()>> watchers_ ABSL_GUARDED_BY(watch_mu_);

@@ -30,6 +30,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
   absl::StatusOr<SnapshotRef> snapshot = PinVersion(version, incarnation);
   const TrackSnapshot* const found = snapshot.ok() ? (*snapshot)->Find(track) : nullptr;
   // A track that was removed is still in the versions that have it.
+  if (GetErrorReason(snapshot.status()) == ErrorReason::kVersionNotKept) return snapshot.status();
   if (found == nullptr) EMA_RETURN_IF_ERROR(known);
   EMA_RETURN_IF_ERROR(snapshot.status());
   if (found == nullptr) {
@@ -40,14 +41,33 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
   return ShareReading(*std::move(snapshot), *found, std::move(selection));
 }
 
+absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
+                                                           Selection selection) {
+  EMA_RETURN_IF_ERROR(closed());
+  const Snapshot* const raw = snapshot.get();
+  // The reading needs what is the model's.
+  SnapshotRef held(raw, [model = shared_from_this(), snapshot = std::move(snapshot)](
+                            const Snapshot*) mutable { snapshot.reset(); });
+  return ShareReading(std::move(held), raw->tracks[0], std::move(selection));
+}
+
 absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
                                                              const TrackSnapshot& track,
                                                              Selection selection) {
+  // Nothing is made for those who read what is stored: nothing to be shared.
+  const bool is_shared = !selection.is_default();
+  const VersionId id = snapshot->record.id();
+  // What is read from the disk is opened for each reader, but the same.
+  const auto is_same_track = [&](const Reading& reading) {
+    return &reading.track() == &track || (track.stored != nullptr && reading.is_stored() &&
+                                          reading.snapshot()->record.id() == id &&
+                                          reading.track().track->name() == track.track->name());
+  };
   const auto find = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_) {
     std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
     for (const std::weak_ptr<Reading>& held : readings_) {
       std::shared_ptr<Reading> reading = held.lock();
-      if (reading != nullptr && &reading->track() == &track && reading->selection() == selection) {
+      if (reading != nullptr && is_same_track(*reading) && reading->selection() == selection) {
         return reading;
       }
     }

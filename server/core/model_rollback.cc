@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of Model that goes back to an earlier version, and what a trainer that resumes needs.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+
+namespace ema {
+namespace {
+
+// Remembered, so that a fenced trainer cannot fence its successor.
+constexpr size_t kFencedLaunches = 64;
+
+absl::Status Fenced(const std::string& message) {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
+}
+
+// True: the bytes of one mean the same in the other.
+bool IsSameForm(const Track& a, const Track& b) {
+  return a.name() == b.name() && a.actions() == b.actions() &&
+         a.schedule_indices() == b.schedule_indices() &&
+         SchedulesOf(a.config()).size() == SchedulesOf(b.config()).size() &&
+         a.config().compensated == b.config().compensated && a.block_count() == b.block_count();
+}
+
+// Of a track that a rollback has brought back.
+TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
+  const TrackConfig& config = snapshot.track->config();
+  const std::vector<const Schedule*> schedules = SchedulesOf(config);
+  const auto count = [&](size_t i) {
+    return i < snapshot.state.size() ? snapshot.state[i].update_count : 0;
+  };
+  TrackRecord record{.track = snapshot.track->name(),
+                     .update_count = count(0),
+                     .config = snapshot.track->config_text()};
+  for (const TensorRule& rule : config.tensor_rules) {
+    if (!rule.schedule.has_value()) continue;
+    const size_t i = record.rules.size() + 1;
+    record.rules.push_back(
+        {.track = rule.pattern, .update_count = count(i), .config = schedules[i]->ToString()});
+  }
+  return record;
+}
+
+}  // namespace
+
+void Model::FenceRunLocked() {
+  if (run_ == nullptr) return;
+  fenced_launches_.push_back(run_->launch_id());
+  if (fenced_launches_.size() > kFencedLaunches) fenced_launches_.erase(fenced_launches_.begin());
+}
+
+absl::Status Model::CheckNotFencedLocked(const std::string& launch_id) const {
+  if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch_id) ==
+      fenced_launches_.end()) {
+    return absl::OkStatus();
+  }
+  return Fenced(
+      absl::StrCat("launch_id \"", launch_id, "\" has been fenced by a newer run, or a rollback"));
+}
+
+absl::Status Model::NotTheRunLocked(int64_t run_epoch) const {
+  std::string message = absl::StrCat("run_epoch: ", run_epoch, " given, but the model's run has ",
+                                     "epoch ", run_epoch_, "; open a run");
+  if (run_ == nullptr && current_ != nullptr && current_->record.restored_from.has_value()) {
+    absl::StrAppend(&message, " (the model was rolled back to version ",
+                    current_->record.restored_from->version, ", step ", current_->record.step, ")");
+  }
+  return Fenced(message);
+}
+
+absl::Status Model::CheckNotRollingBackLocked() const {
+  if (!is_rolling_back_) return absl::OkStatus();
+  absl::Status status =
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                absl::StrCat("model \"", config_.name, "\" is being rolled back"));
+  SetRetryDelay(status, absl::Milliseconds(100));
+  return status;
+}
+
+absl::StatusOr<bool> Model::IsRunOpen(const std::string& launch_id) const {
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closing_);
+  if (run_ != nullptr && run_->launch_id() == launch_id) return true;
+  EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
+  return false;
+}
+
+absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time) const {
+  EMA_RETURN_IF_ERROR(time.Validate());
+  absl::MutexLock lock(&mu_);
+  if (current_ != nullptr) EMA_RETURN_IF_ERROR(time.CheckNotBefore(current_->record.time));
+  for (const TrackRef& track : tracks_) {
+    if (track->config().paused) continue;
+    const TrackSnapshot* const now = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    const absl::StatusOr<std::vector<Schedule::Update>> updates =
+        PlanTrack(track->config(), now != nullptr ? now->state : TrackState(), time);
+    if (!updates.ok()) {
+      return MakeError(updates.status().code(), GetErrorReason(updates.status()),
+                       absl::StrCat("track \"", track->name(), "\": ", updates.status().message()));
+    }
+    if (IsDue(*updates)) return true;
+  }
+  return false;
+}
+
+absl::StatusOr<VersionRecord> Model::RollBack(
+    const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load) {
+  std::shared_ptr<PushSession> fenced;
+  std::string target = absl::StrCat("version ", from.version);
+  {
+    // No session is being made: `load` has its memory.
+    absl::MutexLock opening(&push_mu_);
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(closing_);
+    EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
+    is_rolling_back_ = true;
+    FenceRunLocked();
+    run_ = nullptr;
+    fenced = std::exchange(session_, nullptr);
+    const auto record = std::find_if(records_.begin(), records_.end(),
+                                     [&](const VersionRecord& r) { return r.id() == from; });
+    if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
+  }
+  if (fenced != nullptr) {
+    fenced->End(Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"", config_.name,
+                                    "\" is rolled back to ", target)));
+    fenced.reset();
+  }
+  absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
+  // Freed last, after everybody has been told.
+  SnapshotRef evicted;
+  std::vector<TrackSnapshot> dropped;
+  {
+    absl::MutexLock lock(&mu_);
+    is_rolling_back_ = false;
+    EMA_RETURN_IF_ERROR(loaded.status());
+    EMA_RETURN_IF_ERROR(closing_);
+    ApplyPendingLocked();
+    dropped = BecomeNextLocked(**loaded, from);
+    evicted = PutInPlaceLocked(*loaded);
+    last_commit_ = {};
+    // What is kept from here on is kept anew.
+    if (kept_time_.has_value() && !(*loaded)->record.time.CheckNotBefore(*kept_time_).ok()) {
+      kept_time_ = (*loaded)->record.time;
+    }
+  }
+  CallWatchers();
+  if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
+  return (*loaded)->record;
+}
+
+std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
+  VersionRecord& record = loaded.record;
+  record.version = current_ != nullptr ? current_->record.version + 1 : 1;
+  record.run_epoch = ++run_epoch_;
+  record.restored_from = from;
+  record.tracks.clear();
+  record.skipped_tensor_count = 0;
+  record.skipped_tensors.clear();
+  std::vector<TrackSnapshot> kept;
+  for (const TrackRef& track : tracks_) {
+    const auto found = std::find_if(
+        loaded.tracks.begin(), loaded.tracks.end(),
+        [&](const TrackSnapshot& snapshot) { return IsSameForm(*snapshot.track, *track); });
+    if (found == loaded.tracks.end()) continue;
+    // It may have been configured otherwise since.
+    found->track = track;
+    found->block_versions.assign(found->blocks.size(), record.version);
+    found->frozen_run_epoch = 0;
+    record.tracks.push_back(RestoredRecord(*found));
+    kept.push_back(std::move(*found));
+    loaded.tracks.erase(found);
+  }
+  loaded.tracks.swap(kept);
+  return kept;
+}
+
+VersionId Model::durable_version() const {
+  absl::MutexLock lock(&mu_);
+  return durable_version_;
+}
+
+void Model::SetDurable(const VersionId& id, int64_t step) {
+  absl::MutexLock lock(&mu_);
+  if (id < durable_version_) return;
+  durable_version_ = id;
+  durable_step_.store(step, std::memory_order_relaxed);
+}
+
+}  // namespace ema
