@@ -194,7 +194,9 @@ struct RpcContext {
   StreamAdmission pushes;
   StreamAdmission pulls;
   CallsInFlight calls;
-  Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
+  Checkpoints* checkpoints = nullptr;  // Null: there is no data directory.
+  // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
+  std::function<void(std::function<void()>)> disk_reader;
 };
 
 // A call with one request and one response.

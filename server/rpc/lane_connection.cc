@@ -125,8 +125,9 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
 absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
-  PullHandler handler(rpc_->store.get());
+  PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   EMA_RETURN_IF_ERROR(handler.Open(request));
+  EMA_RETURN_IF_ERROR(handler.OpenStored());
   v1::LaneResponse response;
   *response.mutable_pull() = handler.Header();
   EMA_RETURN_IF_ERROR(Send(response));

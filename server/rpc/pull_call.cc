@@ -43,7 +43,8 @@ void PullCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
   if (absl::Status status = Start(); !status.ok()) return Finish(status);
-  WriteHeader();
+  if (!handler_.needs_disk()) return WriteHeader();
+  rpc_->disk_reader([self = shared_from_this()] { self->OpenStored(); });
 }
 
 absl::Status PullCall::Start() {
@@ -56,6 +57,11 @@ absl::Status PullCall::Start() {
   return handler_.Open(request);
 }
 
+void PullCall::OpenStored() {
+  if (absl::Status status = handler_.OpenStored(); !status.ok()) return Finish(status);
+  WriteHeader();
+}
+
 void PullCall::WriteHeader() {
   v1::PullResponse response;
   *response.mutable_header() = handler_.Header();
@@ -66,8 +72,10 @@ void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   if (!ok) return Finish(absl::CancelledError("the reader has left"));
   if (trailer_written_) return Finish(absl::OkStatus());
+  auto write_next = [self = shared_from_this()] { self->WriteNext(); };
+  if (handler_.needs_disk()) return rpc_->disk_reader(std::move(write_next));
   // Readers can wait, trainers cannot.
-  queue_->Defer([self = shared_from_this()] { self->WriteNext(); });
+  queue_->Defer(std::move(write_next));
 }
 
 void PullCall::WriteNext() {

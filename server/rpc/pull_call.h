@@ -13,8 +13,10 @@
 namespace ema {
 
 // Writes header, chunks and trailer, one message at a time. Chunks refer to the reading's memory,
-// mostly the snapshot's own: no copy. Keeps itself alive while gRPC can still call it; the version
-// stays pinned until gRPC has let go of the last chunk.
+// mostly the snapshot's own: no copy. What must be waited for the disk for is done on the disk
+// reader's thread, which also starts the write then; else all is on the queue's thread. Keeps
+// itself alive while gRPC, or that thread, can still call it; the version stays pinned until gRPC
+// has let go of the last chunk.
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
   // Waits for the next Pull on `queue`, and for the one after when it has come.
@@ -23,7 +25,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
  private:
   PullCall(RpcContext* rpc, CallQueue* queue)
-      : rpc_(rpc), queue_(queue), handler_(rpc->store.get()) {}
+      : rpc_(rpc), queue_(queue), handler_(rpc->store.get(), rpc->checkpoints) {}
 
   void OnAccepted(bool ok);
   void OnWritten(bool ok);
@@ -31,6 +33,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void EndStalled() override;
 
   absl::Status Start();
+  void OpenStored();
   void WriteHeader();
   void WriteNext();
   void WriteChunk(PullHandler::Chunk chunk);

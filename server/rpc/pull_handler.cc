@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -14,13 +15,7 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(request.model()));
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();
-  record_ = reading_->snapshot()->record;
-  if (request.offset() < 0 || request.offset() > reading_->total_bytes()) {
-    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
-                     absl::StrCat("offset: ", request.offset(), " given, expected 0 to ",
-                                  reading_->total_bytes()));
-  }
-  position_ = request.offset();
+  EMA_RETURN_IF_ERROR(Begin(request.offset()));
   const v1::VersionId& base = request.base();
   if (request.has_base() && model_->RemembersVersion(base.version(), base.incarnation())) {
     base_version_ = base.version();
@@ -28,16 +23,59 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   return absl::OkStatus();
 }
 
-absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
+absl::Status PullHandler::OpenStored() {
+  if (!on_disk_.has_value()) return absl::OkStatus();
+  OnDisk wanted = *std::exchange(on_disk_, std::nullopt);
+  EMA_ASSIGN_OR_RETURN(SnapshotRef snapshot,
+                       checkpoints_->OpenVersion(*model_, wanted.id, wanted.track));
+  EMA_ASSIGN_OR_RETURN(reading_,
+                       model_->ReadStored(std::move(snapshot), std::move(wanted.selection)));
+  return Begin(wanted.offset);
+}
+
+absl::Status PullHandler::Begin(int64_t offset) {
+  record_ = reading_->snapshot()->record;
+  if (offset < 0 || offset > reading_->total_bytes()) {
+    return MakeError(
+        absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
+        absl::StrCat("offset: ", offset, " given, expected 0 to ", reading_->total_bytes()));
+  }
+  position_ = offset;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<VersionId> PullHandler::FindVersion(const v1::PullRequest& request) const {
   if (request.version() < 0) {
     return BadMessage(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
   }
+  if (request.has_if_newer_than() && request.version() != 0) {
+    return BadMessage(absl::StrCat("version: ", request.version(),
+                                   " given with if_newer_than, which is about the newest: "
+                                   "expected 0"));
+  }
+  if (request.label().empty()) return VersionId{request.version(), request.incarnation()};
+  const std::string label = absl::StrCat("label: \"", absl::CHexEscape(request.label()), "\"");
+  if (request.version() != 0) {
+    return BadMessage(absl::StrCat(label, " given with version ", request.version(), ": expected ",
+                                   "one of the two"));
+  }
   if (request.has_if_newer_than()) {
-    if (request.version() != 0) {
-      return BadMessage(absl::StrCat("version: ", request.version(),
-                                     " given with if_newer_than, which is about the newest: "
-                                     "expected 0"));
-    }
+    return BadMessage(absl::StrCat(label,
+                                   " given with if_newer_than, which is about the newest: "
+                                   "expected one of the two"));
+  }
+  if (checkpoints_ == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                     absl::StrCat(label,
+                                  " given, but the server was started without --data-dir, "
+                                  "so it keeps no labels"));
+  }
+  return checkpoints_->FindLabel(*model_, request.label());
+}
+
+absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const VersionId id, FindVersion(request));
+  if (request.has_if_newer_than()) {
     const v1::VersionId& known = request.if_newer_than();
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionRecord> newest,
                          model_->NewestOf(request.track()));
@@ -48,8 +86,18 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
     }
   }
   EMA_ASSIGN_OR_RETURN(Selection selection, FromProto(request.selection()));
-  EMA_ASSIGN_OR_RETURN(reading_, model_->OpenReading(request.track(), request.version(),
-                                                     request.incarnation(), std::move(selection)));
+  absl::StatusOr<std::shared_ptr<Reading>> reading =
+      model_->OpenReading(request.track(), id.version, id.incarnation, selection);
+  const ErrorReason reason = GetErrorReason(reading.status());
+  const bool is_not_in_memory =
+      reason == ErrorReason::kVersionNotKept ||
+      (reason == ErrorReason::kNoVersion && id.version != 0 && !model_->latest().has_value());
+  if (checkpoints_ != nullptr && is_not_in_memory) {
+    on_disk_ = OnDisk{id, request.track(), std::move(selection), request.offset()};
+    return absl::OkStatus();
+  }
+  EMA_RETURN_IF_ERROR(reading.status());
+  reading_ = *std::move(reading);
   return absl::OkStatus();
 }
 

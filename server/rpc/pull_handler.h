@@ -7,11 +7,15 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "ema/selection.h"
 #include "ema/v1/ema_service.pb.h"
+#include "ema/version_id.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 #include "server/core/reading.h"
@@ -21,11 +25,19 @@ namespace ema {
 // One pull: header, chunks, trailer. Keeps the version pinned. For one thread at a time.
 class PullHandler {
  public:
-  // `store` outlives it.
-  explicit PullHandler(ModelStore* store) : store_(store) {}
+  // `store`, and `checkpoints` if it is not null, outlive it.
+  PullHandler(ModelStore* store, Checkpoints* checkpoints)
+      : store_(store), checkpoints_(checkpoints) {}
 
-  // Errors as Pull in ema_service.proto.
+  // Errors as Pull in ema_service.proto. Does not block on the disk: opens what is in memory.
   absl::Status Open(const v1::PullRequest& request);
+  // After Open(), and before all else: opens a version that is only on the disk, if that is what is
+  // pulled. Errors likewise.
+  absl::Status OpenStored();
+  // True: OpenStored() or Next(), whichever comes next, blocks on the disk.
+  bool needs_disk() const {
+    return on_disk_.has_value() || (reading_ != nullptr && reading_->is_stored());
+  }
 
   v1::PullHeader Header() const;
   struct Chunk {
@@ -33,7 +45,7 @@ class PullHandler {
     int64_t length_bytes = 0;
     std::vector<HostPiece> pieces;  // Valid while their owners and reading() are held.
   };
-  // The next chunk; absent: all have been sent. INTERNAL, DEVICE.
+  // The next chunk; absent: all have been sent. Errors as Reading::Read().
   absl::StatusOr<std::optional<Chunk>> Next();
   // `digest`: CRC32C of the chunks' data.
   v1::PullTrailer Trailer(uint32_t digest) const;
@@ -43,12 +55,26 @@ class PullHandler {
   void Close() { reading_.reset(); }
 
  private:
-  // Sets `reading_`, unless there is nothing newer to read.
+  // Sets `reading_`, or `on_disk_`, unless there is nothing newer to read.
   absl::Status OpenReading(const v1::PullRequest& request);
+  // Which version is asked for; all zero: the newest.
+  absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
+  // Goes on once `reading_` is known.
+  absl::Status Begin(int64_t offset);
+
+  // A version that is not in memory, and what of it is asked for.
+  struct OnDisk {
+    VersionId id;
+    std::string track;
+    Selection selection;
+    int64_t offset = 0;
+  };
 
   ModelStore* const store_;
+  Checkpoints* const checkpoints_;
   std::shared_ptr<Model> model_;
   VersionRecord record_;
+  std::optional<OnDisk> on_disk_;        // Until it is open.
   std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
   std::optional<int64_t> base_version_;  // The reader has what was the same then.
   int64_t position_ = 0;                 // In the reading's bytes.

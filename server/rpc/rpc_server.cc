@@ -71,7 +71,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
-  for (Work* const work : {&rpc->work_, &rpc->slow_work_}) {
+  for (Work* const work : {&rpc->work_, &rpc->slow_work_, &rpc->disk_reads_}) {
     rpc->threads_.emplace_back([rpc = rpc.get(), work] { rpc->RunWorker(work); });
   }
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
@@ -91,8 +91,9 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
-           .checkpoints = checkpoints},
-      admin_(store, checkpoints) {}
+           .checkpoints = checkpoints.checkpoints,
+           .disk_reader = ExecutorOf(&disk_reads_)},
+      admin_(store, std::move(checkpoints)) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -113,8 +114,8 @@ absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
 void RpcServer::Shutdown(absl::Time deadline) {
   {
     absl::MutexLock lock(&mu_);
-    if (stopping_) return;
-    stopping_ = true;
+    if (is_shut_down_) return;
+    is_shut_down_ = true;
   }
   for (const std::unique_ptr<Listener>& listener : listeners_) {
     if (listener != nullptr) listener->Stop();
@@ -125,9 +126,11 @@ void RpcServer::Shutdown(absl::Time deadline) {
     server_->Shutdown(std::chrono::system_clock::now());
   }
   if (lanes_ != nullptr) lanes_->Stop();
-  // What was cancelled just now ends by itself, on the queues' threads.
-  constexpr absl::Duration kCancelGrace = absl::Seconds(5);
-  rpc_.calls.AwaitNone(absl::Now() + kCancelGrace);
+  {
+    // Not before: calls that go on until the deadline need these threads.
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
   for (std::thread& thread : threads_) thread.join();

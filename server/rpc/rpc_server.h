@@ -30,7 +30,8 @@
 namespace ema {
 
 // Owns the listener, the completion queues with one thread each, a worker for calls that block on a
-// disk and one for those that do so for long, and a thread that ends what has stalled.
+// disk, one for those that do so for long and one for pulls, and a thread that ends what has
+// stalled.
 class RpcServer {
  public:
   struct Options {
@@ -107,7 +108,9 @@ class RpcServer {
   absl::Mutex mu_;
   Work work_ ABSL_GUARDED_BY(mu_);
   Work slow_work_ ABSL_GUARDED_BY(mu_);
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  Work disk_reads_ ABSL_GUARDED_BY(mu_);
+  bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // The threads end.
 };
 
 }  // namespace ema

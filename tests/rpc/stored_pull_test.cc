@@ -1,0 +1,515 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pulls of labels and of versions that are only on the disk, by gRPC and by lane; and that nobody
+// else waits for that disk.
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <thread>
+
+#include "absl/synchronization/notification.h"
+#include "ema/v1/lane.pb.h"
+#include "server/base/lane_pipe.h"
+#include "server/device/cast.h"
+#include "tests/core/test_model.h"
+#include "tests/rpc/rpc_fixture.h"
+#include "tests/testutil/fake_stored_track.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by pulls"); }
+
+// Versions that were in memory when Keep() was called. Thread-safe once it serves.
+class FakeCheckpoints final : public Checkpoints {
+ public:
+  void Keep(const Snapshot& version, Device& device) {
+    Kept& kept = kept_[version.record.id()];
+    kept.version = version;
+    for (TrackSnapshot& track : kept.version.tracks) {
+      kept.bytes[track.track->name()] = BytesOfBlocks(device, track);
+      track.blocks.clear();
+      track.low_blocks.clear();
+    }
+  }
+  // Before each opening, and each read of a chunk.
+  std::function<absl::Status()> on_open;
+  FakeStoredTrack::OnRead on_read;
+  std::map<std::string, VersionId, std::less<>> labels;
+  std::atomic<int64_t> open_count = 0;
+
+  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
+    const auto it = labels.find(label);
+    if (it != labels.end()) return it->second;
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
+                     absl::StrCat("no label \"", std::string(label), "\"; there is best"));
+  }
+  absl::StatusOr<SnapshotRef> OpenVersion(Model&, const VersionId& id,
+                                          std::string_view track) override {
+    ++open_count;
+    if (on_open) EMA_RETURN_IF_ERROR(on_open());
+    const auto it = std::find_if(kept_.begin(), kept_.end(), [&](const auto& entry) {
+      return entry.first.version == id.version &&
+             (id.incarnation == 0 || id.incarnation == entry.first.incarnation);
+    });
+    if (it == kept_.end()) {
+      return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                       absl::StrCat("version ", id.version, " is not on the disk either"));
+    }
+    if (it->second.version.Find(track) == nullptr) {
+      return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound, "not in it");
+    }
+    return AsStored(
+        it->second.version, track,
+        std::make_shared<FakeStoredTrack>(it->second.bytes.find(track)->second, on_read));
+  }
+
+  absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NotAskedFor(); }
+  absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NotAskedFor(); }
+  absl::StatusOr<Listing> List(Model&) override { return NotAskedFor(); }
+  absl::Status Delete(Model&, std::string_view) override { return NotAskedFor(); }
+  absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
+    return NotAskedFor();
+  }
+  absl::Status Resume(Model&, const std::string&, const ResumePoint&) override {
+    return NotAskedFor();
+  }
+  absl::StatusOr<CheckpointLabel> SetLabel(Model&, const std::string&, const VersionId&) override {
+    return NotAskedFor();
+  }
+  absl::Status RemoveLabel(Model&, const std::string&) override { return NotAskedFor(); }
+  absl::StatusOr<MetricResult> ReportMetric(Model&, const CheckpointLabel&) override {
+    return NotAskedFor();
+  }
+  absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
+    return NotAskedFor();
+  }
+  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+
+ private:
+  struct Kept {
+    Snapshot version;                                                  // Without blocks.
+    std::map<std::string, std::vector<std::byte>, std::less<>> bytes;  // By track.
+  };
+  std::map<VersionId, Kept> kept_;
+};
+
+// A model "big" of 3 MB, which a pull reads in three chunks. Version 1 is on the disk only, and has
+// the label "best"; the newest, 5, is in memory only, and has the label "newest".
+class StoredPullTest : public RpcFixture {
+ protected:
+  static constexpr int64_t kCount = 750'001;
+  static constexpr int64_t kBytes = kCount * 4;
+
+  ~StoredPullTest() override { server_.reset(); }  // It uses the members.
+
+  void Start(RpcServer::Options options = {}) {
+    checkpoints_ = &disk_;
+    StartServer(options);
+    const auto created =
+        store_->Create({.name = "big",
+                        .manifest = MakeManifest(
+                            {{"a", Dtype::kFloat32, {kCount - 1}}, {"b", Dtype::kFloat32, {1}}}),
+                        .tracks = {{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")},
+                                   {.name = "raw", .schedule = MakeSchedule("copy")}}});
+    ASSERT_THAT(created, IsOk());
+    model_ = created->model;
+    rank_ = std::make_unique<TestRank>(model_, "run");
+    ASSERT_THAT(rank_->Join(), IsOk());
+    for (int64_t step = 1; step <= 5; ++step) {
+      ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
+      if (step > 1) continue;
+      const SnapshotRef version = *model_->PinVersion(0);
+      disk_.Keep(*version, model_->device());
+      first_ = *ReadAll(*model_, "ema");
+    }
+    newest_ = *ReadAll(*model_, "ema");
+    ASSERT_EQ(GetErrorReason(model_->PinVersion(1).status()), ErrorReason::kVersionNotKept);
+    disk_.labels = {{"best", {1, 7}}, {"newest", {5, 7}}, {"gone", {2, 7}}};
+  }
+
+  static std::vector<std::byte> Weights(int64_t step) {
+    std::vector<float> values(kCount);
+    for (int64_t i = 0; i < kCount; ++i) {
+      values[i] = static_cast<float>(step * 1000 + i % 1009);
+    }
+    return BytesOf(values);
+  }
+
+  static v1::PullRequest Request(int64_t version = 0) {
+    v1::PullRequest request;
+    request.set_model("big");
+    request.set_track("ema");
+    request.set_version(version);
+    return request;
+  }
+  static v1::PullRequest ByLabel(const std::string& label) {
+    v1::PullRequest request = Request();
+    request.set_label(label);
+    return request;
+  }
+  static bool IsData(const std::string& data, const std::vector<std::byte>& bytes,
+                     int64_t offset = 0) {
+    return data.size() + offset == bytes.size() &&
+           std::memcmp(data.data(), bytes.data() + offset, data.size()) == 0;
+  }
+  v1::ErrorReason ReasonOf(const v1::PullRequest& request) {
+    return Pull(request).result.detail.reason();
+  }
+
+  struct LanePulled {
+    v1::PullHeader header;
+    std::string data;
+    bool complete = false;
+    v1::LaneError error;
+  };
+  LanePulled PullByLane(const v1::PullRequest& request) {
+    v1::GetLaneResponse offer;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub_->GetLane(&context, v1::GetLaneRequest(), &offer).ok());
+    const auto lane = LanePipe::Connect(offer.socket_name());
+    EXPECT_THAT(lane, IsOk());
+    v1::LaneRequest lane_request;
+    *lane_request.mutable_pull() = request;
+    EXPECT_THAT((*lane)->SendMessage(lane_request.SerializeAsString(), nullptr), IsOk());
+    LanePulled pulled;
+    while (true) {
+      const absl::StatusOr<LanePipe::Frame> frame = (*lane)->Receive(nullptr);
+      if (!frame.ok()) return pulled;
+      if (frame->is_chunk) {
+        EXPECT_EQ(frame->offset, request.offset() + static_cast<int64_t>(pulled.data.size()));
+        pulled.data.append(reinterpret_cast<const char*>(frame->bytes.data()), frame->bytes.size());
+        continue;
+      }
+      v1::LaneResponse response;
+      EXPECT_TRUE(response.ParseFromString(frame->message));
+      if (response.has_pull()) pulled.header = response.pull();
+      if (response.has_error()) pulled.error = response.error();
+      if (response.has_trailer()) {
+        pulled.complete =
+            response.trailer().total_bytes() == static_cast<int64_t>(pulled.data.size());
+        return pulled;
+      }
+    }
+  }
+
+  // Lets a disk stand still, from its `n`-th read on.
+  void BlockReadsFrom(int n) {
+    disk_.on_read = [this, left = std::make_shared<std::atomic<int>>(n)](int64_t, int64_t) {
+      if (--*left > 0) return absl::OkStatus();
+      if (!is_blocked_.once.exchange(true)) is_blocked_.notification.Notify();
+      go_on_.WaitForNotification();
+      return absl::OkStatus();
+    };
+  }
+  struct {
+    std::atomic<bool> once = false;
+    absl::Notification notification;
+  } is_blocked_;
+  absl::Notification go_on_;
+
+  FakeCheckpoints disk_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+  std::vector<std::byte> first_;   // Version 1.
+  std::vector<std::byte> newest_;  // Version 5.
+};
+
+TEST_F(StoredPullTest, AVersionOnTheDiskIsPulledLikeOneInMemory) {
+  Start();
+  const Pulled pulled = Pull(Request(1));
+  ASSERT_TRUE(pulled.result.status.ok()) << pulled.result.status.error_message();
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_TRUE(IsData(pulled.data, first_));
+  EXPECT_EQ(pulled.header.version().version(), 1);
+  EXPECT_EQ(pulled.header.version().incarnation(), 7);
+  EXPECT_EQ(pulled.header.version().step(), 1);
+  EXPECT_EQ(pulled.header.total_bytes(), kBytes);
+  EXPECT_EQ(pulled.header.tensors_size(), 2);
+
+  const LanePulled by_lane = PullByLane(Request(1));
+  EXPECT_TRUE(by_lane.complete);
+  EXPECT_TRUE(IsData(by_lane.data, first_));
+  EXPECT_EQ(by_lane.header.SerializeAsString(), pulled.header.SerializeAsString());
+  EXPECT_EQ(disk_.open_count, 2);
+}
+
+TEST_F(StoredPullTest, MemoryIsLookedAtFirst) {
+  Start();
+  EXPECT_TRUE(IsData(Pull(Request(5)).data, newest_));
+  EXPECT_TRUE(IsData(Pull(ByLabel("newest")).data, newest_));
+  EXPECT_TRUE(IsData(PullByLane(ByLabel("newest")).data, newest_));
+  EXPECT_EQ(disk_.open_count, 0);
+}
+
+TEST_F(StoredPullTest, ALabelIsTheVersionThatHasIt) {
+  Start();
+  const Pulled pulled = Pull(ByLabel("best"));
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_TRUE(IsData(pulled.data, first_));
+  EXPECT_EQ(pulled.header.version().version(), 1);
+  const LanePulled by_lane = PullByLane(ByLabel("best"));
+  EXPECT_TRUE(by_lane.complete);
+  EXPECT_TRUE(IsData(by_lane.data, first_));
+}
+
+TEST_F(StoredPullTest, WhatIsNowhereIsRefusedWithItsReason) {
+  Start();
+  EXPECT_EQ(ReasonOf(Request(2)), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  EXPECT_EQ(ReasonOf(Request(9)), v1::ERROR_REASON_VERSION_NOT_YET);
+  EXPECT_EQ(ReasonOf(ByLabel("gone")), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  v1::PullRequest request = Request(1);
+  request.set_incarnation(6);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  request = Request(1);
+  request.set_track("nope");
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  request.set_version(0);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  const CallResult unknown = Pull(ByLabel("nope")).result;
+  EXPECT_EQ(unknown.detail.reason(), v1::ERROR_REASON_LABEL_NOT_FOUND);
+  EXPECT_THAT(unknown.status.error_message(), HasSubstr("there is best"));
+  EXPECT_EQ(PullByLane(ByLabel("nope")).error.detail().reason(), v1::ERROR_REASON_LABEL_NOT_FOUND);
+  EXPECT_EQ(PullByLane(Request(2)).error.detail().reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
+
+  request = ByLabel("best");
+  request.set_version(1);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_BAD_REQUEST);
+  request = ByLabel("best");
+  request.mutable_if_newer_than()->set_version(1);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_BAD_REQUEST);
+  request = Request(1);
+  request.set_offset(kBytes + 1);
+  const CallResult beyond = Pull(request).result;
+  EXPECT_EQ(beyond.status.error_code(), grpc::StatusCode::OUT_OF_RANGE);
+  EXPECT_EQ(beyond.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+  request = Request(1);
+  request.mutable_selection()->add_tensors("nope");
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_BAD_REQUEST);
+}
+
+TEST_F(StoredPullTest, ATrackThatTheModelHasNoLongerIsStillInItsVersions) {
+  Start();
+  ASSERT_THAT(model_->UpdateTracks({.remove = {"ema"}}), IsOk());
+  ASSERT_THAT(rank_->Push(6, Weights(6)), IsOk());
+  ASSERT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  EXPECT_TRUE(IsData(Pull(Request(1)).data, first_));
+}
+
+TEST_F(StoredPullTest, ASelectionIsCutAndCastOnTheWay) {
+  Start();
+  v1::PullRequest request = Request(1);
+  request.mutable_selection()->set_dtype(v1::DTYPE_BFLOAT16);
+  v1::TensorSlice* const slice = request.mutable_selection()->add_slices();
+  slice->set_tensor("a");
+  slice->add_offsets(7);
+  slice->add_extents(700'000);
+  const Pulled pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  ASSERT_EQ(pulled.data.size(), 1'400'000);
+  EXPECT_EQ(pulled.header.tensors(0).spec().dtype(), v1::DTYPE_BFLOAT16);
+  const std::vector<float> values = FloatsOf(first_);
+  for (int64_t i = 0; i < 700'000; ++i) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, pulled.data.data() + 2 * i, 2);
+    ASSERT_EQ(bits, BFloat16Bits(values[7 + i])) << i;
+  }
+  EXPECT_EQ(PullByLane(request).data, pulled.data);
+}
+
+TEST_F(StoredPullTest, AReaderGoesOnWhereItStopped) {
+  Start();
+  for (const int64_t offset : {int64_t{1}, int64_t{1} << 20, int64_t{2'000'003}, kBytes}) {
+    v1::PullRequest request = ByLabel("best");
+    request.set_offset(offset);
+    const Pulled pulled = Pull(request);
+    EXPECT_TRUE(pulled.complete) << offset;
+    EXPECT_TRUE(IsData(pulled.data, first_, offset)) << offset;
+    EXPECT_TRUE(IsData(PullByLane(request).data, first_, offset)) << offset;
+  }
+}
+
+TEST_F(StoredPullTest, WithABaseEverythingIsSent) {
+  Start();
+  v1::PullRequest request = Request(1);
+  request.mutable_base()->set_version(5);
+  request.mutable_base()->set_incarnation(7);
+  const Pulled pulled = Pull(request);
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_FALSE(pulled.header.omits_unchanged());
+  EXPECT_TRUE(IsData(pulled.data, first_));
+}
+
+TEST_F(StoredPullTest, ABadByteEndsThePullWithoutATrailer) {
+  Start();
+  disk_.on_read = [](int64_t offset, int64_t) {
+    if (offset < (int64_t{1} << 20)) return absl::OkStatus();
+    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                     "track \"ema\", tensor \"a\": a byte is wrong");
+  };
+  const Pulled pulled = Pull(Request(1));
+  EXPECT_EQ(pulled.result.status.error_code(), grpc::StatusCode::DATA_LOSS);
+  EXPECT_EQ(pulled.result.detail.reason(), v1::ERROR_REASON_CHECKPOINT_CORRUPT);
+  EXPECT_THAT(pulled.result.status.error_message(), HasSubstr("tensor \"a\""));
+  EXPECT_FALSE(pulled.complete);
+  EXPECT_EQ(pulled.data.size(), 1 << 20);
+  const LanePulled by_lane = PullByLane(Request(1));
+  EXPECT_FALSE(by_lane.complete);
+  EXPECT_EQ(by_lane.error.code(), static_cast<int64_t>(absl::StatusCode::kDataLoss));
+  EXPECT_EQ(by_lane.data.size(), 1 << 20);
+  // What is in memory has not suffered.
+  EXPECT_TRUE(Pull(Request()).complete);
+}
+
+TEST_F(StoredPullTest, EightReadAtOnce) {
+  Start();
+  std::vector<std::thread> readers;
+  std::atomic<int> good = 0;
+  for (int i = 0; i < 8; ++i) {
+    readers.emplace_back([&, i] {
+      const bool by_lane = i % 4 == 3;
+      const v1::PullRequest request = i % 2 == 0 ? Request(1) : ByLabel("best");
+      good += IsData(by_lane ? PullByLane(request).data : Pull(request).data, first_) ? 1 : 0;
+    });
+  }
+  for (std::thread& reader : readers) reader.join();
+  EXPECT_EQ(good, 8);
+}
+
+TEST_F(StoredPullTest, NobodyElseWaitsForASlowDisk) {
+  Start();
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(Request(1)); });
+  is_blocked_.notification.WaitForNotification();
+  // While the disk stands still: pulls from memory by both ways, pushes, and calls.
+  EXPECT_TRUE(IsData(Pull(Request()).data, newest_));
+  EXPECT_TRUE(IsData(PullByLane(Request()).data, newest_));
+  CreateAndOpen();
+  v1::PushResponse response;
+  EXPECT_TRUE(PushFilled(1, 2.0f, &response).status.ok());
+  EXPECT_EQ(Pull("ema").data, Filled(2.0f));
+  go_on_.Notify();
+  reader.join();
+  EXPECT_TRUE(slow.complete);
+  EXPECT_TRUE(IsData(slow.data, first_));
+}
+
+TEST_F(StoredPullTest, NorForOneThatIsSlowToOpen) {
+  Start();
+  disk_.on_open = [this] {
+    is_blocked_.notification.Notify();
+    go_on_.WaitForNotification();
+    return absl::OkStatus();
+  };
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(ByLabel("best")); });
+  is_blocked_.notification.WaitForNotification();
+  EXPECT_TRUE(IsData(Pull(ByLabel("newest")).data, newest_));
+  go_on_.Notify();
+  reader.join();
+  EXPECT_TRUE(IsData(slow.data, first_));
+}
+
+TEST_F(StoredPullTest, AReaderThatWaitsForTheDiskHasNotStalled) {
+  RpcServer::Options options;
+  options.max_pull_streams = 1;
+  options.stall_timeout = absl::Milliseconds(20);
+  Start(options);
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(Request(1)); });
+  is_blocked_.notification.WaitForNotification();
+  // It would lose its place to one of these if it counted as stalled.
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TOO_MANY_STREAMS);
+  }
+  go_on_.Notify();
+  reader.join();
+  EXPECT_TRUE(slow.complete);
+}
+
+TEST_F(StoredPullTest, AReaderThatLeavesMeanwhileIsLetGo) {
+  Start();
+  BlockReadsFrom(2);
+  std::weak_ptr<Model> model = model_;
+  {
+    grpc::ClientContext context;
+    const auto stream = stub_->Pull(&context, Request(1));
+    v1::PullResponse response;
+    ASSERT_TRUE(stream->Read(&response));
+    is_blocked_.notification.WaitForNotification();
+    context.TryCancel();
+    while (stream->Read(&response)) {
+    }
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  go_on_.Notify();
+  // The place is free again, and nothing is held.
+  EXPECT_TRUE(IsData(Pull(Request(1)).data, first_));
+  server_->Shutdown(absl::Now() + absl::Seconds(10));
+  server_.reset();
+  rank_.reset();
+  model_.reset();
+  store_.reset();
+  EXPECT_TRUE(model.expired());
+}
+
+TEST_F(StoredPullTest, APullThatIsRunningFinishesWhileTheServerStops) {
+  Start();
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(Request(1)); });
+  is_blocked_.notification.WaitForNotification();
+  std::thread stopper([&] { server_->Shutdown(absl::Now() + absl::Seconds(30)); });
+  go_on_.Notify();
+  stopper.join();
+  reader.join();
+  EXPECT_TRUE(slow.complete) << slow.result.status.error_message();
+  EXPECT_TRUE(IsData(slow.data, first_));
+}
+
+TEST_F(StoredPullTest, AServerThatMustStopAtOnceEndsIt) {
+  Start();
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(Request(1)); });
+  is_blocked_.notification.WaitForNotification();
+  std::thread stopper([&] { server_->Shutdown(absl::InfinitePast()); });
+  reader.join();  // Told at once; the disk's read ends later.
+  EXPECT_FALSE(slow.result.status.ok());
+  EXPECT_FALSE(slow.complete);
+  go_on_.Notify();
+  stopper.join();
+}
+
+TEST_F(StoredPullTest, ADeletedModelsPullFinishes) {
+  Start();
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(Request(1)); });
+  is_blocked_.notification.WaitForNotification();
+  EXPECT_TRUE(store_->Delete("big"));
+  go_on_.Notify();
+  reader.join();
+  EXPECT_TRUE(slow.complete);
+  EXPECT_EQ(ReasonOf(Request(1)), v1::ERROR_REASON_MODEL_NOT_FOUND);
+}
+
+TEST_F(StoredPullTest, WithoutADataDirectoryThereAreNoLabels) {
+  StartServer();
+  CreateAndOpen();
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  request.set_label("best");
+  const CallResult result = Pull(request).result;
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_NO_DATA_DIR);
+  EXPECT_THAT(result.status.error_message(), HasSubstr("\"best\""));
+}
+
+}  // namespace
+}  // namespace ema
