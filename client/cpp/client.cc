@@ -166,17 +166,6 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
   }
 }
 
-absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
-                                                                  absl::Duration timeout) {
-  v1::CreateCheckpointRequest request;
-  request.set_model(std::string(model));
-  v1::CreateCheckpointResponse response;
-  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request,
-                                   &response, timeout));
-  return CheckpointResult{FromProto(response.version()), response.checkpoint(),
-                          response.total_bytes()};
-}
-
 absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view model,
                                                             const SynthesizeOptions& options,
                                                             absl::Duration timeout) {

@@ -70,6 +70,10 @@ class Client::Impl {
   absl::Status Retry(absl::Time deadline, Interrupt* interrupt,
                      absl::FunctionRef<absl::Status(Call&)> attempt);
 
+  // RestoreCheckpoint, once: nobody knows what became of one whose answer is lost.
+  absl::StatusOr<Version> Restore(const v1::RestoreCheckpointRequest& request,
+                                  absl::Duration timeout);
+
   // A unary call, with retries.
   template <typename Request, typename Response>
   using UnaryMethod = std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> (

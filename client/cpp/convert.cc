@@ -53,6 +53,22 @@ TrackVersion FromProto(const v1::TrackRecord& proto) {
   return track;
 }
 
+absl::StatusOr<Client::CheckpointInfo::State> StateFromProto(v1::Checkpoint::State proto) {
+  using State = Client::CheckpointInfo::State;
+  switch (proto) {
+    case v1::Checkpoint::STATE_SAVING:
+      return State::kSaving;
+    case v1::Checkpoint::STATE_COMPLETE:
+      return State::kComplete;
+    case v1::Checkpoint::STATE_FAILED:
+      return State::kFailed;
+    case v1::Checkpoint::STATE_CORRUPT:
+      return State::kCorrupt;
+    default:
+      return MalformedReply(absl::StrCat("checkpoint state ", static_cast<int>(proto)));
+  }
+}
+
 absl::Status MakeServerError(absl::StatusCode code, std::string_view message,
                              const v1::ErrorDetail& detail) {
   absl::Status error = MakeError(code, static_cast<ErrorReason>(detail.reason()), message);
@@ -95,6 +111,9 @@ Version FromProto(const v1::VersionRecord& proto) {
   version.skipped_tensor_count = proto.skipped_tensor_count();
   version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
   version.wire_dtype = static_cast<WireDtype>(proto.wire_dtype());
+  if (proto.has_restored_from()) {
+    version.restored_from = {proto.restored_from().version(), proto.restored_from().incarnation()};
+  }
   return version;
 }
 
@@ -225,6 +244,30 @@ absl::StatusOr<PushProgress> FromProto(const v1::QueryPushResponse& proto) {
   }
   progress.missing_ranks.assign(proto.missing_ranks().begin(), proto.missing_ranks().end());
   return progress;
+}
+
+absl::StatusOr<Client::CheckpointInfo> FromProto(const v1::Checkpoint& proto) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointInfo::State state, StateFromProto(proto.state()));
+  return Client::CheckpointInfo{.name = proto.name(),
+                                .state = state,
+                                .id = {proto.version(), proto.incarnation()},
+                                .step = proto.step(),
+                                .commit_time = absl::FromUnixMicros(proto.commit_time_us()),
+                                .tracks = {proto.tracks().begin(), proto.tracks().end()},
+                                .is_partial = proto.is_partial(),
+                                .total_bytes = proto.total_bytes(),
+                                .labels = {proto.labels().begin(), proto.labels().end()},
+                                .problem = proto.problem()};
+}
+
+Client::Label FromProto(const v1::Label& proto) {
+  Client::Label label{.name = proto.name(),
+                      .id = {proto.version(), proto.incarnation()},
+                      .step = proto.step(),
+                      .metric = std::nullopt,
+                      .lower_is_better = proto.lower_is_better()};
+  if (proto.has_metric()) label.metric = proto.metric();
+  return label;
 }
 
 }  // namespace ema::client_internal

@@ -39,6 +39,8 @@ absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto);
 absl::StatusOr<RunPlan> FromProto(const v1::PushPlan& proto, const RunPlan& known = {});
 absl::StatusOr<PullInfo> FromProto(const v1::PullHeader& proto);
 absl::StatusOr<PushProgress> FromProto(const v1::QueryPushResponse& proto);
+absl::StatusOr<Client::CheckpointInfo> FromProto(const v1::Checkpoint& proto);
+Client::Label FromProto(const v1::Label& proto);
 
 }  // namespace ema::client_internal
 

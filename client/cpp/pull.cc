@@ -82,7 +82,8 @@ class Puller {
   Puller(v1::PullRequest request, const Client::PullTarget* target,
          const std::function<void(int64_t)>* on_progress)
       : request_(std::move(request)),
-        wants_newest_(request_.version() == 0),
+        label_(request_.label()),
+        wants_current_(request_.version() == 0),
         target_(*target),
         on_progress_(*on_progress) {}
 
@@ -90,7 +91,8 @@ class Puller {
   absl::Status Attempt(Call& call);
   // The same through a lane.
   absl::Status AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop);
-  // Begins anew with the newest version. False: another was asked for, or nothing has come yet.
+  // Begins anew with the newest version, or the label's. False: a certain one was asked for, or
+  // nothing has come yet.
   bool StartOver();
 
   // What the target failed with. Never retried, whatever its code.
@@ -111,7 +113,8 @@ class Puller {
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
 
   v1::PullRequest request_;
-  const bool wants_newest_;
+  const std::string label_;
+  const bool wants_current_;
   const Client::PullTarget& target_;
   const std::function<void(int64_t)>& on_progress_;
 
@@ -182,9 +185,10 @@ absl::Status Puller::Attempt(Call& call) {
 }
 
 bool Puller::StartOver() {
-  if (!wants_newest_ || !info_.has_value()) return false;
+  if (!wants_current_ || !info_.has_value()) return false;
   request_.clear_version();
   request_.clear_incarnation();
+  request_.set_label(label_);
   request_.clear_base();  // What was there has been written over.
   info_.reset();
   position_ = received_bytes_ = 0;
@@ -257,6 +261,7 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
   // If the connection breaks, the same version is asked for again.
   request_.set_version(info.version.number);
   request_.set_incarnation(info.version.incarnation);
+  request_.clear_label();
   request_.clear_if_newer_than();
   info_ = std::move(info);
   return absl::OkStatus();
@@ -317,6 +322,7 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
   request.set_track(std::string(track));
   request.set_version(options.version);
   request.set_incarnation(options.incarnation);
+  request.set_label(options.label);
   if (!options.selection.is_default()) {
     ToProto(options.selection, request.mutable_selection());
   }

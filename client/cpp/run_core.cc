@@ -25,6 +25,15 @@ std::string RandomLaunchId() {
   return id;
 }
 
+void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
+  proto->set_step(point.step);
+  if (point.version.has_value()) {
+    proto->mutable_version()->set_version(point.version->version);
+    proto->mutable_version()->set_incarnation(point.version->incarnation);
+  }
+  if (point.time.has_value()) ema::ToProto(*point.time, proto->mutable_time());
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
@@ -98,6 +107,9 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
   request.set_world_size(options_.world_size);
   request.set_manifest_digest(manifest().digest());
   ToProto(layout_, request.mutable_layout());
+  if (options_.resume.has_value() && !HasBeenReady()) {
+    FillResume(*options_.resume, request.mutable_resume());
+  }
   v1::OpenRunResponse response;
   EMA_RETURN_IF_ERROR(client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, &response,
                                      deadline, interrupt));
@@ -109,6 +121,7 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
   absl::MutexLock lock(&mu_);
   run_epoch_ = response.run_epoch();
   ready_ = response.ready();
+  has_been_ready_ |= ready_;
   plan_ = std::move(plan);
   if (response.has_latest()) latest_ = FromProto(response.latest());
   if (response.ready()) return std::vector<int64_t>();
@@ -139,6 +152,11 @@ absl::Status RunCore::WaitReady(absl::Time deadline, Interrupt* interrupt) {
     }
     if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
   }
+}
+
+bool RunCore::HasBeenReady() const {
+  absl::MutexLock lock(&mu_);
+  return has_been_ready_;
 }
 
 void RunCore::Rejoin() {

@@ -75,6 +75,8 @@ class RunCore {
   // Calls OpenRun once, with retries. The ranks that are missing; none: ready.
   absl::StatusOr<std::vector<int64_t>> Join(absl::Time deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
+  bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
+
   const std::shared_ptr<Client::Impl> client_;
   const ModelInfo info_;
   const Client::RunOptions options_;
@@ -84,6 +86,8 @@ class RunCore {
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   bool ready_ ABSL_GUARDED_BY(mu_) = false;
+  // From then on the run may have moved the model on, so RunOptions::resume is over.
+  bool has_been_ready_ ABSL_GUARDED_BY(mu_) = false;
   // Not OK: a newer run took over. For good: a restarted server would not know, and let this one
   // take over again.
   absl::Status fenced_ ABSL_GUARDED_BY(mu_);

@@ -55,6 +55,7 @@ struct Version {
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
   WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
+  std::optional<VersionId> restored_from;       // Not a push made it, but a rollback to this one.
 };
 
 struct ModelInfo {
@@ -179,8 +180,8 @@ class Client {
 
   // All calls block until their end, at most `timeout`; zero: the one of Options. Their errors are
   // the server's, with its ErrorReason (ema_service.proto says which), or DEADLINE_EXCEEDED, or
-  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push) are retried
-  // on UNAVAILABLE until the time-out.
+  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push and
+  // RestoreCheckpoint) are retried on UNAVAILABLE until the time-out.
 
   struct CreateModelResult {
     ModelInfo model;
@@ -228,16 +229,107 @@ class Client {
   absl::StatusOr<std::vector<ListedVersion>> ListVersions(
       std::string_view model, int64_t after_version = 0,
       absl::Duration timeout = absl::ZeroDuration());
+  // --- Versions on the server's disk. All calls: FAILED_PRECONDITION, NO_DATA_DIR, where the
+  // server has none, and NOT_FOUND, MODEL_NOT_FOUND. Those that may write or read a model's bytes
+  // have a time-out of their own. ---
+
+  // ema.v1.Checkpoint says what each field means.
+  struct CheckpointInfo {
+    enum class State { kSaving = 1, kComplete = 2, kFailed = 3, kCorrupt = 4 };
+    std::string name;
+    State state = State::kComplete;
+    VersionId id;
+    int64_t step = 0;
+    absl::Time commit_time = absl::UnixEpoch();
+    std::vector<std::string> tracks;
+    bool is_partial = false;
+    int64_t total_bytes = 0;
+    std::vector<std::string> labels;
+    std::string problem;  // Of kFailed and kCorrupt.
+  };
+  // A name for a version on the disk.
+  struct Label {
+    std::string name;
+    VersionId id;
+    int64_t step = 0;
+    std::optional<double> metric;  // The score that put it there; absent: a person did.
+    bool lower_is_better = false;
+  };
+
+  struct CheckpointOptions {
+    int64_t version = 0;              // 0: the newest.
+    int64_t incarnation = 0;          // In which `version` was counted; 0: whichever is kept.
+    std::vector<std::string> tracks;  // Only these; empty: all. No server starts from a part.
+    bool async = false;  // Return as soon as the version is pinned: see GetCheckpoint().
+    std::string label;   // That it gets. Not with `tracks`.
+  };
   struct CheckpointResult {
     Version version;
-    std::string checkpoint;
+    std::string checkpoint;  // The name that the other calls take.
     int64_t total_bytes = 0;
+    CheckpointInfo::State state = CheckpointInfo::State::kComplete;  // Or kSaving, if `async`.
   };
-  // Saves the newest version, all tracks; when it returns they are on the server's disk. NOT_FOUND,
-  // MODEL_NOT_FOUND. FAILED_PRECONDITION: NO_VERSION, or NO_DATA_DIR. RESOURCE_EXHAUSTED,
-  // DISK_FULL. UNAVAILABLE, STORE_READ_ONLY.
+  // Saves a version; when it returns, that is on the server's disk, unless `async`. One that is
+  // there already is OK. NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
+  // VERSION_NOT_KEPT, VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE,
+  // STORE_READ_ONLY. DATA_LOSS, CHECKPOINT_CORRUPT: what was read back is not what was written.
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
+                                                    const CheckpointOptions& options,
                                                     absl::Duration timeout = absl::Minutes(10));
+  // The newest version, all tracks.
+  absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
+                                                    absl::Duration timeout = absl::Minutes(10)) {
+    return CreateCheckpoint(model, CheckpointOptions(), timeout);
+  }
+  // Also one that is being written, or could not be. NOT_FOUND, CHECKPOINT_NOT_FOUND.
+  absl::StatusOr<CheckpointInfo> GetCheckpoint(std::string_view model, std::string_view checkpoint,
+                                               absl::Duration timeout = absl::ZeroDuration());
+  struct CheckpointList {
+    std::vector<CheckpointInfo> checkpoints;  // Newest first.
+    std::vector<Label> labels;                // By name.
+  };
+  absl::StatusOr<CheckpointList> ListCheckpoints(std::string_view model,
+                                                 absl::Duration timeout = absl::ZeroDuration());
+  // One that is not there is OK. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, or is the
+  // newest. UNAVAILABLE, STORE_READ_ONLY.
+  absl::Status DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
+                                absl::Duration timeout = absl::ZeroDuration());
+
+  // Rolls a model back: the new version that it returns is what the given one was (incarnation 0:
+  // the newest of that number). Ends the run, whose pushes are ABORTED, FENCED from then on.
+  // NOT_FOUND, LABEL_NOT_FOUND. OUT_OF_RANGE, VERSION_NOT_KEPT: the message lists what there is.
+  // FAILED_PRECONDITION, PARTIAL_CHECKPOINT. DATA_LOSS, CHECKPOINT_CORRUPT. Never retried: after
+  // UNAVAILABLE or DEADLINE_EXCEEDED it may have been done, and a second one makes one more
+  // version.
+  absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, const VersionId& id,
+                                            absl::Duration timeout = absl::Minutes(10));
+  absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, std::string_view label,
+                                            absl::Duration timeout = absl::Minutes(10));
+
+  // Gives a version (all zero: the newest) a name, which it takes from any other, and saves it if
+  // it is not on the disk. Retention keeps what has a label. Errors as CreateCheckpoint.
+  absl::StatusOr<Label> SetLabel(std::string_view model, std::string_view label,
+                                 const VersionId& id = {},
+                                 absl::Duration timeout = absl::Minutes(10));
+  // A label that is not there is OK.
+  absl::Status RemoveLabel(std::string_view model, std::string_view label,
+                           absl::Duration timeout = absl::ZeroDuration());
+
+  struct Metric {
+    VersionId id;  // What was evaluated: PullInfo::version.
+    double value = 0;
+    bool lower_is_better = false;
+    std::string label;  // Empty: "best".
+  };
+  struct MetricResult {
+    Label label;         // Where it stands now.
+    bool moved = false;  // By this call; after a retry it may be false although it was.
+  };
+  // An evaluator's score: the first and each better one moves the label to its version.
+  // INVALID_ARGUMENT: a score that is no number, or another direction than the label's scores
+  // before. Other errors as SetLabel.
+  absl::StatusOr<MetricResult> ReportMetric(std::string_view model, const Metric& metric,
+                                            absl::Duration timeout = absl::Minutes(10));
 
   struct SynthesizeOptions {
     std::string name;  // What Pull() takes as the track.
@@ -264,6 +356,15 @@ class Client {
                                               const SynthesizeOptions& options,
                                               absl::Duration timeout = absl::Minutes(10));
 
+  // Where a trainer stands that goes on from a checkpoint of its own.
+  struct ResumePoint {
+    int64_t step = 0;
+    // The average that belongs to it, of that step or an earlier one. Absent: what an uninterrupted
+    // run would have after `step`.
+    std::optional<VersionId> version;
+    // Training time at `step`: tells the server, without `version`, whether an update was due.
+    std::optional<TrainingTime> time;
+  };
   struct RunOptions {
     // New for each life of the trainer, the same on all ranks. Empty: a random one (right for one
     // rank only).
@@ -283,16 +384,24 @@ class Client {
     // restarted and has forgotten the run, and waits until the other ranks have too. False: it
     // ends, ABORTED, FENCED: for trainers, who must not wait for other ranks.
     bool rejoins = true;
+    // The same on all ranks: brings the model back to where the trainer stands, before the run
+    // opens. When the run joins again, the model stays as it is. That may take as long as reading
+    // the model from the disk; with DEADLINE_EXCEEDED the server goes on with it, and the same call
+    // again joins.
+    std::optional<ResumePoint> resume;
   };
   // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.
   // NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED: a newer launch has taken over. INVALID_ARGUMENT:
-  // shards that do not fit the model or the other ranks'.
+  // shards that do not fit the model or the other ranks'. With `resume`: FAILED_PRECONDITION,
+  // RESUME_MISMATCH: no version stands where the trainer stands, the message lists what there is;
+  // and errors as RestoreCheckpoint. The model is then as it was, and no run has been opened.
   absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
                                                absl::Duration timeout = absl::ZeroDuration());
 
   struct PullOptions {
     int64_t version = 0;      // 0: the newest.
     int64_t incarnation = 0;  // In which `version` was counted; 0: whichever the server keeps.
+    std::string label;        // Instead: the version that has it. NOT_FOUND, LABEL_NOT_FOUND.
     Selection selection;      // By default all of the track, as the server keeps it.
     // Only if the newest version is after this one; else PullInfo::not_newer, and no target is
     // asked for.
@@ -303,7 +412,7 @@ class Client {
   };
   // Where pulled bytes go: called with what is coming; returns `total_bytes` of memory that
   // stays valid until Pull() returns. An error from it ends the pull. Called again if the newest
-  // version was asked for, the connection broke, and the server has a newer one by now.
+  // version, or a label's, was asked for, the connection broke, and that is another one by now.
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
   // Reads one track of one version, or a part of it. A pull whose connection breaks goes on where
   // it was. Every chunk's checksum and the digest of each stream are verified; on error the memory
@@ -329,6 +438,9 @@ class Client {
   explicit Client(std::shared_ptr<Impl> impl);
   std::shared_ptr<Impl> impl_;
 };
+
+// "saving", "complete", "failed", "corrupt".
+std::string_view CheckpointStateName(Client::CheckpointInfo::State state);
 
 // One rank of one run. Thread-safe, but one push at a time: the next may start when the one before
 // has ended. Holds its client's connection, not the client.

@@ -107,9 +107,19 @@ std::vector<v1::PullRequest> FakeServer::pulls() const {
   return pulls_;
 }
 
+std::vector<v1::OpenRunRequest> FakeServer::open_runs() const {
+  absl::MutexLock lock(&mu_);
+  return open_runs_;
+}
+
 int64_t FakeServer::open_run_count() const {
   absl::MutexLock lock(&mu_);
-  return open_run_count_;
+  return static_cast<int64_t>(open_runs_.size());
+}
+
+std::vector<std::string> FakeServer::checkpoint_calls() const {
+  absl::MutexLock lock(&mu_);
+  return checkpoint_calls_;
 }
 
 std::string FakeServer::StepBytes(int64_t step, int64_t rank) const {
@@ -211,7 +221,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
       RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count());
   if (!layout.ok()) return WithDetail(context, layout.status());
   absl::MutexLock lock(&mu_);
-  ++open_run_count_;
+  open_runs_.push_back(*request);
   if (fenced) {
     return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                                          "launch_id has been fenced"));
@@ -224,7 +234,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
   response->set_layout_digest(layout->digest());
   layouts_.insert_or_assign(request->rank(), *std::move(layout));
   response->set_run_epoch(run_epoch_);
-  response->set_ready(open_run_count_ > not_ready_count);
+  response->set_ready(static_cast<int64_t>(open_runs_.size()) > not_ready_count);
   if (!response->ready()) response->add_missing_ranks(7);
   if (latest_.version() != 0) *response->mutable_latest() = latest_;
   *response->mutable_plan() = MakePlan(latest_);
@@ -480,6 +490,93 @@ grpc::Status FakeServer::Watch(grpc::ServerContext* context, const v1::WatchRequ
   }
   if (script.hold) Hold(context);
   return WithDetail(context, script.end);
+}
+
+absl::Status FakeServer::NoteCheckpointCall(std::string_view name,
+                                            const google::protobuf::Message& request) {
+  {
+    absl::MutexLock lock(&mu_);
+    checkpoint_calls_.push_back(absl::StrCat(std::string(name), " ", request.ShortDebugString()));
+  }
+  return TakeUnaryError();
+}
+
+grpc::Status FakeServer::CreateCheckpoint(grpc::ServerContext* context,
+                                          const v1::CreateCheckpointRequest* request,
+                                          v1::CreateCheckpointResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("CreateCheckpoint", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  response->mutable_version()->set_incarnation(checkpoint.incarnation());
+  response->mutable_version()->set_version(checkpoint.version());
+  response->mutable_version()->set_step(checkpoint.step());
+  response->set_checkpoint(checkpoint.name());
+  response->set_total_bytes(checkpoint.total_bytes());
+  response->set_state(checkpoint.state());
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::GetCheckpoint(grpc::ServerContext* context,
+                                       const v1::GetCheckpointRequest* request,
+                                       v1::GetCheckpointResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("GetCheckpoint", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  *response->mutable_checkpoint() = checkpoint;
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::ListCheckpoints(grpc::ServerContext* context,
+                                         const v1::ListCheckpointsRequest* request,
+                                         v1::ListCheckpointsResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("ListCheckpoints", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  *response->add_checkpoints() = checkpoint;
+  *response->add_labels() = label;
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::DeleteCheckpoint(grpc::ServerContext* context,
+                                          const v1::DeleteCheckpointRequest* request,
+                                          v1::DeleteCheckpointResponse*) {
+  if (const absl::Status error = NoteCheckpointCall("DeleteCheckpoint", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::RestoreCheckpoint(grpc::ServerContext* context,
+                                           const v1::RestoreCheckpointRequest* request,
+                                           v1::RestoreCheckpointResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("RestoreCheckpoint", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  response->mutable_version()->set_incarnation(checkpoint.incarnation());
+  response->mutable_version()->set_version(checkpoint.version() + 1);
+  response->mutable_version()->mutable_restored_from()->set_incarnation(checkpoint.incarnation());
+  response->mutable_version()->mutable_restored_from()->set_version(checkpoint.version());
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::SetLabel(grpc::ServerContext* context, const v1::SetLabelRequest* request,
+                                  v1::SetLabelResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("SetLabel", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  if (!request->remove()) *response->mutable_label() = label;
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::ReportMetric(grpc::ServerContext* context,
+                                      const v1::ReportMetricRequest* request,
+                                      v1::ReportMetricResponse* response) {
+  if (const absl::Status error = NoteCheckpointCall("ReportMetric", *request); !error.ok()) {
+    return WithDetail(context, error);
+  }
+  *response->mutable_label() = label;
+  response->set_moved(true);
+  return grpc::Status::OK;
 }
 
 }  // namespace ema

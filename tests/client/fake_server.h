@@ -88,6 +88,9 @@ class FakeServer final : public v1::EmaService::Service {
   std::optional<uint32_t> committed_digest = {};  // What QueryPush says of it.
   std::function<void(v1::Model&)> edit_model;
   std::optional<v1::PushPlan> plan;  // Absent: the track "ema", as it stands at the newest version.
+  // What calls about checkpoints answer with, whatever they ask for.
+  v1::Checkpoint checkpoint;
+  v1::Label label;
   std::string pulled_bytes;
   int64_t pull_chunk_bytes = 1000;
   void Release() ABSL_LOCKS_EXCLUDED(mu_);
@@ -106,7 +109,10 @@ class FakeServer final : public v1::EmaService::Service {
   std::vector<v1::QueryPushRequest> queries() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<v1::WatchRequest> watches() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<v1::PullRequest> pulls() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<v1::OpenRunRequest> open_runs() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t open_run_count() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Calls about checkpoints: the name and the request as text.
+  std::vector<std::string> checkpoint_calls() const ABSL_LOCKS_EXCLUDED(mu_);
   // The bytes of a step's rank that have arrived, by offset.
   std::string StepBytes(int64_t step, int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
   bool IsCommitted(int64_t step) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -129,6 +135,24 @@ class FakeServer final : public v1::EmaService::Service {
                     grpc::ServerWriter<v1::PullResponse>* writer) override;
   grpc::Status Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
                      grpc::ServerWriter<v1::WatchResponse>* writer) override;
+  grpc::Status CreateCheckpoint(grpc::ServerContext* context,
+                                const v1::CreateCheckpointRequest* request,
+                                v1::CreateCheckpointResponse* response) override;
+  grpc::Status GetCheckpoint(grpc::ServerContext* context, const v1::GetCheckpointRequest* request,
+                             v1::GetCheckpointResponse* response) override;
+  grpc::Status ListCheckpoints(grpc::ServerContext* context,
+                               const v1::ListCheckpointsRequest* request,
+                               v1::ListCheckpointsResponse* response) override;
+  grpc::Status DeleteCheckpoint(grpc::ServerContext* context,
+                                const v1::DeleteCheckpointRequest* request,
+                                v1::DeleteCheckpointResponse* response) override;
+  grpc::Status RestoreCheckpoint(grpc::ServerContext* context,
+                                 const v1::RestoreCheckpointRequest* request,
+                                 v1::RestoreCheckpointResponse* response) override;
+  grpc::Status SetLabel(grpc::ServerContext* context, const v1::SetLabelRequest* request,
+                        v1::SetLabelResponse* response) override;
+  grpc::Status ReportMetric(grpc::ServerContext* context, const v1::ReportMetricRequest* request,
+                            v1::ReportMetricResponse* response) override;
 
  private:
   struct RankBytes {
@@ -143,6 +167,8 @@ class FakeServer final : public v1::EmaService::Service {
   };
 
   absl::Status TakeUnaryError() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status NoteCheckpointCall(std::string_view name, const google::protobuf::Message& request)
+      ABSL_LOCKS_EXCLUDED(mu_);
   v1::PushPlan MakePlan(const v1::VersionRecord& latest) const;
   v1::Model MakeModel() ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status AddChunk(const v1::PushHeader& header, const v1::PushChunk& chunk)
@@ -172,7 +198,8 @@ class FakeServer final : public v1::EmaService::Service {
   std::vector<v1::QueryPushRequest> queries_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::WatchRequest> watches_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::PullRequest> pulls_ ABSL_GUARDED_BY(mu_);
-  int64_t open_run_count_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<v1::OpenRunRequest> open_runs_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> checkpoint_calls_ ABSL_GUARDED_BY(mu_);
   size_t unary_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The calls about versions on the server's disk.
+#include <utility>
+
+#include "client/cpp/client_impl.h"
+#include "client/cpp/convert.h"
+#include "ema/client.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::FromProto;
+
+std::string_view CheckpointStateName(Client::CheckpointInfo::State state) {
+  switch (state) {
+    case Client::CheckpointInfo::State::kSaving:
+      return "saving";
+    case Client::CheckpointInfo::State::kComplete:
+      return "complete";
+    case Client::CheckpointInfo::State::kFailed:
+      return "failed";
+    case Client::CheckpointInfo::State::kCorrupt:
+      return "corrupt";
+  }
+  return "unknown";
+}
+
+absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
+                                                                  const CheckpointOptions& options,
+                                                                  absl::Duration timeout) {
+  v1::CreateCheckpointRequest request;
+  request.set_model(std::string(model));
+  request.set_version(options.version);
+  request.set_incarnation(options.incarnation);
+  for (const std::string& track : options.tracks) request.add_tracks(track);
+  request.set_async(options.async);
+  request.set_label(options.label);
+  v1::CreateCheckpointResponse response;
+  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request,
+                                   &response, timeout));
+  return CheckpointResult{
+      FromProto(response.version()), response.checkpoint(), response.total_bytes(),
+      response.state() == v1::Checkpoint::STATE_SAVING ? CheckpointInfo::State::kSaving
+                                                       : CheckpointInfo::State::kComplete};
+}
+
+absl::StatusOr<Client::CheckpointInfo> Client::GetCheckpoint(std::string_view model,
+                                                             std::string_view checkpoint,
+                                                             absl::Duration timeout) {
+  v1::GetCheckpointRequest request;
+  request.set_model(std::string(model));
+  request.set_checkpoint(std::string(checkpoint));
+  v1::GetCheckpointResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetCheckpoint, request, &response, timeout));
+  return FromProto(response.checkpoint());
+}
+
+absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view model,
+                                                               absl::Duration timeout) {
+  v1::ListCheckpointsRequest request;
+  request.set_model(std::string(model));
+  v1::ListCheckpointsResponse response;
+  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListCheckpoints, request,
+                                   &response, timeout));
+  CheckpointList list;
+  for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
+    EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FromProto(checkpoint));
+    list.checkpoints.push_back(std::move(info));
+  }
+  for (const v1::Label& label : response.labels()) list.labels.push_back(FromProto(label));
+  return list;
+}
+
+absl::Status Client::DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
+                                      absl::Duration timeout) {
+  v1::DeleteCheckpointRequest request;
+  request.set_model(std::string(model));
+  request.set_checkpoint(std::string(checkpoint));
+  v1::DeleteCheckpointResponse response;
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteCheckpoint, request, &response,
+                      timeout);
+}
+
+absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const VersionId& id,
+                                                  absl::Duration timeout) {
+  v1::RestoreCheckpointRequest request;
+  request.set_model(std::string(model));
+  request.set_version(id.version);
+  request.set_incarnation(id.incarnation);
+  return impl_->Restore(request, timeout);
+}
+
+absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::string_view label,
+                                                  absl::Duration timeout) {
+  v1::RestoreCheckpointRequest request;
+  request.set_model(std::string(model));
+  request.set_label(std::string(label));
+  return impl_->Restore(request, timeout);
+}
+
+absl::StatusOr<Version> Client::Impl::Restore(const v1::RestoreCheckpointRequest& request,
+                                              absl::Duration timeout) {
+  Interrupt interrupt(&options_.is_interrupted);
+  v1::RestoreCheckpointResponse response;
+  EMA_RETURN_IF_ERROR(Try(Deadline(timeout), &interrupt, [&](Call& call) {
+    return UnaryOnce(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, &response,
+                     call);
+  }));
+  return FromProto(response.version());
+}
+
+absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::string_view label,
+                                               const VersionId& id, absl::Duration timeout) {
+  v1::SetLabelRequest request;
+  request.set_model(std::string(model));
+  request.set_label(std::string(label));
+  request.set_version(id.version);
+  request.set_incarnation(id.incarnation);
+  v1::SetLabelResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout));
+  if (!response.has_label()) return client_internal::MalformedReply("no label");
+  return FromProto(response.label());
+}
+
+absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
+                                 absl::Duration timeout) {
+  v1::SetLabelRequest request;
+  request.set_model(std::string(model));
+  request.set_label(std::string(label));
+  request.set_remove(true);
+  v1::SetLabelResponse response;
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout);
+}
+
+absl::StatusOr<Client::MetricResult> Client::ReportMetric(std::string_view model,
+                                                          const Metric& metric,
+                                                          absl::Duration timeout) {
+  v1::ReportMetricRequest request;
+  request.set_model(std::string(model));
+  request.set_version(metric.id.version);
+  request.set_incarnation(metric.id.incarnation);
+  request.set_value(metric.value);
+  request.set_lower_is_better(metric.lower_is_better);
+  request.set_label(metric.label);
+  v1::ReportMetricResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncReportMetric, request, &response, timeout));
+  return MetricResult{FromProto(response.label()), response.moved()};
+}
+
+}  // namespace ema
