@@ -2,59 +2,22 @@
 #include "client/cli/commands.h"
 
 #include <cstdio>
-#include <filesystem>
-#include <memory>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/pulled_file.h"
+#include "client/cli/weights_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/safetensors.h"
 
 namespace ema::cli {
-namespace {
-
-void Print(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
-}
-
-// Names and messages are UTF-8 by contract; what is not is shown, not thrown about.
-std::string Dump(const Json& json, int indent) {
-  return json.dump(indent, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-void PrintJson(const Json& json) { Print(Dump(json, 2)); }
-
-absl::StatusOr<Manifest> ManifestOfFile(const std::string& path) {
-  // Caches of models are full of links, which our file system does not follow.
-  std::error_code error;
-  const std::string real_path = std::filesystem::canonical(path, error).string();
-  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file =
-      PosixFileSystem().OpenFile(error ? path : real_path);
-  absl::Status status = file.status();
-  if (status.ok()) {
-    absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(**file);
-    if (header.ok()) {
-      std::vector<TensorSpec> tensors;
-      tensors.reserve(header->tensors.size());
-      for (SafetensorsTensor& tensor : header->tensors) tensors.push_back(std::move(tensor.spec));
-      return Manifest::Create(std::move(tensors));
-    }
-    status = header.status();
-  }
-  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
-}
-
-}  // namespace
 
 absl::Status Create(const Session& session, const CreateOptions& options) {
-  EMA_ASSIGN_OR_RETURN(const Manifest manifest, ManifestOfFile(options.file));
+  EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(options.file));
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult result,
-                       session.client->CreateModel(options.model, manifest, options.tracks,
+                       session.client->CreateModel(options.model, file.manifest(), options.tracks,
                                                    options.model_options, session.timeout));
   if (session.json) {
     PrintJson({{"created", result.created}, {"model", ToJson(result.model)}});
@@ -192,29 +155,10 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status Checkpoint(const Session& session, const std::string& model) {
-  // A disk takes longer than other calls.
-  EMA_ASSIGN_OR_RETURN(const Client::CheckpointResult result,
-                       session.client->CreateCheckpoint(
-                           model, session.has_timeout ? session.timeout : absl::Minutes(10)));
-  if (session.json) {
-    PrintJson({{"checkpoint", result.checkpoint},
-               {"version", ToJson(result.version)},
-               {"total_bytes", result.total_bytes}});
-  } else {
-    Print(absl::StrCat("checkpoint ", result.checkpoint, ": version ", result.version.number,
-                       " (step ", result.version.step, "), ", FormatBytes(result.total_bytes),
-                       ", on the disk\n"));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Synthesize(const Session& session, const SynthesizeOptions& options) {
-  // As for a checkpoint.
   EMA_ASSIGN_OR_RETURN(
       const Client::SynthesizeResult result,
-      session.client->Synthesize(options.model, options.request,
-                                 session.has_timeout ? session.timeout : absl::Minutes(10)));
+      session.client->Synthesize(options.model, options.request, session.disk_timeout()));
   if (session.json) {
     Json sources = Json::array();
     for (const auto& source : result.sources) {

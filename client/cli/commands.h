@@ -5,6 +5,7 @@
 #define EMA_CLIENT_CLI_COMMANDS_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,11 +22,15 @@ struct Session {
   bool json = false;  // One JSON document; `watch`: one a line.
   absl::Duration timeout = absl::Seconds(60);
   bool has_timeout = false;  // The user gave one.
+  // As Client::Options::is_interrupted, for work that is not the client's.
+  std::function<bool()> is_interrupted;
+  // Of calls that wait for the server's disk.
+  absl::Duration disk_timeout() const { return has_timeout ? timeout : absl::Minutes(10); }
 };
 
 struct CreateOptions {
   std::string model;
-  std::string file;  // Safetensors; only its header is read.
+  std::string file;  // As WeightsFile::Open() reads it; only headers are.
   std::vector<TrackConfig> tracks;
   Client::ModelOptions model_options;
 };
@@ -57,8 +62,6 @@ struct PullOptions {
   std::string file;
 };
 absl::Status Pull(const Session& session, const PullOptions& options);
-
-absl::Status Checkpoint(const Session& session, const std::string& model);
 
 struct SynthesizeOptions {
   std::string model;

@@ -12,9 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "client/cli/checkpoint_commands.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/explain.h"
+#include "client/cli/import.h"
 #include "client/cli/track_option.h"
 #include "ema/client.h"
 
@@ -54,6 +56,11 @@ std::string CheckTrack(const std::string& text) {
   return track.ok() ? "" : std::string(track.status().message());
 }
 
+std::string CheckVersionOrLabel(const std::string& text) {
+  const auto parsed = ema::cli::ParseVersionOrLabel(text);
+  return parsed.ok() ? "" : std::string(parsed.status().message());
+}
+
 std::string CheckDuration(const std::string& text) {
   absl::Duration duration;
   return absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()
@@ -71,10 +78,16 @@ struct Options {
   bool yes = false;
   std::vector<std::string> tracks;
   ema::cli::CreateOptions create;
+  ema::cli::ImportOptions import;
   ema::cli::UpdateOptions update;
   ema::cli::WatchOptions watch;
   ema::cli::PullOptions pull;
   ema::cli::SynthesizeOptions synthesize;
+  std::string pull_version;
+  ema::cli::CheckpointOptions checkpoint;
+  ema::cli::RollbackOptions rollback;
+  ema::cli::LabelOptions label;
+  ema::cli::MetricOptions metric;
   ema::cli::ExplainOptions explain;
 };
 
@@ -98,18 +111,102 @@ void AddExplain(CLI::App* sub, Options& options) {
                   "The whole training in the unit of the interval, for times in dur");
 }
 
+using Command = std::function<absl::Status(const Session&)>;
+
+// Declares a command; when it is given, it is stored in `run`.
+CLI::App* Add(CLI::App& app, Command& run, const char* name, const char* help, Command command) {
+  CLI::App* const sub = app.add_subcommand(name, help);
+  sub->callback([&run, command = std::move(command)] { run = command; });
+  return sub;
+}
+
+void AddModel(CLI::App* sub, std::string& model) {
+  sub->add_option("model", model, "Name of the model")->required();
+}
+
+// A command that is a family of others.
+CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
+  CLI::App* const family = app.add_subcommand(name, help);
+  family->require_subcommand(1);
+  family->fallthrough();
+  return *family;
+}
+
+// Declares what is about versions on the server's disk.
+void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
+  CLI::App& family = AddFamily(app, "checkpoint", "Versions on the server's disk");
+  ema::cli::CheckpointOptions& checkpoint = options.checkpoint;
+  const auto add_checkpoint = [&](CLI::App* sub) {
+    AddModel(sub, checkpoint.model);
+    sub->add_option("checkpoint", checkpoint.checkpoint, "Its name, as `list` shows it")
+        ->required();
+  };
+  CLI::App* sub =
+      Add(family, run, "create", "Save a version, by default the newest, and wait for the disk",
+          [&](const Session& session) { return CreateCheckpoint(session, checkpoint); });
+  AddModel(sub, checkpoint.model);
+  sub->add_option("--version", checkpoint.request.version, "Version (default: the newest)")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--track", checkpoint.request.tracks,
+                  "Only this track, repeatable: for serving, not for a server to start from "
+                  "(default: all)")
+      ->take_all();
+  sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it");
+  sub->add_flag("--no-wait", checkpoint.request.async, "Return before it is on the disk");
+
+  sub = Add(family, run, "list", "List what is on the disk, being saved, or could not be",
+            [&](const Session& session) { return ListCheckpoints(session, checkpoint); });
+  AddModel(sub, checkpoint.model);
+  add_checkpoint(Add(family, run, "show", "Show one",
+                     [&](const Session& session) { return ShowCheckpoint(session, checkpoint); }));
+  add_checkpoint(
+      Add(family, run, "delete", "Remove one that has no label and is not the newest",
+          [&](const Session& session) { return DeleteCheckpoint(session, checkpoint); }));
+
+  sub = Add(app, run, "rollback",
+            "Make a new version that is what an earlier one was; the run that pushes ends",
+            [&](const Session& session) { return Rollback(session, options.rollback); });
+  AddModel(sub, options.rollback.model);
+  sub->add_option("--to", options.rollback.to, "A version's number, or a label")
+      ->required()
+      ->check(CheckVersionOrLabel);
+  sub->add_flag("--yes", options.yes, "Really")->required();
+
+  ema::cli::LabelOptions& label = options.label;
+  CLI::App& labels = AddFamily(app, "label", "Names for versions, which retention keeps");
+  const auto add_label = [&](CLI::App* command) {
+    AddModel(command, label.model);
+    command->add_option("label", label.label, "Name, such as stable")->required();
+  };
+  sub = Add(labels, run, "set", "Give a version a name, saving it if need be",
+            [&](const Session& session) { return SetLabel(session, label); });
+  add_label(sub);
+  sub->add_option("--version", label.id.version, "Version (default: the newest)")
+      ->check(CLI::PositiveNumber);
+  add_label(Add(labels, run, "remove", "Take a name away",
+                [&](const Session& session) { return RemoveLabel(session, label); }));
+  AddModel(Add(labels, run, "list", "List a model's labels",
+               [&](const Session& session) { return ListLabels(session, label); }),
+           label.model);
+
+  Client::Metric& metric = options.metric.metric;
+  sub = Add(app, run, "metric", "Report a score for a version; the best one gets the label",
+            [&](const Session& session) { return ReportMetric(session, options.metric); });
+  AddModel(sub, options.metric.model);
+  sub->add_option("--version", metric.id.version, "Version that was evaluated")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--value", metric.value, "The score")->required();
+  sub->add_flag("--lower-is-better", metric.lower_is_better, "As for a loss");
+  sub->add_option("--label", metric.label, "Which label (default: best)");
+}
+
 // Declares the commands. The one that is given is stored in `run`.
-void AddCommands(CLI::App& app, Options& options,
-                 std::function<absl::Status(const Session&)>& run) {
-  const auto add = [&](const char* name, const char* help,
-                       std::function<absl::Status(const Session&)> command) {
-    CLI::App* const sub = app.add_subcommand(name, help);
-    sub->callback([&run, command = std::move(command)] { run = command; });
-    return sub;
+void AddCommands(CLI::App& app, Options& options, Command& run) {
+  const auto add = [&](const char* name, const char* help, Command command) {
+    return Add(app, run, name, help, std::move(command));
   };
-  const auto add_model = [](CLI::App* sub, std::string& model) {
-    sub->add_option("model", model, "Name of the model")->required();
-  };
+  const auto add_model = &AddModel;
 
   CLI::App* sub = add("create", "Make a model", [&](const Session& session) {
     for (const std::string& text : options.tracks) {
@@ -119,12 +216,28 @@ void AddCommands(CLI::App& app, Options& options,
   });
   add_model(sub, options.create.model);
   sub->add_option("--from", options.create.file,
-                  "Safetensors file with tensors of the model's names, dtypes and shapes")
+                  "Safetensors file, or Hugging Face folder, with tensors of the model's names, "
+                  "dtypes and shapes")
       ->required();
   sub->add_option("--track", options.tracks, kTrackHelp)->required()->take_all()->check(CheckTrack);
   sub->add_option("--max-pinned", options.create.model_options.max_pinned_versions,
                   "Versions that readers may hold at once (default: the server's)")
       ->check(CLI::Range(1, 64));
+
+  sub = add("import", "Make a model whose averages begin with the weights of a file",
+            [&](const Session& session) {
+              for (const std::string& text : options.tracks) {
+                options.import.tracks.push_back(*ema::cli::ParseTrackOption(text));
+              }
+              return ema::cli::Import(session, options.import);
+            });
+  add_model(sub, options.import.model);
+  sub->add_option("--from", options.import.from, "Safetensors file, or Hugging Face folder")
+      ->required();
+  sub->add_option("--track", options.tracks, kTrackHelp)->required()->take_all()->check(CheckTrack);
+  sub->add_option("--step", options.import.step,
+                  "Step of the weights, after which training goes on (default: 0)")
+      ->check(CLI::NonNegativeNumber);
 
   sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
     for (const std::string& text : options.tracks) {
@@ -161,11 +274,19 @@ void AddCommands(CLI::App& app, Options& options,
       ->check(CLI::PositiveNumber);
 
   sub = add("pull", "Write the weights of a track to a safetensors file",
-            [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
+            [&](const Session& session) {
+              if (!options.pull_version.empty()) {
+                const auto version = *ema::cli::ParseVersionOrLabel(options.pull_version);
+                options.pull.request.version = version.version;
+                options.pull.request.label = version.label;
+              }
+              return ema::cli::Pull(session, options.pull);
+            });
   add_model(sub, options.pull.model);
   sub->add_option("--track", options.pull.track, "Name of the track")->required();
-  sub->add_option("--version", options.pull.request.version, "Version (default: the newest)")
-      ->check(CLI::PositiveNumber);
+  sub->add_option("--version", options.pull_version,
+                  "A version's number, or a label (default: the newest)")
+      ->check(CheckVersionOrLabel);
   sub->add_option("--tensors", options.pull.request.selection.tensors,
                   "Only these: names, or patterns such as 'encoder.*' (default: all)");
   sub->add_option(
@@ -173,9 +294,7 @@ void AddCommands(CLI::App& app, Options& options,
       "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
   sub->add_option("-o,--output", options.pull.file, "File to write")->required();
 
-  sub = add("checkpoint", "Save the newest version on the server",
-            [&](const Session& session) { return ema::cli::Checkpoint(session, options.model); });
-  add_model(sub, options.model);
+  AddCheckpointCommands(app, options, run);
 
   sub = add(
       "synthesize", "Build an average of another length from kept snapshots, to be pulled",
@@ -218,7 +337,7 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, 64 << 20);
 
   Options options;
-  std::function<absl::Status(const Session&)> run;
+  Command run;
   CLI::App app("Makes, lists, watches and pulls the models of an EMA server.", "emactl");
   app.footer(kFooter);
   app.require_subcommand(1);
@@ -249,14 +368,15 @@ int main(int argc, char** argv) {
   }
 
   CatchSignals();
-  Session session{.json = options.json, .has_timeout = timeout->count() > 0};
+  Session session{.json = options.json, .has_timeout = timeout->count() > 0, .is_interrupted = [] {
+                    return interrupted != 0;
+                  }};
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
   if (!app.got_subcommand("explain")) {
     auto created = ema::Client::Create(
-        options.server, {.timeout = session.timeout, .tls = options.tls, .is_interrupted = [] {
-                           return interrupted != 0;
-                         }});
+        options.server,
+        {.timeout = session.timeout, .tls = options.tls, .is_interrupted = session.is_interrupted});
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
       return ema::cli::kExitUsage;

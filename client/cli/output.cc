@@ -2,6 +2,7 @@
 #include "client/cli/output.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
@@ -61,7 +62,35 @@ std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
 }
 
+Json ToJson(const VersionId& id) {
+  return {{"version", id.version}, {"incarnation", id.incarnation}};
+}
+
+std::string JoinOrDash(const std::vector<std::string>& words) {
+  return words.empty() ? "-" : absl::StrJoin(words, ", ");
+}
+
+std::string CommitTime(absl::Time time) {
+  return time == absl::UnixEpoch() ? "-" : LocalTime(time);
+}
+
+std::string StateText(const Client::CheckpointInfo& checkpoint) {
+  return absl::StrCat(std::string(CheckpointStateName(checkpoint.state)),
+                      checkpoint.is_partial ? ", partial" : "");
+}
+
 }  // namespace
+
+void Print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+std::string Dump(const Json& json, int indent) {
+  return json.dump(indent, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+void PrintJson(const Json& json) { Print(Dump(json, 2)); }
 
 Json ToJson(const Version& version) {
   Json tracks = Json::array();
@@ -75,7 +104,36 @@ Json ToJson(const Version& version) {
            absl::FormatTime(absl::RFC3339_full, version.commit_time, absl::UTCTimeZone())},
           {"tracks", std::move(tracks)},
           {"skipped_tensor_count", version.skipped_tensor_count},
-          {"skipped_tensors", version.skipped_tensors}};
+          {"skipped_tensors", version.skipped_tensors},
+          {"restored_from",
+           version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()}};
+}
+
+Json ToJson(const Client::CheckpointInfo& checkpoint) {
+  const bool has_time = checkpoint.commit_time != absl::UnixEpoch();
+  return {
+      {"checkpoint", checkpoint.name},
+      {"state", std::string(CheckpointStateName(checkpoint.state))},
+      {"incarnation", checkpoint.id.incarnation},
+      {"version", checkpoint.id.version},
+      {"step", checkpoint.step},
+      {"commit_time", has_time ? Json(absl::FormatTime(absl::RFC3339_full, checkpoint.commit_time,
+                                                       absl::UTCTimeZone()))
+                               : Json()},
+      {"tracks", checkpoint.tracks},
+      {"is_partial", checkpoint.is_partial},
+      {"total_bytes", checkpoint.total_bytes},
+      {"labels", checkpoint.labels},
+      {"problem", checkpoint.problem}};
+}
+
+Json ToJson(const Client::Label& label) {
+  return {{"label", label.name},
+          {"incarnation", label.id.incarnation},
+          {"version", label.id.version},
+          {"step", label.step},
+          {"metric", label.metric.has_value() ? Json(*label.metric) : Json()},
+          {"lower_is_better", label.lower_is_better}};
 }
 
 Json ToJson(const TensorSpec& spec) {
@@ -159,8 +217,42 @@ std::string DescribeUpdates(const Version& version) {
 
 std::string DescribeVersion(const Version& version) {
   return absl::StrCat(LocalTime(version.commit_time), "  version ", version.number, "  step ",
-                      version.step, "  ", version.time.ToString(), "  updated ",
-                      DescribeUpdates(version), "\n");
+                      version.step, "  ", version.time.ToString(), "  ",
+                      version.restored_from.has_value()
+                          ? absl::StrCat("rolled back to version ", version.restored_from->version)
+                          : absl::StrCat("updated ", DescribeUpdates(version)),
+                      "\n");
+}
+
+std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints) {
+  Table table({"CHECKPOINT", "VERSION", "STEP", "COMMITTED", "STATE", "SIZE", "LABELS"});
+  for (const Client::CheckpointInfo& checkpoint : checkpoints) {
+    table.Add({checkpoint.name, absl::StrCat(checkpoint.id.version), absl::StrCat(checkpoint.step),
+               CommitTime(checkpoint.commit_time), StateText(checkpoint),
+               FormatBytes(checkpoint.total_bytes), JoinOrDash(checkpoint.labels)});
+  }
+  return table.ToString();
+}
+
+std::string LabelTable(const std::vector<Client::Label>& labels) {
+  Table table({"LABEL", "VERSION", "STEP", "METRIC"});
+  for (const Client::Label& label : labels) {
+    table.Add({label.name, absl::StrCat(label.id.version), absl::StrCat(label.step),
+               label.metric.has_value()
+                   ? absl::StrCat(*label.metric, label.lower_is_better ? " (lower is better)" : "")
+                   : "-"});
+  }
+  return table.ToString();
+}
+
+std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint) {
+  return absl::StrCat(
+      "checkpoint ", checkpoint.name, "\nversion ", checkpoint.id.version, " of incarnation ",
+      checkpoint.id.incarnation, ", step ", checkpoint.step, ", committed ",
+      CommitTime(checkpoint.commit_time), "\nstate: ", StateText(checkpoint),
+      checkpoint.problem.empty() ? "" : absl::StrCat(": ", checkpoint.problem),
+      "\nsize: ", FormatBytes(checkpoint.total_bytes), "\ntracks: ", JoinOrDash(checkpoint.tracks),
+      "\nlabels: ", JoinOrDash(checkpoint.labels), "\n");
 }
 
 std::string ModelTable(const std::vector<ModelInfo>& models) {

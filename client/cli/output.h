@@ -14,9 +14,18 @@ namespace ema::cli {
 
 using Json = nlohmann::ordered_json;
 
+// To stdout.
+void Print(const std::string& text);
+void PrintJson(const Json& json);
+// On one line if `indent` is negative; with a line's end. Names and messages are UTF-8 by contract;
+// what is not is shown, not thrown about.
+std::string Dump(const Json& json, int indent);
+
 Json ToJson(const Version& version);
 Json ToJson(const TensorSpec& spec);
 Json ToJson(const TrackConfig& track);
+Json ToJson(const Client::CheckpointInfo& checkpoint);
+Json ToJson(const Client::Label& label);
 // Without the tensors if the manifest is empty.
 Json ToJson(const ModelInfo& model);
 
@@ -36,6 +45,9 @@ std::string DescribeUpdates(const Version& version);
 std::string DescribeModel(const ModelInfo& model);
 std::string ModelTable(const std::vector<ModelInfo>& models);
 std::string VersionTable(const std::vector<Client::ListedVersion>& versions);
+std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints);
+std::string LabelTable(const std::vector<Client::Label>& labels);
+std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint);
 // One line, for `watch`.
 std::string DescribeVersion(const Version& version);
 

@@ -8,17 +8,21 @@
 #include <fstream>
 #include <sstream>
 
+#include "client/cli/checkpoint_commands.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
+#include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/pulled_file.h"
 #include "client/cli/track_option.h"
+#include "client/cli/weights_file.h"
 #include "server/checkpoint/safetensors.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema::cli {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -167,6 +171,166 @@ TEST_F(PulledFileTest, ReportsAFolderThatIsNotThere) {
   PulledFile file(Path("none/out"));
   EXPECT_THAT(file.Reserve(info_, {}),
               StatusIs(absl::StatusCode::kUnknown, HasSubstr("No such file")));
+}
+
+TEST(VersionOrLabelTest, NumbersAreVersionsAndNamesAreLabels) {
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionOrLabel number, ParseVersionOrLabel("12"));
+  EXPECT_EQ(number.version, 12);
+  EXPECT_EQ(number.label, "");
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionOrLabel label, ParseVersionOrLabel("resume-12"));
+  EXPECT_EQ(label.version, 0);
+  EXPECT_EQ(label.label, "resume-12");
+  for (const char* text : {"0", "-3", "", "a b", "../best"}) {
+    EXPECT_THAT(ParseVersionOrLabel(text),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("must be")))
+        << text;
+  }
+}
+
+Client::CheckpointInfo SomeCheckpoint() {
+  return {.name = "c7",
+          .state = Client::CheckpointInfo::State::kCorrupt,
+          .id = {.version = 7, .incarnation = 2},
+          .step = 70,
+          .tracks = {"ema", "raw"},
+          .is_partial = true,
+          .total_bytes = 2048,
+          .labels = {"best", "stable"},
+          .problem = "a byte is wrong"};
+}
+
+TEST(CheckpointOutputTest, SaysEverything) {
+  const std::string table = CheckpointTable({SomeCheckpoint()});
+  EXPECT_THAT(table, HasSubstr("CHECKPOINT  VERSION  STEP"));
+  EXPECT_THAT(table, HasSubstr("c7          7        70    -          corrupt, partial  2.0 KiB  "
+                               "best, stable\n"));
+  EXPECT_THAT(DescribeCheckpoint(SomeCheckpoint()),
+              HasSubstr("version 7 of incarnation 2, step 70, committed -\n"
+                        "state: corrupt, partial: a byte is wrong\nsize: 2.0 KiB\n"
+                        "tracks: ema, raw\nlabels: best, stable\n"));
+  EXPECT_EQ(ToJson(SomeCheckpoint()).dump(),
+            R"({"checkpoint":"c7","state":"corrupt","incarnation":2,"version":7,"step":70,)"
+            R"("commit_time":null,"tracks":["ema","raw"],"is_partial":true,"total_bytes":2048,)"
+            R"("labels":["best","stable"],"problem":"a byte is wrong"})");
+}
+
+TEST(CheckpointOutputTest, LabelsSayTheirScores) {
+  const Client::Label by_hand = {
+      .name = "stable", .id = {.version = 7, .incarnation = 2}, .step = 70};
+  Client::Label scored = by_hand;
+  scored.name = "best";
+  scored.metric = 0.25;
+  scored.lower_is_better = true;
+  EXPECT_EQ(LabelTable({scored, by_hand}),
+            "LABEL   VERSION  STEP  METRIC\n"
+            "best    7        70    0.25 (lower is better)\n"
+            "stable  7        70    -\n");
+  EXPECT_EQ(ToJson(by_hand).dump(),
+            R"({"label":"stable","incarnation":2,"version":7,"step":70,"metric":null,)"
+            R"("lower_is_better":false})");
+}
+
+TEST(CheckpointOutputTest, ARolledBackVersionSaysSo) {
+  Version version;
+  version.number = 9;
+  version.restored_from = {.version = 7, .incarnation = 2};
+  EXPECT_THAT(DescribeVersion(version), HasSubstr("rolled back to version 7"));
+  EXPECT_EQ(ToJson(version)["restored_from"].dump(), R"({"version":7,"incarnation":2})");
+}
+
+class WeightsFileTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    char path[] = "/tmp/ema_weights_test.XXXXXX";
+    ASSERT_NE(mkdtemp(path), nullptr);
+    folder_ = path;
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  void Write(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ + "/" + name, std::ios::binary) << text;
+  }
+  // One uint8 tensor a letter, of as many bytes of it as it is long.
+  void WriteTensors(const std::string& file, const std::vector<std::string>& names) const {
+    std::vector<TensorSpec> specs;
+    std::string data;
+    for (const std::string& name : names) {
+      specs.push_back(
+          {.name = name, .dtype = Dtype::kUInt8, .shape = {static_cast<int64_t>(name.size())}});
+      data += name;
+    }
+    Write(file, EncodeSafetensorsHeader(specs, {}) + data);
+  }
+  absl::StatusOr<std::vector<std::string>> ReadAll(const std::string& path) const {
+    EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(path));
+    EMA_ASSIGN_OR_RETURN(const WeightsFile::Weights weights,
+                         file.Read([](int64_t) { return true; }));
+    std::vector<std::string> result;
+    for (const auto& bytes : weights.tensors) {
+      result.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    }
+    EXPECT_EQ(static_cast<int64_t>(result.size()), file.manifest().tensor_count());
+    for (size_t i = 0; i < result.size(); ++i) {
+      EXPECT_EQ(file.manifest().tensor(static_cast<int64_t>(i)).name, result[i]);
+    }
+    return result;
+  }
+
+  std::string folder_;
+};
+
+TEST_F(WeightsFileTest, ReadsAFileAndAFolderAndItsPieces) {
+  WriteTensors("model.safetensors", {"aa", "b"});
+  EXPECT_THAT(ReadAll(folder_ + "/model.safetensors"), IsOkAndHolds(ElementsAre("aa", "b")));
+  EXPECT_THAT(ReadAll(folder_), IsOkAndHolds(ElementsAre("aa", "b")));
+  // The index goes before a whole file; a tensor that it does not name is not the model's.
+  WriteTensors("model-1.safetensors", {"c", "dd", "extra"});
+  WriteTensors("model-2.safetensors", {"eee"});
+  Write("model.safetensors.index.json",
+        R"({"metadata": {}, "weight_map": {"eee": "model-2.safetensors",)"
+        R"("c": "model-1.safetensors", "dd": "model-1.safetensors"}})");
+  EXPECT_THAT(ReadAll(folder_), IsOkAndHolds(ElementsAre("c", "dd", "eee")));
+}
+
+TEST_F(WeightsFileTest, FollowsTheLinksOfACache) {
+  WriteTensors("blob", {"aa"});
+  std::filesystem::create_symlink("blob", folder_ + "/model.safetensors");
+  EXPECT_THAT(ReadAll(folder_), IsOkAndHolds(ElementsAre("aa")));
+}
+
+TEST_F(WeightsFileTest, RefusesWhatIsNotThereOrNotRight) {
+  EXPECT_THAT(WeightsFile::Open(folder_),
+              StatusIs(absl::StatusCode::kNotFound, HasSubstr("model.safetensors")));
+  EXPECT_THAT(WeightsFile::Open(folder_ + "/none"),
+              StatusIs(absl::StatusCode::kNotFound, HasSubstr("none")));
+  Write("model.safetensors", "not a safetensors file");
+  EXPECT_THAT(WeightsFile::Open(folder_),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("model.safetensors: ")));
+  WriteTensors("piece.safetensors", {"a"});
+  const std::vector<std::pair<const char*, const char*>> indices = {
+      {"[]", "no weight_map"},
+      {R"({"weight_map": {}})", "no weight_map"},
+      {R"({"weight_map": {"a": 1}})", "not a name"},
+      {R"({"weight_map": {"a": "../piece.safetensors"}})", "not a name"},
+      {R"({"weight_map": {"b": "piece.safetensors"}})", "no tensor \"b\""}};
+  for (const auto& [index, problem] : indices) {
+    Write("model.safetensors.index.json", index);
+    EXPECT_THAT(WeightsFile::Open(folder_),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(problem)))
+        << index;
+  }
+}
+
+TEST_F(WeightsFileTest, EndsWhenItIsToldTo) {
+  WriteTensors("f", {"aa", "b"});
+  EMA_ASSERT_OK_AND_ASSIGN(const WeightsFile file, WeightsFile::Open(folder_ + "/f"));
+  int64_t done = 0;
+  EXPECT_THAT(file.Read([&](int64_t bytes) {
+    done = bytes;
+    return false;
+  }),
+              StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EXPECT_EQ(done, 2);
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ def test_pull_writes_a_file_that_others_read(emactl, client, pushed, tmp_path, t
 
 
 def test_delete_and_checkpoint(emactl, client, pushed):
-    assert emactl("checkpoint", pushed).returncode == 0
+    assert emactl("checkpoint", "create", pushed).returncode == 0
     assert emactl("delete", pushed).returncode == 2, "it wants --yes"
     assert emactl("delete", pushed, "--yes").returncode == 0
     assert pushed not in [info.name for info in client.models()]

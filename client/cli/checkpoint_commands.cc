@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/checkpoint_commands.h"
+
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+
+namespace ema::cli {
+namespace {
+
+std::string Describe(const Client::Label& label) {
+  return absl::StrCat("label ", label.name, ": version ", label.id.version, " (step ", label.step,
+                      ")", label.metric.has_value() ? absl::StrCat(", metric ", *label.metric) : "",
+                      "\n");
+}
+
+template <typename Item>
+Json ToJsonList(const std::vector<Item>& items) {
+  Json list = Json::array();
+  for (const Item& item : items) list.push_back(ToJson(item));
+  return list;
+}
+
+}  // namespace
+
+absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text) {
+  VersionOrLabel result;
+  if (absl::SimpleAtoi(absl::string_view(text.data(), text.size()), &result.version)) {
+    if (result.version > 0) return result;
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("version ", result.version, ": must be 1 or more, or a label"));
+  }
+  EMA_RETURN_IF_ERROR(ValidateName("label", text));
+  result.label = std::string(text);
+  return result;
+}
+
+absl::Status CreateCheckpoint(const Session& session, const CheckpointOptions& options) {
+  EMA_ASSIGN_OR_RETURN(
+      const Client::CheckpointResult result,
+      session.client->CreateCheckpoint(options.model, options.request, session.disk_timeout()));
+  const bool is_saving = result.state == Client::CheckpointInfo::State::kSaving;
+  if (session.json) {
+    PrintJson({{"checkpoint", result.checkpoint},
+               {"state", std::string(CheckpointStateName(result.state))},
+               {"version", ToJson(result.version)},
+               {"total_bytes", result.total_bytes}});
+  } else {
+    Print(absl::StrCat(
+        "checkpoint ", result.checkpoint, ": version ", result.version.number, " (step ",
+        result.version.step, "), ",
+        is_saving ? "being saved" : absl::StrCat(FormatBytes(result.total_bytes), ", on the disk"),
+        "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ListCheckpoints(const Session& session, const CheckpointOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+                       session.client->ListCheckpoints(options.model, session.timeout));
+  if (session.json) {
+    PrintJson({{"checkpoints", ToJsonList(list.checkpoints)}, {"labels", ToJsonList(list.labels)}});
+  } else {
+    Print(list.checkpoints.empty() ? "no checkpoints\n" : CheckpointTable(list.checkpoints));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ShowCheckpoint(const Session& session, const CheckpointOptions& options) {
+  EMA_ASSIGN_OR_RETURN(
+      const Client::CheckpointInfo info,
+      session.client->GetCheckpoint(options.model, options.checkpoint, session.timeout));
+  if (session.json) {
+    PrintJson(ToJson(info));
+  } else {
+    Print(DescribeCheckpoint(info));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& options) {
+  EMA_RETURN_IF_ERROR(
+      session.client->DeleteCheckpoint(options.model, options.checkpoint, session.timeout));
+  if (session.json) {
+    PrintJson(Json::object({{"deleted", options.checkpoint}}));
+  } else {
+    Print(absl::StrCat("deleted checkpoint ", options.checkpoint, "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Rollback(const Session& session, const RollbackOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const VersionOrLabel to, ParseVersionOrLabel(options.to));
+  const absl::StatusOr<Version> version =
+      to.label.empty()
+          ? session.client->RestoreCheckpoint(options.model, VersionId{.version = to.version},
+                                              session.disk_timeout())
+          : session.client->RestoreCheckpoint(options.model, to.label, session.disk_timeout());
+  EMA_RETURN_IF_ERROR(version.status());
+  if (session.json) {
+    PrintJson(ToJson(*version));
+  } else {
+    Print(absl::StrCat("version ", version->number, " of ", options.model, " is ", options.to,
+                       " (step ", version->step, ") again; the run that pushed has ended\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SetLabel(const Session& session, const LabelOptions& options) {
+  EMA_ASSIGN_OR_RETURN(
+      const Client::Label label,
+      session.client->SetLabel(options.model, options.label, options.id, session.disk_timeout()));
+  if (session.json) {
+    PrintJson(ToJson(label));
+  } else {
+    Print(Describe(label));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RemoveLabel(const Session& session, const LabelOptions& options) {
+  EMA_RETURN_IF_ERROR(session.client->RemoveLabel(options.model, options.label, session.timeout));
+  if (session.json) {
+    PrintJson(Json::object({{"removed", options.label}}));
+  } else {
+    Print(absl::StrCat("removed label ", options.label, "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ListLabels(const Session& session, const LabelOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+                       session.client->ListCheckpoints(options.model, session.timeout));
+  if (session.json) {
+    PrintJson(Json::object({{"labels", ToJsonList(list.labels)}}));
+  } else {
+    Print(list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReportMetric(const Session& session, const MetricOptions& options) {
+  EMA_ASSIGN_OR_RETURN(
+      const Client::MetricResult result,
+      session.client->ReportMetric(options.model, options.metric, session.disk_timeout()));
+  if (session.json) {
+    PrintJson({{"moved", result.moved}, {"label", ToJson(result.label)}});
+  } else {
+    Print(absl::StrCat(result.moved ? "better: " : "not better: ", Describe(result.label)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ema::cli

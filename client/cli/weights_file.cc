@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/weights_file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/safetensors.h"
+
+namespace ema::cli {
+namespace {
+
+// 200 000 tensors with long names.
+constexpr int64_t kMaxIndexBytes = 256 << 20;
+constexpr int64_t kReadBytes = 16 << 20;
+constexpr const char* kFolderFiles[] = {"model.safetensors", "diffusion_pytorch_model.safetensors"};
+
+absl::Status At(const std::string& path, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+}
+
+absl::Status Malformed(const std::string& path, const std::string& problem) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat(path, ": ", problem));
+}
+
+// Caches of models are full of links, which our file system does not follow.
+std::string RealPath(const std::string& path) {
+  std::error_code error;
+  const std::string real_path = std::filesystem::canonical(path, error).string();
+  return error ? path : real_path;
+}
+
+bool IsThere(const std::string& path) {
+  std::error_code error;
+  return std::filesystem::exists(path, error);
+}
+
+}  // namespace
+
+absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
+  WeightsFile result;
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error)) {
+    EMA_RETURN_IF_ERROR(result.Add(path, [](const std::string&) { return true; }));
+  } else {
+    for (const std::string name : kFolderFiles) {
+      const std::string file = JoinPath(path, name);
+      const std::string index = absl::StrCat(file, ".index.json");
+      if (IsThere(index)) {
+        EMA_RETURN_IF_ERROR(result.AddPieces(path, index));
+      } else if (IsThere(file)) {
+        EMA_RETURN_IF_ERROR(result.Add(file, [](const std::string&) { return true; }));
+      } else {
+        continue;
+      }
+      break;
+    }
+    if (result.files_.empty()) {
+      return absl::NotFoundError(absl::StrCat(path, ": has neither ", kFolderFiles[0], " nor ",
+                                              kFolderFiles[1], ", whole or with .index.json"));
+    }
+  }
+  absl::StatusOr<Manifest> manifest = Manifest::Create(std::move(result.specs_));
+  if (!manifest.ok()) return At(path, manifest.status());
+  result.manifest_ = *std::move(manifest);
+  return result;
+}
+
+absl::Status WeightsFile::Add(const std::string& path,
+                              const std::function<bool(const std::string&)>& is_wanted) {
+  absl::StatusOr<std::unique_ptr<RandomAccessFile>> file =
+      PosixFileSystem().OpenFile(RealPath(path));
+  if (!file.ok()) return At(path, file.status());
+  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(**file);
+  if (!header.ok()) return At(path, header.status());
+  for (SafetensorsTensor& tensor : header->tensors) {
+    if (!is_wanted(tensor.spec.name)) continue;
+    places_.push_back({static_cast<int64_t>(files_.size()), header->header_bytes + tensor.begin});
+    specs_.push_back(std::move(tensor.spec));
+  }
+  files_.push_back(*std::move(file));
+  return absl::OkStatus();
+}
+
+absl::Status WeightsFile::AddPieces(const std::string& folder, const std::string& index_path) {
+  absl::StatusOr<std::string> text =
+      PosixFileSystem().ReadSmallFile(RealPath(index_path), kMaxIndexBytes);
+  if (!text.ok()) return At(index_path, text.status());
+  const nlohmann::json index = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const auto weight_map = index.is_object() ? index.find("weight_map") : index.end();
+  if (weight_map == index.end() || !weight_map->is_object() || weight_map->empty()) {
+    return Malformed(index_path, "has no weight_map");
+  }
+  std::map<std::string, std::set<std::string>> tensors_of;
+  for (const auto& [tensor, file] : weight_map->items()) {
+    const std::string* const name = file.get_ptr<const std::string*>();
+    if (name == nullptr || name->find('/') != std::string::npos) {
+      return Malformed(index_path, absl::StrCat("tensor \"", tensor,
+                                                "\": its file is not a name in this folder"));
+    }
+    tensors_of[*name].insert(tensor);
+  }
+  for (auto& [name, tensors] : tensors_of) {
+    const std::string path = JoinPath(folder, name);
+    // What is taken is struck off.
+    EMA_RETURN_IF_ERROR(Add(path, [&tensors = tensors](const std::string& tensor) {
+      return tensors.erase(tensor) > 0;
+    }));
+    if (!tensors.empty()) {
+      return Malformed(
+          path, absl::StrCat("has no tensor \"", *tensors.begin(), "\", which the index says"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WeightsFile::Weights> WeightsFile::Read(
+    const std::function<bool(int64_t)>& on_progress) const {
+  Weights weights;
+  // Not std::vector, which would write zeros first.
+  weights.memory.reset(new std::byte[static_cast<size_t>(manifest_.total_bytes())]);
+  std::span<std::byte> rest(weights.memory.get(), static_cast<size_t>(manifest_.total_bytes()));
+  int64_t done_bytes = 0;
+  for (int64_t i = 0; i < manifest_.tensor_count(); ++i) {
+    const TensorSpec& spec = manifest_.tensor(i);
+    const Place& place = places_[i];
+    const std::span<std::byte> bytes = rest.first(static_cast<size_t>(spec.byte_count()));
+    for (int64_t begin = 0; begin < spec.byte_count(); begin += kReadBytes) {
+      const int64_t size = std::min(kReadBytes, spec.byte_count() - begin);
+      const absl::Status read =
+          files_[place.file]->Read(place.offset + begin, bytes.subspan(begin, size));
+      if (!read.ok()) return At(absl::StrCat("tensor \"", spec.name, "\""), read);
+      done_bytes += size;
+      if (!on_progress(done_bytes)) return absl::CancelledError("interrupted");
+    }
+    weights.tensors.push_back(bytes);
+    rest = rest.subspan(bytes.size());
+  }
+  return weights;
+}
+
+}  // namespace ema::cli
