@@ -12,7 +12,7 @@ from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._torch_model import NamedTensors, named_tensors, specs_of, unwrap
 from ema_client._track import track_of
-from ema_client._types import ModelInfo, Version
+from ema_client._types import ModelInfo, Version, VersionLike
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def averaged(
     url: str,
     *,
     track: str | None = None,
-    version: int | Version = 0,
+    version: VersionLike = 0,
     timeout_s: float = 60.0,
 ) -> Iterator[Version]:
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
@@ -38,7 +38,7 @@ def averaged(
         model: the model; DistributedDataParallel and torch.compile are looked through.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number or a record; 0: the newest.
+        version: a number, a record, or a label such as "best"; 0: the newest.
         timeout_s: seconds for the pull.
 
     Yields:

@@ -5,30 +5,36 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from ema_client import _arrays, _ema
+from ema_client import _arrays, _ema, _safetensors
 from ema_client._arrays import Framework
-from ema_client._errors import InvalidArgumentError, OutOfRangeError
+from ema_client._checkpoint_calls import CheckpointCalls
+from ema_client._errors import AlreadyExistsError, InvalidArgumentError, OutOfRangeError
 from ema_client._run import Run
 from ema_client._track import TrackLike, track_of
 from ema_client._types import (
-    Checkpoint,
     ListedVersion,
     ModelInfo,
     NonFinite,
+    ResumePoint,
     Shard,
     Synthesis,
     SynthesisSource,
+    TimeLike,
     Tls,
     Version,
+    VersionLike,
     Weights,
     WireDtype,
     model_from,
+    time_dict,
     version_from,
+    version_id,
 )
 from ema_client._url import with_port
 
@@ -36,7 +42,7 @@ from ema_client._url import with_port
 _STACKED_ATTEMPTS = 20
 
 
-class Client:
+class Client(CheckpointCalls):
     """A connection to one server. Thread-safe. Connects on first use.
 
     All calls raise a subclass of EmaError, and KeyboardInterrupt while they wait. A process that forks
@@ -93,9 +99,6 @@ class Client:
         """Lets the connection go, when the last of its runs has gone too."""
         self._client.close()
 
-    def _timeout(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s
-
     def create_model(
         self,
         name: str,
@@ -134,6 +137,70 @@ class Client:
             self._timeout(timeout_s),
         )
         return model_from(fields)
+
+    def import_weights(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        tracks: Mapping[str, TrackLike],
+        step: int = 0,
+        time: TimeLike = None,
+        max_pinned_versions: int = 0,
+        timeout_s: float = 600.0,
+    ) -> Version:
+        """Makes a model whose averages begin with the weights of a file.
+
+        `python -m ema_client.convert` makes such files of other libraries' averages. `attach` goes on
+        with a model that was made so, if its tensors have the same names, dtypes and shapes.
+
+        Args:
+            name: the model; it must not have a version yet.
+            path: a safetensors file, or a Hugging Face folder (model.safetensors, or its index).
+            tracks: as for `create_model`; by half-life or smoothing, or copies: others would lose the
+                weights with their first updates.
+            step: of the weights; training goes on after it.
+            time: training time at the step. None: the step is the batch.
+            max_pinned_versions: as for `create_model`.
+            timeout_s: seconds for each call.
+
+        Returns:
+            The first version.
+
+        Raises:
+            InvalidArgumentError: a track would lose the weights, or the file is not what it should be.
+            AlreadyExistsError: the model has a version, or other tensors or tracks.
+            EmaError: as `create_model` and `Run.push`.
+        """
+        for track, rule in tracks.items():
+            track_of(track, rule).check_keeps_first_value()
+        stored = _safetensors.open_weights(path)
+        info = self.create_model(
+            name,
+            {tensor.spec.name: tensor.spec for tensor in stored},
+            tracks=tracks,
+            max_pinned_versions=max_pinned_versions,
+            timeout_s=timeout_s,
+        )
+        if info.latest is not None:
+            raise AlreadyExistsError(
+                f'model "{name}" has version {info.latest.number} (step {info.latest.step}) already: '
+                f"an import makes the first one",
+                reason="MODEL_DIFFERS",
+            )
+        arrays = [
+            _ema.Array(
+                tensor.spec.name,
+                tensor.read(),
+                "bfloat16" if tensor.spec.dtype == "bfloat16" else "",
+            )
+            for tensor in stored
+        ]
+        run = self._client.open_run(
+            name, secrets.token_hex(16), 0, 1, None, 0, "as pushed", True, None, timeout_s
+        )
+        push = run.start_push(step, time_dict(time, step=step), arrays, timeout_s)
+        return version_from(push.wait())
 
     def update_model(
         self,
@@ -194,11 +261,6 @@ class Client:
                 name, after, self._timeout(timeout_s)
             )
         )
-
-    def create_checkpoint(self, name: str, *, timeout_s: float = 600.0) -> Checkpoint:
-        """Saves the newest version, all tracks. When it returns, they are on the server's disk."""
-        version, checkpoint, total_bytes = self._client.create_checkpoint(name, timeout_s)
-        return Checkpoint(version_from(version), checkpoint, total_bytes)
 
     def synthesize(
         self,
@@ -268,6 +330,7 @@ class Client:
         frozen: Collection[str] = (),
         wire_dtype: WireDtype = "as pushed",
         rejoins: bool = True,
+        resume: int | ResumePoint | None = None,
         timeout_s: float | None = None,
     ) -> Run:
         """Joins a run: one life of a trainer. A new launch_id fences the run before.
@@ -286,11 +349,15 @@ class Client:
                 bytes; the averages are of what is sent. The same on all ranks.
             rejoins: a push that finds a restarted server, which knows of no runs, joins again and
                 waits for the other ranks. False: it ends, FENCED.
+            resume: the trainer goes on from a checkpoint of its own: a step, or a ResumePoint, the same
+                on all ranks. The model is brought back to where it stood then.
             timeout_s: seconds.
 
         Raises:
             InvalidArgumentError: a shard does not fit its tensor, or overlaps another rank's.
             AbortedError: the launch_id is of a run that has been fenced.
+            FailedPreconditionError: RESUME_MISMATCH: the model has no version that stands where the
+                trainer stands; the message lists what there is. No run has been opened.
         """
         if launch_id is None:
             if world_size != 1:
@@ -319,7 +386,16 @@ class Client:
                 tuples = [(index[s.name], s.offsets, s.extents) for s in ordered]
                 frozen_count = sum(shard.name in frozen for shard in shards)
         run = self._client.open_run(
-            name, launch_id, rank, world_size, tuples, frozen_count, wire_dtype, rejoins, timeout
+            name,
+            launch_id,
+            rank,
+            world_size,
+            tuples,
+            frozen_count,
+            wire_dtype,
+            rejoins,
+            _resume_tuple(resume),
+            timeout,
         )
         return Run(run, timeout_s=self._timeout_s)
 
@@ -328,7 +404,7 @@ class Client:
         name: str,
         *,
         track: str,
-        version: int | Version = 0,
+        version: VersionLike = 0,
         tensors: Collection[str] = (),
         slices: Collection[Shard] = (),
         dtype: Literal["float32", "float16", "bfloat16"] | None = None,
@@ -342,7 +418,8 @@ class Client:
         Args:
             name: the model.
             track: which average.
-            version: a number or a record; 0: the newest.
+            version: a number, a record, or a label such as "best"; 0: the newest. One that is only on
+                the server's disk is read from there.
             tensors: names, or patterns such as "encoder.*": only these, and those of `slices`.
             slices: of these tensors only a box.
             dtype: what the server casts floats to before it sends them. None: as it keeps them.
@@ -358,18 +435,21 @@ class Client:
             pulled. With `out`, that dict's tensors.
 
         Raises:
-            NotFoundError: no such model or track.
+            NotFoundError: no such model, track or label.
             FailedPreconditionError: nothing has been committed yet.
             OutOfRangeError: the version is not kept any more, or not committed yet.
             InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
                 `out` has other names or shapes, or dtypes that the values cannot
                 be cast to.
         """
-        number = version.number if isinstance(version, Version) else version
+        label = version if isinstance(version, str) else ""
+        number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
             name,
             track,
             number,
+            incarnation,
+            label,
             list(tensors),
             [(box.name, box.offsets, box.extents) for box in slices],
             dtype,
@@ -377,14 +457,6 @@ class Client:
             on_progress,
         )
         record = version_from(pulled.version)
-        if isinstance(version, Version) and record.incarnation != version.incarnation:
-            # The server was restarted and has counted up to the same number again.
-            if record.step != version.step:
-                raise OutOfRangeError(
-                    f'model "{name}": version {number} of incarnation {version.incarnation} was '
-                    f"lost at a restart",
-                    reason="VERSION_NOT_KEPT",
-                )
         aliases = pulled.aliases
         if out is None:
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
@@ -439,7 +511,7 @@ class Client:
         name: str,
         *,
         tracks: Sequence[str],
-        version: int | Version = 0,
+        version: VersionLike = 0,
         framework: Framework = "auto",
         timeout_s: float | None = None,
     ) -> Weights:
@@ -450,7 +522,7 @@ class Client:
         Args:
             name: the model.
             tracks: which averages, in the order of the first dimension; they must have the same tensors.
-            version: a number or a record; 0: the newest.
+            version: as for `pull`.
             framework: as for `pull`.
             timeout_s: seconds for each track.
 
@@ -479,7 +551,7 @@ class Client:
         self,
         name: str,
         tracks: Sequence[str],
-        version: int | Version,
+        version: VersionLike,
         framework: Framework,
         timeout_s: float | None,
     ) -> Weights:
@@ -511,6 +583,15 @@ class Client:
         """
         watcher = self._client.watch(name, after, math.inf if timeout_s is None else timeout_s)
         return _iterate(watcher)
+
+
+def _resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
+    if resume is None:
+        return None
+    if isinstance(resume, int):
+        return resume, None, None
+    time = None if resume.time is None else time_dict(resume.time, step=resume.step)
+    return resume.step, resume.version, time
 
 
 def _iterate(watcher: _ema.Watcher) -> Iterator[Version]:

@@ -5,6 +5,8 @@ from typing import Any
 
 Spec = tuple[str, str, Sequence[int], bool, Sequence[str]]
 ShardTuple = tuple[int, Sequence[int], Sequence[int]]
+# Step, (version, incarnation), training time.
+ResumeTuple = tuple[int, tuple[int, int] | None, dict[str, float] | None]
 
 class Array:
     def __init__(self, name: str, object: object, dtype: str = "") -> None: ...
@@ -73,6 +75,8 @@ class Track:
     def paused(self) -> bool: ...
     @property
     def snapshot_interval(self) -> str | None: ...
+    # Raises if an average that the first push brings would be lost.
+    def check_keeps_first_value(self) -> None: ...
     def without_idle_rules(self, specs: Sequence[Spec]) -> Track: ...
     # By tensor: the action, and by which of the track's schedules.
     def actions(self, specs: Sequence[Spec]) -> list[tuple[str, int]]: ...
@@ -194,8 +198,40 @@ class Client:
         self, model: str, after: int, timeout_s: float
     ) -> list[tuple[dict[str, Any], bool]]: ...
     def create_checkpoint(
+        self,
+        model: str,
+        version: int,
+        incarnation: int,
+        tracks: Sequence[str],
+        label: str,
+        wait: bool,
+        timeout_s: float,
+    ) -> tuple[dict[str, Any], str, int, str]: ...
+    def get_checkpoint(self, model: str, checkpoint: str, timeout_s: float) -> dict[str, Any]: ...
+    # Checkpoints and labels.
+    def list_checkpoints(
         self, model: str, timeout_s: float
-    ) -> tuple[dict[str, Any], str, int]: ...
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]: ...
+    def delete_checkpoint(self, model: str, checkpoint: str, timeout_s: float) -> None: ...
+    # By the label unless that is empty.
+    def restore_checkpoint(
+        self, model: str, version: int, incarnation: int, label: str, timeout_s: float
+    ) -> dict[str, Any]: ...
+    def set_label(
+        self, model: str, label: str, version: int, incarnation: int, timeout_s: float
+    ) -> dict[str, Any]: ...
+    def remove_label(self, model: str, label: str, timeout_s: float) -> None: ...
+    # The label, and whether it has moved.
+    def report_metric(
+        self,
+        model: str,
+        version: int,
+        incarnation: int,
+        value: float,
+        lower_is_better: bool,
+        label: str,
+        timeout_s: float,
+    ) -> tuple[dict[str, Any], bool]: ...
     def synthesize(
         self,
         model: str,
@@ -216,6 +252,7 @@ class Client:
         frozen_shard_count: int,
         wire_dtype: str,
         rejoins: bool,
+        resume: ResumeTuple | None,
         timeout_s: float,
     ) -> Run: ...
     def pull(
@@ -223,6 +260,8 @@ class Client:
         model: str,
         track: str,
         version: int,
+        incarnation: int,
+        label: str,
         tensors: Sequence[str],
         slices: Sequence[tuple[str, Sequence[int], Sequence[int]]],
         dtype: str | None,

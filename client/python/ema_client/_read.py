@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ema_client._arrays import Framework
 from ema_client._client import Client
-from ema_client._types import Shard, Version, Weights
+from ema_client._types import Shard, Version, VersionLike, Weights
 from ema_client._url import split_url
 
 
@@ -16,7 +16,7 @@ def pull(
     url: str,
     *,
     track: str,
-    version: int | Version = 0,
+    version: VersionLike = 0,
     tensors: Collection[str] = (),
     slices: Collection[Shard] = (),
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,

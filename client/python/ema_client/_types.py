@@ -104,6 +104,8 @@ class Version:
         skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
         skipped_tensors: names of the first of them.
         wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".
+        restored_from: (number, incarnation) of the version that a rollback made this one of; None: a
+            push made it.
     """
 
     number: int
@@ -117,6 +119,18 @@ class Version:
     skipped_tensor_count: int = 0
     skipped_tensors: tuple[str, ...] = ()
     wire_dtype: str = "as pushed"
+    restored_from: tuple[int, int] | None = None
+
+
+#: Which version a call means: its number, its record, or a label that it has.
+VersionLike = Union[int, Version, str]
+
+
+def version_id(version: int | Version | None) -> tuple[int, int]:
+    """Number and incarnation as the extension module takes them; (0, 0): the newest."""
+    if isinstance(version, Version):
+        return version.number, version.incarnation
+    return version or 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +187,94 @@ class ListedVersion:
     available: bool
 
 
+CheckpointState = Literal["saving", "complete", "failed", "corrupt"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A version on the server's disk; `name` is its folder in the model's."""
+    """A version that `Client.create_checkpoint` has saved, or has begun to.
+
+    Attributes:
+        name: its folder in the model's; what `Client.checkpoint` and `delete_checkpoint` take.
+        state: "complete", or with wait=False also "saving".
+    """
 
     version: Version
     name: str
     total_bytes: int
+    state: CheckpointState = "complete"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """A version on the server's disk, one that is being written, or one that could not be.
+
+    Attributes:
+        name: its folder in the model's.
+        state: "failed": it could not be written; "corrupt": set aside, because a byte of it is wrong.
+        number, incarnation: of the version.
+        step: the trainer's step.
+        commit_time: of the version, seconds since 1970 by the server's clock; 0: not known.
+        tracks: that have a value in it.
+        is_partial: it has not all tracks of the model: no server starts from it.
+        labels: that it has.
+        problem: of one that is failed or corrupt.
+    """
+
+    name: str
+    state: CheckpointState
+    number: int
+    incarnation: int
+    step: int
+    commit_time: float
+    tracks: tuple[str, ...]
+    is_partial: bool
+    total_bytes: int
+    labels: tuple[str, ...]
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """A name for a version on the server's disk, which no retention removes.
+
+    Attributes:
+        number, incarnation, step: of the version.
+        metric: the score that put it there; None: a person did.
+        lower_is_better: of the metric.
+    """
+
+    name: str
+    number: int
+    incarnation: int
+    step: int
+    metric: float | None = None
+    lower_is_better: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricResult:
+    """What a score has done: where the label stands now, and whether this call has moved it there."""
+
+    label: Label
+    moved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """Where a trainer stands that goes on from a checkpoint of its own.
+
+    Attributes:
+        step: its optimizer steps so far.
+        version: (number, incarnation) of the average that belongs to it. None: the one that an
+            uninterrupted run would have after `step`.
+        time: training time at the step, which tells the server, without `version`, whether an update
+            was due since a version of an earlier step. None: it is not told.
+    """
+
+    step: int
+    version: tuple[int, int] | None = None
+    time: TimeLike = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +403,7 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
         skipped_tensor_count=fields["skipped_tensor_count"],
         skipped_tensors=tuple(fields["skipped_tensors"]),
         wire_dtype=fields["wire_dtype"],
+        restored_from=fields["restored_from"],
     )
 
 

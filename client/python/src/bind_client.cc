@@ -33,6 +33,9 @@ namespace {
 
 // (tensor, offsets, extents)
 using SliceTuple = std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>;
+// (step, (version, incarnation), time)
+using ResumeTuple =
+    std::tuple<int64_t, std::optional<std::tuple<int64_t, int64_t>>, std::optional<nb::dict>>;
 
 // What a pull gave, and what it was asked for. Its memory is that of the arrays over it.
 struct Pulled {
@@ -182,12 +185,89 @@ class PyClient {
     return result;
   }
 
-  nb::tuple CreateCheckpoint(const std::string& model, double timeout_s) {
+  // (version, checkpoint, bytes, state)
+  nb::tuple CreateCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
+                             const std::vector<std::string>& tracks, const std::string& label,
+                             bool wait, double timeout_s) {
+    const Client::CheckpointOptions options{.version = version,
+                                            .incarnation = incarnation,
+                                            .tracks = tracks,
+                                            .async = !wait,
+                                            .label = label};
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
-    const auto result = CallWithoutGil([&] { return client->CreateCheckpoint(model, timeout); });
+    const auto result =
+        CallWithoutGil([&] { return client->CreateCheckpoint(model, options, timeout); });
     return nb::make_tuple(FromVersion(result.version), nb::cast(result.checkpoint),
-                          result.total_bytes);
+                          result.total_bytes, std::string(CheckpointStateName(result.state)));
+  }
+
+  nb::dict GetCheckpoint(const std::string& model, const std::string& checkpoint,
+                         double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromCheckpoint(
+        CallWithoutGil([&] { return client->GetCheckpoint(model, checkpoint, timeout); }));
+  }
+
+  // ([checkpoint], [label])
+  nb::tuple ListCheckpoints(const std::string& model, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const auto list = CallWithoutGil([&] { return client->ListCheckpoints(model, timeout); });
+    nb::list checkpoints;
+    for (const auto& checkpoint : list.checkpoints) checkpoints.append(FromCheckpoint(checkpoint));
+    nb::list labels;
+    for (const auto& label : list.labels) labels.append(FromLabel(label));
+    return nb::make_tuple(checkpoints, labels);
+  }
+
+  void DeleteCheckpoint(const std::string& model, const std::string& checkpoint, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    CallWithoutGil([&] { return client->DeleteCheckpoint(model, checkpoint, timeout); });
+  }
+
+  // By `label` if there is one.
+  nb::dict RestoreCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
+                             const std::string& label, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromVersion(CallWithoutGil([&] {
+      return label.empty()
+                 ? client->RestoreCheckpoint(model, VersionId{version, incarnation}, timeout)
+                 : client->RestoreCheckpoint(model, label, timeout);
+    }));
+  }
+
+  nb::dict SetLabel(const std::string& model, const std::string& label, int64_t version,
+                    int64_t incarnation, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromLabel(CallWithoutGil([&] {
+      return client->SetLabel(model, label, VersionId{version, incarnation}, timeout);
+    }));
+  }
+
+  void RemoveLabel(const std::string& model, const std::string& label, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    CallWithoutGil([&] { return client->RemoveLabel(model, label, timeout); });
+  }
+
+  // (label, moved)
+  nb::tuple ReportMetric(const std::string& model, int64_t version, int64_t incarnation,
+                         double value, bool lower_is_better, const std::string& label,
+                         double timeout_s) {
+    const Client::Metric metric{.id = {version, incarnation},
+                                .value = value,
+                                .lower_is_better = lower_is_better,
+                                .label = label};
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const auto result =
+        CallWithoutGil([&] { return client->ReportMetric(model, metric, timeout); });
+    return nb::make_tuple(FromLabel(result.label), result.moved);
   }
 
   // (version, residual, [(track, step, weight)])
@@ -212,14 +292,23 @@ class PyClient {
   nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
                      int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
                      int64_t frozen_shard_count, const std::string& wire_dtype, bool rejoins,
-                     double timeout_s) {
+                     const std::optional<ResumeTuple>& resume, double timeout_s) {
     Client::RunOptions options{.launch_id = launch_id,
                                .rank = rank,
                                .world_size = world_size,
                                .shards = std::nullopt,
                                .frozen_shard_count = frozen_shard_count,
                                .wire_dtype = ToWireDtype(wire_dtype),
-                               .rejoins = rejoins};
+                               .rejoins = rejoins,
+                               .resume = std::nullopt};
+    if (resume.has_value()) {
+      const auto& [step, version, time] = *resume;
+      options.resume = {.step = step, .version = std::nullopt, .time = std::nullopt};
+      if (version.has_value()) {
+        options.resume->version = {std::get<0>(*version), std::get<1>(*version)};
+      }
+      if (time.has_value()) options.resume->time = ToTime(*time);
+    }
     if (shards.has_value()) {
       options.shards.emplace();
       for (const auto& [index, offsets, extents] : *shards) {
@@ -233,6 +322,7 @@ class PyClient {
   }
 
   std::shared_ptr<Pulled> Pull(const std::string& model, const std::string& track, int64_t version,
+                               int64_t incarnation, const std::string& label,
                                const std::vector<std::string>& tensors,
                                const std::vector<SliceTuple>& slices,
                                const std::optional<std::string>& dtype, double timeout_s,
@@ -247,7 +337,10 @@ class PyClient {
     if (dtype.has_value()) pulled->selection.dtype = Unwrap(ParseDtype(*dtype));
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
-    const Client::PullOptions options{.version = version, .selection = pulled->selection};
+    const Client::PullOptions options{.version = version,
+                                      .incarnation = incarnation,
+                                      .label = label,
+                                      .selection = pulled->selection};
     const auto allocate = [&](const PullInfo& info) { return pulled->Allocate(info); };
     std::function<void(int64_t)> progress;
     bool has_raised = false;
@@ -343,13 +436,26 @@ void BindClient(nb::module_& module) {
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
-      .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "timeout_s"_a)
+      .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "version"_a,
+           "incarnation"_a, "tracks"_a, "label"_a, "wait"_a, "timeout_s"_a)
+      .def("get_checkpoint", &PyClient::GetCheckpoint, "model"_a, "checkpoint"_a, "timeout_s"_a)
+      .def("list_checkpoints", &PyClient::ListCheckpoints, "model"_a, "timeout_s"_a)
+      .def("delete_checkpoint", &PyClient::DeleteCheckpoint, "model"_a, "checkpoint"_a,
+           "timeout_s"_a)
+      .def("restore_checkpoint", &PyClient::RestoreCheckpoint, "model"_a, "version"_a,
+           "incarnation"_a, "label"_a, "timeout_s"_a)
+      .def("set_label", &PyClient::SetLabel, "model"_a, "label"_a, "version"_a, "incarnation"_a,
+           "timeout_s"_a)
+      .def("remove_label", &PyClient::RemoveLabel, "model"_a, "label"_a, "timeout_s"_a)
+      .def("report_metric", &PyClient::ReportMetric, "model"_a, "version"_a, "incarnation"_a,
+           "value"_a, "lower_is_better"_a, "label"_a, "timeout_s"_a)
       .def("synthesize", &PyClient::Synthesize, "model"_a, "result"_a, "sigma_rel"_a.none(),
            "half_life"_a, "step"_a, "tracks"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
-           "shards"_a.none(), "frozen_shard_count"_a, "wire_dtype"_a, "rejoins"_a, "timeout_s"_a)
-      .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "tensors"_a, "slices"_a,
-           "dtype"_a.none(), "timeout_s"_a, "on_progress"_a.none())
+           "shards"_a.none(), "frozen_shard_count"_a, "wire_dtype"_a, "rejoins"_a,
+           "resume"_a.none(), "timeout_s"_a)
+      .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "incarnation"_a, "label"_a,
+           "tensors"_a, "slices"_a, "dtype"_a.none(), "timeout_s"_a, "on_progress"_a.none())
       .def("refresh", &PyClient::Refresh, "pulled"_a, "timeout_s"_a)
       .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);
 }

@@ -20,6 +20,7 @@
 #include "ema/time.h"
 #include "ema/track.h"
 #include "server/base/crc32c.h"
+#include "server/base/first_value.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.
@@ -252,6 +253,8 @@ void BindTypes(nb::module_& module) {
             return WithoutIdleRules(track, ToManifest(specs));
           },
           "specs"_a)
+      .def("check_keeps_first_value",
+           [](const TrackConfig& track) { ThrowIfError(CheckKeepsFirstValue(track)); })
       .def("actions", &Actions, "specs"_a)
       .def(
           "__eq__", [](const TrackConfig& self, const TrackConfig& other) { return self == other; },

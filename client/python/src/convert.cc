@@ -94,6 +94,37 @@ nb::dict FromVersion(const Version& version) {
   result["skipped_tensor_count"] = version.skipped_tensor_count;
   result["skipped_tensors"] = nb::cast(version.skipped_tensors);
   result["wire_dtype"] = std::string(WireDtypeName(version.wire_dtype));
+  result["restored_from"] =
+      version.restored_from.has_value() ? FromVersionId(*version.restored_from) : nb::none();
+  return result;
+}
+
+nb::object FromVersionId(const VersionId& id) { return nb::make_tuple(id.version, id.incarnation); }
+
+nb::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint) {
+  nb::dict result;
+  result["name"] = FromText(checkpoint.name);
+  result["state"] = FromText(CheckpointStateName(checkpoint.state));
+  result["number"] = checkpoint.id.version;
+  result["incarnation"] = checkpoint.id.incarnation;
+  result["step"] = checkpoint.step;
+  result["commit_time"] = absl::ToDoubleSeconds(checkpoint.commit_time - absl::UnixEpoch());
+  result["tracks"] = nb::tuple(nb::cast(checkpoint.tracks));
+  result["is_partial"] = checkpoint.is_partial;
+  result["total_bytes"] = checkpoint.total_bytes;
+  result["labels"] = nb::tuple(nb::cast(checkpoint.labels));
+  result["problem"] = FromText(checkpoint.problem);
+  return result;
+}
+
+nb::dict FromLabel(const Client::Label& label) {
+  nb::dict result;
+  result["name"] = FromText(label.name);
+  result["number"] = label.id.version;
+  result["incarnation"] = label.id.incarnation;
+  result["step"] = label.step;
+  result["metric"] = label.metric.has_value() ? nb::object(nb::float_(*label.metric)) : nb::none();
+  result["lower_is_better"] = label.lower_is_better;
   return result;
 }
 

@@ -34,6 +34,11 @@ TrainingTime ToTime(const nanobind::dict& time);
 
 nanobind::dict FromVersion(const Version& version);
 nanobind::dict FromModel(const ModelInfo& model);
+// (version, incarnation)
+nanobind::object FromVersionId(const VersionId& id);
+// As the dataclasses CheckpointInfo and Label of ema_client/_types.py take them.
+nanobind::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint);
+nanobind::dict FromLabel(const Client::Label& label);
 // (revision, [(Track, ScheduleState, track id)])
 nanobind::tuple FromPlan(const RunPlan& plan);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `Client` asks about versions on the server's disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
+from ema_client._types import (
+    Checkpoint,
+    CheckpointInfo,
+    Label,
+    MetricResult,
+    Version,
+    version_from,
+    version_id,
+)
+
+
+class CheckpointCalls:
+    """A part of `Client`, which has the connection."""
+
+    _client: _ema.Client
+    _timeout_s: float
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def create_checkpoint(
+        self,
+        name: str,
+        *,
+        version: int | Version | None = None,
+        tracks: Collection[str] | None = None,
+        label: str | None = None,
+        wait: bool = True,
+        timeout_s: float = 600.0,
+    ) -> Checkpoint:
+        """Saves a version. When it returns, that is on the server's disk, unless `wait` is False.
+
+        What is saved already is not written again. Training and pulls do not wait for it.
+
+        Args:
+            name: the model.
+            version: a number or a record; None: the newest.
+            tracks: only these: for serving, not for the server to start from. None: all.
+            label: a name for it, which keeps it whatever retention says. Not with `tracks`.
+            wait: False: returns when the version is pinned; `checkpoint` tells the rest.
+            timeout_s: seconds.
+
+        Raises:
+            FailedPreconditionError: nothing committed yet, or the server has no disk.
+            NotFoundError: no such model or track.
+            OutOfRangeError: the version is not kept any more, or not committed yet.
+            ResourceExhaustedError: the disk is full, or readers hold too many other versions.
+            UnavailableError: the server's disk has failed.
+            DataLossError: what was read back is not what was written.
+
+        Example:
+            >>> saving = client.create_checkpoint("m", wait=False)
+            >>> client.checkpoint("m", saving.name).state
+            'saving'
+        """
+        number, incarnation = version_id(version)
+        record, checkpoint, total_bytes, state = self._client.create_checkpoint(
+            name, number, incarnation, list(tracks or ()), label or "", wait, timeout_s
+        )
+        return Checkpoint(
+            version_from(record),
+            checkpoint,
+            total_bytes,
+            "saving" if state == "saving" else "complete",
+        )
+
+    def checkpoint(
+        self, name: str, checkpoint: str, *, timeout_s: float | None = None
+    ) -> CheckpointInfo:
+        """One checkpoint, also one that is being written or could not be. NotFoundError."""
+        return CheckpointInfo(
+            **self._client.get_checkpoint(name, checkpoint, self._timeout(timeout_s))
+        )
+
+    def checkpoints(
+        self, name: str, *, timeout_s: float | None = None
+    ) -> tuple[CheckpointInfo, ...]:
+        """What is on the disk, is being written, or could not be; newest first."""
+        checkpoints, _ = self._client.list_checkpoints(name, self._timeout(timeout_s))
+        return tuple(CheckpointInfo(**checkpoint) for checkpoint in checkpoints)
+
+    def delete_checkpoint(
+        self, name: str, checkpoint: str, *, timeout_s: float | None = None
+    ) -> None:
+        """Removes a checkpoint; one that is not there is OK. Pulls that read it finish.
+
+        Raises:
+            FailedPreconditionError: it has labels, or is the newest.
+            UnavailableError: the server's disk has failed.
+        """
+        self._client.delete_checkpoint(name, checkpoint, self._timeout(timeout_s))
+
+    def labels(self, name: str, *, timeout_s: float | None = None) -> dict[str, Label]:
+        """The labels of a model's versions, by name."""
+        _, labels = self._client.list_checkpoints(name, self._timeout(timeout_s))
+        return {label["name"]: Label(**label) for label in labels}
+
+    def set_label(
+        self,
+        name: str,
+        label: str,
+        *,
+        version: int | Version | None = None,
+        timeout_s: float = 600.0,
+    ) -> Label:
+        """Gives a version a name, which it takes from any other, and saves it if need be.
+
+        Retention keeps what has a label, and `pull(..., version=label)` reads it.
+
+        Args:
+            name: the model.
+            label: such as "stable": letters, digits, `.`, `_`, `-`.
+            version: a number or a record; None: the newest.
+            timeout_s: seconds.
+
+        Raises:
+            EmaError: as `create_checkpoint`.
+        """
+        number, incarnation = version_id(version)
+        return Label(**self._client.set_label(name, label, number, incarnation, timeout_s))
+
+    def remove_label(self, name: str, label: str, *, timeout_s: float | None = None) -> None:
+        """Takes a name away; one that is not there is OK. Its checkpoint falls to retention."""
+        self._client.remove_label(name, label, self._timeout(timeout_s))
+
+    def report_metric(
+        self,
+        name: str,
+        version: int | Version,
+        value: float,
+        *,
+        lower_is_better: bool = False,
+        label: str = "best",
+        timeout_s: float = 600.0,
+    ) -> MetricResult:
+        """An evaluator's score for a version: the first and each better one moves `label` to it.
+
+        Of equal scores the earlier version keeps the label.
+
+        Args:
+            name: the model.
+            version: that was evaluated, such as a pull's `weights.version`.
+            value: the score.
+            lower_is_better: as for a loss; the same for all scores of a label.
+            label: what moves.
+            timeout_s: seconds.
+
+        Raises:
+            InvalidArgumentError: the score is no number, or the direction is another than before.
+            EmaError: as `set_label`.
+
+        Example:
+            >>> weights = client.pull("m", track="ema")
+            >>> client.report_metric("m", weights.version, accuracy(weights))
+            >>> best = client.pull("m", track="ema", version="best")
+        """
+        number, incarnation = version_id(version)
+        fields, moved = self._client.report_metric(
+            name, number, incarnation, value, lower_is_better, label, timeout_s
+        )
+        return MetricResult(Label(**fields), moved)
+
+    def restore(
+        self,
+        name: str,
+        *,
+        version: int | Version | None = None,
+        label: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> Version:
+        """Rolls a model back: makes a new version that is what an earlier one was.
+
+        The run ends, so whoever pushed is fenced; the next run goes on from there. Versions between
+        stay what they were. Not tried again by itself when the connection breaks: then look at the
+        newest version's `restored_from`.
+
+        Args:
+            name: the model.
+            version: a number or a record, in memory or on the disk.
+            label: instead: the version that has it.
+            timeout_s: seconds.
+
+        Returns:
+            The new version; its `restored_from` is the earlier one.
+
+        Raises:
+            InvalidArgumentError: not one of version and label.
+            NotFoundError: no such model or label.
+            OutOfRangeError: the version is not kept; the message lists what is.
+            FailedPreconditionError: the checkpoint has not all tracks.
+            DataLossError: the checkpoint is damaged.
+        """
+        if (version is None) == (label is None):
+            raise InvalidArgumentError(
+                f"restore takes a version or a label, given are {version} and {label}",
+                reason="BAD_REQUEST",
+            )
+        number, incarnation = version_id(version)
+        return version_from(
+            self._client.restore_checkpoint(name, number, incarnation, label or "", timeout_s)
+        )

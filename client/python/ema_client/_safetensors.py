@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files: read in place, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._types import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+# By the format's name of it.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+# As in the reference implementation.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: what it is, and where its bytes are."""
+
+    spec: TensorSpec
+    path: pathlib.Path
+    offset: int
+
+    def read(self) -> Any:
+        """A NumPy array over the file, read as it is used; bfloat16 as uint16."""
+        import numpy
+
+        dtype = "uint16" if self.spec.dtype == "bfloat16" else self.spec.dtype
+        if math.prod(self.spec.shape) == 0:
+            return numpy.zeros(self.spec.shape, dtype)
+        # NumPy makes a scalar an array of one.
+        return numpy.memmap(
+            self.path, dtype, mode="r", offset=self.offset, shape=self.spec.shape or (1,)
+        ).reshape(self.spec.shape)
+
+
+def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """The tensors of a file, or of a Hugging Face folder, whole or in the pieces of its index.
+
+    Raises:
+        NotFoundError: the folder has no weights.
+        InvalidArgumentError: not what the format says.
+    """
+    root = pathlib.Path(path)
+    if not root.is_dir():
+        return _read_header(root)
+    for name in _FOLDER_FILES:
+        index = root / f"{name}.index.json"
+        if index.exists():
+            return _read_index(root, index)
+        if (root / name).exists():
+            return _read_header(root / name)
+    raise NotFoundError(
+        f"{root}: has neither {' nor '.join(_FOLDER_FILES)}, whole or with .index.json"
+    )
+
+
+def _read_index(root: pathlib.Path, index: pathlib.Path) -> list[StoredTensor]:
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _malformed(index, f"has no weight_map: {error!r}") from None
+    found = []
+    for name in sorted(set(weight_map.values())):
+        if pathlib.Path(name).name != name:
+            raise _malformed(index, f"{name!r} is not the name of a file in this folder")
+        found += [
+            tensor
+            for tensor in _read_header(root / name)
+            if weight_map.get(tensor.spec.name) == name
+        ]
+    if missing := sorted(weight_map.keys() - {tensor.spec.name for tensor in found}):
+        raise _malformed(index, f"not in the files: {', '.join(missing)}")
+    return found
+
+
+def _read_header(path: pathlib.Path) -> list[StoredTensor]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise _malformed(path, f"a header of {length} bytes")
+        text = file.read(length)
+    data_bytes = path.stat().st_size - 8 - length
+    found = []
+    try:
+        for name, entry in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            shape = tuple(int(extent) for extent in entry["shape"])
+            spec = TensorSpec(name, _DTYPES[entry["dtype"]], shape)
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= data_bytes or end - begin != _length_bytes(spec):
+                raise _malformed(path, f'tensor "{name}": its bytes are {begin} to {end}')
+            found.append((begin, StoredTensor(spec, path, 8 + length + begin)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise _malformed(path, f"not a safetensors file: {error!r}") from None
+    return [tensor for _, tensor in sorted(found, key=lambda item: item[0])]
+
+
+def _length_bytes(spec: TensorSpec) -> int:
+    bits = 8 if spec.dtype == "bool" else int("".join(filter(str.isdigit, spec.dtype)))
+    return math.prod(spec.shape) * bits // 8
+
+
+def write(
+    path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a file that takes its name when it is whole. Elements of wide types come first."""
+    import torch
+
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in ordered:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _NAMES:
+            raise InvalidArgumentError(f'tensor "{name}": dtype {dtype}', reason="BAD_MANIFEST")
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in ordered:
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _malformed(path: pathlib.Path, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{path}: {problem}", reason="BAD_REQUEST")

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages that other libraries have saved, as safetensors files.
+
+    python -m ema_client.convert FROM.pt TO.safetensors [--key ema] [--names NAMES]
+
+FROM is what torch.save has made of the state of an ema-pytorch `EMA`, `KarrasEMA` or `PostHocEMA`, a
+diffusers `EMAModel`, a torch `AveragedModel`, or of any state_dict; `--key` names it in a larger
+checkpoint ("trainer.ema": one key in another). It is read with weights_only=True: nothing in it is
+executed. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on. The files are what
+`emactl import` and `Client.import_weights` take.
+
+A diffusers state has no names: they come from a text file with one of each parameter's a line, in the
+order of `model.named_parameters()`, or from a safetensors file or Hugging Face folder of the model if no
+two of its tensors have the same shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import pickle
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ema_client import _safetensors
+from ema_client._errors import EmaError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+# What wrappers put before names.
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """One average: its library, its own count of updates or steps ("" if it has none), its tensors."""
+
+    source: str
+    step: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+def averages_of(state: Mapping[str, Any], *, names: Sequence[str] | None = None) -> list[Average]:
+    """Finds the averages in a library's state.
+
+    Args:
+        state: what the library's state_dict() gave.
+        names: of the tensors of a diffusers state, in its order.
+
+    Raises:
+        InvalidArgumentError: no known state, or names that do not fit it.
+    """
+    if "shadow_params" in state:
+        return [_of_diffusers(state, names)]
+    if "n_averaged" in state:
+        tensors = _with_prefix(state, "module.")
+        return [Average("torch", _number(state["n_averaged"]), _unwrapped(tensors))]
+    if any(name.startswith("ema_model.") for name in state):
+        return [_of_ema_pytorch(state)]
+    indices = {match[1] for name in state if (match := re.match(r"ema_models\.(\d+)\.", name))}
+    if indices:
+        return [
+            _of_ema_pytorch(_with_prefix(state, f"ema_models.{index}."))
+            for index in sorted(indices, key=int)
+        ]
+    return [Average("state_dict", "", _unwrapped(state))]
+
+
+def _of_ema_pytorch(state: Mapping[str, Any]) -> Average:
+    step = _number(state["step"]) if "step" in state else ""
+    return Average("ema_pytorch", step, _unwrapped(_with_prefix(state, "ema_model.")))
+
+
+def _of_diffusers(state: Mapping[str, Any], names: Sequence[str] | None) -> Average:
+    values = state["shadow_params"]
+    if names is None:
+        raise _refused("a diffusers state has no names: give them with --names")
+    if len(names) != len(values):
+        raise _refused(f"{len(values)} shadow_params, but {len(names)} names")
+    step = _number(state.get("optimization_step", ""))
+    return Average("diffusers", step, _checked(dict(zip(names, values))))
+
+
+def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
+    """The names for a diffusers state, of a text file or by the shapes of a model's tensors."""
+    if path.is_file() and path.suffix != ".safetensors":
+        return path.read_text().split()
+    by_shape: dict[tuple[int, ...], str] = {}
+    for tensor in _safetensors.open_weights(path):
+        if tensor.spec.shape in by_shape:
+            raise _refused(
+                f"{path}: {by_shape[tensor.spec.shape]} and {tensor.spec.name} have the same shape, and "
+                "the file has not the parameters' order; give a text file with a name a line, as "
+                r'"\n".join(name for name, _ in model.named_parameters())'
+            )
+        by_shape[tensor.spec.shape] = tensor.spec.name
+    shapes = [tuple(value.shape) for value in state.get("shadow_params", ())]
+    if unknown := [shape for shape in shapes if shape not in by_shape]:
+        raise _refused(f"{path}: no tensor of shape {unknown[0]}")
+    return [by_shape[shape] for shape in shapes]
+
+
+def _number(value: Any) -> str:
+    return str(value.item() if hasattr(value, "item") else value)
+
+
+def _with_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+
+
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    for prefix in _WRAPPERS:
+        if state and all(name.startswith(prefix) for name in state):
+            return _unwrapped(_with_prefix(state, prefix))
+    return _checked(state)
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, tied ones once; refuses what is no tensor."""
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise _refused(
+                f'"{name}" is of type {type(value).__name__}, not a tensor: is the average under '
+                "another --key?"
+            )
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() > 0 and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = value
+    if not tensors:
+        raise _refused("no tensors")
+    return tensors
+
+
+def _refused(problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"state: {problem}", reason="BAD_REQUEST")
+
+
+def convert(
+    source: pathlib.Path,
+    target: pathlib.Path,
+    *,
+    key: str = "",
+    names: pathlib.Path | None = None,
+) -> list[tuple[pathlib.Path, Average]]:
+    """Writes the averages in `source`; which file has which. Arguments as of the command."""
+    import torch
+
+    state = torch.load(source, map_location="cpu", weights_only=True)
+    for part in key.split(".") if key else ():
+        if not isinstance(state, Mapping) or part not in state:
+            raise _refused(f'there is no key "{part}"')
+        state = state[part]
+    if not isinstance(state, Mapping):
+        raise _refused(f"a {type(state).__name__}, not a dict")
+    averages = averages_of(state, names=None if names is None else _names_from(names, state))
+    written = []
+    for index, average in enumerate(averages):
+        path = target
+        if len(averages) > 1:
+            path = target.with_name(f"{target.stem}.{index}{target.suffix}")
+        metadata = {"format": "pt", "source": average.source, "source_step": average.step}
+        _safetensors.write(path, average.tensors, metadata)
+        written.append((path, average))
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m ema_client.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="FROM", type=pathlib.Path)
+    parser.add_argument("target", metavar="TO.safetensors", type=pathlib.Path)
+    parser.add_argument("--key", default="", help="where in FROM the state is, such as ema")
+    parser.add_argument("--names", type=pathlib.Path, help="of a diffusers state's tensors")
+    options = parser.parse_args(arguments)
+    try:
+        written = convert(options.source, options.target, key=options.key, names=options.names)
+    except (EmaError, OSError, pickle.UnpicklingError) as error:
+        sys.stderr.write(f"convert: {error}\n")
+        return 1
+    for path, average in written:
+        step = f", step {average.step}" if average.step else ""
+        sys.stdout.write(f"{path}: {len(average.tensors)} tensors of {average.source}{step}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that begin with weights from files, of our own and of other libraries' averages."""
+
+from __future__ import annotations
+
+import json
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+from ema_client import _safetensors, convert
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_emactl import emactl  # noqa: F401
+from testing import assert_same_bits
+
+WEIGHTS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
+    "b": torch.arange(5, dtype=torch.bfloat16) / 3,
+    "c": torch.tensor(7, dtype=torch.int64),
+    "d": torch.zeros(0, 3),
+    "e": torch.arange(4, dtype=torch.float64) / 3,
+    "f": torch.tensor([True, False]),
+}
+TRACKS = {"ema": "100ba", "fixed": "smoothing=0.9", "raw": "copy"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The same weights as a file, and as a Hugging Face folder of two pieces."""
+    save_file(WEIGHTS, tmp_path / "whole.safetensors")
+    pieces = tmp_path / "hf"
+    pieces.mkdir()
+    names = sorted(WEIGHTS)
+    weight_map = {}
+    for index, part in enumerate((names[:2], names[2:]), 1):
+        name = f"model-{index:05}-of-00002.safetensors"
+        save_file({n: WEIGHTS[n] for n in part}, pieces / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (pieces / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return tmp_path
+
+
+def assert_begins_with(client, model, weights, step):
+    for track in client.model(model).tracks:
+        pulled = client.pull(model, track=track, framework="torch")
+        assert pulled.version.step == step and pulled.version.number == 1
+        assert pulled.keys() == weights.keys()
+        for name, value in weights.items():
+            assert torch.equal(pulled[name], value.to(pulled[name].dtype)), (track, name)
+
+
+@pytest.mark.parametrize("what", ["whole.safetensors", "hf"])
+@pytest.mark.parametrize("how", ["python", "emactl"])
+def test_every_track_begins_with_the_file(client, emactl, model, folder, what, how):  # noqa: F811
+    if how == "python":
+        tracks = {"ema": "100ba", "fixed": {"smoothing": 0.9}, "raw": "copy"}
+        client.import_weights(model, folder / what, tracks=tracks, step=1000)
+    else:
+        arguments = [
+            word for name, rule in TRACKS.items() for word in ("--track", f"{name}={rule}")
+        ]
+        result = emactl(
+            "--json", "import", model, "--from", folder / what, "--step", "1000", *arguments
+        )
+        assert result.returncode == 0, result.stderr
+        imported = json.loads(result.stdout)
+        assert (imported["tensor_count"], imported["version"]["step"]) == (6, 1000)
+    assert_begins_with(client, model, WEIGHTS, 1000)
+    # Averaging goes on from there, with the whole weight of what was imported.
+    with client.open_run(model) as run:
+        version = run.push(
+            step=1001,
+            weights={n: v + v for n, v in WEIGHTS.items() if n != "f"} | {"f": WEIGHTS["f"]},
+        )
+    assert version.tracks["ema"].weight == np.float32(-np.expm1(-np.log(2) / 100))
+
+
+def test_a_model_with_versions_is_refused(client, emactl, model, folder):  # noqa: F811
+    path = folder / "whole.safetensors"
+    client.import_weights(model, path, tracks={"raw": "copy"}, step=5)
+    with pytest.raises(ema_client.AlreadyExistsError, match="version 1 .step 5. already"):
+        client.import_weights(model, path, tracks={"raw": "copy"}, step=6)
+    result = emactl("import", model, "--from", path, "--track", "raw=copy", "--step", "6")
+    assert result.returncode == 4
+    assert "version 1 (step 5) already" in result.stderr
+    assert client.model(model).latest.number == 1
+
+
+@pytest.mark.parametrize(
+    "track, why",
+    [
+        ({"smoothing": 0.9, "zero_init": "debias"}, "begins from zero"),
+        ({"half_life": "9ba", "debias": True}, "begins from zero"),
+        ({"uniform": True}, "counts as one update"),
+        ({"sigma_rel": 0.1}, "writes over"),
+        ({"half_life": "9ba", "ema_start": "50ba"}, "ema_start"),
+    ],
+)
+def test_a_track_that_would_lose_it_is_refused(
+    client, emactl, model, folder, track, why
+):  # noqa: F811
+    path = folder / "whole.safetensors"
+    with pytest.raises(ema_client.InvalidArgumentError, match=why):
+        client.import_weights(model, path, tracks={"raw": "copy", "ema": track})
+    text = ",".join(f"{name}={str(value).lower()}" for name, value in track.items())
+    result = emactl("import", model, "--from", path, "--track", f"ema={text}")
+    assert result.returncode == 4 and why in result.stderr, result.stderr
+    assert model not in [info.name for info in client.models()]
+
+
+def test_units_that_only_a_track_needs_begin_at_zero(client, emactl, model, folder):  # noqa: F811
+    result = emactl(
+        *["import", model, "--from", folder / "whole.safetensors"],
+        *["--track", "ema=half_life=2ep,update_interval=1ep", "--step", "9"],
+    )
+    assert result.returncode == 0, result.stderr
+    assert client.model(model).latest.time == ema_client.TrainingTime(epoch=0)
+
+
+def test_attach_goes_on_from_an_import(server, client, model, tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    save_file({**net.state_dict()}, tmp_path / "net.safetensors")
+    client.import_weights(model, tmp_path / "net.safetensors", tracks={"ema": "10ba"}, step=100)
+    average = client.pull(model, track="ema")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="10ba") as ema:
+        assert ema.step == 100
+        net(torch.ones(3, 3)).square().sum().backward()
+        optimizer.step()
+    version = client.model(model).latest
+    assert (version.number, version.step) == (2, 101)
+    weight = np.float32(version.tracks["ema"].weight)
+    before = average["0.weight"].double().numpy()
+    expected = before + float(weight) * (net[0].weight.detach().double().numpy() - before)
+    np.testing.assert_allclose(client.pull(model, track="ema")["0.weight"].numpy(), expected, 1e-6)
+    with pytest.raises(ema_client.AlreadyExistsError):
+        ema_client.attach(net, optimizer, server.url(model), half_life="11ba")
+
+
+# --- Other libraries' states ---
+
+
+def make_net():
+    torch.manual_seed(2)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+
+
+def jump(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def converted(tmp_path, state, *arguments):
+    """What the command makes of a state: file names and their tensors."""
+    torch.save(state, tmp_path / "from.pt")
+    target = tmp_path / "to.safetensors"
+    assert convert.main([str(tmp_path / "from.pt"), str(target), *map(str, arguments)]) == 0
+    return {path.name: load_file(path) for path in sorted(tmp_path.glob("to*.safetensors"))}
+
+
+def metadata_of(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def assert_tensors(expected, got):
+    assert got.keys() == expected.keys()
+    assert_same_bits(expected, got)
+
+
+@pytest.mark.framework
+def test_ema_pytorch(tmp_path):
+    import ema_pytorch
+
+    net = make_net()
+    ema = ema_pytorch.EMA(net, beta=0.9, update_every=1, include_online_model=True)
+    for _ in range(4):
+        jump(net)
+        ema.update()
+    files = converted(
+        tmp_path, {"net": 1, "trainer": {"ema": ema.state_dict()}}, "--key", "trainer.ema"
+    )
+    assert list(files) == ["to.safetensors"]
+    assert_tensors(dict(ema.ema_model.state_dict()), files["to.safetensors"])
+    assert metadata_of(tmp_path / "to.safetensors") == {
+        "format": "pt",
+        "source": "ema_pytorch",
+        "source_step": str(ema.step.item()),
+    }
+
+
+@pytest.mark.framework
+def test_ema_pytorch_post_hoc_has_several(tmp_path):
+    import ema_pytorch
+
+    net = make_net()
+    ema = ema_pytorch.PostHocEMA(
+        net, sigma_rels=(0.05, 0.28), checkpoint_folder=str(tmp_path / "post-hoc")
+    )
+    for _ in range(3):
+        jump(net)
+        ema.update()
+    files = converted(tmp_path, ema.state_dict())
+    assert list(files) == ["to.0.safetensors", "to.1.safetensors"]
+    for one, tensors in zip(ema.ema_models, files.values()):
+        assert_tensors(dict(one.ema_model.state_dict()), tensors)
+
+
+@pytest.mark.framework
+def test_diffusers(tmp_path):
+    from diffusers.training_utils import EMAModel
+
+    net = make_net()
+    ema = EMAModel(net.parameters(), decay=0.9)
+    for _ in range(4):
+        jump(net)
+        ema.step(net.parameters())
+    names = [name for name, _ in net.named_parameters()]
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    files = converted(tmp_path, ema.state_dict(), "--names", tmp_path / "names.txt")
+    assert_tensors(dict(zip(names, ema.shadow_params)), files["to.safetensors"])
+    assert metadata_of(tmp_path / "to.safetensors")["source_step"] == "4"
+
+
+def test_diffusers_names_by_shape_or_not_at_all(tmp_path, capsys):
+    state = {"shadow_params": [torch.ones(2, 3), torch.zeros(5)], "optimization_step": 3}
+    torch.save(state, tmp_path / "from.pt")
+    save_file({"w": torch.ones(2, 3), "b": torch.ones(5)}, tmp_path / "model.safetensors")
+    files = converted(tmp_path, state, "--names", tmp_path / "model.safetensors")
+    assert_tensors({"w": torch.ones(2, 3), "b": torch.zeros(5)}, files["to.safetensors"])
+    save_file({"w": torch.ones(5), "b": torch.ones(5)}, tmp_path / "same.safetensors")
+    (tmp_path / "short.txt").write_text("w\n")
+    for names, problem in [
+        (["--names", tmp_path / "same.safetensors"], "have the same shape"),
+        (["--names", tmp_path / "short.txt"], "2 shadow_params, but 1 names"),
+        ([], "give them with --names"),
+    ]:
+        command = [tmp_path / "from.pt", tmp_path / "x.safetensors", *names]
+        assert convert.main([str(word) for word in command]) == 1
+        assert problem in capsys.readouterr().err
+        assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_torch_averaged_model(tmp_path):
+    net = make_net()
+    ema = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    for _ in range(3):
+        jump(net)
+        ema.update_parameters(net)
+    files = converted(tmp_path, ema.state_dict())
+    assert_tensors(dict(ema.module.state_dict()), files["to.safetensors"])
+    assert metadata_of(tmp_path / "to.safetensors")["source_step"] == "3"
+
+
+def test_a_plain_state_dict_of_a_wrapped_model_with_tied_weights(tmp_path):
+    net = make_net()
+    state = {f"module._orig_mod.{name}": value for name, value in net.state_dict().items()}
+    state["module._orig_mod.tied"] = state["module._orig_mod.0.weight"]
+    files = converted(tmp_path, state)
+    assert_tensors(dict(net.state_dict()), files["to.safetensors"])
+
+
+def test_what_is_no_state_is_refused(tmp_path, capsys):
+    for state, arguments, problem in [
+        ({"net": {}}, [], '"net" is of type dict, not a tensor'),
+        ({}, [], "no tensors"),
+        ({"a": 1}, ["--key", "b"], 'no key "b"'),
+        ([1], [], "a list, not a dict"),
+    ]:
+        torch.save(state, tmp_path / "from.pt")
+        command = [str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors"), *arguments]
+        assert convert.main(command) == 1
+        assert problem in capsys.readouterr().err
+    assert convert.main([str(tmp_path / "none.pt"), str(tmp_path / "to.safetensors")]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from.pt"]
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_nothing_in_a_state_is_executed(tmp_path, capsys):
+    torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "from.pt")
+    command = [str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors")]
+    assert convert.main(command) == 1
+    captured = capsys.readouterr()
+    assert "executed" not in captured.out
+    assert not (tmp_path / "to.safetensors").exists()
+
+
+def test_our_files_are_what_the_library_reads_and_the_reverse(tmp_path):
+    path = tmp_path / "ours.safetensors"
+    _safetensors.write(path, WEIGHTS, {"k": "v"})
+    assert_tensors(WEIGHTS, load_file(path))
+    for tensor in _safetensors.open_weights(path):
+        value = WEIGHTS[tensor.spec.name]
+        assert (tensor.spec.dtype, tensor.spec.shape) == (
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+        )
+        bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+        assert np.array_equal(tensor.read(), bits.numpy())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 8,
+        (1 << 40).to_bytes(8, "little"),
+        (2).to_bytes(8, "little") + b"[]",
+        (66).to_bytes(8, "little")
+        + b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}    ',
+        (66).to_bytes(8, "little")
+        + b'{"a": {"dtype": "F99", "shape": [3], "data_offsets": [0, 12]}}    '
+        + b"\x00" * 12,
+    ],
+)
+def test_files_that_are_not_what_they_should_be(client, model, tmp_path, content):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ema_client.InvalidArgumentError, match="bad.safetensors"):
+        client.import_weights(model, path, tracks={"raw": "copy"})
