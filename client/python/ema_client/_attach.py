@@ -8,14 +8,15 @@ import functools
 import itertools
 import pickle
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
-from ema_client._attachment import Attachment, OnError
+from ema_client._attachment import Attachment, Joined, OnError
 from ema_client._client import Client
-from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from ema_client._ranks import Ranks
+from ema_client._resume import DISK_TIMEOUT_S, State
 from ema_client._run import Run
 from ema_client._torch_model import (
     NamedTensors,
@@ -25,7 +26,7 @@ from ema_client._torch_model import (
     unwrap,
 )
 from ema_client._track import TrackLike, tracks_of
-from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
+from ema_client._types import NonFinite, TimeLike, WireDtype, model_from, time_dict
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def attach(
     max_wait_s: float = 30.0,
     timeout_s: float = 60.0,
     on_error: OnError = "skip",
+    resume: Mapping[str, Any] | None = None,
+    keep_resumable: int = 5,
 ) -> Attachment:
     """Streams a model's weights to an EMA Server while it trains.
 
@@ -95,12 +98,19 @@ def attach(
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up.
         on_error: what becomes of a step that cannot be pushed: "skip" it with a warning (the next update
             counts the longer time, so the half-life stays right), or "raise".
+        resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
+            ranks: the model is brought back to where it stood then, and counting goes on from there.
+        keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
+            the newest; with as many of the trainer's own checkpoints, each finds its average.
 
     Returns:
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, or the ranks do not hold the same parameters.
+        InvalidArgumentError: an argument is wrong, the ranks do not hold the same parameters, or
+            `resume` is of another model or format.
+        FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
+            does; the message lists what there is. The model is as it was.
         EmaError: the set-up failed. What fails on any rank raises on every rank.
 
     Example:
@@ -113,11 +123,17 @@ def attach(
     ranks = Ranks.current(process_group)
     # A rank that raised at once would let the others wait for it, so failures are passed on.
     plan: _Plan | None = None
-    run: Run | None = None
-    launch: _Launch | None = None
     failure: Exception | None = None
-    latest_step = 0
     try:
+        if keep_resumable < 1:
+            raise InvalidArgumentError(
+                f"keep_resumable {keep_resumable}: must be 1 or more", reason="BAD_REQUEST"
+            )
+        if resume is not None and start_step is not None:
+            raise InvalidArgumentError(
+                f"start_step {start_step} and resume are both given: resume says the step",
+                reason="BAD_REQUEST",
+            )
         track_list = tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
@@ -135,43 +151,77 @@ def attach(
             wire_dtype,
             timeout_s,
         )
-        if ranks.rank == 0:
-            plan.create(timeout_s)
-            launch = _Launch(secrets.token_hex(16), plan.fingerprints())
     except Exception as raised:
         failure = raised
-    launch = ranks.broadcast(launch)
     try:
-        # Without a launch, rank 0 says below what is wrong.
-        if plan is not None and launch is not None:
-            plan.check_replicas(launch)
-            run = plan.open_run(launch, timeout_s)
-            latest_step = 0 if run.latest is None else run.latest.step
-    except Exception as raised:
-        failure = raised
-    # All have joined when this returns, so the first push finds the run complete.
-    outcomes: list[tuple[Exception | None, int]] = ranks.gather((_portable(failure), latest_step))
-    for failed, _ in outcomes:
-        if failed is not None:
-            if plan is not None:
-                plan.client.close()
-            raise failed
-    assert plan is not None and run is not None and launch is not None
+        joined = _join(ranks, plan, failure, resume, timeout_s)
+    except Exception:
+        if plan is not None:
+            plan.client.close()
+        raise
+    assert plan is not None
+    if start_step is not None:
+        joined = dataclasses.replace(joined, step=start_step)
     return Attachment(
         client=plan.client,
-        open_run=functools.partial(plan.open_run_anew, launch),
-        run=run,
+        joined=joined,
+        join_at=functools.partial(_join, ranks, plan, None, timeout_s=timeout_s),
         model_name=plan.model_name,
         module=module,
         optimizer=optimizer,
         is_alone=ranks.world_size == 1,
-        start_step=outcomes[0][1] if start_step is None else start_step,
         time_of=time,
         max_wait_s=max_wait_s,
         timeout_s=timeout_s,
         on_error=on_error,
         frozen=plan.tensors.frozen(),
+        keep_resumable=keep_resumable,
     )
+
+
+def _join(
+    ranks: Ranks,
+    plan: _Plan | None,
+    failure: Exception | None,
+    resume: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Joined:
+    """Opens a run on all ranks, or raises on all of them. Collective.
+
+    `failure`: what this rank has failed with so far; then there may be no plan.
+    """
+    run: Run | None = None
+    launch: _Launch | None = None
+    state: State | None = None
+    step = 0
+    try:
+        if plan is not None and resume is not None:
+            state = State.from_dict(resume, model=plan.model_name)
+        if plan is not None and failure is None and ranks.rank == 0:
+            plan.create(timeout_s, state)
+            launch = _Launch(secrets.token_hex(16), plan.fingerprints(), state)
+    except Exception as raised:
+        failure = raised
+    launch = ranks.broadcast(launch)
+    try:
+        # Without a launch, rank 0 says below what is wrong.
+        if plan is not None and launch is not None and failure is None:
+            plan.check_replicas(launch)
+            plan.check_state(launch, state)
+            run = plan.open_run(launch, timeout_s)
+            step = 0 if run.latest is None else run.latest.step
+            step = step if state is None else state.step
+    except Exception as raised:
+        failure = raised
+    # All have joined when this returns, so the first push finds the run complete.
+    outcomes: list[tuple[Exception | None, int]] = ranks.gather((_portable(failure), step))
+    for failed, _ in outcomes:
+        if failed is not None:
+            raise failed
+    assert plan is not None and run is not None and launch is not None
+    # The average goes on from where it is, should the server forget the run.
+    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
+    return Joined(run, anew, launch.id, outcomes[0][1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +230,7 @@ class _Launch:
 
     id: str
     fingerprints: list[tuple[str, str, int]]
+    state: State | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,15 +272,35 @@ class _Plan:
             wire_dtype,
         )
 
-    def create(self, timeout_s: float) -> None:
-        self.client._client.create_model(
-            self.model_name,
-            specs_of(self.tensors),
-            self.tracks,
-            self.max_pinned_versions,
-            self.non_finite,
-            timeout_s,
-        )
+    def create(self, timeout_s: float, state: State | None = None) -> None:
+        if state is not None and state.version != 0:
+            # A model that is gone cannot be resumed; it must not be made anew.
+            self.client.model(self.model_name, timeout_s=timeout_s)
+        try:
+            fields, _ = self.client._client.create_model(
+                self.model_name,
+                specs_of(self.tensors),
+                self.tracks,
+                self.max_pinned_versions,
+                self.non_finite,
+                timeout_s,
+            )
+        except AlreadyExistsError:
+            fields = self.client._client.get_model(self.model_name, timeout_s)
+            if not self._is_imported(fields):
+                raise
+        if state is not None:
+            state.check_fresh(model_from(fields).latest)
+
+    def _is_imported(self, fields: dict[str, Any]) -> bool:
+        """Whether a model is ours but for what a file does not say: order, buffers, tied names."""
+
+        def key(specs: Iterable[_ema.Spec]) -> set[tuple[str, str, tuple[int, ...]]]:
+            return {(name, dtype, tuple(shape)) for name, dtype, shape, *_ in specs}
+
+        return key(fields["tensors"]) == key(specs_of(self.tensors)) and {
+            track.name: track for track in fields["tracks"]
+        } == {track.name: track for track in self.tracks}
 
     def fingerprints(self) -> list[tuple[str, str, int]]:
         return [] if self.ranks.world_size == 1 else self.tensors.fingerprints()
@@ -247,7 +318,18 @@ class _Plan:
                 reason="BAD_LAYOUT",
             )
 
+    def check_state(self, launch: _Launch, state: State | None) -> None:
+        if launch.state != state:
+            raise InvalidArgumentError(
+                f'model "{self.model_name}": the ranks resume from different states: rank '
+                f"{self.ranks.rank} from {state}, rank 0 from {launch.state}",
+                reason="BAD_REQUEST",
+            )
+
     def open_run(self, launch: _Launch, timeout_s: float) -> Run:
+        resume = None if launch.state is None else launch.state.resume_point
+        if resume is not None:
+            timeout_s = max(timeout_s, DISK_TIMEOUT_S)
         run = self.client.open_run(
             self.model_name,
             launch_id=launch.id,
@@ -257,6 +339,7 @@ class _Plan:
             frozen=self.tensors.frozen(),
             wire_dtype=self.wire_dtype,
             rejoins=False,
+            resume=resume,
             timeout_s=timeout_s,
         )
         _arrays.check_names(

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ema_client import _ema
 from ema_client._client import Client
-from ema_client._errors import DeadlineExceededError, EmaError, UnavailableError
+from ema_client._errors import (
+    AbortedError,
+    DeadlineExceededError,
+    EmaError,
+    FailedPreconditionError,
+    UnavailableError,
+)
+from ema_client._resume import State, save
 from ema_client._run import PendingPush, Run
 from ema_client._torch_model import NamedTensors, checksums, named_tensors
 from ema_client._types import TimeLike, Version, time_dict
@@ -63,6 +70,23 @@ class Stats:
     wait_seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A run that all ranks have joined.
+
+    Attributes:
+        run: this rank of it.
+        open_run: takes a time-out; joins again after the server was away, from another thread.
+        launch_id: names the run.
+        step: the trainer's steps so far.
+    """
+
+    run: Run
+    open_run: Callable[[float], Run]
+    launch_id: str
+    step: int
+
+
 class Attachment:
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
@@ -80,37 +104,34 @@ class Attachment:
         self,
         *,
         client: Client,
-        open_run: Callable[[float], Run],
-        run: Run,
+        joined: Joined,
+        join_at: Callable[[Mapping[str, Any]], Joined],
         model_name: str,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         is_alone: bool,
-        start_step: int,
         time_of: Callable[[int], TimeLike] | None,
         max_wait_s: float,
         timeout_s: float,
         on_error: OnError,
         frozen: list[str],
+        keep_resumable: int,
     ) -> None:
         self._client = client
-        self._open_run = (
-            open_run  # Takes a time-out. For another thread, after the server was away.
-        )
-        self._run = run
+        self._join_at = join_at  # Collective.
         self._model_name = model_name
         self._module = module
         # With other ranks a plan is adopted at the next step that is due by the old one.
         self._is_alone = is_alone
-        self._step = start_step
         self._time_of = time_of
         self._max_wait_s = max_wait_s
         self._timeout_s = timeout_s
         self._on_error = on_error
+        self._keep_resumable = keep_resumable
 
         self._pid = os.getpid()
         self._closed = False
-        self._version = run.latest
+        self._has_stepped = False
         self._pending: PendingPush | None = None
         self._pending_step = 0
         self._pushes = 0
@@ -132,14 +153,7 @@ class Attachment:
         self._rejoining: threading.Thread | None = None
         self._stop = threading.Event()
 
-        # Where each track stands as far as this rank has tried. Counted here and not taken from the
-        # server's replies: all ranks must try at the same steps, whatever became of the pushes before.
-        self._states: dict[str, list[_ema.ScheduleState]] = {}
-        self._track_ids: dict[str, int] = {}
-        self._plan_revision = 0
-        self._tracks: list[_ema.Track] = []
-        self._adopt_plan()
-        self._pushed_names = frozenset(shard.name for shard in run.shards)
+        self._take(joined)
         self._frozen = frozen
         # Checksums of these as the server has them, if this rank knows: of its last push, if that
         # succeeded. Before the first the run has none.
@@ -153,6 +167,22 @@ class Attachment:
         )
         live.add(self)
         atexit.register(_at_exit, weakref.ref(self))
+
+    def _take(self, joined: Joined) -> None:
+        """Goes by a run that no step has been pushed to."""
+        self._run = joined.run
+        self._open_run = joined.open_run
+        self._launch_id = joined.launch_id
+        self._step = joined.step
+        self._version = joined.run.latest
+        # Where each track stands as far as this rank has tried. Counted here and not taken from the
+        # server's replies: all ranks must try at the same steps, whatever became of the pushes before.
+        self._states: dict[str, list[_ema.ScheduleState]] = {}
+        self._track_ids: dict[str, int] = {}
+        self._plan_revision = 0
+        self._tracks: list[_ema.Track] = []
+        self._adopt_plan()
+        self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
 
     def __enter__(self) -> Attachment:
         return self
@@ -190,6 +220,86 @@ class Attachment:
             sent_bytes=self._sent_bytes,
             wait_seconds=self._wait_seconds,
         )
+
+    def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str]:
+        """What belongs into the trainer's own checkpoint: which average is that of this step.
+
+        To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
+        numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
+        the version is on the server's disk and has the label "resume-<step>"; of such labels the
+        server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore there;
+        other ranks' are not to be used without it.
+
+        A server that is away raises: whether a checkpoint without its average is worth something is
+        the trainer's to say.
+
+        Args:
+            timeout_s: seconds for the push, and for each call but the save, which may take minutes.
+                None: those of `attach`.
+
+        Raises:
+            AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
+            FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
+                average is of a later step than the trainer's.
+            DeadlineExceededError: the push has not ended.
+            EmaError: as `Client.create_checkpoint`.
+
+        Example:
+            >>> torch.save({"model": model.state_dict(), "ema": ema.state_dict()}, path)
+            >>> ...  # after a restart
+            >>> ema = ema_client.attach(model, optimizer, url, resume=torch.load(path)["ema"])
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if self._pending is not None and not self._pending.wait_done(max_wait_s=timeout_s):
+            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
+        self._harvest()
+        self._raise_error()
+        # Not this rank's last reply: after a restart of the server the average may be an earlier one.
+        # Until this rank pushes again, nothing can be committed, so all ranks find the same.
+        latest = self._client.model(self._model_name, timeout_s=timeout_s).latest
+        if self._is_fenced or (latest is not None and latest.run_epoch > self._run.run_epoch):
+            raise AbortedError(
+                f'model "{self._model_name}": a newer run pushes now; the average is not this run\'s',
+                reason="FENCED",
+            )
+        if latest is not None and latest.step > self._step:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the average is of step {latest.step}, the trainer at step '
+                f"{self._step}",
+                reason="RESUME_MISMATCH",
+            )
+        if latest is not None and self._run.rank == 0:
+            save(self._client, self._model_name, latest, step=self._step, keep=self._keep_resumable)
+        return State(
+            model=self._model_name,
+            launch_id=self._launch_id,
+            step=self._step,
+            version=0 if latest is None else latest.number,
+            incarnation=0 if latest is None else latest.incarnation,
+            version_step=0 if latest is None else latest.step,
+        ).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
+
+        Before the first step, on every rank, with equal dicts. Opens a new run; on an error the
+        attachment stays as it was.
+
+        Raises:
+            InvalidArgumentError: the state is of another model or format.
+            FailedPreconditionError: steps have been made; or RESUME_MISMATCH: the server has no average
+                that stands where the state does; the message lists what there is.
+            EmaError: what fails on any rank raises on every rank.
+        """
+        if self._has_stepped or self._closed:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": load_state_dict comes before the first step, and this is '
+                f"step {self._step}",
+                reason="BAD_REQUEST",
+            )
+        old_run = self._run
+        self._take(self._join_at(state))
+        old_run.close()
 
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place any more, at most `max_wait_s`."""
@@ -236,6 +346,7 @@ class Attachment:
         if self._is_ours():
             start = time.monotonic()
             self._step += 1
+            self._has_stepped = True
             self._harvest()
             try:
                 self._push_if_due()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The average's entry in a trainer's own checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ema_client._client import Client
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._types import ResumePoint, Version
+
+_logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_LABEL = re.compile(r"resume-(\d+)")
+# How long reading or writing a model may take at the server's disk.
+DISK_TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a trainer and its average stand.
+
+    Attributes:
+        model: the model's name.
+        launch_id: the run that pushed.
+        step: optimizer steps so far: all that training time is computed from.
+        version, incarnation: the model's newest version then, of this step or an earlier one; 0: none.
+        version_step: the step of that.
+    """
+
+    model: str
+    launch_id: str
+    step: int
+    version: int
+    incarnation: int
+    version_step: int
+
+    def to_dict(self) -> dict[str, int | str]:
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], *, model: str) -> State:
+        """Reads what `to_dict` has made. InvalidArgumentError: it is not that, or of another model."""
+        if state.get("format") != _FORMAT:
+            raise _refused(
+                f'format {state.get("format")!r}, but this client reads format {_FORMAT}'
+                + "; use a newer client" * (type(state.get("format")) is int)
+            )
+        fields = dataclasses.fields(cls)
+        for field in fields:
+            value = state.get(field.name)
+            # Annotations are text here.
+            if type(value).__name__ != field.type:
+                raise _refused(f"{field.name} {value!r}: expected {field.type}")
+        result = cls(**{field.name: state[field.name] for field in fields})
+        if result.model != model:
+            raise _refused(f'of model "{result.model}", but "{model}" is attached')
+        return result
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """What the run is opened with; None: there was no version."""
+        if self.version == 0:
+            return None
+        return ResumePoint(self.step, (self.version, self.incarnation))
+
+    def check_fresh(self, latest: Version | None) -> None:
+        """Refuses a model that has versions, where there was none."""
+        if self.version == 0 and latest is not None:
+            raise FailedPreconditionError(
+                f'model "{self.model}" has version {latest.number} (step {latest.step}), but the '
+                f"trainer's state at step {self.step} is from before the first version: delete the "
+                f"model, or choose another name",
+                reason="RESUME_MISMATCH",
+            )
+
+
+def _refused(problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"state of an average: {problem}", reason="BAD_REQUEST")
+
+
+def save(client: Client, model: str, version: Version, *, step: int, keep: int) -> None:
+    """Saves `version` as what step `step` resumes from; keeps the newest `keep` such."""
+    client.create_checkpoint(
+        model, version=version, label=f"resume-{step}", timeout_s=DISK_TIMEOUT_S
+    )
+    # By version first: a trainer that went back has newer labels of earlier steps.
+    found = [
+        (label.incarnation, label.number, int(match.group(1)), label.name)
+        for label in client.labels(model).values()
+        if (match := _LABEL.fullmatch(label.name))
+    ]
+    for *_, name in sorted(found)[:-keep]:
+        try:
+            client.remove_label(model, name)
+        except EmaError as error:
+            # This one is safe; the next one tries again.
+            _logger.warning('model "%s": label %s is still there: %s', model, name, error)

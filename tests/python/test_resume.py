@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers that go on from checkpoints of their own."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import ema_client
+import pytest
+import torch
+from resuming_trainer import TRACKS
+from server_process import ServerProcess
+from testing import assert_same_bits
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 60
+
+
+class Trainer:
+    """A small model and its optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def step(self, count=1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.module(torch.ones(2, 4)).square().sum().backward()
+            self.optimizer.step()
+
+    def attach(self, server, model, **options):
+        options.setdefault("half_life", "4ba")
+        return ema_client.attach(self.module, self.optimizer, server.url(model), **options)
+
+
+@pytest.fixture
+def trainer():
+    return Trainer()
+
+
+def run_trainer(server, model, folder, *, ranks=1, save_every=11, until=None):
+    """Runs it to its end, or kills all ranks after step `until`. The exit codes."""
+    folder.mkdir(exist_ok=True)
+    init_file = folder / "init"
+    init_file.unlink(missing_ok=True)
+    processes = [
+        subprocess.Popen(
+            [
+                *[sys.executable, HERE / "resuming_trainer.py", server.url(model)],
+                *[folder / f"{rank}.pt", str(STEPS), str(save_every)],
+                *([str(rank), str(ranks), init_file] if ranks > 1 else []),
+            ],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    assert processes[0].stdout is not None
+    for line in processes[0].stdout:
+        if int(line) == until:
+            for process in processes:
+                process.kill()
+    return [process.wait(60) for process in processes]
+
+
+def tracks_of(client, model):
+    return {track: client.pull(model, track=track, framework="numpy") for track in TRACKS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "killed, ranks", [("trainer", 1), ("trainer and server", 1), ("trainer and server", 2)]
+)
+def test_killed_and_resumed_is_bit_for_bit_as_never_killed(tmp_path, model, killed, ranks):
+    with (
+        ServerProcess(tmp_path, data_dir=tmp_path / "data") as server,
+        ema_client.Client(server.address) as client,
+    ):
+        never = f"{model}-never"
+        codes = run_trainer(server, never, tmp_path / "never", ranks=ranks, save_every=STEPS + 1)
+        assert codes == [0] * ranks
+        expected = tracks_of(client, never)
+        # Twice, at odd places: after steps that no checkpoint of the trainer has.
+        for until in (25, 47):
+            codes = run_trainer(server, model, tmp_path / "killed", ranks=ranks, until=until)
+            assert codes == [-signal.SIGKILL] * ranks
+            if killed != "trainer":
+                server.kill()
+                server.start(port=server.port)
+        assert run_trainer(server, model, tmp_path / "killed", ranks=ranks) == [0] * ranks
+        got = tracks_of(client, model)
+        for track in TRACKS:
+            assert got[track].version.step == expected[track].version.step == STEPS
+            assert_same_bits(expected[track], got[track])
+        counts = [
+            {name: track.update_count for name, track in weights["raw"].version.tracks.items()}
+            for weights in (expected, got)
+        ]
+        assert counts[0] == counts[1]
+        assert server.stop() == 0
+
+
+def test_a_state_is_plain_says_where_it_stands_and_is_durable(server, client, model, trainer):
+    with trainer.attach(server, model, update_interval="5ba") as ema:
+        assert ema.state_dict()["version"] == 0
+        trainer.step(7)
+        state = ema.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    latest = client.model(model).latest
+    assert latest is not None
+    assert state["format"] == 1 and state["model"] == model
+    assert (state["step"], state["version_step"]) == (7, 5) == (ema.step, latest.step)
+    assert (state["version"], state["incarnation"]) == (latest.number, latest.incarnation)
+    label = client.labels(model)["resume-7"]
+    assert (label.number, label.incarnation, label.step) == (latest.number, latest.incarnation, 5)
+    assert [(c.state, c.labels) for c in client.checkpoints(model)] == [("complete", ("resume-7",))]
+
+
+def test_the_server_keeps_the_newest_of_what_was_saved(server, client, model, trainer):
+    with trainer.attach(server, model, keep_resumable=2) as ema:
+        client_labels = []
+        for _ in range(4):
+            trainer.step()
+            ema.state_dict()
+            client_labels.append(sorted(client.labels(model)))
+        client.set_label(model, "resume-mine")
+        trainer.step()
+        ema.state_dict()
+    assert client_labels == [
+        ["resume-1"],
+        ["resume-1", "resume-2"],
+        ["resume-2", "resume-3"],
+        ["resume-3", "resume-4"],
+    ]
+    assert sorted(client.labels(model)) == ["resume-4", "resume-5", "resume-mine"]
+
+
+@pytest.mark.parametrize("how", ["attach", "load_state_dict"])
+def test_the_model_goes_back_to_where_the_trainer_stands(server, client, model, trainer, how):
+    with trainer.attach(server, model) as ema:
+        trainer.step(3)
+        state = ema.state_dict()
+        average = client.pull(model, track="ema", framework="numpy")
+        trainer.step(4)
+    saved = client.model(model).latest
+    assert saved is not None and saved.step == 7
+    resumed = Trainer()
+    if how == "attach":
+        ema = resumed.attach(server, model, resume=state)
+    else:
+        ema = resumed.attach(server, model)
+        assert ema.step == 7
+        ema.load_state_dict(state)
+    with ema:
+        assert ema.step == 3
+        back = client.pull(model, track="ema", framework="numpy")
+        assert_same_bits(average, back)
+        assert back.version.step == 3
+        assert back.version.restored_from == (state["version"], state["incarnation"])
+        assert (back.version.incarnation, back.version.number) > (saved.incarnation, saved.number)
+        resumed.step()
+        assert ema.state_dict()["version_step"] == 4
+        with pytest.raises(ema_client.FailedPreconditionError, match="before the first step"):
+            ema.load_state_dict(state)
+
+
+def test_a_trainer_that_stands_where_the_model_stands_makes_no_version(
+    server, client, model, trainer
+):
+    with trainer.attach(server, model) as ema:
+        trainer.step(3)
+        state = ema.state_dict()
+    with trainer.attach(server, model, resume=state):
+        latest = client.model(model).latest
+        assert latest is not None
+        assert (latest.number, latest.incarnation) == (state["version"], state["incarnation"])
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"model": "other"}, 'of model "other"'),
+        ({"format": 2}, "format 2, but this client reads format 1; use a newer client"),
+        ({"format": None}, "format None"),
+        ({"step": "3"}, "step '3': expected int"),
+        ({"launch_id": None}, "launch_id None: expected str"),
+    ],
+)
+def test_a_state_that_is_not_ours_is_refused(server, model, trainer, change, problem):
+    with trainer.attach(server, model) as ema:
+        trainer.step()
+        state = {
+            **{"format": 1, "model": model, "launch_id": "x", "step": 1},
+            **{"version": 1, "incarnation": 1, "version_step": 1},
+            **change,
+        }
+        trainer.attach(server, f"{model}-2").close()
+        with pytest.raises(ema_client.InvalidArgumentError, match="state of an average") as error:
+            ema_client.attach(
+                trainer.module, trainer.optimizer, server.url(model), half_life="4ba", resume=state
+            )
+        assert problem in str(error.value)
+        # Nobody was fenced.
+        trainer.step()
+        assert ema.stats.skipped == 0
+
+
+def test_a_version_that_is_gone_is_named_and_nothing_changes(server, client, model, trainer):
+    with trainer.attach(server, model) as ema:
+        trainer.step(3)
+        state = ema.state_dict()
+    before = client.model(model)
+    for wrong in ({"version": 99}, {"step": 2}):
+        with pytest.raises(ema_client.EmaError) as error:
+            trainer.attach(server, model, resume={**state, **wrong})
+        assert error.value.reason in ("RESUME_MISMATCH", "VERSION_NOT_KEPT")
+    assert client.model(model) == before
+
+
+def test_a_state_from_before_the_first_version(server, client, model, trainer):
+    with trainer.attach(server, model) as ema:
+        state = ema.state_dict()
+    with trainer.attach(server, model, resume=state):
+        trainer.step()
+    with pytest.raises(ema_client.FailedPreconditionError, match="before the first version"):
+        trainer.attach(server, model, resume=state)
+
+
+def test_a_model_that_is_gone_is_not_made_anew(server, client, model, trainer):
+    with trainer.attach(server, model) as ema:
+        trainer.step()
+        state = ema.state_dict()
+    client.delete_model(model)
+    with pytest.raises(ema_client.NotFoundError):
+        trainer.attach(server, model, resume=state)
+    assert model not in [info.name for info in client.models()]
+
+
+def test_arguments_that_contradict_each_other(server, model, trainer):
+    with pytest.raises(ema_client.InvalidArgumentError, match="start_step 5"):
+        trainer.attach(server, model, start_step=5, resume={"format": 1})
+    with pytest.raises(ema_client.InvalidArgumentError, match="keep_resumable 0"):
+        trainer.attach(server, model, keep_resumable=0)
+
+
+def test_a_server_without_a_disk_says_so(tmp_path, model, trainer):
+    with ServerProcess(tmp_path) as server:
+        with trainer.attach(server, model) as ema:
+            trainer.step()
+            with pytest.raises(ema_client.FailedPreconditionError) as error:
+                ema.state_dict()
+            assert error.value.reason == "NO_DATA_DIR"
+        assert server.stop() == 0
+
+
+def test_a_server_that_is_away_raises(tmp_path, model, trainer):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with trainer.attach(server, model) as ema:
+            trainer.step()
+            ema.state_dict()
+            server.kill()
+            with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
+                ema.state_dict(timeout_s=1)
+
+
+def test_a_trainer_that_was_overtaken_has_no_average(server, model, trainer):
+    other = Trainer()
+    with trainer.attach(server, model) as ema:
+        trainer.step()
+        with other.attach(server, model):
+            other.step()
+        with pytest.raises(ema_client.AbortedError) as error:
+            ema.state_dict()
+        assert error.value.reason == "FENCED"
