@@ -182,8 +182,9 @@ def test_open_run_resumes_at_a_step_or_says_what_there_is(client, model, rng, ve
     with client.open_run(model) as run:
         run.push(step=70, weights=random_weights(rng))
     with client.open_run(model, resume=60) as run:
-        assert run.latest is not None
-        assert (run.latest.step, run.latest.restored_from[0]) == (60, 6)
+        latest = run.latest
+        assert latest is not None and latest.restored_from is not None
+        assert (latest.step, latest.restored_from[0]) == (60, 6)
         assert_same_tracks(versions[-1][1], pull_all(client, model))
     before = client.model(model)
     with pytest.raises(ema_client.FailedPreconditionError) as error:
@@ -191,9 +192,9 @@ def test_open_run_resumes_at_a_step_or_says_what_there_is(client, model, rng, ve
     assert error.value.reason == "RESUME_MISMATCH"
     assert "60" in str(error.value)
     assert client.model(model) == before
-    point = ema_client.ResumePoint(65, (run.latest.number, run.latest.incarnation))
+    point = ema_client.ResumePoint(65, (latest.number, latest.incarnation))
     with client.open_run(model, resume=point) as run:
-        assert run.latest.step == 60
+        assert run.latest == latest
 
 
 def test_labels_and_checkpoints_outlive_a_restart(tmp_path, model, rng):

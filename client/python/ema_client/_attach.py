@@ -199,7 +199,10 @@ def _join(
             state = State.from_dict(resume, model=plan.model_name)
         if plan is not None and failure is None and ranks.rank == 0:
             plan.create(timeout_s, state)
-            launch = _Launch(secrets.token_hex(16), plan.fingerprints(), state)
+            opening = _Launch(secrets.token_hex(16), plan.fingerprints(), state)
+            # First, so that the model is where it shall be when the others join.
+            run = plan.open_run(opening, timeout_s)
+            launch = opening
     except Exception as raised:
         failure = raised
     launch = ranks.broadcast(launch)
@@ -208,7 +211,8 @@ def _join(
         if plan is not None and launch is not None and failure is None:
             plan.check_replicas(launch)
             plan.check_state(launch, state)
-            run = plan.open_run(launch, timeout_s)
+            if run is None:
+                run = plan.open_run(launch, timeout_s)
             step = 0 if run.latest is None else run.latest.step
             step = step if state is None else state.step
     except Exception as raised:
