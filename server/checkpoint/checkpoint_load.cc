@@ -38,13 +38,9 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
                                         ModelStore& models, LoadReport& report) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
   if (!exists) return absl::OkStatus();
-  if (const absl::Status indexed = IndexLocked(folder); !indexed.ok()) {
-    return LocateError(indexed, model_name, kLabelsFileName);
-  }
-  {
-    absl::MutexLock lock(&folder.state_mu);
-    if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
-  }
+  // A server that was killed may have renamed a checkpoint and not synced that: what is loaded is
+  // called durable from here on.
+  EMA_RETURN_IF_ERROR(Sync(folder.path));
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::string name = CheckpointName(*id);
