@@ -24,6 +24,9 @@ absl::Status DiskError() { return absl::UnavailableError("Input/output error"); 
 absl::Status DiskFull() {
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull, "No space left");
 }
+absl::Status ReadOnlyDisk() {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "Read-only disk");
+}
 
 absl::StatusOr<std::unique_ptr<CheckpointStore>> OpenStore(FileSystem& files) {
   return CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 2}, kNow);
@@ -201,7 +204,7 @@ TEST_F(CheckpointFaultTest, IncarnationsNeverRepeatAfterACrash) {
 }
 
 TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
-  for (const absl::Status& error : {DiskError(), DiskFull()}) {
+  for (const absl::Status& error : {DiskError(), DiskFull(), ReadOnlyDisk()}) {
     for (int64_t fail = 0;; ++fail) {
       auto files = Machine(2);
       auto store = OpenStore(*files);
@@ -238,6 +241,30 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 3) << where;
       EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), IsOk()) << where;
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4) << where;
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_F(CheckpointFaultTest, AnyFailedOperationOfAStartIsSaidAndHarmless) {
+  for (const absl::Status& error : {DiskError(), DiskFull(), ReadOnlyDisk()}) {
+    for (int64_t fail = 0;; ++fail) {
+      auto files = Machine(2);
+      auto operation = std::make_shared<std::string>();
+      files->set_hook(FailAt(fail, error, operation));
+      {
+        const auto store = OpenStore(*files);
+        if (operation->empty()) {
+          EXPECT_THAT(store, IsOk());
+          break;
+        }
+        // There is nothing in a start that it can do without.
+        EXPECT_EQ(store.status().code(), error.code()) << *operation << " " << fail;
+      }
+      // The lock is free, and nothing has been lost.
+      EXPECT_THAT(OpenStore(*files), IsOk()) << *operation << " " << fail;
+      EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 2)
+          << *operation << " " << fail;
       if (HasFailure()) return;
     }
   }

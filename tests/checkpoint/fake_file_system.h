@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "server/checkpoint/file_system.h"
@@ -23,8 +24,8 @@ enum class PowerLoss {
   kNone,       // All of it: only the process was killed.
   kNothing,    // None.
   kNamesOnly,  // All names, but the files have only the bytes that were synced.
-  kAnything,   // Any part of it, by the seed: names in any order, whole files, a torn part of them,
-               // or zeros.
+  kAnything,  // Any part of it, by the seed: each change of each directory or not, and of each file
+              // all, nothing, its first bytes, zeros, or some of its sectors and zeros.
 };
 
 // Not thread-safe, but for single-threaded tests of thread-safe classes.
@@ -35,10 +36,20 @@ class FakeFileSystem final : public FileSystem {
   // it gives an error the operation fails with that; half of an append's bytes are written then.
   using Hook = std::function<absl::Status(const std::string& operation, const std::string& path)>;
   void set_hook(Hook hook) { hook_ = std::move(hook); }
+  // Those of "sync", "syncdir" and "rename" for which it gives true say OK and do nothing: so a
+  // test can see what comes of a step that is left out.
+  using Ignored = std::function<bool(const std::string& operation, const std::string& path)>;
+  void set_ignored(Ignored ignored) { ignored_ = std::move(ignored); }
   void set_free_bytes(int64_t bytes) { free_bytes_ = bytes; }
 
   // The files as they are after the machine has gone down now. Locks are free, the hook is gone.
   std::unique_ptr<FakeFileSystem> AfterCrash(PowerLoss loss, uint32_t seed = 0) const;
+
+  // Everything that has been written so far is on the disk, as after sync(1).
+  void SyncAll();
+
+  // Equal if and only if all names and bytes are.
+  std::string Fingerprint() const;
 
   // The bytes of a file, to look at or to damage. REQUIRES: it is there.
   std::string& FileBytes(const std::string& path);
@@ -78,6 +89,7 @@ class FakeFileSystem final : public FileSystem {
   };
 
   absl::Status Call(const std::string& operation, const std::string& path) const;
+  bool IsIgnored(const std::string& operation, const std::string& path) const;
   std::optional<int64_t> Find(const std::string& path) const;
   // The directory that holds `path`, and its name there.
   absl::StatusOr<std::pair<int64_t, std::string>> FindParent(const std::string& path) const;
@@ -89,6 +101,7 @@ class FakeFileSystem final : public FileSystem {
   std::set<std::string> locks_;
   int64_t free_bytes_ = int64_t{1} << 40;
   Hook hook_;
+  Ignored ignored_;
 };
 
 }  // namespace ema
