@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to checkpoint_victim (tests/fault/): lives of a checkpoint store on a real disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from server_process import ROOT
+from system_calls import FILE_CALLS, Point, attach, read_points
+
+VICTIM = pathlib.Path(
+    os.environ.get("EMA_CHECKPOINT_VICTIM_BIN")
+    or ROOT / "build/release/tests/fault/checkpoint_victim"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a victim has in memory at its end."""
+
+    version: int
+    step: int
+    digest: str
+    incarnation: int = dataclasses.field(compare=False)
+    quarantined: int = dataclasses.field(compare=False)
+
+
+NOTHING = State(0, 0, "00000000", 0, 0)
+
+
+def state_of(output: str) -> State:
+    match = re.search(
+        r"version=(\d+) step=(\d+) digest=(\w+) incarnation=(\d+) quarantined=(\d+)", output
+    )
+    assert match, output
+    version, step, digest, incarnation, quarantined = match.groups()
+    return State(int(version), int(step), digest, int(incarnation), int(quarantined))
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """Of a life."""
+
+    code: int  # -9: killed.
+    output: str
+
+    @property
+    def is_done(self) -> bool:
+        """What it was to do was answered with OK."""
+        return "done\n" in self.output
+
+
+class _Victim:
+    """The process that forks lives. For one thread."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [str(VICTIM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __del__(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _start(self, data: pathlib.Path, mode: str, how: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{mode} {data} {how}\n")
+        self._process.stdin.flush()
+
+    def _read_until(self, beginning: str) -> str:
+        """What it prints before a line that begins so, and that line."""
+        assert self._process.stdout is not None
+        output = ""
+        while True:
+            line = self._process.stdout.readline()
+            assert line, f"no {beginning} after {output!r}"
+            output += line
+            if line.startswith(beginning):
+                return output
+            assert not line.startswith("ended="), output
+
+    def _end(self) -> End:
+        output = self._read_until("ended=")
+        return End(int(output.rsplit("=", 1)[1]), output)
+
+    def live(self, data: pathlib.Path, mode: str) -> End:
+        self._start(data, mode, "go")
+        return self._end()
+
+    def live_traced(self, data: pathlib.Path, mode: str, options: Sequence[str], log: str) -> End:
+        self._start(data, mode, "stop")
+        pid = int(self._read_until("marked=").rsplit("=", 1)[1])
+        strace = attach(pid, FILE_CALLS, *options, log=log)
+        os.kill(pid, signal.SIGCONT)
+        end = self._end()
+        strace.communicate()
+        return end
+
+
+_of_thread = threading.local()
+
+
+def _victim() -> _Victim:
+    if not hasattr(_of_thread, "victim"):
+        _of_thread.victim = _Victim()
+    return _of_thread.victim
+
+
+def live(data: pathlib.Path, mode: str) -> State:
+    """A life that comes to its end."""
+    end = _victim().live(data, mode)
+    assert end.code == 0, end
+    return state_of(end.output)
+
+
+def live_traced(
+    data: pathlib.Path, mode: str, *options: str, log: pathlib.Path | str = "/dev/null"
+) -> End:
+    """A life with strace beside it from the mark on."""
+    return _victim().live_traced(data, mode, options, str(log))
+
+
+def save_times(data: pathlib.Path, count: int) -> list[State]:
+    """The states after 0, 1, ... `count` saves."""
+    return [NOTHING] + [live(data, "save") for _ in range(count)]
+
+
+def checkpoints(data: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(data.glob("models/m/checkpoints/step-*"))
+
+
+def damage(file: pathlib.Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    mode: str
+    # Saved before it begins.
+    saves: int
+    # Versions that may be found after it was killed, and when it has answered OK.
+    killed: tuple[int, ...]
+    done: int
+    # What must be tested at the least: fewer points mean that the test does not see what happens.
+    least_points: int
+    # The newest checkpoint is damaged, and a save and a removal were under way.
+    after_accident: bool = False
+
+
+CASES = [
+    Case("the first save", "save", 0, (0, 1), 1, 60),
+    Case("a save", "save", 1, (1, 2), 2, 50),
+    Case("a save that removes an old checkpoint", "save", 2, (2, 3), 3, 70),
+    Case("a save that is kept for good", "keep", 1, (1, 2), 2, 50),
+    Case("deleting a model", "delete", 2, (0, 2), 0, 4),
+    Case("the first start", "recover", 0, (0,), 0, 15),
+    Case("recovery", "recover", 2, (2,), 2, 40),
+    Case("recovery after an accident", "recover", 3, (2,), 2, 60, after_accident=True),
+]
+
+
+def prepare(data: pathlib.Path, case: Case) -> list[State]:
+    """Fills `data`; returns the state of each version."""
+    data.mkdir()
+    reference = data.with_name("reference")
+    states = save_times(reference, case.saves + 2)
+    save_times(data, case.saves)
+    if case.after_accident:
+        folder = data / "models/m/checkpoints"
+        (folder / ".tmp-step-000000000099-version-1-9" / "tracks").mkdir(parents=True)
+        shutil.copytree(checkpoints(data)[0], folder / ".tmp-removed")
+        (data / ".tmp-INCARNATION").write_text("1")
+        damage(checkpoints(data)[-1] / "manifest.json")
+    return states
+
+
+def all_points(template: pathlib.Path, case: Case, folder: pathlib.Path) -> list[Point]:
+    """Every file call of the case, from its mark on."""
+    whole = folder / "whole"
+    shutil.copytree(template, whole)
+    end = live_traced(whole, case.mode, log=folder / "log")
+    assert end.code == 0 and end.is_done, end
+    points = read_points(folder / "log")
+    assert len(points) >= case.least_points, len(points)
+    return points

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills a program at a chosen system call, or lets the call fail, with strace."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+
+# Everything by which a program touches files. "?": not on every machine.
+FILE_CALLS = """
+    open openat creat close read pread64 preadv write writev pwrite64 pwritev fsync fdatasync sync_file_range
+    rename renameat renameat2 unlink unlinkat rmdir mkdir mkdirat ftruncate fallocate link linkat symlink
+    symlinkat flock fcntl getdents getdents64 stat lstat fstat newfstatat statx statfs fstatfs access faccessat
+    faccessat2 lseek copy_file_range sendfile mmap msync
+""".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The `number`-th call of `name` that a thread makes from when strace comes to it; strace counts each name by
+    itself."""
+
+    name: str
+    number: int
+    # As strace showed it, for a person.
+    text: str = dataclasses.field(compare=False, default="")
+
+
+def why_no_strace() -> str:
+    """Why strace cannot be used here; empty: it can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True)
+    return "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.strip()}"
+
+
+def attach(
+    pid: int, calls: Sequence[str], *options: str, log: str = "/dev/null"
+) -> subprocess.Popen[str]:
+    """Traces those calls of all threads of a process from now on. Ends when the process does."""
+    # "?": not every machine has every call.
+    trace = "trace=" + ",".join(f"?{name}" for name in calls)
+    strace = ["strace", "-f", "-o", log, "-e", trace, *options, "-p", str(pid)]
+    process = subprocess.Popen(strace, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "attached" in line, line
+    return process
+
+
+def kill_at(point: Point) -> tuple[str, str]:
+    """For `attach`: the process is killed as it enters that call."""
+    return "-e", f"inject=?{point.name}:signal=KILL:when={point.number}"
+
+
+def fail_at(point: Point, error: str) -> tuple[str, str]:
+    """For `attach`: the call does nothing and fails with `error` ("EIO")."""
+    return "-e", f"inject=?{point.name}:error={error}:when={point.number}"
+
+
+def read_points(log: pathlib.Path) -> list[Point]:
+    """Every call in the log of a process of one thread, in their order."""
+    counts: collections.Counter[str] = collections.Counter()
+    points = []
+    threads = set()
+    for line in log.read_text().splitlines():
+        match = re.match(r"(\d+ +)?(\w+)\((.*)", line)
+        if not match:
+            assert "exited" in line or "killed" in line or "---" in line, line
+            continue
+        thread, name, text = match.groups()
+        threads.add(thread)
+        counts[name] += 1
+        points.append(Point(name, counts[name], text))
+    # Or a count would not say which call is meant.
+    assert len(threads) <= 1, f"{len(threads)} threads touched files"
+    return points
+
+
+def for_each(points: Sequence[Point], check: Callable[[Point, int], None]) -> list[str]:
+    """Calls check(point, its number) on all cores; what went wrong where."""
+    problems = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        checks = {pool.submit(check, point, i): point for i, point in enumerate(points)}
+        for done in concurrent.futures.as_completed(checks):
+            if done.exception() is not None:
+                problems.append(f"{checks[done]}: {done.exception()}")
+    return problems
+
+
+def write_killed_binary(script: pathlib.Path, binary: pathlib.Path, point: Point) -> None:
+    """A program that is `binary`, killed at that call."""
+    inject = f"inject=?{point.name}:signal=KILL:when={point.number}"
+    # -D: the process is the binary's, and strace is beside it.
+    script.write_text(
+        f"#!/bin/sh\nexec strace -D -f -o /dev/null -e 'trace=?{point.name}' -e '{inject}' {binary} \"$@\"\n"
+    )
+    script.chmod(0o755)

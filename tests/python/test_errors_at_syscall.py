@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every single system call that touches a file fails once: the disk has an error, is full, or is read-only.
+
+Whatever fails, the version before or the one after is found later, nothing good is set aside, and a save says
+what it was. A full disk heals by itself; a failed fsync leaves the store read-only.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shutil
+
+import pytest
+from checkpoint_victim import CASES, Case, State, all_points, live, live_traced, prepare
+from system_calls import Point, fail_at, for_each, why_no_strace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(why_no_strace() != "", reason=why_no_strace() or "strace works"),
+]
+
+# What a save may answer when a call fails so. A call that finds the error may be one that a save can
+# do without; then it is OK.
+ANSWERS = {
+    "EIO": {"UNAVAILABLE UNSPECIFIED", "UNAVAILABLE STORE_READ_ONLY"},
+    "ENOSPC": {"RESOURCE_EXHAUSTED DISK_FULL"},
+    "EDQUOT": {"RESOURCE_EXHAUSTED DISK_FULL"},
+    "EROFS": {"UNAVAILABLE STORE_READ_ONLY"},
+}
+SYNCS = ("fsync", "fdatasync")
+
+
+def check_failed_at(
+    point: Point,
+    error: str,
+    case: Case,
+    template: pathlib.Path,
+    data: pathlib.Path,
+    states: list[State],
+) -> None:
+    shutil.copytree(template, data)
+    end = live_traced(data, case.mode, *fail_at(point, error))
+    assert end.code in (0, 1), end
+    failed = re.search(r"failed=(.*)", end.output)
+    again = re.search(r"again=(.*)", end.output)
+    if failed:
+        assert failed[1] in ANSWERS[error], end.output
+        is_latched = point.name in SYNCS and error in ("EIO", "EROFS")
+        assert again is not None
+        assert again[1].split()[0] == ("UNAVAILABLE" if is_latched else "OK"), end.output
+        if is_latched:
+            assert failed[1] == again[1] == "UNAVAILABLE STORE_READ_ONLY"
+
+    found = live(data, "recover")
+    allowed = [states[case.done]] if end.is_done else [states[version] for version in case.killed]
+    assert found in allowed, f"found {found}, expected {allowed}"
+    assert live(data, "recover") == found
+    # That it cannot be read, or written, now is no reason to set it aside.
+    aside = list(data.rglob(".corrupt-*"))
+    assert len(aside) == (1 if case.after_accident else 0), aside
+    assert not list(data.rglob(".tmp-*"))
+    shutil.rmtree(data)
+
+
+def is_of_data(point: Point) -> bool:
+    # The victim's words go to descriptor 1.
+    return not (point.name == "write" and point.text.startswith("1,"))
+
+
+@pytest.mark.parametrize("error", ANSWERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_every_file_call_fails_once(tmp_path, case, error):
+    template = tmp_path / "template"
+    states = prepare(template, case)
+    points = all_points(template, case, tmp_path)
+    points = [point for point in points if is_of_data(point)]
+    problems = for_each(
+        points,
+        lambda point, number: check_failed_at(
+            point, error, case, template, tmp_path / f"data-{number}", states
+        ),
+    )
+    print(f"{case.name}: {error} at each of {len(points)} system calls")
+    assert not problems, "\n".join(problems)

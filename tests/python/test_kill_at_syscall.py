@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint store is killed at every single system call that touches a file.
+
+At each of them a real process on a real disk ends by SIGKILL, as it enters the call. Then what is recovered is
+the version before or the one after, its digest right; recovering again finds the same; nothing temporary is
+left; and training goes on from there.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import signal
+
+import pytest
+from checkpoint_victim import CASES, Case, State, all_points, live, live_traced, prepare
+from system_calls import Point, for_each, kill_at, why_no_strace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(why_no_strace() != "", reason=why_no_strace() or "strace works"),
+]
+
+
+def check_killed_at(
+    point: Point, case: Case, template: pathlib.Path, data: pathlib.Path, states: list[State]
+) -> None:
+    shutil.copytree(template, data)
+    killed = live_traced(data, case.mode, *kill_at(point))
+    assert killed.code == -signal.SIGKILL, f"it was not killed: {killed}"
+
+    first = live(data, "recover")
+    allowed = (
+        [states[case.done]] if killed.is_done else [states[version] for version in case.killed]
+    )
+    assert first in allowed, f"found {first}, expected {allowed}"
+    second = live(data, "recover")
+    assert second == first
+    # Nothing that a kill leaves looks like a checkpoint without being one.
+    assert second.quarantined == 0
+    assert first.quarantined <= (1 if case.after_accident else 0)
+    assert second.incarnation > first.incarnation
+    left = [path for path in data.rglob("*") if path.name.startswith(".tmp-")]
+    assert not left, left
+    # And the training goes on as if nothing had been.
+    assert live(data, "save") == states[first.version + 1]
+    assert live(data, "recover") == states[first.version + 1]
+    shutil.rmtree(data)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_killed_at_every_file_call(tmp_path, case):
+    template = tmp_path / "template"
+    states = prepare(template, case)
+    points = all_points(template, case, tmp_path)
+    problems = for_each(
+        points,
+        lambda point, number: check_killed_at(
+            point, case, template, tmp_path / f"data-{number}", states
+        ),
+    )
+    print(f"{case.name}: killed at each of {len(points)} system calls")
+    assert not problems, "\n".join(problems)
