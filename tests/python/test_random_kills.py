@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 of a real server at random, while 4 ranks push, 4 evaluators pull and one client saves.
+
+Nothing that was answered as durable is lost, versions never repeat, and every pull is one whole step with the
+average that belongs to it. EMA_KILLS: how many kills; EMA_KILL_SEED: when.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import ema_client
+import numpy as np
+import pytest
+from kill_history import History, fill_value, id_of
+from server_process import ServerProcess
+
+MODEL = "filled"
+RANKS = 4
+READERS = 4
+# A kill between two lives that were too thin to be a test is made again.
+MOST_INVALID_SHARE = 2
+# What a client may be told when the server has gone; anything else is a bug.
+GONE = (
+    ema_client.UnavailableError,
+    ema_client.DeadlineExceededError,
+    ema_client.AbortedError,
+    ema_client.CancelledError,
+)
+
+
+def filled(step: int) -> dict[str, np.ndarray]:
+    value = fill_value(step)
+    return {
+        "wide": np.full((64, 101), value, np.float32),
+        "deep": np.full((3, 5, 7, 11), value, np.float32),
+        "count": np.full((19, 23), value, np.int32),
+        "scalar": np.full((), value, np.float32),
+    }
+
+
+class Traffic:
+    """Ranks, evaluators and a saver, over all lives of the server."""
+
+    def __init__(self, address: str, history: History) -> None:
+        self._address = address
+        self._history = history
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._killed = True
+        jobs = [(self._push, rank) for rank in range(RANKS)]
+        jobs += [(self._pull, reader) for reader in range(READERS)]
+        jobs += [(self._save, 0)]
+        self._threads = [threading.Thread(target=self._run, args=job) for job in jobs]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, latest: ema_client.Version | None) -> None:
+        with self._changed:
+            self._history.on_start(latest)
+            self._killed = False
+            self._changed.notify_all()
+
+    def on_kill(self) -> None:
+        self._killed = True
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, job, number: int) -> None:
+        life = -1
+        with ema_client.Client(self._address, timeout_s=5) as client:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or self._history.life > life)
+                    if self._stopped:
+                        return
+                    life = self._history.life
+                try:
+                    while self._is_on(life):
+                        job(client, number, life)
+                except GONE as error:
+                    # The kill may be known to the client before it is to us.
+                    with self._changed:
+                        self._changed.wait_for(lambda: not self._is_on(life), timeout=10)
+                    if self._is_on(life):
+                        self._history.on_violation(f"{job.__name__} {number}: {error}")
+                except ema_client.EmaError as error:
+                    self._history.on_violation(f"{job.__name__} {number}: {error}")
+
+    def _is_on(self, life: int) -> bool:
+        return not self._stopped and not self._killed and self._history.life == life
+
+    def _push(self, client: ema_client.Client, rank: int, life: int) -> None:
+        with client.open_run(
+            MODEL, launch_id=f"life-{life}", rank=rank, world_size=RANKS, rejoins=False
+        ) as run:
+            run.wait_ready()
+            step = run.latest.step if run.latest is not None else 0
+            while self._is_on(life):
+                # Some are left out.
+                step += 3 if step % 5 == 3 else 1
+                version = run.push(step=step, weights=filled(step))
+                self._history.on_push(life, step, version)
+
+    def _pull(self, client: ema_client.Client, reader: int, life: int) -> None:
+        track = "raw" if reader == 0 else "ema"
+        acked = self._history.now().acked
+        if acked == (0, 0):
+            time.sleep(0.01)  # There is nothing yet.
+            return
+        weights = client.pull(MODEL, track=track, framework="numpy")
+        self._history.on_pull(reader, life, track, acked, weights)
+
+    def _save(self, client: ema_client.Client, _: int, life: int) -> None:
+        if self._history.now().acked == (0, 0):
+            time.sleep(0.01)
+            return
+        self._history.on_save(life, client.create_checkpoint(MODEL, timeout_s=5).version)
+
+
+def wait_until(is_so, history: History, timeout_s: float = 30) -> None:
+    """Or until something is wrong, which the end tells."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so(history.now()) and not history.is_violated() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        int(os.environ.get("EMA_KILLS", 10)),
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
+    ],
+)
+def test_nothing_durable_is_lost(tmp_path, kills):
+    seed = int(os.environ.get("EMA_KILL_SEED", time.time_ns() % 1_000_000))
+    print(f"EMA_KILL_SEED={seed}")
+    chance = random.Random(seed)
+    history = History()
+    valid = invalid = 0
+    was_thick = False
+    with ServerProcess(tmp_path, "--session-timeout", "2s", data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(MODEL, filled(0), tracks={"ema": "1ba", "raw": "copy"})
+        traffic = Traffic(server.address, history)
+        try:
+            while True:
+                with ema_client.Client(server.address) as client:
+                    latest = client.model(MODEL).latest
+                traffic.begin(latest)
+                # A model that was never saved is not there after a restart.
+                is_first = history.life == 0
+                wait_until(lambda life: life.versions > 0 and (life.saves or not is_first), history)
+                time.sleep(chance.uniform(0.0, 1.2))
+                is_thick = history.now().is_thick()
+                # A kill counts if enough went on before it and after it.
+                if history.life > 0:
+                    valid += was_thick and is_thick
+                    invalid += not (was_thick and is_thick)
+                was_thick = is_thick
+                if history.is_violated() or valid >= kills or invalid > kills * MOST_INVALID_SHARE:
+                    break
+                server.kill()
+                traffic.on_kill()
+                server.start(port=server.port)
+        finally:
+            traffic.stop()
+        pulls, versions, saves = history.count()
+        print(
+            f"{valid} kills, {invalid} more between thin lives, {pulls} pulls, {versions} versions, {saves} saves"
+        )
+        problems = history.check()
+        assert not problems, "\n".join(problems)
+        assert valid >= kills, "too thin"
+        with ema_client.Client(server.address) as client:
+            last = client.model(MODEL).latest
+            assert last is not None and id_of(last) >= history.now().acked
+        assert server.stop() == 0
