@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real disk that is really full: saves fail, nothing else does, and it heals by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
+import ema_client
+import numpy as np
+import pytest
+from server_process import ServerProcess
+
+DISK_BYTES = 24 << 20
+# Two checkpoints fit, three do not.
+WEIGHT_BYTES = 4 << 20
+
+
+def mount_or_skip(*arguments: str) -> None:
+    try:
+        result = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if result.returncode != 0:
+        pytest.skip(f"cannot mount here: {result.stderr.strip()}")
+
+
+def make_image(file: pathlib.Path) -> None:
+    with file.open("wb") as image:
+        image.truncate(DISK_BYTES)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(file)], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mkfs.ext4")
+
+
+@contextlib.contextmanager
+def small_disk(kind: str, folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file system of DISK_BYTES, mounted in `folder`."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if kind == "tmpfs":
+        mount_or_skip("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk))
+    else:
+        image = folder / "image"
+        make_image(image)
+        mount_or_skip("-o", "loop", str(image), str(disk))
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: pathlib.Path, leave_bytes: int) -> pathlib.Path:
+    """Takes all space but `leave_bytes`."""
+    ballast = disk / "ballast"
+    stat = subprocess.run(
+        ["stat", "-f", "-c", "%a %S", str(disk)], check=True, capture_output=True, text=True
+    )
+    blocks, size = map(int, stat.stdout.split())
+    ballast.write_bytes(bytes(max(0, blocks * size - leave_bytes)))
+    return ballast
+
+
+def names(data: pathlib.Path) -> set[str]:
+    return {path.name for path in (data / "models/m/checkpoints").iterdir()}
+
+
+def push(run: ema_client.Run, step: int) -> np.ndarray:
+    weights = np.full(WEIGHT_BYTES // 4, step, np.float32)
+    run.push(step=step, weights={"w": weights})
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+# What is left: too little to begin with, or less than the server thinks that it needs.
+@pytest.mark.parametrize("leave_bytes", [0, WEIGHT_BYTES // 2])
+def test_a_full_disk_heals_by_itself(tmp_path, kind, leave_bytes):
+    with small_disk(kind, tmp_path) as disk:
+        data = disk / "data"
+        with ServerProcess(tmp_path, data_dir=data) as server:
+            with ema_client.Client(server.address) as client:
+                client.create_model(
+                    "m", {"w": np.zeros(WEIGHT_BYTES // 4, np.float32)}, tracks={"raw": "copy"}
+                )
+                with client.open_run("m") as run:
+                    push(run, 1)
+                    first = client.create_checkpoint("m")
+                    before = names(data)
+                    ballast = fill(disk, leave_bytes)
+                    weights = push(run, 2)
+                    with pytest.raises(ema_client.ResourceExhaustedError) as error:
+                        client.create_checkpoint("m")
+                    assert error.value.reason == "DISK_FULL"
+                    # The checkpoint before is as it was, and nothing of the other is left.
+                    assert names(data) == before
+                    # Pushes and pulls go on.
+                    weights = push(run, 3)
+                    assert (client.pull("m", track="raw", framework="numpy")["w"] == weights).all()
+                    ballast.unlink()
+                    saved = client.create_checkpoint("m")
+                    assert saved.version.step == 3
+                    assert names(data) == before | {saved.name} and first.name in before
+            server.kill()
+            server.start()
+            with ema_client.Client(server.address) as client:
+                pulled = client.pull("m", track="raw", framework="numpy")
+                assert pulled.version.step == 3
+                assert (pulled["w"] == weights).all()
