@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/checkpoint_files.h"
 
-#include <cstdio>
 #include <utility>
 #include <vector>
 
@@ -83,11 +82,6 @@ std::vector<Finding> Verify(const std::string& path) {
   return findings;
 }
 
-void Print(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
-}
-
 void PrintFindings(const std::vector<Finding>& findings, bool json) {
   const auto verdict = [](const Finding& finding) {
     return finding.status.ok() ? std::string("ok") : std::string(finding.status.message());
@@ -105,8 +99,7 @@ void PrintFindings(const std::vector<Finding>& findings, bool json) {
     if (!finding.status.ok()) rows.back()["problem"] = verdict(finding);
   }
   const Json document = {{"verified", std::move(rows)}};
-  Print(json ? document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
-             : table.ToString());
+  Print(json ? Dump(document, 2) : table.ToString());
 }
 
 }  // namespace
@@ -138,7 +131,7 @@ absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool
                            {"step", copied->record.step},
                            {"version", copied->record.version},
                            {"bytes", copied->total_bytes}};
-    Print(document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n");
+    PrintJson(document);
     return absl::OkStatus();
   }
   Print(absl::StrCat(BaseName(from), " (step ", copied->record.step, ", ", copied->total_bytes,

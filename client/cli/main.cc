@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "client/cli/checkpoint_commands.h"
+#include "client/cli/checkpoint_files.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/explain.h"
@@ -85,6 +86,8 @@ struct Options {
   ema::cli::SynthesizeOptions synthesize;
   std::string pull_version;
   ema::cli::CheckpointOptions checkpoint;
+  std::string directory;  // Of `checkpoint verify` and `copy`.
+  std::string to;         // Of `checkpoint copy`.
   ema::cli::RollbackOptions rollback;
   ema::cli::LabelOptions label;
   ema::cli::MetricOptions metric;
@@ -111,12 +114,17 @@ void AddExplain(CLI::App* sub, Options& options) {
                   "The whole training in the unit of the interval, for times in dur");
 }
 
-using Command = std::function<absl::Status(const Session&)>;
+// What is to be done.
+struct Command {
+  std::function<absl::Status(const Session&)> run;
+  bool needs_server = true;
+};
 
-// Declares a command; when it is given, it is stored in `run`.
-CLI::App* Add(CLI::App& app, Command& run, const char* name, const char* help, Command command) {
+// Declares a command; when it is given, it is stored in `chosen`.
+CLI::App* Add(CLI::App& app, Command& chosen, const char* name, const char* help,
+              std::function<absl::Status(const Session&)> run, bool needs_server = true) {
   CLI::App* const sub = app.add_subcommand(name, help);
-  sub->callback([&run, command = std::move(command)] { run = command; });
+  sub->callback([&chosen, run = std::move(run), needs_server] { chosen = {run, needs_server}; });
   return sub;
 }
 
@@ -133,7 +141,7 @@ CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
 }
 
 // Declares what is about versions on the server's disk.
-void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
+void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& family = AddFamily(app, "checkpoint", "Versions on the server's disk");
   ema::cli::CheckpointOptions& checkpoint = options.checkpoint;
   const auto add_checkpoint = [&](CLI::App* sub) {
@@ -142,7 +150,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
         ->required();
   };
   CLI::App* sub =
-      Add(family, run, "create", "Save a version, by default the newest, and wait for the disk",
+      Add(family, chosen, "create", "Save a version, by default the newest, and wait for the disk",
           [&](const Session& session) { return CreateCheckpoint(session, checkpoint); });
   AddModel(sub, checkpoint.model);
   sub->add_option("--version", checkpoint.request.version, "Version (default: the newest)")
@@ -154,16 +162,34 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
   sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it");
   sub->add_flag("--no-wait", checkpoint.request.async, "Return before it is on the disk");
 
-  sub = Add(family, run, "list", "List what is on the disk, being saved, or could not be",
+  sub = Add(family, chosen, "list", "List what is on the disk, being saved, or could not be",
             [&](const Session& session) { return ListCheckpoints(session, checkpoint); });
   AddModel(sub, checkpoint.model);
-  add_checkpoint(Add(family, run, "show", "Show one",
+  add_checkpoint(Add(family, chosen, "show", "Show one",
                      [&](const Session& session) { return ShowCheckpoint(session, checkpoint); }));
   add_checkpoint(
-      Add(family, run, "delete", "Remove one that has no label and is not the newest",
+      Add(family, chosen, "delete", "Remove one that has no label and is not the newest",
           [&](const Session& session) { return DeleteCheckpoint(session, checkpoint); }));
 
-  sub = Add(app, run, "rollback",
+  sub = Add(
+      family, chosen, "verify",
+      "Read every byte of a checkpoint's folder, or of a folder of checkpoints; needs no server",
+      [&](const Session& session) {
+        return ema::cli::VerifyCheckpoints(options.directory, session.json);
+      },
+      /*needs_server=*/false);
+  sub->add_option("dir", options.directory, "The folder")->required();
+  sub = Add(
+      family, chosen, "copy",
+      "Copy a checkpoint's folder, such as to a mounted object store, verified; needs no server",
+      [&](const Session& session) {
+        return ema::cli::CopyCheckpoint(options.directory, options.to, session.json);
+      },
+      /*needs_server=*/false);
+  sub->add_option("from", options.directory, "The checkpoint's folder")->required();
+  sub->add_option("to", options.to, "The folder to make")->required();
+
+  sub = Add(app, chosen, "rollback",
             "Make a new version that is what an earlier one was; the run that pushes ends",
             [&](const Session& session) { return Rollback(session, options.rollback); });
   AddModel(sub, options.rollback.model);
@@ -178,19 +204,19 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
     AddModel(command, label.model);
     command->add_option("label", label.label, "Name, such as stable")->required();
   };
-  sub = Add(labels, run, "set", "Give a version a name, saving it if need be",
+  sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
             [&](const Session& session) { return SetLabel(session, label); });
   add_label(sub);
   sub->add_option("--version", label.id.version, "Version (default: the newest)")
       ->check(CLI::PositiveNumber);
-  add_label(Add(labels, run, "remove", "Take a name away",
+  add_label(Add(labels, chosen, "remove", "Take a name away",
                 [&](const Session& session) { return RemoveLabel(session, label); }));
-  AddModel(Add(labels, run, "list", "List a model's labels",
+  AddModel(Add(labels, chosen, "list", "List a model's labels",
                [&](const Session& session) { return ListLabels(session, label); }),
            label.model);
 
   Client::Metric& metric = options.metric.metric;
-  sub = Add(app, run, "metric", "Report a score for a version; the best one gets the label",
+  sub = Add(app, chosen, "metric", "Report a score for a version; the best one gets the label",
             [&](const Session& session) { return ReportMetric(session, options.metric); });
   AddModel(sub, options.metric.model);
   sub->add_option("--version", metric.id.version, "Version that was evaluated")
@@ -201,10 +227,11 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& run) {
   sub->add_option("--label", metric.label, "Which label (default: best)");
 }
 
-// Declares the commands. The one that is given is stored in `run`.
-void AddCommands(CLI::App& app, Options& options, Command& run) {
-  const auto add = [&](const char* name, const char* help, Command command) {
-    return Add(app, run, name, help, std::move(command));
+// Declares the commands. The one that is given is stored in `chosen`.
+void AddCommands(CLI::App& app, Options& options, Command& chosen) {
+  const auto add = [&](const char* name, const char* help,
+                       std::function<absl::Status(const Session&)> run) {
+    return Add(app, chosen, name, help, std::move(run));
   };
   const auto add_model = &AddModel;
 
@@ -294,7 +321,7 @@ void AddCommands(CLI::App& app, Options& options, Command& run) {
       "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
   sub->add_option("-o,--output", options.pull.file, "File to write")->required();
 
-  AddCheckpointCommands(app, options, run);
+  AddCheckpointCommands(app, options, chosen);
 
   sub = add(
       "synthesize", "Build an average of another length from kept snapshots, to be pulled",
@@ -320,9 +347,11 @@ void AddCommands(CLI::App& app, Options& options, Command& run) {
   add_model(sub, options.model);
   sub->add_flag("--yes", options.yes, "Really")->required();
 
-  sub =
-      add("explain", "Show what a schedule does, such as --half-life 1000ba; needs no server",
-          [&](const Session& session) { return ema::cli::Explain(options.explain, session.json); });
+  sub = Add(
+      app, chosen, "explain",
+      "Show what a schedule does, such as --half-life 1000ba; needs no server",
+      [&](const Session& session) { return ema::cli::Explain(options.explain, session.json); },
+      /*needs_server=*/false);
   AddExplain(sub, options);
 }
 
@@ -337,7 +366,7 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, 64 << 20);
 
   Options options;
-  Command run;
+  Command command;
   CLI::App app("Makes, lists, watches and pulls the models of an EMA server.", "emactl");
   app.footer(kFooter);
   app.require_subcommand(1);
@@ -360,7 +389,7 @@ int main(int argc, char** argv) {
       app.add_option("--timeout", options.timeout, "How long a call may take")
           ->check(CheckDuration)
           ->capture_default_str();
-  AddCommands(app, options, run);
+  AddCommands(app, options, command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -373,7 +402,7 @@ int main(int argc, char** argv) {
                   }};
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
-  if (!app.got_subcommand("explain")) {
+  if (command.needs_server) {
     auto created = ema::Client::Create(
         options.server,
         {.timeout = session.timeout, .tls = options.tls, .is_interrupted = session.is_interrupted});
@@ -384,7 +413,7 @@ int main(int argc, char** argv) {
     client = *std::move(created);
     session.client = client.get();
   }
-  const absl::Status status = run(session);
+  const absl::Status status = command.run(session);
   if (!status.ok()) ema::cli::PrintError(status, options.json);
   return ema::cli::ExitCode(status);
 }

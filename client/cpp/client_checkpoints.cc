@@ -6,6 +6,7 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/convert.h"
 #include "ema/client.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -132,7 +133,10 @@ absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
   request.set_label(std::string(label));
   request.set_remove(true);
   v1::SetLabelResponse response;
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout);
+  const absl::Status status =
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout);
+  // Perhaps a try before, whose answer was lost, has taken it away.
+  return GetErrorReason(status) == ErrorReason::kLabelNotFound ? absl::OkStatus() : status;
 }
 
 absl::StatusOr<Client::MetricResult> Client::ReportMetric(std::string_view model,

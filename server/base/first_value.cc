@@ -11,7 +11,8 @@ namespace {
 
 // Null: it goes on from its first value.
 const char* WhyFirstValueIsLost(const Schedule& schedule) {
-  constexpr const char* kWrittenOver = "its next update writes over the first value";
+  constexpr const char* kWrittenOver =
+      "soon after the start its updates write over the first value";
   constexpr const char* kFromZero = "it begins from zero, not from the first value";
   const Schedule::Rule& rule = schedule.rule();
   if (schedule.is_copy()) return nullptr;

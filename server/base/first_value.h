@@ -12,8 +12,8 @@ namespace ema {
 // OK if all schedules of the track go on from the value that its first push gives, as from an
 // average of any age: a half-life or a constant decay that starts at once (or holds its first value
 // until it does), or a copy. INVALID_ARGUMENT, BAD_SCHEDULE: for another that value is nothing, one
-// update's weights among others, or what the next update writes over; the message says which and
-// why.
+// update's weights among others, or what updates soon after the start write over; the message says
+// which and why.
 absl::Status CheckKeepsFirstValue(const TrackConfig& track);
 
 }  // namespace ema

@@ -137,7 +137,7 @@ absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
 absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string& name,
                                               const absl::Status& problem) {
   EMA_ASSIGN_OR_RETURN(const std::string new_name, SetAside(folder, name, kCorruptPrefix));
-  if (folder.latest_bytes > 0 && CheckpointName(folder.latest) == name) {
+  if (CheckpointName(folder.latest) == name) {
     folder.latest = {};
     folder.latest_bytes = 0;
   }
@@ -249,11 +249,11 @@ absl::Status CheckpointStore::PutLabel(std::string_view model_name, const Checkp
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(latch_.status());
-  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
   return PutLabelLocked(*folder, label);
 }
 
 absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLabel& label) {
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
   LabelMap labels;
   {
     absl::MutexLock lock(&folder.state_mu);

@@ -41,6 +41,13 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
   // A server that was killed may have renamed a checkpoint and not synced that: what is loaded is
   // called durable from here on.
   EMA_RETURN_IF_ERROR(Sync(folder.path));
+  if (const absl::Status indexed = IndexLocked(folder); !indexed.ok()) {
+    return LocateError(indexed, model_name, kLabelsFileName);
+  }
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
+  }
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::string name = CheckpointName(*id);

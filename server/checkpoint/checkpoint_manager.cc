@@ -229,10 +229,10 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   Saved saved{
       .record = snapshot->record, .name = key.second, .state = CheckpointInfo::State::kSaving};
   if (request.label.empty()) {
-    EMA_ASSIGN_OR_RETURN(const CheckpointInfo known, FindInfo(model, key.second));
-    if (known.state == CheckpointInfo::State::kComplete) {
-      saved.state = known.state;
-      saved.total_bytes = known.total_bytes;
+    EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
+    if (known.has_value() && known->state == CheckpointInfo::State::kComplete) {
+      saved.state = known->state;
+      saved.total_bytes = known->total_bytes;
       return saved;
     }
   }
@@ -343,17 +343,18 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
   return listing;
 }
 
-absl::StatusOr<CheckpointInfo> CheckpointManager::FindInfo(Model& model, std::string_view name) {
+absl::StatusOr<std::optional<CheckpointInfo>> CheckpointManager::FindInfo(Model& model,
+                                                                          std::string_view name) {
   EMA_ASSIGN_OR_RETURN(Listing listing, List(model));
   for (CheckpointInfo& info : listing.checkpoints) {
-    if (info.name == name) return std::move(info);
+    if (info.name == name) return std::optional(std::move(info));
   }
-  return CheckpointInfo{.state = CheckpointInfo::State::kFailed};
+  return std::optional<CheckpointInfo>();
 }
 
 absl::StatusOr<CheckpointInfo> CheckpointManager::Get(Model& model, std::string_view name) {
-  EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FindInfo(model, name));
-  if (!info.name.empty()) return info;
+  EMA_ASSIGN_OR_RETURN(std::optional<CheckpointInfo> info, FindInfo(model, name));
+  if (info.has_value()) return *std::move(info);
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
                    absl::StrCat("model \"", model.config().name, "\" has no checkpoint \"",
                                 std::string(name), "\""));

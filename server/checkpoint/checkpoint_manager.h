@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -138,8 +139,8 @@ class CheckpointManager final : public Checkpoints {
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // As Get(); without a name if there is none.
-  absl::StatusOr<CheckpointInfo> FindInfo(Model& model, std::string_view name)
+  // As Get(); nullopt: there is none.
+  absl::StatusOr<std::optional<CheckpointInfo>> FindInfo(Model& model, std::string_view name)
       ABSL_LOCKS_EXCLUDED(mu_);
   // The good checkpoint of a version with all tracks; incarnation 0: the newest of that number.
   // nullopt: there is none.

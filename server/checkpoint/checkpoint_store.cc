@@ -6,6 +6,7 @@
 #include <span>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
@@ -127,17 +128,15 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
                                                                   const SaveOptions& options) {
   const std::shared_ptr<Folder> folder = GetFolder(model.config().name);
   saving_count_.fetch_add(1, std::memory_order_relaxed);
+  const absl::Cleanup ended = [this] { saving_count_.fetch_sub(1, std::memory_order_relaxed); };
   absl::MutexLock lock(&folder->mu);
   // DeleteModel() may have come first; what it has set aside must not come back.
-  const absl::Status closed = model.closed();
-  absl::StatusOr<SaveResult> result = absl::IsNotFound(closed)
-                                          ? absl::StatusOr<SaveResult>(closed)
-                                          : SaveLocked(model, *snapshot, options, *folder);
-  saving_count_.fetch_sub(1, std::memory_order_relaxed);
-  if (absl::IsNotFound(closed)) return closed;
+  if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
+  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, options, *folder);
   if (!result.ok()) return AsSaveError(result.status());
+  if (!options.tracks.empty()) return result;
   model.SetDurable(snapshot->record.id(), snapshot->record.step);
-  if (keep) model.SetKeptTime(snapshot->record.time);
+  if (options.keep) model.SetKeptTime(snapshot->record.time);
   return result;
 }
 

@@ -54,8 +54,6 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
 absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
                                                              const TrackSnapshot& track,
                                                              Selection selection) {
-  // Nothing is made for those who read what is stored: nothing to be shared.
-  const bool is_shared = !selection.is_default();
   const VersionId id = snapshot->record.id();
   // What is read from the disk is opened for each reader, but the same.
   const auto is_same_track = [&](const Reading& reading) {

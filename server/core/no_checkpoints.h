@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/core/checkpoints.h"
@@ -38,8 +40,11 @@ class NoCheckpoints : public Checkpoints {
     return NoDataDir();
   }
   absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
-  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view) override {
-    return NoDataDir();
+  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                     absl::StrCat("label: \"", absl::CHexEscape(std::string(label)),
+                                  "\" given, but the server was started without --data-dir, so it "
+                                  "keeps no labels"));
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view) override {

@@ -32,7 +32,7 @@ struct ServerOptions {
   int64_t keep_last = 3;
   int64_t keep_every_steps = 0;                     // 0: not because of their step.
   absl::Duration scrub_interval = absl::Hours(24);  // Checkpoints are read again. 0: never.
-  int64_t thread_count = 0;     // Completion-queue threads; 1 or more after ParseOptions().
+  int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;
   int64_t max_connections = 1024;

@@ -11,29 +11,12 @@
 
 #include "absl/status/statusor.h"
 #include "server/core/checkpoints.h"
-#include "server/core/model.h"
-#include "server/core/synthesis.h"
 #include "server/rpc/call.h"
 
 namespace ema {
 
-// What the calls need of layers that `rpc` does not know. May block; called on a worker thread.
-struct CheckpointHooks {
-  struct Saved {
-    VersionRecord record;
-    std::string name;
-    int64_t total_bytes = 0;
-  };
-  std::function<absl::StatusOr<Saved>(Model&)> save;
-  // As Synthesize in ema_service.proto.
-  std::function<absl::StatusOr<Synthesis>(Model&, const SynthesisRequest&)> synthesize;
-  // After a model has been deleted, so that a restart does not bring it back.
-  std::function<absl::Status(std::string_view model)> forget;
-  // Of which pulls read versions that are not in memory; null: there are none. Outlives the server.
-  Checkpoints* checkpoints = nullptr;
-};
-
-// Answers every unary call of the service. Thread-safe from Listen() on.
+// Answers every unary call of the service. Thread-safe from Listen() on. Files: admin_service.cc,
+// and admin_checkpoints.cc for the calls about checkpoints and labels.
 class AdminService {
  public:
   // `checkpoints` outlives this.

@@ -194,7 +194,7 @@ struct RpcContext {
   StreamAdmission pushes;
   StreamAdmission pulls;
   CallsInFlight calls;
-  Checkpoints* checkpoints = nullptr;  // Null: there is no data directory.
+  Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
   // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
   std::function<void(std::function<void()>)> disk_reader;
 };

@@ -148,6 +148,33 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
   return proto;
 }
 
+v1::Checkpoint ToProto(const CheckpointInfo& checkpoint) {
+  v1::Checkpoint proto;
+  proto.set_name(checkpoint.name);
+  proto.set_state(static_cast<v1::Checkpoint::State>(checkpoint.state));
+  proto.set_incarnation(checkpoint.id.incarnation);
+  proto.set_version(checkpoint.id.version);
+  proto.set_step(checkpoint.step);
+  proto.set_commit_time_us(absl::ToUnixMicros(checkpoint.commit_time));
+  proto.mutable_tracks()->Assign(checkpoint.tracks.begin(), checkpoint.tracks.end());
+  proto.set_is_partial(checkpoint.is_partial);
+  proto.set_total_bytes(checkpoint.total_bytes);
+  proto.mutable_labels()->Assign(checkpoint.labels.begin(), checkpoint.labels.end());
+  proto.set_problem(checkpoint.problem);
+  return proto;
+}
+
+v1::Label ToProto(const CheckpointLabel& label) {
+  v1::Label proto;
+  proto.set_name(label.name);
+  proto.set_incarnation(label.id.incarnation);
+  proto.set_version(label.id.version);
+  proto.set_step(label.step);
+  if (label.metric.has_value()) proto.set_metric(*label.metric);
+  proto.set_lower_is_better(label.lower_is_better);
+  return proto;
+}
+
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision) {
   v1::PushPlan proto;
   proto.set_revision(plan.revision);

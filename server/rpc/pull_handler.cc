@@ -64,12 +64,6 @@ absl::StatusOr<VersionId> PullHandler::FindVersion(const v1::PullRequest& reques
                                    " given with if_newer_than, which is about the newest: "
                                    "expected one of the two"));
   }
-  if (checkpoints_ == nullptr) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
-                     absl::StrCat(label,
-                                  " given, but the server was started without --data-dir, "
-                                  "so it keeps no labels"));
-  }
   return checkpoints_->FindLabel(*model_, request.label());
 }
 
@@ -92,7 +86,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   const bool is_not_in_memory =
       reason == ErrorReason::kVersionNotKept ||
       (reason == ErrorReason::kNoVersion && id.version != 0 && !model_->latest().has_value());
-  if (checkpoints_ != nullptr && is_not_in_memory) {
+  if (is_not_in_memory) {
     on_disk_ = OnDisk{id, request.track(), std::move(selection), request.offset()};
     return absl::OkStatus();
   }

@@ -25,7 +25,7 @@ namespace ema {
 // One pull: header, chunks, trailer. Keeps the version pinned. For one thread at a time.
 class PullHandler {
  public:
-  // `store`, and `checkpoints` if it is not null, outlive it.
+  // `store` and `checkpoints` outlive it.
   PullHandler(ModelStore* store, Checkpoints* checkpoints)
       : store_(store), checkpoints_(checkpoints) {}
 

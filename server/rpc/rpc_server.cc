@@ -91,9 +91,9 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
-           .checkpoints = checkpoints.checkpoints,
+           .checkpoints = checkpoints,
            .disk_reader = ExecutorOf(&disk_reads_)},
-      admin_(store, std::move(checkpoints)) {}
+      admin_(store, checkpoints) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -126,6 +126,9 @@ void RpcServer::Shutdown(absl::Time deadline) {
     server_->Shutdown(std::chrono::system_clock::now());
   }
   if (lanes_ != nullptr) lanes_->Stop();
+  // What was cancelled just now ends by itself, on the queues' threads.
+  constexpr absl::Duration kCancelGrace = absl::Seconds(5);
+  rpc_.calls.AwaitNone(absl::Now() + kCancelGrace);
   {
     // Not before: calls that go on until the deadline need these threads.
     absl::MutexLock lock(&mu_);

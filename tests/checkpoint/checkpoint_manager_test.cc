@@ -216,6 +216,7 @@ TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
 }
 
 TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
+  EXPECT_THAT(manager_->List(*model_), IsOk());
   // A file where the model's folder must be.
   EMA_ASSERT_OK_AND_ASSIGN(auto file, PosixFileSystem().NewWritableFile(directory_ + "/models/m"));
   ASSERT_THAT(file->Close(), IsOk());
@@ -401,14 +402,28 @@ TEST_F(CheckpointManagerTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
 }
 
 TEST_F(CheckpointManagerTest, AModelHasAtMost1024Labels) {
-  TestServer server(files_);
-  server.PushTo(1);
-  for (int i = 0; i < 1024; ++i) {
-    ASSERT_THAT(server.manager().SetLabel(server.model(), absl::StrCat("l", i), {}), IsOk());
+  const std::string path = absl::StrCat(kTestFolder, "/LABELS.json");
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "l0"), IsOk());
+    LabelMap labels;
+    for (int i = 0; i < 1023; ++i) {
+      const std::string name = absl::StrCat("l", i);
+      labels[name] = {.name = name, .id = server.model().latest()->id(), .step = 10};
+    }
+    files_.FileBytes(path) = EncodeLabels(labels);
   }
-  EXPECT_THAT(server.manager().SetLabel(server.model(), "more", {}),
+  TestServer server(files_);
+  const auto set = [&](const std::string& name) {
+    return server.manager().SetLabel(server.model(), name, {}).status();
+  };
+  EXPECT_THAT(set("last"), IsOk());
+  EXPECT_THAT(set("more"),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1024 labels")));
-  EXPECT_THAT(server.manager().SetLabel(server.model(), "l7", {}), IsOk());
+  EXPECT_THAT(set("l7"), IsOk());
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "l7"), IsOk());
+  EXPECT_THAT(set("more"), IsOk());
 }
 
 TEST_F(CheckpointManagerTest, WithACorruptLabelFileNothingIsRemoved) {

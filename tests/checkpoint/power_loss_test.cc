@@ -107,7 +107,7 @@ struct Server {
   }
   bool Save(int64_t version, bool keep = false) {
     allowed.versions.insert(version);
-    if (!store->Save(versions.model(), versions[version], keep).ok()) return false;
+    if (!store->Save(versions.model(), versions[version], {.keep = keep}).ok()) return false;
     allowed.versions = {version};
     if (keep) allowed.kept_version = version;
     return true;

@@ -16,6 +16,7 @@
 namespace ema::cli {
 namespace {
 
+using ::testing::_;
 using ::testing::HasSubstr;
 
 const std::string kFixture = std::string(EMA_FIXTURES) + "/format-3";
@@ -26,7 +27,7 @@ class CheckpointFilesTest : public testing::Test {
   CheckpointFilesTest() : folder_(testing::TempDir() + "/ema_cli_XXXXXX") {
     EXPECT_NE(mkdtemp(folder_.data()), nullptr);
     testing::internal::CaptureStdout();
-    for (const std::string& name : {"/a", "/b"}) {
+    for (const char* const name : {"/a", "/b"}) {
       EXPECT_THAT(CopyCheckpoint(kFixture, folder_ + name, /*json=*/false), IsOk());
     }
     copied_ = testing::internal::GetCapturedStdout();
@@ -98,7 +99,7 @@ TEST_F(CheckpointFilesTest, ADamagedOneIsNamedAndTheOthersAreStillRead) {
   EXPECT_THAT(Verify(folder_, /*json=*/false).printed, HasSubstr("its checksum is wrong"));
   // Nor is it copied.
   EXPECT_THAT(CopyCheckpoint(folder_ + "/a", folder_ + "/c", /*json=*/false),
-              StatusIs(absl::StatusCode::kDataLoss));
+              StatusIs(absl::StatusCode::kDataLoss, _));
   EXPECT_FALSE(std::filesystem::exists(folder_ + "/c"));
 }
 
@@ -115,14 +116,14 @@ TEST_F(CheckpointFilesTest, AWholeThatIsBadIsARow) {
 TEST_F(CheckpointFilesTest, WhatIsNotThereIsNotFoundAndWhatIsThereStays) {
   const std::string empty = folder_ + "/empty";
   std::filesystem::create_directory(empty);
-  EXPECT_THAT(Verify(empty, /*json=*/false).status, StatusIs(absl::StatusCode::kNotFound));
+  EXPECT_THAT(Verify(empty, /*json=*/false).status, StatusIs(absl::StatusCode::kNotFound, _));
   EXPECT_THAT(Verify(folder_ + "/nothing", /*json=*/false).status,
-              StatusIs(absl::StatusCode::kNotFound));
+              StatusIs(absl::StatusCode::kNotFound, _));
   EXPECT_THAT(CopyCheckpoint(kFixture, empty, /*json=*/false),
-              StatusIs(absl::StatusCode::kAlreadyExists));
+              StatusIs(absl::StatusCode::kAlreadyExists, _));
   EXPECT_TRUE(std::filesystem::is_empty(empty));
   EXPECT_THAT(CopyCheckpoint(folder_ + "/nothing", folder_ + "/c", /*json=*/false),
-              StatusIs(absl::StatusCode::kNotFound));
+              StatusIs(absl::StatusCode::kNotFound, _));
 }
 
 }  // namespace

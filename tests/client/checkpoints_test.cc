@@ -132,6 +132,14 @@ TEST_F(CheckpointCallsTest, RestoreGoesByVersionOrLabelAndSaysWhatItIsFrom) {
                           "RestoreCheckpoint model: \"m\" label: \"best\""));
 }
 
+TEST_F(CheckpointCallsTest, ALabelThatIsNotThereIsRemoved) {
+  server_.unary_errors = {
+      MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound, "no label"),
+      MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound, "no model")};
+  EXPECT_THAT(client_->RemoveLabel("m", "best"), IsOk());
+  EXPECT_THAT(client_->RemoveLabel("m", "best"), ReasonIs(ErrorReason::kModelNotFound));
+}
+
 // What changes nothing twice is tried again when nobody knows whether it was done.
 TEST_F(CheckpointCallsTest, AllButRestoreAreRetried) {
   const std::vector<std::function<absl::Status()>> calls = {
@@ -191,7 +199,7 @@ TEST_F(CheckpointCallsTest, ARunResumesUntilAllHaveJoinedAndNeverAgain) {
   TrainingTime time;
   time.Set(TimeUnit::kBatch, 72);
   EMA_ASSERT_OK_AND_ASSIGN(
-      const std::unique_ptr<Run> run,
+      const std::unique_ptr<ema::Run> run,
       client_->OpenRun("m", {.resume = Client::ResumePoint{72, kSeven, time}}));
   ASSERT_THAT(run->WaitReady(), IsOk());
   const std::array<float, 4> weights = {1, 2, 3, 4};

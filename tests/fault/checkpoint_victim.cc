@@ -142,7 +142,9 @@ void Live(const std::string& data_dir, const std::string& mode, bool stops) {
     TrainOneStep(model);
     const SnapshotRef snapshot = ValueOf(model->PinVersion(0));
     Mark(stops);
-    const auto save = [&] { return store->Save(*model, snapshot, mode == "keep").status(); };
+    const auto save = [&] {
+      return store->Save(*model, snapshot, {.keep = mode == "keep"}).status();
+    };
     if (const absl::Status status = save(); !status.ok()) {
       PrintError("failed", status);
       const absl::Status again = save();

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 
 from server_process import ROOT
@@ -98,6 +99,9 @@ class _Victim:
     def live_traced(self, data: pathlib.Path, mode: str, options: Sequence[str], log: str) -> End:
         self._start(data, mode, "stop")
         pid = int(self._read_until("marked=").rsplit("=", 1)[1])
+        # It says so before it stops; a SIGCONT in between would be lost.
+        while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
         strace = attach(pid, FILE_CALLS, *options, log=log)
         os.kill(pid, signal.SIGCONT)
         end = self._end()

@@ -46,6 +46,7 @@ class Life:
     base: Id  # What it has loaded; (0, 0): nothing.
     incarnation: int = 0  # Of its own versions; 0: it made none that anybody was told of.
     acked: Id = (0, 0)
+    is_over: bool = False  # What is answered from here on may come from the next one.
     pulls: int = 0
     versions: int = 0
     saves: int = 0
@@ -71,6 +72,10 @@ class History:
     def life(self) -> int:
         with self._lock:
             return len(self._lives) - 1
+
+    def is_on(self, life: int) -> bool:
+        with self._lock:
+            return life == len(self._lives) - 1 and not self._lives[life].is_over
 
     def now(self) -> Life:
         """A copy of what has happened in the life that is on."""
@@ -103,6 +108,11 @@ class History:
             if latest is not None:
                 self._record(latest, None)
 
+    def on_kill(self) -> None:
+        """The life is about to end."""
+        with self._lock:
+            self._lives[-1].is_over = True
+
     def on_push(self, life: int, step: int, version: ema_client.Version) -> None:
         with self._lock:
             if version.step != step:
@@ -125,7 +135,7 @@ class History:
         values = {float(value) for array in weights.values() for value in np.unique(array)}
         version = weights.version
         with self._lock:
-            is_same = life == len(self._lives) - 1
+            is_same = life == len(self._lives) - 1 and not self._lives[life].is_over
             self._record(version, life if is_same else None)
             self._lives[life].pulls += 1
             floats = {

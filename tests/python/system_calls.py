@@ -18,7 +18,7 @@ FILE_CALLS = """
     open openat creat close read pread64 preadv write writev pwrite64 pwritev fsync fdatasync sync_file_range
     rename renameat renameat2 unlink unlinkat rmdir mkdir mkdirat ftruncate fallocate link linkat symlink
     symlinkat flock fcntl getdents getdents64 stat lstat fstat newfstatat statx statfs fstatfs access faccessat
-    faccessat2 lseek copy_file_range sendfile mmap msync
+    faccessat2 lseek copy_file_range sendfile
 """.split()
 
 

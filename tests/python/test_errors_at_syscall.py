@@ -29,7 +29,12 @@ ANSWERS = {
     "EDQUOT": {"RESOURCE_EXHAUSTED DISK_FULL"},
     "EROFS": {"UNAVAILABLE STORE_READ_ONLY"},
 }
-SYNCS = ("fsync", "fdatasync")
+
+
+def is_sync(point: Point) -> bool:
+    """An fsync, or the opening of a folder for one (to list it is another thing: that does not block)."""
+    is_folder = "O_DIRECTORY" in point.text and "O_NONBLOCK" not in point.text
+    return point.name in ("fsync", "fdatasync") or (point.name == "openat" and is_folder)
 
 
 def check_failed_at(
@@ -47,7 +52,7 @@ def check_failed_at(
     again = re.search(r"again=(.*)", end.output)
     if failed:
         assert failed[1] in ANSWERS[error], end.output
-        is_latched = point.name in SYNCS and error in ("EIO", "EROFS")
+        is_latched = is_sync(point) and error in ("EIO", "EROFS")
         assert again is not None
         assert again[1].split()[0] == ("UNAVAILABLE" if is_latched else "OK"), end.output
         if is_latched:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import pathlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 
@@ -56,11 +58,13 @@ def small_disk(kind: str, folder: pathlib.Path) -> Iterator[pathlib.Path]:
 def fill(disk: pathlib.Path, leave_bytes: int) -> pathlib.Path:
     """Takes all space but `leave_bytes`."""
     ballast = disk / "ballast"
-    stat = subprocess.run(
-        ["stat", "-f", "-c", "%a %S", str(disk)], check=True, capture_output=True, text=True
-    )
-    blocks, size = map(int, stat.stdout.split())
-    ballast.write_bytes(bytes(max(0, blocks * size - leave_bytes)))
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while (left := shutil.disk_usage(disk).free - leave_bytes) > 0:
+                file.write(bytes(min(left, 1 << 20)))
+        except OSError as error:
+            # The file system wants some of it for itself.
+            assert error.errno == errno.ENOSPC
     return ballast
 
 

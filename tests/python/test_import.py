@@ -96,7 +96,7 @@ def test_a_model_with_versions_is_refused(client, emactl, model, folder):  # noq
         ({"smoothing": 0.9, "zero_init": "debias"}, "begins from zero"),
         ({"half_life": "9ba", "debias": True}, "begins from zero"),
         ({"uniform": True}, "counts as one update"),
-        ({"sigma_rel": 0.1}, "writes over"),
+        ({"sigma_rel": 0.1}, "write over"),
         ({"half_life": "9ba", "ema_start": "50ba"}, "ema_start"),
     ],
 )

@@ -50,7 +50,6 @@ class Traffic:
         self._history = history
         self._changed = threading.Condition()
         self._stopped = False
-        self._killed = True
         jobs = [(self._push, rank) for rank in range(RANKS)]
         jobs += [(self._pull, reader) for reader in range(READERS)]
         jobs += [(self._save, 0)]
@@ -61,11 +60,7 @@ class Traffic:
     def begin(self, latest: ema_client.Version | None) -> None:
         with self._changed:
             self._history.on_start(latest)
-            self._killed = False
             self._changed.notify_all()
-
-    def on_kill(self) -> None:
-        self._killed = True
 
     def stop(self) -> None:
         with self._changed:
@@ -96,7 +91,7 @@ class Traffic:
                     self._history.on_violation(f"{job.__name__} {number}: {error}")
 
     def _is_on(self, life: int) -> bool:
-        return not self._stopped and not self._killed and self._history.life == life
+        return not self._stopped and self._history.is_on(life)
 
     def _push(self, client: ema_client.Client, rank: int, life: int) -> None:
         with client.open_run(
@@ -168,8 +163,8 @@ def test_nothing_durable_is_lost(tmp_path, kills):
                 was_thick = is_thick
                 if history.is_violated() or valid >= kills or invalid > kills * MOST_INVALID_SHARE:
                     break
+                history.on_kill()
                 server.kill()
-                traffic.on_kill()
                 server.start(port=server.port)
         finally:
             traffic.stop()

@@ -74,6 +74,7 @@ def tracks_of(client, model):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "killed, ranks", [("trainer", 1), ("trainer and server", 1), ("trainer and server", 2)]
 )

@@ -41,18 +41,7 @@ class RpcFixture : public testing::Test {
     store_options.memory_bytes = int64_t{1} << 30;
     store_options.model.incarnation = 7;
     store_ = std::make_shared<ModelStore>(MakeCpuDevice(int64_t{64} << 20), store_options);
-    CheckpointHooks hooks;
-    hooks.save = [](Model&) -> absl::StatusOr<CheckpointHooks::Saved> {
-      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir, "none");
-    };
-    hooks.synthesize = [](Model&, const SynthesisRequest&) -> absl::StatusOr<Synthesis> {
-      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir, "none");
-    };
-    hooks.forget = [this](std::string_view) {
-      return std::exchange(forget_status_, absl::OkStatus());
-    };
-    hooks.checkpoints = checkpoints_;
-    auto server = RpcServer::Start(store_, std::move(hooks), options);
+    auto server = RpcServer::Start(store_, checkpoints_, options);
     ASSERT_THAT(server, IsOk());
     server_ = *std::move(server);
     address_ = absl::StrCat("127.0.0.1:", server_->port());
@@ -197,8 +186,16 @@ class RpcFixture : public testing::Test {
     return pulled;
   }
 
-  Checkpoints* checkpoints_ = nullptr;  // What StartServer() gives the server.
-  absl::Status forget_status_;          // What the next DeleteModel finds on the disk.
+  // No disk, but one that fails to forget.
+  class NoDisk final : public NoCheckpoints {
+   public:
+    absl::Status Forget(std::string_view) override {
+      return std::exchange(forget_status, absl::OkStatus());
+    }
+    absl::Status forget_status;  // What the next DeleteModel finds.
+  };
+  NoDisk no_disk_;
+  Checkpoints* checkpoints_ = &no_disk_;  // What StartServer() gives the server.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<RpcServer> server_;
   std::string address_;

@@ -200,11 +200,11 @@ TEST_F(RpcTest, ADeletionThatFailedOnTheDiskIsTriedAgainByTheNext) {
     grpc::ClientContext context;
     return stub_->DeleteModel(&context, request, &response).error_code();
   };
-  fake_checkpoints_.forget_status = absl::UnavailableError("I/O error");
+  no_disk_.forget_status = absl::UnavailableError("I/O error");
   EXPECT_EQ(delete_model(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_MODEL_NOT_FOUND);
   // The model is gone from memory, but only now from the disk.
-  fake_checkpoints_.forget_status = absl::UnavailableError("I/O error");
+  no_disk_.forget_status = absl::UnavailableError("I/O error");
   EXPECT_EQ(delete_model(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(delete_model(), grpc::StatusCode::OK);
 }

@@ -4,6 +4,7 @@
 // else waits for that disk.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <thread>
 
@@ -34,6 +35,8 @@ class FakeCheckpoints final : public Checkpoints {
       track.low_blocks.clear();
     }
   }
+  // A track must not outlive its model.
+  void Clear() { kept_.clear(); }
   // Before each opening, and each read of a chunk.
   std::function<absl::Status()> on_open;
   FakeStoredTrack::OnRead on_read;
@@ -210,8 +213,8 @@ class StoredPullTest : public RpcFixture {
   } is_blocked_;
   absl::Notification go_on_;
 
-  FakeCheckpoints disk_;
   std::shared_ptr<Model> model_;
+  FakeCheckpoints disk_;
   std::unique_ptr<TestRank> rank_;
   std::vector<std::byte> first_;   // Version 1.
   std::vector<std::byte> newest_;  // Version 5.
@@ -293,7 +296,8 @@ TEST_F(StoredPullTest, WhatIsNowhereIsRefusedWithItsReason) {
 TEST_F(StoredPullTest, ATrackThatTheModelHasNoLongerIsStillInItsVersions) {
   Start();
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema"}}), IsOk());
-  ASSERT_THAT(rank_->Push(6, Weights(6)), IsOk());
+  ASSERT_THAT(rank_->Push(6, Weights(6)), IsOk());  // The last that has it.
+  ASSERT_THAT(rank_->Push(7, Weights(7)), IsOk());
   ASSERT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TRACK_NOT_FOUND);
   EXPECT_TRUE(IsData(Pull(Request(1)).data, first_));
 }
@@ -451,6 +455,7 @@ TEST_F(StoredPullTest, AReaderThatLeavesMeanwhileIsLetGo) {
   EXPECT_TRUE(IsData(Pull(Request(1)).data, first_));
   server_->Shutdown(absl::Now() + absl::Seconds(10));
   server_.reset();
+  disk_.Clear();
   rank_.reset();
   model_.reset();
   store_.reset();
@@ -464,6 +469,9 @@ TEST_F(StoredPullTest, APullThatIsRunningFinishesWhileTheServerStops) {
   std::thread reader([&] { slow = Pull(Request(1)); });
   is_blocked_.notification.WaitForNotification();
   std::thread stopper([&] { server_->Shutdown(absl::Now() + absl::Seconds(30)); });
+  while (NewChannel()->WaitForConnected(std::chrono::system_clock::now() +
+                                        std::chrono::milliseconds(100))) {
+  }  // Until nobody gets in any more.
   go_on_.Notify();
   stopper.join();
   reader.join();
