@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/json_fields.h"
 
+#include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -10,8 +12,16 @@
 #include "absl/strings/str_format.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
 
 namespace ema {
+namespace {
+
+// The text before a checksum, and between it and the bytes that it covers.
+constexpr std::string_view kOpening = "{\n\"crc32c\": \"";
+constexpr std::string_view kAfterChecksum = "\",\n";
+
+}  // namespace
 
 absl::Status CorruptManifest(const std::string& problem) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
@@ -51,6 +61,23 @@ std::optional<uint32_t> ParseChecksum(std::string_view text) {
     return std::nullopt;
   }
   return value;
+}
+
+std::string AddChecksum(std::string_view covered) {
+  return absl::StrCat(std::string(kOpening),
+                      FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered)))),
+                      std::string(kAfterChecksum), std::string(covered));
+}
+
+ChecksumVerdict CheckChecksum(std::string_view text) {
+  if (!text.starts_with(kOpening)) return ChecksumVerdict::kMissing;
+  text.remove_prefix(kOpening.size());
+  const std::optional<uint32_t> crc = ParseChecksum(text.substr(0, kChecksumDigits));
+  text.remove_prefix(std::min(kChecksumDigits, text.size()));
+  if (!text.starts_with(kAfterChecksum)) return ChecksumVerdict::kMissing;
+  text.remove_prefix(kAfterChecksum.size());
+  return crc == Crc32c(0, std::as_bytes(std::span(text))) ? ChecksumVerdict::kRight
+                                                          : ChecksumVerdict::kWrong;
 }
 
 absl::StatusOr<Fields> Fields::Of(const Json& json, std::string where) {

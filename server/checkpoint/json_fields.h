@@ -32,6 +32,13 @@ inline constexpr size_t kChecksumDigits = 8;
 std::string FormatChecksum(uint32_t crc);
 std::optional<uint32_t> ParseChecksum(std::string_view text);
 
+// The text of a JSON object whose first member is "crc32c": of `covered`, the text of the others up
+// to the end, so that a changed byte is noticed.
+std::string AddChecksum(std::string_view covered);
+enum class ChecksumVerdict { kMissing, kWrong, kRight };
+// Of a text that AddChecksum() has made, or of any other.
+ChecksumVerdict CheckChecksum(std::string_view text);
+
 // Typed access to one JSON object, which outlives this. Every getter gives CorruptManifest(), with
 // the key, where it is missing or of another type.
 class Fields {

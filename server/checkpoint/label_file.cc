@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <optional>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,32 +10,12 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
-#include "server/base/crc32c.h"
 #include "server/checkpoint/json_fields.h"
 
 namespace ema {
 namespace {
 
-constexpr std::string_view kOpening = "{\n\"crc32c\": \"";
-constexpr std::string_view kAfterChecksum = "\",\n";
-
 absl::Status Corrupt(const std::string& problem) { return absl::DataLossError(problem); }
-
-std::string ChecksumOf(std::string_view covered) {
-  return FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered))));
-}
-
-// The text after its checksum; nullopt: that is wrong, or not there.
-std::optional<std::string_view> Covered(std::string_view text) {
-  if (!text.starts_with(kOpening)) return std::nullopt;
-  text.remove_prefix(kOpening.size());
-  const std::string_view checksum = text.substr(0, kChecksumDigits);
-  text.remove_prefix(checksum.size());
-  if (!text.starts_with(kAfterChecksum)) return std::nullopt;
-  text.remove_prefix(kAfterChecksum.size());
-  if (ChecksumOf(text) != checksum) return std::nullopt;
-  return text;
-}
 
 absl::StatusOr<CheckpointLabel> ParseLabel(const Json& json) {
   EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(json, "labels[]."));
@@ -65,7 +44,9 @@ absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
                                                       format_version, "; this server reads up to ",
                                                       kLabelsFormatVersion));
   }
-  if (!Covered(text).has_value()) return Corrupt("the checksum is wrong, or missing");
+  if (CheckChecksum(text) != ChecksumVerdict::kRight) {
+    return Corrupt("the checksum is wrong, or missing");
+  }
   EMA_ASSIGN_OR_RETURN(const Json* array, fields.Array("labels"));
   LabelMap labels;
   for (const Json& element : *array) {
@@ -91,8 +72,7 @@ std::string EncodeLabels(const LabelMap& labels) {
     absl::StrAppend(&covered, covered.back() == '[' ? "\n" : ",\n", json.dump());
   }
   covered += "]\n}\n";
-  return absl::StrCat(std::string(kOpening), ChecksumOf(covered), std::string(kAfterChecksum),
-                      covered);
+  return AddChecksum(covered);
 }
 
 absl::StatusOr<LabelMap> ParseLabels(std::string_view text) {

@@ -3,12 +3,10 @@
 
 #include <algorithm>
 #include <optional>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/crc32c.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/files_json.h"
 #include "server/checkpoint/json_fields.h"
@@ -18,10 +16,6 @@ namespace ema {
 namespace {
 
 constexpr std::string_view kFormatName = "ema-checkpoint";
-// The text before the checksum, and between it and the bytes that it covers.
-constexpr std::string_view kOpening = "{\n\"crc32c\": \"";
-constexpr std::string_view kAfterChecksum = "\",\n";
-constexpr size_t kCoveredBegin = kOpening.size() + kChecksumDigits + kAfterChecksum.size();
 
 Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
   Json states = Json::array();
@@ -158,19 +152,6 @@ absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
   return absl::OkStatus();
 }
 
-// True if the text has a checksum where this format version has it; then `is_right` says whether it
-// fits.
-bool HasChecksum(std::string_view text, bool& is_right) {
-  if (text.size() < kCoveredBegin || text.substr(0, kOpening.size()) != kOpening ||
-      text.substr(kCoveredBegin - kAfterChecksum.size(), kAfterChecksum.size()) != kAfterChecksum) {
-    return false;
-  }
-  const std::optional<uint32_t> crc = ParseChecksum(text.substr(kOpening.size(), kChecksumDigits));
-  is_right =
-      crc.has_value() && *crc == Crc32c(0, std::as_bytes(std::span(text.substr(kCoveredBegin))));
-  return true;
-}
-
 }  // namespace
 
 const CheckpointTrack* CheckpointManifest::Find(std::string_view track_name) const {
@@ -227,15 +208,12 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
     absl::StrAppend(&covered, covered.empty() ? "" : ",\n", "\"", key, "\": ", value.dump());
   }
   covered += "\n}\n";
-  return absl::StrCat(std::string(kOpening),
-                      FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered)))),
-                      std::string(kAfterChecksum), covered);
+  return AddChecksum(covered);
 }
 
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text) {
-  bool is_right = false;
-  const bool has_checksum = HasChecksum(text, is_right);
-  if (has_checksum && !is_right) return CorruptManifest("the checksum is wrong");
+  const ChecksumVerdict checksum = CheckChecksum(text);
+  if (checksum == ChecksumVerdict::kWrong) return CorruptManifest("the checksum is wrong");
   const std::optional<Json> json = ParseStrictJson(text);
   if (!json.has_value()) return CorruptManifest("it is not JSON of the right form");
   EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
@@ -246,7 +224,7 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text
                                                       format_version, "; this build reads up to ",
                                                       kCheckpointFormatVersion));
   }
-  if (!has_checksum) return CorruptManifest("it has no checksum");
+  if (checksum == ChecksumVerdict::kMissing) return CorruptManifest("it has no checksum");
 
   CheckpointManifest manifest;
   manifest.format_version = format_version;

@@ -32,6 +32,7 @@ from ema_client._types import (
     Weights,
     WireDtype,
     model_from,
+    resume_tuple,
     time_dict,
     version_from,
     version_id,
@@ -394,7 +395,7 @@ class Client(CheckpointCalls):
             frozen_count,
             wire_dtype,
             rejoins,
-            _resume_tuple(resume),
+            resume_tuple(resume),
             timeout,
         )
         return Run(run, timeout_s=self._timeout_s)
@@ -583,15 +584,6 @@ class Client(CheckpointCalls):
         """
         watcher = self._client.watch(name, after, math.inf if timeout_s is None else timeout_s)
         return _iterate(watcher)
-
-
-def _resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
-    if resume is None:
-        return None
-    if isinstance(resume, int):
-        return resume, None, None
-    time = None if resume.time is None else time_dict(resume.time, step=resume.step)
-    return resume.step, resume.version, time
 
 
 def _iterate(watcher: _ema.Watcher) -> Iterator[Version]:

@@ -439,3 +439,12 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
         fields = dataclasses.asdict(time)
         return {unit: value for unit, value in fields.items() if value is not None}
     return dict(time)
+
+
+def resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
+    if resume is None:
+        return None
+    if isinstance(resume, int):
+        return resume, None, None
+    time = None if resume.time is None else time_dict(resume.time, step=resume.step)
+    return resume.step, resume.version, time
