@@ -2,10 +2,12 @@
 #include "client/cli/import.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/attached_files.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/weights_file.h"
@@ -58,6 +60,9 @@ absl::Status Import(const Session& session, const ImportOptions& options) {
                      absl::StrCat("model \"", options.model, "\" has version ",
                                   made.model.latest->number, " (step ", made.model.latest->step,
                                   ") already: an import makes the first one"));
+  }
+  if (std::error_code error; std::filesystem::is_directory(options.from, error)) {
+    EMA_RETURN_IF_ERROR(AttachFiles(session, options.model, {options.from}).status());
   }
   absl::StatusOr<Version> version;
   {

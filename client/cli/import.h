@@ -23,9 +23,10 @@ struct ImportOptions {
   // other unit that a track needs.
   int64_t step = 0;
 };
-// Makes the model, and its first version, in which every track has the file's values. A push goes
-// on after `step`. INVALID_ARGUMENT, BAD_SCHEDULE: a track would lose these values.
-// ALREADY_EXISTS, MODEL_DIFFERS: the model has a version already, or other tensors or tracks.
+// Makes the model, and its first version, in which every track has the file's values; a folder's
+// small files are attached, as AttachFiles() chooses them. A push goes on after `step`.
+// INVALID_ARGUMENT, BAD_SCHEDULE: a track would lose these values. ALREADY_EXISTS, MODEL_DIFFERS:
+// the model has a version already, or other tensors or tracks.
 absl::Status Import(const Session& session, const ImportOptions& options);
 
 }  // namespace ema::cli

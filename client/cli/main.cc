@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "client/cli/attached_files.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/checkpoint_files.h"
 #include "client/cli/commands.h"
@@ -88,6 +89,7 @@ struct Options {
   ema::cli::CheckpointOptions checkpoint;
   std::string directory;  // Of `checkpoint verify` and `copy`.
   std::string to;         // Of `checkpoint copy`.
+  ema::cli::FileOptions file;
   ema::cli::RollbackOptions rollback;
   ema::cli::LabelOptions label;
   ema::cli::MetricOptions metric;
@@ -188,6 +190,20 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
       /*needs_server=*/false);
   sub->add_option("from", options.directory, "The checkpoint's folder")->required();
   sub->add_option("to", options.to, "The folder to make")->required();
+
+  ema::cli::FileOptions& file = options.file;
+  CLI::App& files =
+      AddFamily(app, "files", "Small files beside the weights in checkpoints, such as config.json");
+  sub = Add(files, chosen, "add", "Put files there, in the place of those of the same names",
+            [&](const Session& session) { return AddFiles(session, file); });
+  AddModel(sub, file.model);
+  sub->add_option("paths", file.paths,
+                  "Files, or Hugging Face folders, of which what is not weights is taken")
+      ->required();
+  sub = Add(files, chosen, "remove", "Take one away",
+            [&](const Session& session) { return RemoveFile(session, file); });
+  AddModel(sub, file.model);
+  sub->add_option("name", file.name, "Its name")->required();
 
   sub = Add(app, chosen, "rollback",
             "Make a new version that is what an earlier one was; the run that pushes ends",

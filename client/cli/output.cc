@@ -181,6 +181,10 @@ Json ToJson(const ModelInfo& model) {
                {"reserved_bytes", model.reserved_bytes},
                {"run_epoch", model.run_epoch},
                {"latest", model.latest.has_value() ? ToJson(*model.latest) : Json()}};
+  json["attached_files"] = Json::object();
+  for (const ModelInfo::AttachedFile& file : model.attached_files) {
+    json["attached_files"][file.name] = file.total_bytes;
+  }
   if (model.manifest.tensor_count() == 0) return json;
   Json tensors = Json::array();
   for (const TensorSpec& tensor : model.manifest.tensors()) tensors.push_back(ToJson(tensor));
@@ -297,11 +301,19 @@ std::string DescribeModel(const ModelInfo& model) {
     }
     pending = absl::StrCat("\n", table.ToString());
   }
+  std::string files;
+  if (!model.attached_files.empty()) {
+    Table table({"FILE", "BYTES"});
+    for (const ModelInfo::AttachedFile& file : model.attached_files) {
+      table.Add({file.name, absl::StrCat(file.total_bytes)});
+    }
+    files = absl::StrCat("\n", table.ToString());
+  }
   Table tensors({"TENSOR", "TYPE", "SIZE"});
   for (const TensorSpec& tensor : model.manifest.tensors()) {
     tensors.Add({tensor.name, tensor.TypeString(), FormatBytes(tensor.byte_count())});
   }
-  return absl::StrCat(text, "\n", tracks.ToString(), pending, "\n", tensors.ToString());
+  return absl::StrCat(text, "\n", tracks.ToString(), pending, files, "\n", tensors.ToString());
 }
 
 }  // namespace ema::cli

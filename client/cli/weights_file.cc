@@ -31,19 +31,18 @@ absl::Status Malformed(const std::string& path, const std::string& problem) {
                    absl::StrCat(path, ": ", problem));
 }
 
-// Caches of models are full of links, which our file system does not follow.
-std::string RealPath(const std::string& path) {
-  std::error_code error;
-  const std::string real_path = std::filesystem::canonical(path, error).string();
-  return error ? path : real_path;
-}
-
 bool IsThere(const std::string& path) {
   std::error_code error;
   return std::filesystem::exists(path, error);
 }
 
 }  // namespace
+
+std::string RealPath(const std::string& path) {
+  std::error_code error;
+  const std::string real_path = std::filesystem::canonical(path, error).string();
+  return error ? path : real_path;
+}
 
 absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
   WeightsFile result;

@@ -18,6 +18,10 @@
 
 namespace ema::cli {
 
+// Where links lead: caches of models are full of them, and our file system follows none. `path`
+// itself if there is nothing.
+std::string RealPath(const std::string& path);
+
 // A safetensors file, or a Hugging Face folder: model.safetensors or
 // diffusion_pytorch_model.safetensors, whole or in the pieces that its .index.json names. Nothing
 // executable is read. Not thread-safe.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The calls about versions on the server's disk.
+// The calls about versions on the server's disk, and the files beside them.
 #include <utility>
 
 #include "client/cpp/client_impl.h"
@@ -12,6 +12,13 @@
 namespace ema {
 
 using client_internal::FromProto;
+
+namespace {
+
+// A message has at most 8 MiB.
+constexpr size_t kFilePartBytes = size_t{4} << 20;
+
+}  // namespace
 
 std::string_view CheckpointStateName(Client::CheckpointInfo::State state) {
   switch (state) {
@@ -25,6 +32,38 @@ std::string_view CheckpointStateName(Client::CheckpointInfo::State state) {
       return "corrupt";
   }
   return "unknown";
+}
+
+absl::Status Client::AttachFile(std::string_view model, std::string_view name,
+                                std::string_view bytes, absl::Duration timeout) {
+  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
+  const absl::Time deadline = impl_->Deadline(timeout);
+  v1::AttachFileRequest request;
+  request.set_model(std::string(model));
+  request.set_name(std::string(name));
+  request.set_total_bytes(static_cast<int64_t>(bytes.size()));
+  // One part also of an empty file.
+  size_t offset = 0;
+  do {
+    const std::string_view part = bytes.substr(offset, kFilePartBytes);
+    request.set_offset(static_cast<int64_t>(offset));
+    request.set_data(part.data(), part.size());
+    v1::AttachFileResponse response;
+    EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request,
+                                     &response, deadline, &interrupt));
+    offset += part.size();
+  } while (offset < bytes.size());
+  return absl::OkStatus();
+}
+
+absl::Status Client::RemoveFile(std::string_view model, std::string_view name,
+                                absl::Duration timeout) {
+  v1::AttachFileRequest request;
+  request.set_model(std::string(model));
+  request.set_name(std::string(name));
+  request.set_remove(true);
+  v1::AttachFileResponse response;
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, &response, timeout);
 }
 
 absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,

@@ -164,6 +164,9 @@ absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
   info.reserved_bytes = proto.reserved_bytes();
   if (proto.has_latest()) info.latest = FromProto(proto.latest());
   info.run_epoch = proto.run_epoch();
+  for (const v1::AttachedFile& file : proto.attached_files()) {
+    info.attached_files.push_back({file.name(), file.total_bytes()});
+  }
   return info;
 }
 

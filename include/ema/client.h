@@ -70,6 +70,11 @@ struct ModelInfo {
   int64_t reserved_bytes = 0;
   std::optional<Version> latest;
   int64_t run_epoch = 0;
+  struct AttachedFile {
+    std::string name;
+    int64_t total_bytes = 0;
+  };
+  std::vector<AttachedFile> attached_files;  // By name.
 };
 
 // The tracks and where they stand: what says which pushes are due.
@@ -220,6 +225,18 @@ class Client {
   absl::StatusOr<std::vector<ModelInfo>> ListModels(absl::Duration timeout = absl::ZeroDuration());
   // Forgets a model; one that is not there is OK. Its pushes and watches end; its checkpoints stay.
   absl::Status DeleteModel(std::string_view model, absl::Duration timeout = absl::ZeroDuration());
+
+  // Puts a small file, such as config.json, beside the model's weights: checkpoints have it from
+  // the next one on, in each track's folder. It takes the place of one of its name. At most 64 MiB,
+  // and 64 files. INVALID_ARGUMENT: a name like those of weights' files (BAD_NAME), or too large;
+  // or somebody else was sending a file of that name. NOT_FOUND, MODEL_NOT_FOUND.
+  // RESOURCE_EXHAUSTED.
+  absl::Status AttachFile(std::string_view model, std::string_view name, std::string_view bytes,
+                          absl::Duration timeout = absl::ZeroDuration());
+  // Takes it away; one that is not there is OK.
+  absl::Status RemoveFile(std::string_view model, std::string_view name,
+                          absl::Duration timeout = absl::ZeroDuration());
+
   struct ListedVersion {
     Version version;
     bool available = false;

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/checkpoint_files.h"
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ema/error_reason.h"
-#include "ema/internal/status_macros.h"
-#include "ema/manifest.h"
 
 namespace ema {
 namespace {
@@ -19,19 +16,6 @@ std::string TensorFileName(TensorKind kind, size_t index, size_t count) {
   const char* const stem = kind == TensorKind::kWeights ? "model" : "low_parts";
   if (count == 1) return absl::StrCat(stem, kTensorFileEnd);
   return absl::StrFormat("%s-%05d-of-%05d%s", stem, index + 1, count, kTensorFileEnd);
-}
-
-absl::Status ValidateAttachedName(std::string_view name) {
-  EMA_RETURN_IF_ERROR(ValidateName("file", name));
-  const std::string text(name);
-  // Not only the names that this checkpoint uses: readers take every such file for weights.
-  if (absl::EndsWithIgnoreCase(text, kTensorFileEnd) ||
-      absl::EndsWithIgnoreCase(text, ".safetensors.index.json")) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
-        absl::StrCat("file \"", text, "\": such names are for the weights that the server writes"));
-  }
-  return absl::OkStatus();
 }
 
 std::string TracksPath(std::string_view checkpoint_path) {

@@ -31,11 +31,6 @@ inline constexpr int64_t kMaxManifestFileBytes = int64_t{512} << 20;
 inline constexpr std::string_view kIndexFileName = "model.safetensors.index.json";
 inline constexpr int64_t kMaxIndexFileBytes = int64_t{512} << 20;
 
-// Of one track, the attached files are at most so many, each of at most so many bytes: a tokenizer
-// has up to 40 MB.
-inline constexpr size_t kMaxAttachedFiles = 64;
-inline constexpr int64_t kMaxAttachedFileBytes = int64_t{64} << 20;
-
 // The two kinds of tensors that a track's folder can have.
 enum class TensorKind {
   kWeights,   // What readers get of each tensor that the track does not ignore.
@@ -45,10 +40,6 @@ enum class TensorKind {
 // "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one; with
 // "low_parts" in front for these.
 std::string TensorFileName(TensorKind kind, size_t index, size_t count);
-
-// INVALID_ARGUMENT, BAD_NAME: not [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or like a name of our own: it
-// ends in ".safetensors" or ".safetensors.index.json".
-absl::Status ValidateAttachedName(std::string_view name);
 
 std::string TracksPath(std::string_view checkpoint_path);
 std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);

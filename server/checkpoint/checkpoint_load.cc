@@ -21,6 +21,17 @@ absl::Status Corrupt(const std::string& problem) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
 }
 
+absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
+                               const CheckpointManifest& checkpoint, Model& model) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<AttachedFile> files,
+                       ReadAttachedFiles(file_system, path, checkpoint));
+  for (const AttachedFile& file : files) {
+    EMA_RETURN_IF_ERROR(model.attached_files().AddPart(
+        file.name, static_cast<int64_t>(file.bytes.size()), /*offset=*/0, file.bytes));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore& models) {
@@ -89,9 +100,11 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   }
   absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
       ReadCheckpoint(file_system_, path, checkpoint, *created.model);
-  if (!snapshot.ok()) {
+  absl::Status status = snapshot.status();
+  if (status.ok()) status = LoadAttachedFiles(file_system_, path, checkpoint, *created.model);
+  if (!status.ok()) {
     models.Delete(model_name);
-    return snapshot.status();
+    return status;
   }
   created.model->Restore(*std::move(snapshot));
   created.model->SetDurable(checkpoint.record.id(), checkpoint.record.step);

@@ -224,7 +224,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   const WriteOptions write_options{.tracks = options.tracks,
                                    .max_file_bytes = options_.max_file_bytes};
   const int64_t needed_bytes =
-      (CheckpointDataBytes(snapshot, write_options) + kSpareBytes) * (keep ? 2 : 1);
+      (CheckpointDataBytes(model, snapshot, write_options) + kSpareBytes) * (keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
   if (free_bytes < needed_bytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,

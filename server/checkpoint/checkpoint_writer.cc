@@ -48,6 +48,7 @@ struct Job {
   Model& model;
   const VersionRecord& record;
   const WriteOptions& options;
+  const std::vector<std::shared_ptr<const AttachedFile>>& attached_files;
 };
 
 // Tensors in the order of the files: by falling element size, so that each is aligned to its own.
@@ -222,8 +223,8 @@ absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& 
     EMA_ASSIGN_OR_RETURN(result.low_parts,
                          WriteTensors(job, {TensorKind::kLowParts, snapshot, snapshot.low_blocks}));
   }
-  for (const AttachedFile& file : job.options.attached_files) {
-    EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file.name), file.bytes));
+  for (const auto& file : job.attached_files) {
+    EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file->name), file->bytes));
   }
   EMA_RETURN_IF_ERROR(job.latch.Check(job.file_system.SyncDirectory(directory)));
   return result;
@@ -237,27 +238,6 @@ absl::Status WriteManifest(const Job& job, const CheckpointManifest& manifest) {
                      absl::StrCat("cannot read what was to be written: ", status.message()));
   }
   return WriteSmallFile(job, JoinPath(job.path, kManifestFileName), text);
-}
-
-absl::Status CheckAttachedFiles(const std::vector<AttachedFile>& files) {
-  const auto bad = [](const std::string& message) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
-  };
-  if (files.size() > kMaxAttachedFiles) {
-    return bad(absl::StrCat(files.size(), " attached files, expected at most ", kMaxAttachedFiles));
-  }
-  absl::flat_hash_set<std::string> names;
-  for (const AttachedFile& file : files) {
-    EMA_RETURN_IF_ERROR(ValidateAttachedName(file.name));
-    if (!names.insert(file.name).second) {
-      return bad(absl::StrCat("file \"", file.name, "\" is attached twice"));
-    }
-    if (static_cast<int64_t>(file.bytes.size()) > kMaxAttachedFileBytes) {
-      return bad(absl::StrCat("file \"", file.name, "\" has ", file.bytes.size(),
-                              " bytes, expected at most ", kMaxAttachedFileBytes));
-    }
-  }
-  return absl::OkStatus();
 }
 
 // Whether the track `name` is to be written.
@@ -283,10 +263,11 @@ absl::Status CheckTracks(const WriteOptions& options, const TrackValues& values)
 
 }  // namespace
 
-int64_t CheckpointDataBytes(const Snapshot& snapshot, const WriteOptions& options) {
+int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
+                            const WriteOptions& options) {
   int64_t attached_bytes = 0;
-  for (const AttachedFile& file : options.attached_files) {
-    attached_bytes += static_cast<int64_t>(file.bytes.size());
+  for (const auto& file : model.attached_files().files()) {
+    attached_bytes += static_cast<int64_t>(file->bytes.size());
   }
   int64_t bytes = 0;
   for (const TrackSnapshot& track : snapshot.tracks) {
@@ -301,7 +282,6 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
                                                    const std::string& path, Model& model,
                                                    const Snapshot& snapshot,
                                                    const WriteOptions& options) {
-  EMA_RETURN_IF_ERROR(CheckAttachedFiles(options.attached_files));
   TrackValues values;
   for (const TrackRef& track : model.tracks_after_next_commit()) {
     values.emplace_back(track, snapshot.FindId(track->id()));
@@ -317,12 +297,13 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
   manifest.is_partial = absl::c_any_of(values, [&](const auto& value) {
     return value.second != nullptr && !IsChosen(options, value.first->name());
   });
-  for (const AttachedFile& file : options.attached_files) {
-    manifest.attached_files.push_back(Describe(file.name, file.bytes));
+  const auto attached_files = model.attached_files().files();
+  for (const auto& file : attached_files) {
+    manifest.attached_files.push_back(Describe(file->name, file->bytes));
   }
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
-  const Job job{file_system, latch, path, model, snapshot.record, options};
+  const Job job{file_system, latch, path, model, snapshot.record, options, attached_files};
   // All that the model has now, with the values that they had then.
   for (const auto& [track, value] : values) {
     if (manifest.is_partial && !IsChosen(options, track->name())) continue;

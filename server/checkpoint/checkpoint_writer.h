@@ -22,23 +22,21 @@ struct WriteOptions {
   // Names of the tracks to write. Empty: all. If one is left out that has a value, the checkpoint
   // is partial.
   std::vector<std::string> tracks;
-  // Put into the folder of every track.
-  std::vector<AttachedFile> attached_files;
   // Tensors' bytes in one file of a track, at most; a larger tensor has a file of its own. Default:
   // as Hugging Face's tools.
   int64_t max_file_bytes = 5'000'000'000;
 };
 
 // What a checkpoint of `snapshot` takes at least, in bytes.
-int64_t CheckpointDataBytes(const Snapshot& snapshot, const WriteOptions& options);
+int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
+                            const WriteOptions& options);
 
-// Makes the directory `path` and everything in it, synced; its own name in the parent is not yet,
-// and nothing has been read back (see VerifyCheckpoint()). The weights go from the snapshot's
-// blocks to the file without a copy. Blocks on the disk. ALREADY_EXISTS: there is something at
-// `path`. INVALID_ARGUMENT: an attached file's name or size, or a file twice. NOT_FOUND,
-// TRACK_NOT_FOUND: the model, or the snapshot, has no such track. FAILED_PRECONDITION: the format
-// cannot hold the tensors' names. Else errors of FileSystem and ReadBlocks(). After an error, what
-// is written by then stays there.
+// Makes the directory `path` and everything in it, the model's attached files among it, synced; its
+// own name in the parent is not yet, and nothing has been read back (see VerifyCheckpoint()). The
+// weights go from the snapshot's blocks to the file without a copy. Blocks on the disk.
+// ALREADY_EXISTS: there is something at `path`. NOT_FOUND, TRACK_NOT_FOUND: the model, or the
+// snapshot, has no such track. FAILED_PRECONDITION: the format cannot hold the tensors' names. Else
+// errors of FileSystem and ReadBlocks(). After an error, what is written by then stays there.
 absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, SyncLatch& latch,
                                                    const std::string& path, Model& model,
                                                    const Snapshot& snapshot,

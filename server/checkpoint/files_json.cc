@@ -8,6 +8,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/attached_files.h"
 
 namespace ema {
 namespace {

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/manifest_json.h"
+#include "server/core/attached_files.h"
 #include "server/core/model_config.h"
 
 namespace ema {
@@ -24,14 +25,6 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
 // What CreateModel would be asked for to get the checkpoint's model, or the part of it that is
 // there.
 ModelConfig ConfigOf(const CheckpointManifest& checkpoint);
-
-// A small file that lies beside a track's weights.
-struct AttachedFile {
-  std::string name;
-  std::string bytes;
-
-  friend bool operator==(const AttachedFile&, const AttachedFile&) = default;
-};
 
 // The attached files, from the folder of the first track that has weights; empty: there is none.
 // Errors as ReadCheckpointManifest(). Blocks on the disk.

@@ -25,6 +25,7 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
+#include "server/core/attached_files.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/push_session.h"
@@ -70,6 +71,9 @@ class Model : public std::enable_shared_from_this<Model> {
   const ModelConfig& config() const { return config_; }
   const Manifest& manifest() const { return *config_.manifest; }
   Device& device() const { return *device_; }
+  // That every checkpoint has, from the next one on.
+  AttachedFiles& attached_files() { return attached_files_; }
+  const AttachedFiles& attached_files() const { return attached_files_; }
 
   // --- Tracks ---
 
@@ -329,6 +333,7 @@ class Model : public std::enable_shared_from_this<Model> {
   const std::shared_ptr<Device> device_;
   // Outlives the tracks' reservations: a pin may keep a model after its store.
   const std::shared_ptr<MemoryBudget> budget_;
+  AttachedFiles attached_files_;
   const Options options_;
 
   // Serializes OpenPush(), which allocates device memory. Readers never take it.

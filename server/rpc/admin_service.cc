@@ -35,6 +35,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(ListModels, here);
   EMA_LISTEN(UpdateModel, here);
   EMA_LISTEN(DeleteModel, worker);
+  EMA_LISTEN(AttachFile, here);
   EMA_LISTEN_BY(OpenRun, [slow_worker](const v1::OpenRunRequest& request) {
     return request.has_resume() ? slow_worker : Executor();
   });
@@ -101,6 +102,18 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
   // Also if it was not there: a call before may have failed here.
   EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
   return v1::DeleteModelResponse();
+}
+
+absl::StatusOr<v1::AttachFileResponse> AdminService::AttachFile(
+    const v1::AttachFileRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  if (request.remove()) {
+    model->attached_files().Remove(request.name());
+  } else {
+    EMA_RETURN_IF_ERROR(model->attached_files().AddPart(request.name(), request.total_bytes(),
+                                                        request.offset(), request.data()));
+  }
+  return v1::AttachFileResponse();
 }
 
 absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunRequest& request) {

@@ -39,6 +39,7 @@ class AdminService {
   absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request);
   absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
+  absl::StatusOr<v1::AttachFileResponse> AttachFile(const v1::AttachFileRequest& request);
   absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
   absl::StatusOr<v1::GetLaneResponse> GetLane(const v1::GetLaneRequest&) { return lane_; }

@@ -40,14 +40,15 @@ using AsyncUnary =
                 v1::EmaService::WithAsyncMethod_QueryPush<v1::EmaService::WithAsyncMethod_GetLane<
                     v1::EmaService::WithAsyncMethod_ListVersions<
                         v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>;
-// Those of checkpoints and labels, likewise.
+// Those of checkpoints, labels and the files beside them, likewise.
 template <typename Base>
 using AsyncCheckpoints = v1::EmaService::WithAsyncMethod_CreateCheckpoint<
     v1::EmaService::WithAsyncMethod_GetCheckpoint<v1::EmaService::WithAsyncMethod_ListCheckpoints<
         v1::EmaService::WithAsyncMethod_DeleteCheckpoint<
             v1::EmaService::WithAsyncMethod_RestoreCheckpoint<
                 v1::EmaService::WithAsyncMethod_SetLabel<
-                    v1::EmaService::WithAsyncMethod_ReportMetric<Base>>>>>>>;
+                    v1::EmaService::WithAsyncMethod_ReportMetric<
+                        v1::EmaService::WithAsyncMethod_AttachFile<Base>>>>>>>>;
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
 using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
     v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<AsyncCheckpoints<v1::EmaService::Service>>>>>;

@@ -210,6 +210,11 @@ v1::Model ToProto(const Model& model, bool with_manifest) {
   partition->set_tensor_count(model.manifest().tensor_count());
   if (const auto latest = model.latest()) *proto.mutable_latest() = ToProto(*latest);
   proto.set_run_epoch(model.run_epoch());
+  for (const auto& file : model.attached_files().files()) {
+    v1::AttachedFile* const out = proto.add_attached_files();
+    out->set_name(file->name);
+    out->set_total_bytes(static_cast<int64_t>(file->bytes.size()));
+  }
   return proto;
 }
 

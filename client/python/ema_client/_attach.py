@@ -15,6 +15,7 @@ from ema_client import _arrays, _ema
 from ema_client._attachment import Attachment, Joined, OnError
 from ema_client._client import Client
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from ema_client._files import FilesLike, small_files
 from ema_client._ranks import Ranks
 from ema_client._resume import DISK_TIMEOUT_S, State
 from ema_client._run import Run
@@ -55,6 +56,7 @@ def attach(
     on_error: OnError = "skip",
     resume: Mapping[str, Any] | None = None,
     keep_resumable: int = 5,
+    files: FilesLike | None = None,
 ) -> Attachment:
     """Streams a model's weights to an EMA Server while it trains.
 
@@ -102,6 +104,8 @@ def attach(
             ranks: the model is brought back to where it stood then, and counting goes on from there.
         keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
             the newest; with as many of the trainer's own checkpoints, each finds its average.
+        files: small files that the server's checkpoints shall have, as for `Client.attach_files`: with
+            config.json in them, `from_pretrained` reads a checkpoint. Rank 0's count.
 
     Returns:
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
@@ -149,6 +153,7 @@ def attach(
             max_pinned_versions,
             non_finite,
             wire_dtype,
+            small_files(files) if files is not None and ranks.rank == 0 else {},
             timeout_s,
         )
     except Exception as raised:
@@ -249,6 +254,7 @@ class _Plan:
     max_pinned_versions: int
     non_finite: NonFinite
     wire_dtype: WireDtype
+    files: dict[str, bytes]
 
     @classmethod
     def make(
@@ -260,6 +266,7 @@ class _Plan:
         max_pinned_versions: int,
         non_finite: NonFinite,
         wire_dtype: WireDtype,
+        files: dict[str, bytes],
         timeout_s: float,
     ) -> _Plan:
         address, model_name = split_url(url)
@@ -274,6 +281,7 @@ class _Plan:
             max_pinned_versions,
             non_finite,
             wire_dtype,
+            files,
         )
 
     def create(self, timeout_s: float, state: State | None = None) -> None:
@@ -295,6 +303,8 @@ class _Plan:
                 raise
         if state is not None:
             state.check_fresh(model_from(fields).latest)
+        if self.files:
+            self.client.attach_files(self.model_name, self.files, timeout_s=timeout_s)
 
     def _is_imported(self, fields: dict[str, Any]) -> bool:
         """Whether a model is ours but for what a file does not say: order, buffers, tied names."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Client` asks about versions on the server's disk."""
+"""What a `Client` asks about versions on the server's disk, and the files beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from ema_client import _ema
+from ema_client._files import FilesLike, small_files
 from ema_client._errors import InvalidArgumentError
 from ema_client._types import (
     Checkpoint,
@@ -26,6 +27,44 @@ class CheckpointCalls:
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else timeout_s
+
+    def attach_files(
+        self, name: str, files: FilesLike, *, timeout_s: float | None = None
+    ) -> tuple[str, ...]:
+        """Puts small files, such as config.json, beside a model's weights.
+
+        Checkpoints have them from the next one on, in each track's folder, so that
+        `transformers`' `from_pretrained` reads such a folder as it is. They take the place of those
+        of the same names. At most 64 files of 64 MiB.
+
+        Args:
+            name: the model.
+            files: contents by name; or a folder such as `save_pretrained` makes, of which everything
+                that describes a model is taken: .json (but no index of weights), .txt, .model, .jinja.
+            timeout_s: seconds for each file.
+
+        Returns:
+            The names.
+
+        Raises:
+            InvalidArgumentError: a name like those of weights' files, or a file that is too large.
+            NotFoundError: no such model.
+            ResourceExhaustedError: no memory on the server, or too many files.
+
+        Example:
+            >>> model.config.save_pretrained("described")
+            >>> tokenizer.save_pretrained("described")
+            >>> client.attach_files("m", "described")
+            ('config.json', 'tokenizer.json', 'tokenizer_config.json')
+        """
+        contents = small_files(files)
+        for file, data in contents.items():
+            self._client.attach_file(name, file, data, self._timeout(timeout_s))
+        return tuple(contents)
+
+    def remove_file(self, name: str, file: str, *, timeout_s: float | None = None) -> None:
+        """Takes away what `attach_files` has put there; one that is not there is OK."""
+        self._client.remove_file(name, file, self._timeout(timeout_s))
 
     def create_checkpoint(
         self,

@@ -157,7 +157,8 @@ class Client(CheckpointCalls):
 
         Args:
             name: the model; it must not have a version yet.
-            path: a safetensors file, or a Hugging Face folder (model.safetensors, or its index).
+            path: a safetensors file, or a Hugging Face folder (model.safetensors, or its index), whose
+                small files are attached, too.
             tracks: as for `create_model`; by half-life or smoothing, or copies: others would lose the
                 weights with their first updates.
             step: of the weights; training goes on after it.
@@ -189,6 +190,8 @@ class Client(CheckpointCalls):
                 f"an import makes the first one",
                 reason="MODEL_DIFFERS",
             )
+        if os.path.isdir(path):
+            self.attach_files(name, path, timeout_s=timeout_s)
         arrays = [
             _ema.Array(
                 tensor.spec.name,

@@ -165,6 +165,7 @@ class ModelInfo:
         non_finite: what becomes of a step in which a pushed float is not finite.
         plan_revision: grows when a track is added, changed, paused, resumed or removed.
         pending_tracks: what `tracks` becomes at the next commit; None: they stay.
+        attached_files: sizes in bytes, by name, of what `Client.attach_files` has put there.
     """
 
     name: str
@@ -177,6 +178,7 @@ class ModelInfo:
     non_finite: NonFinite = "reject"
     plan_revision: int = 0
     pending_tracks: Mapping[str, Track] | None = dataclasses.field(default=None, hash=False)
+    attached_files: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,6 +423,7 @@ def model_from(fields: dict[str, Any]) -> ModelInfo:
         non_finite=fields["non_finite"],
         plan_revision=fields["plan_revision"],
         pending_tracks={track.name: track_from(track) for track in pending} if pending else None,
+        attached_files=fields["attached_files"],
     )
 
 

@@ -174,6 +174,20 @@ class PyClient {
     CallWithoutGil([&] { return client->DeleteModel(model, timeout); });
   }
 
+  void AttachFile(const std::string& model, const std::string& name, const nb::bytes& data,
+                  double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const std::string_view bytes(data.c_str(), data.size());
+    CallWithoutGil([&] { return client->AttachFile(model, name, bytes, timeout); });
+  }
+
+  void RemoveFile(const std::string& model, const std::string& name, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    CallWithoutGil([&] { return client->RemoveFile(model, name, timeout); });
+  }
+
   nb::list ListVersions(const std::string& model, int64_t after, double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
@@ -435,6 +449,8 @@ void BindClient(nb::module_& module) {
       .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)
+      .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
+      .def("remove_file", &PyClient::RemoveFile, "model"_a, "name"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
       .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "version"_a,
            "incarnation"_a, "tracks"_a, "label"_a, "wait"_a, "timeout_s"_a)

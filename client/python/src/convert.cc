@@ -147,6 +147,11 @@ nb::dict FromModel(const ModelInfo& model) {
   result["reserved_bytes"] = model.reserved_bytes;
   result["latest"] = model.latest.has_value() ? nb::object(FromVersion(*model.latest)) : nb::none();
   result["run_epoch"] = model.run_epoch;
+  nb::dict files;
+  for (const ModelInfo::AttachedFile& file : model.attached_files) {
+    files[FromText(file.name)] = file.total_bytes;
+  }
+  result["attached_files"] = files;
   return result;
 }
 

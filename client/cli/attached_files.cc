@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/attached_files.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <system_error>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/output.h"
+#include "client/cli/weights_file.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/file_system.h"
+#include "server/core/attached_files.h"
+
+namespace ema::cli {
+namespace {
+
+bool DescribesModel(const std::string& name) {
+  constexpr const char* kEnds[] = {".json", ".txt", ".model", ".jinja"};
+  return ValidateAttachedName(name).ok() && !absl::EndsWithIgnoreCase(name, ".index.json") &&
+         std::any_of(std::begin(kEnds), std::end(kEnds),
+                     [&](const char* end) { return absl::EndsWithIgnoreCase(name, end); });
+}
+
+// The files that `path` means.
+absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& path) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error)) return std::vector<std::string>{path};
+  std::vector<std::string> files;
+  for (std::filesystem::directory_iterator it(path, error), end; !error && it != end;
+       it.increment(error)) {
+    std::error_code ignored;
+    if (it->is_regular_file(ignored) && DescribesModel(it->path().filename().string())) {
+      files.push_back(it->path().string());
+    }
+  }
+  if (error) return absl::UnavailableError(absl::StrCat(path, ": ", error.message()));
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
+                                                     const std::string& model,
+                                                     const std::vector<std::string>& paths) {
+  std::vector<std::string> names;
+  for (const std::string& path : paths) {
+    EMA_ASSIGN_OR_RETURN(const std::vector<std::string> files, FilesOf(path));
+    for (const std::string& file : files) {
+      const absl::StatusOr<std::string> bytes =
+          PosixFileSystem().ReadSmallFile(RealPath(file), kMaxAttachedFileBytes);
+      if (!bytes.ok()) {
+        return absl::Status(bytes.status().code(),
+                            absl::StrCat(file, ": ", bytes.status().message()));
+      }
+      const std::string name = std::filesystem::path(file).filename().string();
+      EMA_RETURN_IF_ERROR(session.client->AttachFile(model, name, *bytes, session.timeout));
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
+absl::Status AddFiles(const Session& session, const FileOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                       AttachFiles(session, options.model, options.paths));
+  if (session.json) {
+    PrintJson({{"model", options.model}, {"attached", names}});
+  } else {
+    Print(absl::StrCat("attached to ", options.model, ", from the next checkpoint on: ",
+                       names.empty() ? "nothing" : absl::StrJoin(names, ", "), "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RemoveFile(const Session& session, const FileOptions& options) {
+  EMA_RETURN_IF_ERROR(session.client->RemoveFile(options.model, options.name, session.timeout));
+  if (session.json) {
+    PrintJson({{"model", options.model}, {"removed", options.name}});
+  } else {
+    Print(absl::StrCat("removed ", options.name, " from ", options.model,
+                       ", from the next checkpoint on\n"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ema::cli

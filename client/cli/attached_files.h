@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Small files that lie beside a model's weights in its checkpoints.
+#ifndef EMA_CLIENT_CLI_ATTACHED_FILES_H_
+#define EMA_CLIENT_CLI_ATTACHED_FILES_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cli/commands.h"
+
+namespace ema::cli {
+
+// Puts files beside the model's weights, under their own names; of a folder those that describe a
+// model: .json (but no index of weights), .txt, .model and .jinja. Their names. NOT_FOUND: no such
+// file. INVALID_ARGUMENT: larger than 64 MiB, or a name that is refused.
+absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
+                                                     const std::string& model,
+                                                     const std::vector<std::string>& paths);
+
+struct FileOptions {
+  std::string model;
+  std::vector<std::string> paths;  // Of `add`.
+  std::string name;                // Of `remove`.
+};
+absl::Status AddFiles(const Session& session, const FileOptions& options);
+absl::Status RemoveFile(const Session& session, const FileOptions& options);
+
+}  // namespace ema::cli
+
+#endif  // EMA_CLIENT_CLI_ATTACHED_FILES_H_

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files that lie beside a model's weights in its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Union
+
+# Contents by name, or a folder.
+FilesLike = Union[Mapping[str, bytes], str, "os.PathLike[str]"]
+
+# What describes a model, of what Hugging Face's tools leave in a folder.
+_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+
+
+def small_files(files: FilesLike) -> dict[str, bytes]:
+    """Contents by name; of a folder, of the files in it that describe a model."""
+    if isinstance(files, Mapping):
+        return dict(files)
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(pathlib.Path(files).iterdir())
+        if path.is_file()
+        and path.suffix.lower() in _SUFFIXES
+        and not path.name.lower().endswith(".index.json")
+    }

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/attached_files.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+
+namespace ema {
+namespace {
+
+absl::Status BadPart(const std::string& name, const std::string& problem) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   absl::StrCat("file \"", name, "\": ", problem));
+}
+
+bool HasPart(const AttachedFile& file, int64_t offset, std::string_view data) {
+  return file.bytes.compare(static_cast<size_t>(offset), data.size(), data) == 0;
+}
+
+}  // namespace
+
+absl::Status ValidateAttachedName(std::string_view name) {
+  EMA_RETURN_IF_ERROR(ValidateName("file", name));
+  const std::string text(name);
+  // Not only the names that a checkpoint uses: readers take every such file for weights.
+  if (absl::EndsWithIgnoreCase(text, ".safetensors") ||
+      absl::EndsWithIgnoreCase(text, ".safetensors.index.json")) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
+        absl::StrCat("file \"", text, "\": such names are for the weights that the server writes"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
+                                    std::string_view data) {
+  EMA_RETURN_IF_ERROR(ValidateAttachedName(name));
+  if (total_bytes < 0 || total_bytes > kMaxAttachedFileBytes) {
+    return BadPart(
+        name, absl::StrCat("total_bytes ", total_bytes, ", expected 0 to ", kMaxAttachedFileBytes));
+  }
+  const int64_t size = static_cast<int64_t>(data.size());
+  if (offset < 0 || offset > total_bytes || size > total_bytes - offset ||
+      (size == 0 && total_bytes > 0)) {
+    return BadPart(name, absl::StrCat("a part of ", size, " bytes at offset ", offset,
+                                      " is empty or not inside its ", total_bytes, " bytes"));
+  }
+  absl::MutexLock lock(&mu_);
+  auto it = unfinished_.find(name);
+  if (offset == 0) {
+    if (it != unfinished_.end()) unfinished_.erase(it);
+    if (!attached_.contains(name) && attached_.size() + unfinished_.size() >= kMaxAttachedFiles) {
+      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                       absl::StrCat("file \"", name, "\": the model has ", kMaxAttachedFiles,
+                                    " files, and can have no more"));
+    }
+    Held held{.file = std::make_shared<AttachedFile>()};
+    EMA_ASSIGN_OR_RETURN(held.reservation,
+                         budget_.Reserve(absl::StrCat("file \"", name, "\""), total_bytes));
+    held.file->name = name;
+    held.file->bytes.reserve(static_cast<size_t>(total_bytes));
+    it = unfinished_.emplace(name, std::move(held)).first;
+  }
+  if (it == unfinished_.end() || it->second.reservation->bytes() != total_bytes) {
+    // Perhaps the answer to the last part was lost.
+    const auto done = attached_.find(name);
+    if (done != attached_.end() &&
+        static_cast<int64_t>(done->second.file->bytes.size()) == total_bytes &&
+        HasPart(*done->second.file, offset, data)) {
+      return absl::OkStatus();
+    }
+    return BadPart(name, absl::StrCat("a part at offset ", offset, " of ", total_bytes,
+                                      " bytes, expected the first part of such a file"));
+  }
+  std::string& bytes = it->second.file->bytes;
+  const int64_t received = static_cast<int64_t>(bytes.size());
+  if (offset < received && size <= received - offset && HasPart(*it->second.file, offset, data)) {
+    return absl::OkStatus();
+  }
+  if (offset != received) {
+    return BadPart(name,
+                   absl::StrCat("a part at offset ", offset, ", expected the one at ", received));
+  }
+  bytes.append(data);
+  if (offset + size == total_bytes) {
+    attached_[name] = std::move(it->second);
+    unfinished_.erase(it);
+  }
+  return absl::OkStatus();
+}
+
+void AttachedFiles::Remove(const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  attached_.erase(name);
+  unfinished_.erase(name);
+}
+
+std::vector<std::shared_ptr<const AttachedFile>> AttachedFiles::files() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::shared_ptr<const AttachedFile>> files;
+  for (const auto& [name, held] : attached_) files.push_back(held.file);
+  return files;
+}
+
+}  // namespace ema
