@@ -48,8 +48,9 @@ TrainingTime TimeOf(int64_t step, absl::Span<const TrackConfig> tracks) {
 }  // namespace
 
 absl::Status Import(const Session& session, const ImportOptions& options) {
+  const TrainingTime time = TimeOf(options.step, options.tracks);
   for (const TrackConfig& track : options.tracks) {
-    EMA_RETURN_IF_ERROR(CheckKeepsFirstValue(track));
+    EMA_RETURN_IF_ERROR(CheckKeepsFirstValue(track, time, options.updates));
   }
   EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(options.from));
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult made,
@@ -71,10 +72,11 @@ absl::Status Import(const Session& session, const ImportOptions& options) {
       bar.Show(done_bytes, file.manifest().total_bytes());
       return !(session.is_interrupted && session.is_interrupted());
     }));
-    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Run> run,
-                         session.client->OpenRun(options.model, {}, session.timeout));
-    version = run->Push(options.step, TimeOf(options.step, options.tracks),
-                        std::move(weights.tensors), session.disk_timeout());
+    EMA_ASSIGN_OR_RETURN(
+        const std::unique_ptr<Run> run,
+        session.client->OpenRun(options.model, {.imported_updates = options.updates},
+                                session.timeout));
+    version = run->Push(options.step, time, std::move(weights.tensors), session.disk_timeout());
   }
   EMA_RETURN_IF_ERROR(version.status());
   if (session.json) {

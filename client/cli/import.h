@@ -22,6 +22,7 @@ struct ImportOptions {
   // Of the first version. Training time is there so many batches and iterations, and 0 in every
   // other unit that a track needs.
   int64_t step = 0;
+  int64_t updates = 0;  // That the average is of; 0: not known.
 };
 // Makes the model, and its first version, in which every track has the file's values; a folder's
 // small files are attached, as AttachFiles() chooses them. A push goes on after `step`.

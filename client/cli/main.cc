@@ -281,6 +281,9 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("--step", options.import.step,
                   "Step of the weights, after which training goes on (default: 0)")
       ->check(CLI::NonNegativeNumber);
+  sub->add_option("--updates", options.import.updates,
+                  "Updates that the average is of: for uniform tracks and those that begin at zero")
+      ->check(CLI::PositiveNumber);
 
   sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
     for (const std::string& text : options.tracks) {

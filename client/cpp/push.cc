@@ -200,6 +200,7 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   // A header that comes late, over another connection, does not take over from a later try.
   header.set_stream_group(absl::ToUnixNanos(start_) + stream_count_.load());
   header.set_stream_count(1);
+  if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
   return header;
 }
 

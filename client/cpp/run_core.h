@@ -38,6 +38,7 @@ class RunCore {
   const ChunkPlan& chunks() const { return chunks_; }
   int64_t rank() const { return options_.rank; }
   bool rejoins() const { return options_.rejoins; }
+  int64_t imported_updates() const { return options_.imported_updates; }
   int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
   RunPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/base/first_value.h"
 
+#include <cmath>
+#include <string>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
@@ -9,40 +11,65 @@
 namespace ema {
 namespace {
 
-// Null: it goes on from its first value.
-const char* WhyFirstValueIsLost(const Schedule& schedule) {
-  constexpr const char* kWrittenOver =
-      "soon after the start its updates write over the first value";
-  constexpr const char* kFromZero = "it begins from zero, not from the first value";
+bool CountsUpdates(const Schedule::Rule& rule) {
+  const auto* const constant = std::get_if<ConstantDecayRule>(&rule);
+  return std::holds_alternative<UniformRule>(rule) ||
+         (constant != nullptr && constant->zero_init != ConstantDecayRule::ZeroInit::kOff);
+}
+
+// The unit that the rule's age is counted in; absent: it does not depend on its age.
+std::optional<TimeUnit> AgeUnit(const Schedule& schedule) {
   const Schedule::Rule& rule = schedule.rule();
-  if (schedule.is_copy()) return nullptr;
-  if (schedule.options().start.value > 0 &&
-      schedule.options().before_start != Schedule::BeforeStart::kHold) {
-    return "at its ema_start it takes a new first value (before_start=hold keeps it)";
+  if (schedule.is_copy() || std::holds_alternative<ConstantDecayRule>(rule) ||
+      std::holds_alternative<UniformRule>(rule)) {
+    return std::nullopt;
   }
   if (const auto* const half_life = std::get_if<HalfLifeRule>(&rule)) {
-    if (half_life->debias) return kFromZero;
-    return half_life->ramp_ratio > 0 ? kWrittenOver : nullptr;
+    if (half_life->ramp_ratio == 0 && !half_life->debias) return std::nullopt;
+    if (!std::isinf(half_life->half_life.value)) return half_life->half_life.unit;
   }
-  if (const auto* const constant = std::get_if<ConstantDecayRule>(&rule)) {
-    return constant->zero_init == ConstantDecayRule::ZeroInit::kOff ? nullptr : kFromZero;
+  return schedule.update_interval().unit;
+}
+
+// Empty: it goes on from its first value.
+std::string WhyFirstValueIsLost(const Schedule& schedule, const TrainingTime& now,
+                                int64_t updates) {
+  if (schedule.is_copy()) return "";
+  const TrainingDuration& start = schedule.options().start;
+  const bool has_started = start.value == 0 || now.Get(start.unit).value_or(0) >= start.value;
+  const std::optional<TimeUnit> age_unit = AgeUnit(schedule);
+  const bool holds = schedule.options().before_start == Schedule::BeforeStart::kHold;
+  if (!has_started && (!holds || age_unit.has_value())) {
+    return absl::StrCat("it is from before its ema_start ", start.ToString(),
+                        age_unit.has_value() ? "" : " (before_start=hold keeps it)");
   }
-  if (std::holds_alternative<UniformRule>(rule)) {
-    return "the first value counts as one update, however many it is the mean of";
+  if (age_unit.has_value()) {
+    const std::string suffix(TimeUnitSuffix(*age_unit));
+    if (start.value > 0 && start.unit != *age_unit) {
+      return absl::StrCat("the schedule counts ", suffix, " from the update at ema_start ",
+                          start.ToString(), ", which is not known");
+    }
+    if (!(now.Get(*age_unit).value_or(0) > start.value)) {
+      return absl::StrCat("the schedule depends on the average's age in ", suffix,
+                          ": give the step, or time, that it stands at");
+    }
   }
-  return kWrittenOver;
+  if (CountsUpdates(schedule.rule()) && updates <= 0) {
+    return "the schedule counts updates: say how many the average is of";
+  }
+  return "";
 }
 
 }  // namespace
 
-absl::Status CheckKeepsFirstValue(const TrackConfig& track) {
+absl::Status CheckKeepsFirstValue(const TrackConfig& track, const TrainingTime& now,
+                                  int64_t updates) {
   for (const Schedule* const schedule : SchedulesOf(track)) {
-    const char* const why = WhyFirstValueIsLost(*schedule);
-    if (why == nullptr) continue;
+    const std::string why = WhyFirstValueIsLost(*schedule, now, updates);
+    if (why.empty()) continue;
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
                      absl::StrCat("track \"", track.name, "\" (", schedule->ToString(),
-                                  ") would lose an imported average: ", why,
-                                  "; import it into a half_life or smoothing track"));
+                                  ") would lose an imported average: ", why));
   }
   return absl::OkStatus();
 }

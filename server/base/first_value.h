@@ -4,17 +4,19 @@
 #ifndef EMA_SERVER_BASE_FIRST_VALUE_H_
 #define EMA_SERVER_BASE_FIRST_VALUE_H_
 
+#include <cstdint>
+
 #include "absl/status/status.h"
+#include "ema/time.h"
 #include "ema/track.h"
 
 namespace ema {
 
-// OK if all schedules of the track go on from the value that its first push gives, as from an
-// average of any age: a half-life or a constant decay that starts at once (or holds its first value
-// until it does), or a copy. INVALID_ARGUMENT, BAD_SCHEDULE: for another that value is nothing, one
-// update's weights among others, or what updates soon after the start write over; the message says
-// which and why.
-absl::Status CheckKeepsFirstValue(const TrackConfig& track);
+// OK if all schedules of the track go on from an average that is pushed first, at `now`, as if they
+// had made it; `updates`: how many went into it, 0: not known. INVALID_ARGUMENT, BAD_SCHEDULE: one
+// would write it over soon; the message says which, and what is missing.
+absl::Status CheckKeepsFirstValue(const TrackConfig& track, const TrainingTime& now,
+                                  int64_t updates);
 
 }  // namespace ema
 

@@ -172,13 +172,27 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                   "\" has not the values of this run's in all of its tracks; push "
                                   "them once"));
   }
-  PushSession::Plan plan{start.step, start.time, start.frozen, {}};
+  if (start.imported_updates < 0 || (start.imported_updates > 0 && current_ != nullptr)) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+        absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"", config_.name,
+                     "\" expects ", current_ == nullptr ? "0 or more" : "0: it has a version"));
+  }
+  PushSession::Plan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
+    TrackState state = base != nullptr ? base->state : TrackState(updates.size());
+    if (start.imported_updates > 0) {
+      // This push is the last of them.
+      const int64_t before = start.imported_updates - 1;
+      for (Schedule::State& of_schedule : state) {
+        of_schedule.update_count = of_schedule.averaged_count = before;
+      }
+    }
     if (!track->config().paused) {
       absl::StatusOr<std::vector<Schedule::Update>> planned =
-          PlanTrack(track->config(), base != nullptr ? base->state : TrackState(), start.time);
+          PlanTrack(track->config(), state, start.time);
       if (!planned.ok()) {
         return MakeError(
             planned.status().code(), GetErrorReason(planned.status()),
@@ -186,7 +200,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
       }
       updates = *std::move(planned);
     }
-    plan.tracks.push_back({track, base, std::move(updates)});
+    plan.tracks.push_back({track, base, std::move(state), std::move(updates)});
   }
   return plan;
 }
@@ -206,6 +220,12 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
           absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
           absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.time.ToString(),
                        ", but the step was opened with ", plan.time.ToString()));
+    }
+    if (start.imported_updates != plan.imported_updates) {
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
+          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.imported_updates,
+                       " imported_updates, but the step was opened with ", plan.imported_updates));
     }
     const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
     if (omits_frozen != (plan.frozen == FrozenTensors::kOmitted)) {

@@ -66,6 +66,7 @@ struct PushStart {
   // The streams by which the rank pushes at once; as ema.v1.PushHeader has them.
   int64_t stream_group = 0;
   int64_t stream_count = 0;
+  int64_t imported_updates = 0;  // As ema.v1.PushHeader has it.
 };
 inline constexpr int64_t kMaxStreamsOfRank = 16;
 
@@ -88,12 +89,14 @@ class PushSession {
   struct TrackPlan {
     TrackRef track;
     const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
+    TrackState state;                       // Before this step.
     std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
   };
   struct Plan {
     int64_t step = 0;
     TrainingTime time;
     FrozenTensors frozen = FrozenTensors::kPushed;
+    int64_t imported_updates = 0;
     std::vector<TrackPlan> tracks;
   };
   struct ModelView {  // What a session reads of its model.

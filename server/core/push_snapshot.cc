@@ -171,11 +171,10 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
     TrackSnapshot track;
     track.track = plan.track;
     if (plan.base != nullptr) {
-      track.state = plan.base->state;
       track.last_steps = plan.base->last_steps;
       track.block_versions = plan.base->block_versions;
     }
-    track.state = NextState(plan.track->config(), track.state, plan.updates, plan_.time);
+    track.state = NextState(plan.track->config(), plan.state, plan.updates, plan_.time);
     track.last_steps.resize(plan.updates.size());
     for (size_t i = 0; i < plan.updates.size(); ++i) {
       if (plan.updates[i].due) track.last_steps[i] = plan_.step;

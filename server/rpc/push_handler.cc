@@ -22,6 +22,7 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.plan_revision = plan_revision_ = header.plan_revision();
   start.stream_group = header.stream_group();
   start.stream_count = header.stream_count();
+  start.imported_updates = header.imported_updates();
   if (!v1::PushHeader::Frozen_IsValid(header.frozen())) {
     return BadMessage(absl::StrCat("frozen ", static_cast<int>(header.frozen())));
   }

@@ -93,10 +93,10 @@ def test_a_model_with_versions_is_refused(client, emactl, model, folder):  # noq
 @pytest.mark.parametrize(
     "track, why",
     [
-        ({"smoothing": 0.9, "zero_init": "debias"}, "begins from zero"),
-        ({"half_life": "9ba", "debias": True}, "begins from zero"),
-        ({"uniform": True}, "counts as one update"),
-        ({"sigma_rel": 0.1}, "write over"),
+        ({"smoothing": 0.9, "zero_init": "debias"}, "counts updates"),
+        ({"half_life": "9ba", "debias": True}, "give the step"),
+        ({"uniform": True}, "counts updates"),
+        ({"sigma_rel": 0.1}, "give the step"),
         ({"half_life": "9ba", "ema_start": "50ba"}, "ema_start"),
     ],
 )
@@ -110,6 +110,47 @@ def test_a_track_that_would_lose_it_is_refused(
     result = emactl("import", model, "--from", path, "--track", f"ema={text}")
     assert result.returncode == 4 and why in result.stderr, result.stderr
     assert model not in [info.name for info in client.models()]
+
+
+@pytest.mark.parametrize("how", ["python", "emactl"])
+def test_warm_ups_and_means_go_on_as_if_never_interrupted(
+    client, emactl, model, tmp_path, rng, how  # noqa: F811
+):
+    tracks = {
+        "ema_pytorch": ema_client.Track.preset("ema_pytorch", update_after_step=3, update_every=1),
+        "diffusers": ema_client.Track.preset("diffusers"),
+        "power": ema_client.Track(sigma_rel=0.1),
+        "mean": ema_client.Track(uniform=True),
+        "debiased": ema_client.Track(smoothing=0.9, zero_init="debias"),
+    }
+    pushed = [{"w": rng.standard_normal(50, dtype="float32")} for _ in range(30)]
+    for name, track in tracks.items():
+        whole, resumed = f"{model}-{name}-whole", f"{model}-{name}-resumed"
+        client.create_model(whole, pushed[0], tracks={"ema": track})
+        with client.open_run(whole) as run:
+            for step, weights in enumerate(pushed[:20], 1):
+                run.push(step=step, weights=weights)
+            path = tmp_path / f"{name}.safetensors"
+            save_file({"w": client.pull(whole, track="ema", framework="torch")["w"]}, path)
+            for step, weights in enumerate(pushed[20:], 21):
+                run.push(step=step, weights=weights)
+        if how == "python":
+            client.import_weights(resumed, path, tracks={"ema": track}, step=20, updates=20)
+        else:
+            schedule = client.model(whole).latest.tracks["ema"].config.replace(", ", ",")
+            result = emactl(
+                *["import", resumed, "--from", path, "--track", f"ema={schedule}"],
+                *["--step", "20", "--updates", "20"],
+            )
+            assert result.returncode == 0, result.stderr
+        assert client.model(resumed).latest.tracks["ema"].update_count == 20, name
+        with client.open_run(resumed) as run:
+            for step, weights in enumerate(pushed[20:], 21):
+                run.push(step=step, weights=weights)
+        assert_same_bits(
+            client.pull(whole, track="ema", framework="numpy"),
+            client.pull(resumed, track="ema", framework="numpy"),
+        )
 
 
 def test_units_that_only_a_track_needs_begin_at_zero(client, emactl, model, folder):  # noqa: F811

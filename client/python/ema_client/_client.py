@@ -147,6 +147,7 @@ class Client(CheckpointCalls):
         tracks: Mapping[str, TrackLike],
         step: int = 0,
         time: TimeLike = None,
+        updates: int = 0,
         max_pinned_versions: int = 0,
         timeout_s: float = 600.0,
     ) -> Version:
@@ -159,10 +160,13 @@ class Client(CheckpointCalls):
             name: the model; it must not have a version yet.
             path: a safetensors file, or a Hugging Face folder (model.safetensors, or its index), whose
                 small files are attached, too.
-            tracks: as for `create_model`; by half-life or smoothing, or copies: others would lose the
-                weights with their first updates.
-            step: of the weights; training goes on after it.
+            tracks: as for `create_model`; they go on from the weights as if they had made them.
+            step: of the weights; training goes on after it. Warm-ups and other schedules that depend on
+                their age need it: for `preset="ema_pytorch"` it is that library's `step`, for "diffusers"
+                its `optimization_step`.
             time: training time at the step. None: the step is the batch.
+            updates: that the weights are the average of: needed for uniform tracks and those that
+                begin at zero. For a torch AveragedModel it is `n_averaged`.
             max_pinned_versions: as for `create_model`.
             timeout_s: seconds for each call.
 
@@ -170,12 +174,14 @@ class Client(CheckpointCalls):
             The first version.
 
         Raises:
-            InvalidArgumentError: a track would lose the weights, or the file is not what it should be.
+            InvalidArgumentError: a track would write over the weights soon, because the step or the
+                updates are missing; or the file is not what it should be.
             AlreadyExistsError: the model has a version, or other tensors or tracks.
             EmaError: as `create_model` and `Run.push`.
         """
+        now = time_dict(time, step=step)
         for track, rule in tracks.items():
-            track_of(track, rule).check_keeps_first_value()
+            track_of(track, rule).check_keeps_first_value(now, updates)
         stored = _safetensors.open_weights(path)
         info = self.create_model(
             name,
@@ -201,9 +207,19 @@ class Client(CheckpointCalls):
             for tensor in stored
         ]
         run = self._client.open_run(
-            name, secrets.token_hex(16), 0, 1, None, 0, "as pushed", True, None, timeout_s
+            name,
+            secrets.token_hex(16),
+            0,
+            1,
+            None,
+            0,
+            "as pushed",
+            True,
+            None,
+            updates,
+            timeout_s,
         )
-        push = run.start_push(step, time_dict(time, step=step), arrays, timeout_s)
+        push = run.start_push(step, now, arrays, timeout_s)
         return version_from(push.wait())
 
     def update_model(
@@ -399,6 +415,7 @@ class Client(CheckpointCalls):
             wire_dtype,
             rejoins,
             resume_tuple(resume),
+            0,
             timeout,
         )
         return Run(run, timeout_s=self._timeout_s)

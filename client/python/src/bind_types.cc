@@ -253,8 +253,12 @@ void BindTypes(nb::module_& module) {
             return WithoutIdleRules(track, ToManifest(specs));
           },
           "specs"_a)
-      .def("check_keeps_first_value",
-           [](const TrackConfig& track) { ThrowIfError(CheckKeepsFirstValue(track)); })
+      .def(
+          "check_keeps_first_value",
+          [](const TrackConfig& track, const nb::dict& now, int64_t updates) {
+            ThrowIfError(CheckKeepsFirstValue(track, ToTime(now), updates));
+          },
+          "now"_a, "updates"_a)
       .def("actions", &Actions, "specs"_a)
       .def(
           "__eq__", [](const TrackConfig& self, const TrackConfig& other) { return self == other; },
