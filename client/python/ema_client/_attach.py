@@ -9,7 +9,7 @@ import itertools
 import pickle
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ema_client import _arrays, _ema
 from ema_client._attachment import Attachment, Joined, OnError
@@ -195,19 +195,14 @@ def _join(
 
     `failure`: what this rank has failed with so far; then there may be no plan.
     """
-    run: Run | None = None
     launch: _Launch | None = None
     state: State | None = None
-    step = 0
     try:
         if plan is not None and resume is not None:
             state = State.from_dict(resume, model=plan.model_name)
         if plan is not None and failure is None and ranks.rank == 0:
             plan.create(timeout_s, state)
-            opening = _Launch(secrets.token_hex(16), plan.fingerprints(), state)
-            # First, so that the model is where it shall be when the others join.
-            run = plan.open_run(opening, timeout_s)
-            launch = opening
+            launch = _Launch(secrets.token_hex(16), plan.fingerprints(), state)
     except Exception as raised:
         failure = raised
     launch = ranks.broadcast(launch)
@@ -216,21 +211,40 @@ def _join(
         if plan is not None and launch is not None and failure is None:
             plan.check_replicas(launch)
             plan.check_state(launch, state)
-            if run is None:
-                run = plan.open_run(launch, timeout_s)
-            step = 0 if run.latest is None else run.latest.step
-            step = step if state is None else state.step
     except Exception as raised:
         failure = raised
-    # All have joined when this returns, so the first push finds the run complete.
-    outcomes: list[tuple[Exception | None, int]] = ranks.gather((_portable(failure), step))
+    # No rank may have a reason left to fail when the first one ends the run of before.
+    _gather(ranks, failure, None)
+    assert plan is not None and launch is not None
+    run: Run | None = None
+    step = 0
+    # Rank 0 first, so that the model is where it shall be when the others join; all have joined when
+    # this returns, so the first push finds the run complete.
+    for is_next in (ranks.rank == 0, ranks.rank != 0):
+        try:
+            if is_next:
+                run = plan.open_run(launch, timeout_s)
+                step = 0 if run.latest is None else run.latest.step
+                step = step if state is None else state.step
+        except Exception as raised:
+            failure = raised
+        steps = _gather(ranks, failure, step)
+    assert run is not None
+    # The average goes on from where it is, should the server forget the run.
+    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
+    return Joined(run, anew, launch.id, steps[0])
+
+
+_Item = TypeVar("_Item")
+
+
+def _gather(ranks: Ranks, failure: Exception | None, item: _Item) -> list[_Item]:
+    """The items of all ranks, or raises the first rank's failure on all of them. Collective."""
+    outcomes: list[tuple[Exception | None, _Item]] = ranks.gather((_portable(failure), item))
     for failed, _ in outcomes:
         if failed is not None:
             raise failed
-    assert plan is not None and run is not None and launch is not None
-    # The average goes on from where it is, should the server forget the run.
-    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
-    return Joined(run, anew, launch.id, outcomes[0][1])
+    return [of_rank for _, of_rank in outcomes]
 
 
 @dataclasses.dataclass(frozen=True)

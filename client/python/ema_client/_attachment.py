@@ -226,9 +226,9 @@ class Attachment:
 
         To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
         numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
-        the version is on the server's disk and has the label "resume-<step>"; of such labels the
-        server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore there;
-        other ranks' are not to be used without it.
+        the version is on the server's disk and has a label that begins with "resume-<step>"; of such
+        labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
+        there; other ranks' are not to be used without it.
 
         A server that is away raises: whether a checkpoint without its average is worth something is
         the trainer's to say.

@@ -16,7 +16,7 @@ from ema_client._types import ResumePoint, Version
 _logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-_LABEL = re.compile(r"resume-(\d+)")
+_LABEL = re.compile(r"resume-(\d+)-\d+-\d+")
 # How long reading or writing a model may take at the server's disk.
 DISK_TIMEOUT_S = 600.0
 
@@ -86,18 +86,18 @@ def _refused(problem: str) -> InvalidArgumentError:
 
 def save(client: Client, model: str, version: Version, *, step: int, keep: int) -> None:
     """Saves `version` as what step `step` resumes from; keeps the newest `keep` such."""
-    client.create_checkpoint(
-        model, version=version, label=f"resume-{step}", timeout_s=DISK_TIMEOUT_S
-    )
-    # By version first: a trainer that went back has newer labels of earlier steps.
-    found = [
-        (label.incarnation, label.number, int(match.group(1)), label.name)
-        for label in client.labels(model).values()
-        if (match := _LABEL.fullmatch(label.name))
-    ]
-    for *_, name in sorted(found)[:-keep]:
-        try:
+    # With the version: a trainer that went back may come to that step again, by another way.
+    label = f"resume-{step}-{version.incarnation}-{version.number}"
+    client.create_checkpoint(model, version=version, label=label, timeout_s=DISK_TIMEOUT_S)
+    try:
+        # By version first: a trainer that went back has newer labels of earlier steps.
+        labels = [
+            (found.incarnation, found.number, int(match.group(1)), found.name)
+            for found in client.labels(model).values()
+            if (match := _LABEL.fullmatch(found.name))
+        ]
+        for *_, name in sorted(labels)[:-keep]:
             client.remove_label(model, name)
-        except EmaError as error:
-            # This one is safe; the next one tries again.
-            _logger.warning('model "%s": label %s is still there: %s', model, name, error)
+    except EmaError as error:
+        # This one is safe; the next one tries again.
+        _logger.warning('model "%s": labels of older steps are still there: %s', model, error)
