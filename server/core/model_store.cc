@@ -28,6 +28,12 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
   EMA_RETURN_IF_ERROR(config.Validate());
   absl::MutexLock lock(&mu_);
   if (draining_) return Draining();
+  if (deleting_.contains(config.name)) {
+    absl::Status busy = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                                  absl::StrCat("model \"", config.name, "\" is being deleted"));
+    SetRetryDelay(busy, absl::Milliseconds(50));
+    return busy;
+  }
   if (auto it = models_.find(config.name); it != models_.end()) {
     // As it was created, or as UpdateTracks() has made it: a trainer that starts again says the one
     // or the other.
@@ -95,6 +101,18 @@ bool ModelStore::Delete(std::string_view name) {
   }
   model->Close(deleted);
   return true;
+}
+
+absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget) {
+  {
+    absl::MutexLock lock(&mu_);
+    deleting_.emplace(name);
+  }
+  Delete(name);
+  const absl::Status status = forget();
+  absl::MutexLock lock(&mu_);
+  deleting_.erase(deleting_.find(name));
+  return status;
 }
 
 void ModelStore::ExpireSessions(std::chrono::steady_clock::time_point now,

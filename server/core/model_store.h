@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -37,7 +39,8 @@ class ModelStore {
     std::shared_ptr<Model> model;
     bool created = false;
   };
-  // As CreateModel in ema_service.proto.
+  // As CreateModel in ema_service.proto; UNAVAILABLE, SESSION_BUSY: one of that name is being
+  // deleted.
   absl::StatusOr<CreateResult> Create(ModelConfig config) ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -46,6 +49,10 @@ class ModelStore {
   // Closes the model and forgets it. Its memory comes back when the last reader lets go. False: it
   // was not there.
   bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same, and then, also if it was not there, runs `forget`, which may block, before a model of
+  // that name can be created again. The status of `forget`.
+  absl::Status Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Expires the sessions of all models. Called every second or so.
   void ExpireSessions(std::chrono::steady_clock::time_point now,
@@ -66,6 +73,7 @@ class ModelStore {
 
   mutable absl::Mutex mu_;
   std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mu_);
+  std::multiset<std::string, std::less<>> deleting_ ABSL_GUARDED_BY(mu_);
   int64_t next_incarnation_ ABSL_GUARDED_BY(mu_);
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
 };

@@ -98,9 +98,9 @@ absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
 absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
-  store_->Delete(request.model());
-  // Also if it was not there: a call before may have failed here.
-  EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
+  // Also if it is not there: a call before may have failed at its checkpoints.
+  EMA_RETURN_IF_ERROR(
+      store_->Delete(request.model(), [&] { return checkpoints_.Forget(request.model()); }));
   return v1::DeleteModelResponse();
 }
 

@@ -6,6 +6,7 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 ModelConfig Config(const std::string& name, int64_t elements = 1000) {
@@ -74,6 +75,27 @@ TEST_F(ModelStoreTest, UnknownModelsAreNotFound) {
   EXPECT_THAT(store_.Get("nope"), StatusIs(absl::StatusCode::kNotFound, HasSubstr("nope")));
   EXPECT_THAT(store_.Get("no/pe"), ReasonIs(ErrorReason::kBadName));
   EXPECT_FALSE(store_.Delete("nope"));
+}
+
+TEST_F(ModelStoreTest, ANameIsFreeAgainWhenWhatElseThereWasIsForgotten) {
+  for (const bool exists : {true, false}) {
+    if (exists) {
+      ASSERT_THAT(store_.Create(Config("m")), IsOk());
+    }
+    EXPECT_THAT(store_.Delete("m",
+                              [&] {
+                                EXPECT_THAT(store_.Get("m"), ReasonIs(ErrorReason::kModelNotFound));
+                                EXPECT_THAT(store_.Create(Config("m")),
+                                            AllOf(StatusIs(absl::StatusCode::kUnavailable,
+                                                           HasSubstr("is being deleted")),
+                                                  ReasonIs(ErrorReason::kSessionBusy)));
+                                EXPECT_THAT(store_.Create(Config("other")), IsOk());
+                                return absl::InternalError("no");
+                              }),
+                StatusIs(absl::StatusCode::kInternal, "no"));
+    EXPECT_THAT(store_.Create(Config("m")), IsOk());
+    EXPECT_TRUE(store_.Delete("m"));
+  }
 }
 
 TEST_F(ModelStoreTest, DrainingRefusesWhatIsNew) {
