@@ -41,6 +41,7 @@ constexpr Entry kRows[] = {
     {"pin_size", LargePinBesideSmall},
     {"evaluators", ManyEvaluators},
     {"readers", PushWhileOthersRead},
+    {"stalled", PairBesideStalledPeers},
     {"idle", CommitAfterIdleness},
     {"redis_set", PushBesideRedis},
     {"redis_get", PullBesideRedis},

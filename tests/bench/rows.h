@@ -37,6 +37,9 @@ Row PushWhileOthersRead(Bench& bench);
 Row CommitAfterIdleness(Bench& bench);
 Row ServerMemory(Bench& bench);
 
+// rows_peers.cc: others that do nothing.
+Row PairBesideStalledPeers(Bench& bench);
+
 // rows_core.cc: the size of a model, without a network.
 Row LargeCommit(Bench& bench);
 Row LargeCommitBesideSmall(Bench& bench);
