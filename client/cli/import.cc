@@ -28,6 +28,7 @@ bool CanPlan(absl::Span<const TrackConfig> tracks, const TrainingTime& now) {
 // have, too.
 TrainingTime TimeOf(int64_t step, absl::Span<const TrackConfig> tracks) {
   std::vector<TimeUnit> units;
+  units.reserve(kTimeUnitCount);
   for (int i = 0; i < kTimeUnitCount; ++i) units.push_back(static_cast<TimeUnit>(i));
   const auto make = [step](const std::vector<TimeUnit>& of) {
     TrainingTime time;

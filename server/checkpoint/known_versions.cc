@@ -38,6 +38,7 @@ std::vector<KnownVersion> KnownVersions(const Model& model,
     version.restored_from = entry.record.restored_from;
   }
   std::vector<KnownVersion> result;
+  result.reserve(known.size());
   for (const auto& [id, version] : known) result.push_back(version);
   return result;
 }

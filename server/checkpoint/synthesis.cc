@@ -141,7 +141,7 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
   const absl::StatusOr<std::unique_ptr<TensorReader>> reader =
       TensorReader::Open(file_system, TrackPath(path, name), TensorKind::kWeights,
                          *source.track->weights, model.manifest(), track.actions(), layout);
-  const absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
+  absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
   if (!absl::IsDataLoss(status)) return status;
   return LocateError(WithPlace(status, absl::StrCat("track \"", name, "\": ")), model.config().name,
                      CheckpointName(source.checkpoint->id));

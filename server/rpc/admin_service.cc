@@ -29,7 +29,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
             grpc::ServerCompletionQueue* q,                                                    \
             void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
       [this](const v1::method##Request& request) { return method(request); }, choose_executor)
-  const Executor here = nullptr;
+  Executor here;
   EMA_LISTEN(CreateModel, here);
   EMA_LISTEN(GetModel, here);
   EMA_LISTEN(ListModels, here);
