@@ -134,13 +134,20 @@ absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
   return IndexLocked(folder);
 }
 
+void CheckpointStore::Forget(Folder& folder) {
+  folder.is_durable = false;
+  folder.latest = {};
+  folder.latest_bytes = 0;
+  absl::MutexLock lock(&folder.state_mu);
+  folder.is_indexed = false;
+}
+
 absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string& name,
                                               const absl::Status& problem) {
+  // Also after an error it may have gone, and another be the newest.
+  Forget(folder);
   EMA_ASSIGN_OR_RETURN(const std::string new_name, SetAside(folder, name, kCorruptPrefix));
-  if (CheckpointName(folder.latest) == name) {
-    folder.latest = {};
-    folder.latest_bytes = 0;
-  }
+  EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
   absl::MutexLock lock(&folder.state_mu);
   folder.index.erase(name);
   if (const auto parsed = ParseCorruptName(new_name)) {
@@ -160,9 +167,9 @@ absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, st
     const auto it = folder->index.find(name);
     if (it == folder->index.end() || !it->second.problem.ok()) return false;
   }
-  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(*folder));
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
   EMA_RETURN_IF_ERROR(SetAsideCorrupt(*folder, std::string(name), problem));
-  return latest.has_value() && CheckpointName(*latest) == name;
+  return CheckpointName(latest) == name;
 }
 
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
@@ -268,7 +275,8 @@ absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLab
     labels = folder.labels;
   }
   if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
-    return absl::OkStatus();
+    // A call before may have ended between the rename and this.
+    return Sync(folder.path);
   }
   labels[label.name] = label;
   if (labels.size() > kMaxLabels) {

@@ -150,6 +150,11 @@ absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(const
   return ids;
 }
 
+absl::StatusOr<CheckpointId> CheckpointStore::FindLatest(const Folder& folder) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
+  return ids.empty() ? CheckpointId{} : ids.front();
+}
+
 absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Folder& folder) {
   const absl::StatusOr<std::string> text =
       file_system_.ReadSmallFile(JoinPath(folder.path, kLatestFileName), kMaxLatestBytes);

@@ -93,8 +93,8 @@ absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_vi
       return InUse(model_name, name, absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
     }
   }
-  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(*folder));
-  if (latest.has_value() && CheckpointName(*latest) == name) {
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
+  if (CheckpointName(latest) == name) {
     return InUse(model_name, name, "is the newest, which a restart goes on from");
   }
   EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(*folder, std::string(name)));

@@ -195,8 +195,7 @@ absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder&
   EMA_RETURN_IF_ERROR(Sync(ModelPath(model_name)));
   // A LATEST that was renamed just before the last server ended is on the disk after this.
   EMA_RETURN_IF_ERROR(Sync(folder.path));
-  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(folder));
-  folder.latest = latest.value_or(CheckpointId{});
+  EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
   folder.latest_bytes = 0;
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   folder.is_durable = true;
@@ -247,8 +246,12 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
   }
-  EMA_RETURN_IF_ERROR(file_system_.Rename(temporary, JoinPath(folder.path, name)));
-  EMA_RETURN_IF_ERROR(Sync(folder.path));
+  absl::Status renamed = file_system_.Rename(temporary, JoinPath(folder.path, name));
+  if (renamed.ok()) renamed = Sync(folder.path);
+  if (!renamed.ok()) {
+    Forget(folder);  // It may have its name all the same.
+    return renamed;
+  }
   absl::MutexLock lock(&folder.state_mu);
   folder.index[name] = {.name = name,
                         .id = IdOf(written->record),

@@ -4,7 +4,8 @@
 //
 //   LOCK                                  held by the one server that uses the directory
 //   INCARNATION                           durable counter, raised at each start
-//   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C
+//   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C;
+//                                         if that one has gone, the newest by name is it
 //   models/<model>/checkpoints/LABELS.json
 //                                         which versions have a name of their own: label_file.h
 //   models/<model>/checkpoints/<name>/    manifest.json, tracks/<track>/model.safetensors
@@ -272,11 +273,11 @@ class CheckpointStore {
     const std::string path;  // Of the checkpoints.
     // Serializes what changes the folder: held while the disk is waited for.
     absl::Mutex mu;
-    // It is there, and so are its parents, durably.
+    // It is there, and so are its parents, durably; and `latest` is known.
     bool is_durable ABSL_GUARDED_BY(mu) = false;
     // DeleteModel() has failed.
     bool must_delete ABSL_GUARDED_BY(mu) = false;
-    // What LATEST names, durably; all zero: nothing.
+    // What a restart would load; all zero: nothing.
     CheckpointId latest ABSL_GUARDED_BY(mu);
     int64_t latest_bytes ABSL_GUARDED_BY(mu) = 0;  // 0: not known.
 
@@ -307,6 +308,8 @@ class CheckpointStore {
   absl::Status RestoreKeptTime(const Folder& folder, Model& model);
   // Candidates of a folder, best first.
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
+  // The first of them, which a restart would load if it is good; all zero: there is none.
+  absl::StatusOr<CheckpointId> FindLatest(const Folder& folder);
   // Renames a checkpoint, durably, so that it is not found any more.
   // Its new name.
   absl::StatusOr<std::string> SetAside(const Folder& folder, const std::string& name,
@@ -314,6 +317,9 @@ class CheckpointStore {
   absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
+  // What is known of the folder may not be what is on the disk: it is looked up again before it is
+  // used, and before the next save.
+  void Forget(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   static Stored::Details DetailsOf(const CheckpointManifest& checkpoint);
   // Reads what there is, and the labels, if that has not been done.
   absl::Status IndexLocked(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);

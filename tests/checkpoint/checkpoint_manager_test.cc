@@ -560,5 +560,31 @@ TEST_F(CheckpointManagerTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
   EXPECT_EQ(next.version(), 1);
 }
 
+TEST_F(CheckpointManagerTest, WhatWasLoadedInTheNewestsPlaceIsSavedAnewWhenItGoesBad) {
+  std::vector<std::string> names;
+  {
+    TestServer server(files_);
+    for (int64_t version = 1; version <= 3; ++version) {
+      server.PushTo(version);
+      names.push_back(server.Save()->name);
+    }
+  }
+  const auto damage = [&](const std::string& name) {
+    files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/tracks/raw/model.safetensors"))
+        .back() ^= 1;
+  };
+  damage(names[2]);
+  {
+    TestServer server(files_);
+    EXPECT_EQ(server.version(), 2);
+    damage(names[1]);
+    EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+    server.manager().AwaitIdle();
+    EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 2);
+}
+
 }  // namespace
 }  // namespace ema

@@ -44,6 +44,8 @@ std::vector<std::string> Saved(FakeFileSystem& files, const std::string& model =
   return names;
 }
 
+absl::Status DataLoss() { return absl::DataLossError("a byte is wrong"); }
+
 // A server's start with what `files` has.
 struct Restarted {
   static ModelStore::Options WithIncarnation(int64_t incarnation) {
@@ -359,6 +361,94 @@ TEST_F(DamageTest, TheLatestFileDecides) {
   files_.FileBytes(CheckpointsPath("m") + "/LATEST") =
       EncodeLatest("step-000000000010-version-7-1");
   ExpectLoads(1);
+}
+
+TEST_F(DamageTest, WhatWasLoadedInItsPlaceIsTheNewest) {
+  files_.FileBytes(PathOf(2) + "/manifest.json")[100] ^= 1;
+  Restarted server(files_);
+  EXPECT_THAT(server.store->Delete("m", "step-000000000010-version-7-1"),
+              ReasonIs(ErrorReason::kCheckpointInUse));
+  // And if it goes bad in its turn, nothing is left that a restart could load.
+  EXPECT_THAT(server.store->Quarantine("m", "step-000000000010-version-7-1", DataLoss()),
+              IsOkAndHolds(true));
+}
+
+TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace) {
+  FakeFileSystem files;
+  TestVersions versions(3);
+  {
+    auto store = OpenStore(files);
+    for (const int64_t version : {2, 3}) {
+      ASSERT_THAT(store->Save(*versions.model, versions[version]), IsOk());
+    }
+    EXPECT_THAT(store->Quarantine("m", "step-000000000030-version-7-3", DataLoss()),
+                IsOkAndHolds(true));
+    ASSERT_THAT(store->Save(*versions.model, versions[1], {.label = CheckpointLabel{"old"}}),
+                IsOk());
+  }
+  Restarted server(files);
+  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+  EXPECT_EQ(Saved(files).size(), 2u);
+}
+
+TEST(CheckpointStoreTest, AnOldVersionWhoseCheckpointIsBadIsSavedAnewAsAnOldOne) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  {
+    auto store = OpenStore(files);
+    for (const int64_t version : {1, 2}) {
+      ASSERT_THAT(store->Save(*versions.model, versions[version]), IsOk());
+    }
+    files.FileBytes(CheckpointsPath("m") + "/step-000000000010-version-7-1/manifest.json")[99] ^= 1;
+    ASSERT_THAT(store->Save(*versions.model, versions[1]), IsOk());
+  }
+  Restarted server(files);
+  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+  EXPECT_EQ(Saved(files).size(), 2u);
+}
+
+// A moment without a free descriptor, or without space, does not latch the store: what it knows
+// must be what is on the disk all the same.
+TEST(CheckpointStoreTest, ASaveThatFailedBehindItsRenameIsKnownWhenItIsTriedAgain) {
+  FakeFileSystem files;
+  TestVersions versions(2);
+  auto store = OpenStore(files);
+  ASSERT_THAT(store->Save(*versions.model, versions[1]), IsOk());
+  bool is_renamed = false;
+  files.set_hook([&](const std::string& operation, const std::string& path) {
+    is_renamed |= operation == "rename" && absl::StrContains(path, ".tmp-step-");
+    return operation == "syncdir" && is_renamed
+               ? absl::ResourceExhaustedError("too many open files")
+               : absl::OkStatus();
+  });
+  EXPECT_THAT(store->Save(*versions.model, versions[2]),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
+  files.set_hook(nullptr);
+  EXPECT_THAT(store->Save(*versions.model, versions[2], {.label = CheckpointLabel{.name = "best"}}),
+              IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->List("m"));
+  ASSERT_EQ(stored.size(), 2u);
+  EXPECT_EQ(stored[0].id.version, 2);
+  EXPECT_GT(stored[0].details->total_bytes, 0);
+  EXPECT_NE(*store->Hold("m", stored[0].name), nullptr);
+}
+
+TEST(CheckpointStoreTest, AVersionThatWasHalfSetAsideIsSavedAnew) {
+  FakeFileSystem files;
+  TestVersions versions(1);
+  auto store = OpenStore(files);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Save(*versions.model, versions[1]));
+  files.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "syncdir" ? absl::ResourceExhaustedError("too many open files")
+                                  : absl::OkStatus();
+  });
+  EXPECT_THAT(store->Quarantine("m", saved.name, DataLoss()),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
+  files.set_hook(nullptr);
+  EXPECT_THAT(store->Save(*versions.model, versions[1]), IsOk());
+  EXPECT_THAT(Saved(files), testing::ElementsAre(saved.name));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->List("m"));
+  ASSERT_EQ(stored.size(), 2u);
 }
 
 TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
