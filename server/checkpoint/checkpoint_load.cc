@@ -117,6 +117,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model
                    [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
     return absl::OkStatus();
   }
+  const TrainingTime loaded = model.latest()->time;
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, FindCheckpoints(folder));
   std::sort(ids.begin(), ids.end(), std::greater<>());
   for (const CheckpointId& id : ids) {
@@ -128,6 +129,8 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model
     if (absl::IsDataLoss(checkpoint.status())) continue;
     if (!checkpoint.ok())
       return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
+    // Of a future that a rollback has given up.
+    if (!loaded.CheckNotBefore(checkpoint->record.time).ok()) continue;
     model.SetKeptTime(checkpoint->record.time);
     break;
   }

@@ -304,7 +304,8 @@ class CheckpointStore {
                          LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
                               const Folder& folder, ModelStore& models, LoadReport& report);
-  // Sets the model's kept time from what has a KEEP file, up to the loaded checkpoint.
+  // Sets the model's kept time to that of the newest checkpoint with a KEEP file that is not after
+  // what the model stands at.
   absl::Status RestoreKeptTime(const Folder& folder, Model& model);
   // Candidates of a folder, best first.
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);

@@ -129,6 +129,37 @@ TEST_F(RollbackTest, ReadersThatHoldAllVersionsDoNotHinderTheSave) {
   EXPECT_EQ(server.Complete().front(), 4);
 }
 
+TEST_F(RollbackTest, SnapshotsAreKeptAnewAlsoAfterARestart) {
+  ModelConfig config = TwoTracks();
+  config.tracks[0] = {.name = "ema",
+                      .schedule = MakeSchedule("sigma_rel=0.05"),
+                      .snapshot_interval = *TrainingDuration::Parse("10ba")};
+  const auto kept_steps = [this] {
+    std::vector<int64_t> steps;
+    for (const std::string& path : files_.AllPaths()) {
+      const std::string folder = path.substr(0, path.find_last_of('/'));
+      if (path != folder + "/KEEP") continue;
+      steps.push_back(ParseCheckpointName(folder.substr(folder.find_last_of('/') + 1))->step);
+    }
+    return steps;
+  };
+  {
+    TestServer server(files_, {}, config);
+    for (int64_t version = 1; version <= 3; ++version) {
+      server.PushTo(version);
+      server.manager().AwaitIdle();
+    }
+    EXPECT_THAT(kept_steps(), ElementsAre(10, 20, 30));
+    ASSERT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
+    server.manager().AwaitIdle();
+  }
+  TestServer server(files_, {}, config);
+  EXPECT_EQ(server.model().latest()->step, 10);
+  server.PushStep(20, 7);
+  server.manager().AwaitIdle();
+  EXPECT_THAT(kept_steps(), ElementsAre(10, 20, 20, 30));
+}
+
 // What a crash leaves of a rollback from version 3 to version 1, in memory or not.
 class RollbackCrashTest : public RollbackTest, public testing::WithParamInterface<bool> {};
 
