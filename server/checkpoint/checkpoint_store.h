@@ -54,8 +54,8 @@
 
 namespace ema {
 
-// The incarnation of a server without a data directory: seconds since 1970, so that it grows from
-// start to start.
+// The incarnation of a server without a data directory: microseconds since 1970, so that it grows
+// from start to start.
 int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 
 // Saves versions so that they survive the server and the machine's power, and loads them at the
@@ -311,8 +311,8 @@ class CheckpointStore {
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
   // The first of them, which a restart would load if it is good; all zero: there is none.
   absl::StatusOr<CheckpointId> FindLatest(const Folder& folder);
-  // Renames a checkpoint, durably, so that it is not found any more.
-  // Its new name.
+  // Renames a checkpoint, or the labels' file, durably, so that it is not found any more. Returns
+  // its new name.
   absl::StatusOr<std::string> SetAside(const Folder& folder, const std::string& name,
                                        std::string_view prefix);
   absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem)
