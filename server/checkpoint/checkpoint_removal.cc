@@ -38,7 +38,7 @@ absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::s
   return status;
 }
 
-absl::Status CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
+absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
   std::set<VersionId> labelled;
   {
     absl::MutexLock lock(&folder.state_mu);
@@ -57,6 +57,7 @@ absl::Status CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_n
         file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName)));
     if (!is_kept) found[name->is_partial].emplace_back(name->id, entry.name);
   }
+  bool is_any_removed = false;
   const int64_t multiple = options_.keep_step_multiple;
   for (auto& ids : found) {
     std::sort(ids.begin(), ids.end(), std::greater<>());
@@ -67,10 +68,12 @@ absl::Status CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_n
           (multiple > 0 && id.step % multiple == 0)) {
         continue;
       }
-      EMA_RETURN_IF_ERROR(StartRemoving(folder, name).status());
+      EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemoving(folder, name));
+      is_any_removed |= is_removed;
     }
   }
-  return ClearTemporary(folder.path);
+  EMA_RETURN_IF_ERROR(ClearTemporary(folder.path));
+  return is_any_removed;
 }
 
 absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_view name) {

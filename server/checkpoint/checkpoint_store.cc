@@ -133,6 +133,12 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
   // DeleteModel() may have come first; what it has set aside must not come back.
   if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
   absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, options, *folder);
+  // What retention lets go may still be there: it was held at the last save, or had a label. What
+  // it does not is known if `is_durable`.
+  if (GetErrorReason(result.status()) == ErrorReason::kDiskFull && folder->is_durable &&
+      RemoveOld(*folder, NameOf(*snapshot, options.tracks)).value_or(false)) {
+    result = SaveLocked(model, *snapshot, options, *folder);
+  }
   if (!result.ok()) return AsSaveError(result.status());
   if (!options.tracks.empty()) return result;
   model.SetDurable(snapshot->record.id(), snapshot->record.step);
@@ -182,7 +188,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   }
   // This version is safe, whatever becomes of older ones; what could not be removed is tried again
   // at the next save.
-  if (!is_latest) RemoveOld(folder, result.name).IgnoreError();
+  if (!is_latest) RemoveOld(folder, result.name).status().IgnoreError();
   return result;
 }
 

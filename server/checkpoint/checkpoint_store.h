@@ -349,8 +349,8 @@ class CheckpointStore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Makes a checkpoint's KEEP file, durably; OK if it is there.
   absl::Status Keep(const std::string& checkpoint_path);
-  // Removes what retention does not keep, but not what has just been saved.
-  absl::Status RemoveOld(Folder& folder, std::string_view saved_name)
+  // Removes what retention does not keep, but not what has just been saved. False: that is nothing.
+  absl::StatusOr<bool> RemoveOld(Folder& folder, std::string_view saved_name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Makes it temporary, to be cleared, and forgets it. False: somebody holds it.
   absl::StatusOr<bool> StartRemoving(Folder& folder, const std::string& name)

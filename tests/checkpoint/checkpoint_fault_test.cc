@@ -286,6 +286,31 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
   EXPECT_THAT((*store)->Save(*versions_.model, versions_[2]), IsOk());
 }
 
+TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
+  // Whether that is noticed before anything is written, or by a write.
+  for (const bool is_noticed : {true, false}) {
+    auto files = Machine(2);  // As many as are kept.
+    const auto store = OpenStore(*files);
+    ASSERT_THAT(store, IsOk());
+    ASSERT_THAT((*store)->PutLabel("m", {.name = "l", .id = versions_[1]->record.id()}), IsOk());
+    ASSERT_THAT((*store)->Save(*versions_.model, versions_[3]), IsOk());
+    bool is_full = true;
+    files->set_hook([&](const std::string& operation, const std::string& path) {
+      if (operation == "remove" && absl::StrContains(path, "version-7-1")) is_full = false;
+      if (operation == "free") files->set_free_bytes(is_full && is_noticed ? 1000 : 1 << 30);
+      return operation == "append" && is_full && !absl::StrContains(path, "LABELS")
+                 ? DiskFull()
+                 : absl::OkStatus();
+    });
+    EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), ReasonIs(ErrorReason::kDiskFull));
+    EXPECT_EQ((*store)->ListNames("m")->size(), 3u);
+    ASSERT_THAT((*store)->RemoveLabel("m", "l"), IsOk());
+    EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), IsOk());
+    EXPECT_EQ((*store)->ListNames("m")->size(), 2u);
+    EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4);
+  }
+}
+
 TEST_F(CheckpointFaultTest, AFailedSaveRemovesItsTemporaryFiles) {
   auto files = Machine(1);
   const auto store = OpenStore(*files);
