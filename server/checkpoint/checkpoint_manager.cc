@@ -204,6 +204,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
     if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
+    EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
+    if (held == nullptr) return NotKept(model, request.id);
     EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
                          ReadCheckpointManifest(store_->file_system(),
                                                 store_->Path(model.config().name, stored->name)));

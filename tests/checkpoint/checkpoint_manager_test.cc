@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -61,6 +62,26 @@ TEST_F(CheckpointManagerTest, SavesAVersionInMemoryAndFindsOneOnTheDisk) {
   server.PushTo(6);
   EXPECT_THAT(server.Save(3), ReasonIs(ErrorReason::kVersionNotKept));
   EXPECT_EQ(server.model().durable_step(), 20);
+}
+
+TEST_F(CheckpointManagerTest, AVersionOnTheDiskIsHeldWhileItIsSavedAgain) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved first, server.Save());
+  server.PushTo(4);
+  ASSERT_THAT(server.Save(), IsOk());
+  bool is_asked = false;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation == "open" && absl::StrContains(path, first.name) &&
+        !std::exchange(is_asked, true)) {
+      EXPECT_THAT(server.manager().Delete(server.model(), first.name),
+                  ReasonIs(ErrorReason::kCheckpointInUse));
+    }
+    return absl::OkStatus();
+  });
+  EXPECT_THAT(server.Save(1, "old"), IsOk());
+  files_.set_hook(nullptr);
+  EXPECT_TRUE(is_asked);
 }
 
 TEST_F(CheckpointManagerTest, SomeTracksAreACheckpointOfTheirOwn) {
