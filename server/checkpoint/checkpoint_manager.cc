@@ -70,6 +70,7 @@ absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const 
 absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Open(FileSystem& file_system,
                                                                            Options options,
                                                                            absl::Time now) {
+  options.store.on_read_only = options.on_error;
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<CheckpointStore> store,
                        CheckpointStore::Open(file_system, options.store, now));
   return std::unique_ptr<CheckpointManager>(

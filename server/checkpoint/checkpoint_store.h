@@ -30,6 +30,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -76,6 +77,8 @@ class CheckpointStore {
     int64_t keep_step_multiple = 0;
     // As WriteOptions::max_file_bytes. 1 or more.
     int64_t max_file_bytes = 5'000'000'000;
+    // Told once when the store has become read-only, and why. Called from any thread. May be empty.
+    std::function<void(const std::string&)> on_read_only;
   };
 
   // Locks the directory, clears what a crash has left and raises the incarnation, durably.
@@ -292,7 +295,7 @@ class CheckpointStore {
   };
 
   CheckpointStore(FileSystem& file_system, const Options& options)
-      : file_system_(file_system), options_(options) {}
+      : file_system_(file_system), options_(options), latch_(options.on_read_only) {}
 
   // Parts of Open().
   absl::Status Start(absl::Time now);

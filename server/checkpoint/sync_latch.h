@@ -4,6 +4,10 @@
 #ifndef EMA_SERVER_CHECKPOINT_SYNC_LATCH_H_
 #define EMA_SERVER_CHECKPOINT_SYNC_LATCH_H_
 
+#include <functional>
+#include <string>
+#include <utility>
+
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -17,19 +21,25 @@ namespace ema {
 // Thread-safe; never blocks for long.
 class SyncLatch {
  public:
+  // `on_latch`, which may be empty, is told once, from any thread, what has latched.
+  explicit SyncLatch(std::function<void(const std::string&)> on_latch = nullptr)
+      : on_latch_(std::move(on_latch)) {}
+
   // Passes `sync_status` on, and latches if it is an error: the result is then UNAVAILABLE,
   // STORE_READ_ONLY. RESOURCE_EXHAUSTED does not latch: of a full disk, what could not be synced is
   // still temporary and is removed; without a free descriptor, nothing was tried.
   absl::Status Check(const absl::Status& sync_status) ABSL_LOCKS_EXCLUDED(mu_) {
     if (sync_status.ok() || absl::IsResourceExhausted(sync_status)) return sync_status;
-    absl::MutexLock lock(&mu_);
-    if (latched_.ok()) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!latched_.ok()) return latched_;
       latched_ = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
                            absl::StrCat("the checkpoint store is read-only until the server is "
                                         "started again: ",
                                         sync_status.message()));
     }
-    return latched_;
+    if (on_latch_) on_latch_(std::string(status().message()));
+    return status();
   }
 
   // OK, or what has latched.
@@ -39,6 +49,7 @@ class SyncLatch {
   }
 
  private:
+  const std::function<void(const std::string&)> on_latch_;
   mutable absl::Mutex mu_;
   absl::Status latched_ ABSL_GUARDED_BY(mu_);
 };

@@ -148,6 +148,20 @@ TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
             absl::ToUnixMicros(server.model().latest()->commit_time));
 }
 
+TEST_F(CheckpointManagerTest, TheLogSaysOnceThatTheStoreIsReadOnly) {
+  TestServer server(files_);
+  server.PushTo(1);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "sync" ? DiskError() : absl::OkStatus();
+  });
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
+  files_.set_hook(nullptr);
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0],
+              AllOf(HasSubstr("read-only until"), HasSubstr("Input/output error")));
+}
+
 TEST_F(CheckpointManagerTest, OfFailedSavesTheLast64AreKeptInMind) {
   TestServer server(files_);
   files_.set_hook([](const std::string& operation, const std::string&) {
