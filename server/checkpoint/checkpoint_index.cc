@@ -19,6 +19,11 @@ absl::Status SetAsideEarlier() {
                    "it was set aside by an earlier server");
 }
 
+absl::Status Abandoned() {
+  return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                   "a crash had left it newer than LATEST, and training went on from there");
+}
+
 absl::Status LostLabels(const std::string& why) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
                    absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
@@ -77,9 +82,9 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
     Stored stored{.name = entry.name};
     std::optional<StoredName> name = ParseStoredName(entry.name);
     if (!name.has_value()) {
-      name = ParseCorruptName(entry.name);
+      name = ParseSetAsideName(entry.name);
       if (!name.has_value()) continue;
-      stored.problem = SetAsideEarlier();
+      stored.problem = entry.name.starts_with(kAbandonedPrefix) ? Abandoned() : SetAsideEarlier();
     }
     if (const auto known = folder.index.find(entry.name); known != folder.index.end()) {
       stored = known->second;
@@ -150,7 +155,7 @@ absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string&
   EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
   absl::MutexLock lock(&folder.state_mu);
   folder.index.erase(name);
-  if (const auto parsed = ParseCorruptName(new_name)) {
+  if (const auto parsed = ParseSetAsideName(new_name)) {
     folder.index[new_name] = {
         .name = new_name, .id = parsed->id, .is_partial = parsed->is_partial, .problem = problem};
   }

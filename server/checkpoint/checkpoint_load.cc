@@ -41,6 +41,7 @@ absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore&
     const std::shared_ptr<Folder> folder = GetFolder(name);
     absl::MutexLock lock(&folder->mu);
     EMA_RETURN_IF_ERROR(LoadModel(name, *folder, models, report));
+    EMA_RETURN_IF_ERROR(IndexLocked(*folder));  // Again, if something was set aside.
   }
   return report;
 }
@@ -68,10 +69,10 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
       // they are no part of what comes of it.
       for (auto other = std::next(id); other != ids.end(); ++other) {
         if (*other < *id) continue;
-        const std::string abandoned = CheckpointName(*other);
-        EMA_RETURN_IF_ERROR(SetAside(folder, abandoned, kAbandonedPrefix).status());
-        absl::MutexLock lock(&folder.state_mu);
-        folder.index.erase(abandoned);
+        Forget(folder);
+        EMA_ASSIGN_OR_RETURN(std::string abandoned,
+                             SetAside(folder, CheckpointName(*other), kAbandonedPrefix));
+        report.abandoned.emplace_back(model_name, std::move(abandoned));
       }
       return RestoreKeptTime(folder, **models.Get(model_name));
     }

@@ -119,6 +119,11 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
     options_.on_error(absl::StrCat("model ", bad.model, ": checkpoint ", bad.checkpoint,
                                    " is set aside: ", bad.problem.ToString()));
   }
+  for (const auto& [model, name] : report.abandoned) {
+    if (!options_.on_error) break;
+    options_.on_error(absl::StrCat("model ", model, ": a crash had left a checkpoint newer than ",
+                                   "LATEST: set aside as ", name));
+  }
   for (const auto& [model, problem] : report.lost_labels) {
     if (!options_.on_error) break;
     options_.on_error(absl::StrCat("model ", model, ": its labels are lost: ", problem.ToString()));

@@ -71,9 +71,11 @@ std::optional<StoredName> ParseStoredName(std::string_view name) {
   return StoredName{*id, /*is_partial=*/true};
 }
 
-std::optional<StoredName> ParseCorruptName(std::string_view name) {
-  if (!name.starts_with(kCorruptPrefix)) return std::nullopt;
-  name.remove_prefix(kCorruptPrefix.size());
+std::optional<StoredName> ParseSetAsideName(std::string_view name) {
+  const std::string_view prefix =
+      name.starts_with(kCorruptPrefix) ? kCorruptPrefix : kAbandonedPrefix;
+  if (!name.starts_with(prefix)) return std::nullopt;
+  name.remove_prefix(prefix.size());
   if (const auto parsed = ParseStoredName(name)) return parsed;
   return ParseStoredName(name.substr(0, name.rfind('-')));
 }

@@ -51,9 +51,9 @@ struct StoredName {
 };
 // nullopt: `name` is not what CheckpointName() or PartialCheckpointName() gives.
 std::optional<StoredName> ParseStoredName(std::string_view name);
-// The same of a checkpoint that was set aside as corrupt: kCorruptPrefix and its name, and perhaps
-// "-1" or so behind.
-std::optional<StoredName> ParseCorruptName(std::string_view name);
+// The same of a checkpoint that was set aside: kCorruptPrefix or kAbandonedPrefix and its name, and
+// perhaps "-1" or so behind.
+std::optional<StoredName> ParseSetAsideName(std::string_view name);
 
 // Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
 std::string EncodeLatest(const std::string& name);

@@ -111,6 +111,8 @@ class CheckpointStore {
     std::vector<Loaded> loaded;  // By model.
     // A model that is here but not in `loaded` had no good checkpoint left.
     std::vector<Quarantined> quarantined;
+    // Models, and names of checkpoints that a crash had left newer than LATEST: set aside, too.
+    std::vector<std::pair<std::string, std::string>> abandoned;
     // Models whose labels are lost, as Labels() says.
     std::vector<std::pair<std::string, absl::Status>> lost_labels;
   };
@@ -159,7 +161,7 @@ class CheckpointStore {
 
   // --- What there is ---
 
-  // A checkpoint, or one that was set aside as corrupt.
+  // A checkpoint, or one that was set aside.
   struct Stored {
     std::string name;  // Of its directory.
     CheckpointId id;

@@ -321,6 +321,42 @@ TEST_F(CheckpointManagerTest, WhatIsCorruptIsListedWithItsProblem) {
   EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", info.name)));
 }
 
+TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDeleted) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    server.PushTo(2);
+    files_.set_hook([](const std::string& operation, const std::string& path) {
+      return operation == "rename" && absl::StrContains(path, "LATEST") ? DiskError()
+                                                                        : absl::OkStatus();
+    });
+    EXPECT_FALSE(server.Save().ok());
+    files_.set_hook(nullptr);
+  }
+  for (const bool is_first : {true, false}) {
+    TestServer server(files_);
+    EXPECT_EQ(server.version(), 1);
+    EXPECT_THAT(server.errors(), SizeIs(is_first ? 1 : 0));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+    ASSERT_THAT(listing.checkpoints, SizeIs(2));
+    const CheckpointInfo& info = listing.checkpoints[0];
+    EXPECT_THAT(info.name, testing::StartsWith(".abandoned-step-"));
+    EXPECT_EQ(info.state, State::kCorrupt);
+    EXPECT_EQ(info.id.version, 2);
+    EXPECT_THAT(info.problem, HasSubstr("newer than LATEST"));
+    if (is_first) {
+      EXPECT_THAT(server.errors()[0], HasSubstr(info.name));
+      continue;
+    }
+    EXPECT_THAT(server.manager().Delete(server.model(), info.name), IsOk());
+    EXPECT_THAT(server.manager().List(server.model())->checkpoints, SizeIs(1));
+    for (const std::string& path : files_.AllPaths()) {
+      EXPECT_FALSE(absl::StrContains(path, "/.")) << path;
+    }
+  }
+}
+
 TEST_F(CheckpointManagerTest, OnlyWhatIsNotNeededIsDeleted) {
   TestServer server(files_);
   std::vector<std::string> names;

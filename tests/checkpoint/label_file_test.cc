@@ -54,7 +54,7 @@ TEST(LabelFileTest, ANewerFormatIsRefusedByName) {
                                  "to 1")));
 }
 
-TEST(CheckpointNameTest, PartialAndCorruptNamesAreParsed) {
+TEST(CheckpointNameTest, NamesOfPartsAndOfWhatIsSetAsideAreParsed) {
   const CheckpointId id{7, 3, 30};
   const std::string whole = CheckpointName(id);
   const std::string part = PartialCheckpointName(id, {"b", "a"});
@@ -67,11 +67,12 @@ TEST(CheckpointNameTest, PartialAndCorruptNamesAreParsed) {
   EXPECT_EQ(ParseStoredName(part + "0"), std::nullopt);
   EXPECT_EQ(ParseStoredName(whole + "-part-0000000G"), std::nullopt);
   EXPECT_EQ(ParseStoredName(".corrupt-" + whole), std::nullopt);
-  EXPECT_EQ(ParseCorruptName(".corrupt-" + whole), (StoredName{id, false}));
-  EXPECT_EQ(ParseCorruptName(".corrupt-" + whole + "-12"), (StoredName{id, false}));
-  EXPECT_EQ(ParseCorruptName(".corrupt-" + part + "-1"), (StoredName{id, true}));
-  EXPECT_EQ(ParseCorruptName(".corrupt-LABELS.json"), std::nullopt);
-  EXPECT_EQ(ParseCorruptName(whole), std::nullopt);
+  EXPECT_EQ(ParseSetAsideName(".corrupt-" + whole), (StoredName{id, false}));
+  EXPECT_EQ(ParseSetAsideName(".corrupt-" + whole + "-12"), (StoredName{id, false}));
+  EXPECT_EQ(ParseSetAsideName(".corrupt-" + part + "-1"), (StoredName{id, true}));
+  EXPECT_EQ(ParseSetAsideName(".abandoned-" + whole), (StoredName{id, false}));
+  EXPECT_EQ(ParseSetAsideName(".corrupt-LABELS.json"), std::nullopt);
+  EXPECT_EQ(ParseSetAsideName(whole), std::nullopt);
 }
 
 }  // namespace
