@@ -77,7 +77,10 @@ std::vector<Finding> Verify(const std::string& path) {
     findings.push_back({name, track.config.name, FileCount(checkpoint, track),
                         checkpoint.FolderBytes(track), status});
   };
-  const absl::Status status = VerifyCheckpoint(PosixFileSystem(), path, on_track).status();
+  const absl::StatusOr<CheckpointManifest> verified =
+      VerifyCheckpoint(PosixFileSystem(), path, on_track);
+  const absl::Status status =
+      verified.ok() ? CheckNothingElse(PosixFileSystem(), path, *verified) : verified.status();
   if (!status.ok() && !is_bad_track) findings.push_back({.checkpoint = name, .status = status});
   return findings;
 }

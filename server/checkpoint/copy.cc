@@ -69,7 +69,9 @@ absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(target));
   if (exists) return absl::AlreadyExistsError("there is something at the target already");
   // Before anything is written; what it says is verified with all the rest.
-  EMA_RETURN_IF_ERROR(ReadCheckpointManifest(file_system, from).status());
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
+                       ReadCheckpointManifest(file_system, from));
+  EMA_RETURN_IF_ERROR(CheckNothingElse(file_system, from, checkpoint));
   const size_t slash = target.find_last_of('/');
   const std::string parent = slash == std::string::npos ? "."
                              : slash == 0               ? "/"

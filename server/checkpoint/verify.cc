@@ -96,21 +96,26 @@ absl::Status DropCache(FileSystem& file_system, const std::string& path) {
   return absl::OkStatus();
 }
 
-// What a folder must hold, no more and no less.
+// What a folder must hold.
 struct Contents {
   std::set<std::string> files;
   std::set<std::string> directories;
   std::set<std::string> optional_files;
 };
 
+// What is made of names that are no part of a checkpoint.
+enum class Others { kIgnored, kRefused };
+
 // Compares a folder with what it must hold, and drops the caches of its files.
-absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Contents expected) {
+absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Contents expected,
+                         Others others) {
   absl::StatusOr<std::vector<DirectoryEntry>> entries = file_system.ListDirectory(path);
   if (!entries.ok()) return BlameCheckpoint(entries.status());
   for (const DirectoryEntry& entry : *entries) {
     if (!entry.is_directory && expected.optional_files.contains(entry.name)) continue;
     std::set<std::string>& names = entry.is_directory ? expected.directories : expected.files;
     if (names.erase(entry.name) == 0) {
+      if (others == Others::kIgnored) continue;
       return absl::FailedPreconditionError(
           absl::StrCat("\"", entry.name, "\" is no part of a checkpoint"));
     }
@@ -128,20 +133,22 @@ absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Conte
 
 // The checkpoint's folder, and that of its tracks.
 absl::Status CheckFolders(FileSystem& file_system, const std::string& path,
-                          const CheckpointManifest& checkpoint) {
+                          const CheckpointManifest& checkpoint, Others others) {
   EMA_RETURN_IF_ERROR(CheckFolder(file_system, path,
                                   {.files = {std::string(kManifestFileName)},
                                    .directories = {"tracks"},
-                                   .optional_files = {std::string(kKeepFileName)}}));
+                                   .optional_files = {std::string(kKeepFileName)}},
+                                  others));
   Contents tracks;
   for (const CheckpointTrack& track : checkpoint.tracks) {
     if (track.weights.has_value()) tracks.directories.insert(track.config.name);
   }
-  return CheckFolder(file_system, TracksPath(path), std::move(tracks));
+  return CheckFolder(file_system, TracksPath(path), std::move(tracks), others);
 }
 
 absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
-                              const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
+                              const CheckpointManifest& checkpoint, const CheckpointTrack& track,
+                              Others others) {
   Contents contents;
   for (const std::optional<TensorFiles>* files : {&track.weights, &track.low_parts}) {
     if (!files->has_value()) continue;
@@ -149,12 +156,12 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
     if ((*files)->index.has_value()) contents.files.insert((*files)->index->name);
   }
   for (const SmallFile& file : checkpoint.attached_files) contents.files.insert(file.name);
-  return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents));
+  return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents), others);
 }
 
 absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
                          const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
-  EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track));
+  EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
   const Manifest& manifest = checkpoint.manifest;
   const std::string track_path = TrackPath(path, track.config.name);
@@ -243,7 +250,7 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
   EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
   EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ReadCheckpointManifest(file_system, path));
   absl::Status problem = CheckName(path, checkpoint);
-  problem.Update(CheckFolders(file_system, path, checkpoint));
+  problem.Update(CheckFolders(file_system, path, checkpoint, Others::kIgnored));
   for (const CheckpointTrack& track : checkpoint.tracks) {
     if (!problem.ok() && on_track == nullptr) break;
     if (!track.weights.has_value()) continue;
@@ -253,6 +260,18 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
   }
   EMA_RETURN_IF_ERROR(problem);
   return checkpoint;
+}
+
+absl::Status CheckNothingElse(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint) {
+  EMA_RETURN_IF_ERROR(CheckFolders(file_system, path, checkpoint, Others::kRefused));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (!track.weights.has_value()) continue;
+    const absl::Status status =
+        CheckTrackFolder(file_system, path, checkpoint, track, Others::kRefused);
+    if (!status.ok()) return WithPlace(status, InTrack(track.config.name));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace ema

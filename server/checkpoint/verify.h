@@ -44,13 +44,18 @@ using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
 // Reads every byte of the checkpoint at `path`, from the disk where it can, and compares it with
 // the checksums. Returns its manifest. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing,
 // or the folder has the name of another version's checkpoint; the message names track, and file or
-// tensor. FAILED_PRECONDITION: written by a newer server, or there is a file that is no part of a
-// checkpoint. NOT_FOUND: there is nothing at `path`. UNAVAILABLE: the disk failed. Of several
-// problems it is the first; with `on_track`, which may be empty, tracks after that are still read.
-// Blocks on the disk for as long as it takes to read all.
+// tensor. FAILED_PRECONDITION: written by a newer server. NOT_FOUND: there is nothing at `path`.
+// UNAVAILABLE: the disk failed. Of several problems it is the first; with `on_track`, which may be
+// empty, tracks after that are still read. Blocks on the disk for as long as it takes to read all.
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track = nullptr);
+
+// FAILED_PRECONDITION: there is a file in the folders of `checkpoint` that is no part of it, so
+// that VerifyCheckpoint() says nothing of it; the message names it. Other errors as
+// ReadCheckpointManifest(). Blocks on the disk.
+absl::Status CheckNothingElse(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint);
 
 }  // namespace ema
 

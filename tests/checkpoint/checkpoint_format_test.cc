@@ -286,20 +286,27 @@ TEST_F(DamagedFormatTest, TheProblemIsNamed) {
                           "exact: ok", "some: ok"));
 }
 
-TEST_F(DamagedFormatTest, AFileTooManyIsRefusedButForKeep) {
+TEST_F(DamagedFormatTest, AFileTooManyIsNoDamageAndIsSaid) {
+  const auto check = [this] {
+    const auto verified = VerifyCheckpoint(files_, "/c");
+    EXPECT_THAT(verified, IsOk());
+    EXPECT_THAT(Load(files_, "/c"), IsOk());
+    return CheckNothingElse(files_, "/c", *verified);
+  };
+  const auto is_said =
+      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("is no part of a checkpoint"));
   for (const char* path : {"/c/x", "/c/tracks/x", "/c/tracks/raw/x", "/c/tracks/raw/KEEP"}) {
     ASSERT_THAT(files_.NewWritableFile(path), IsOk());
-    EXPECT_THAT(VerifyCheckpoint(files_, "/c"), StatusIs(absl::StatusCode::kFailedPrecondition,
-                                                         HasSubstr("is no part of a checkpoint")))
-        << path;
+    EXPECT_THAT(check(), is_said) << path;
+    EXPECT_THAT(CopyCheckpoint(files_, "/c", "/copy"), is_said) << path;
+    EXPECT_FALSE(*files_.Exists("/copy"));
     ASSERT_THAT(files_.RemoveFile(path), IsOk());
     ASSERT_THAT(files_.CreateDirectory(path), IsOk());
-    EXPECT_THAT(VerifyCheckpoint(files_, "/c"), StatusIs(absl::StatusCode::kFailedPrecondition, _))
-        << path;
+    EXPECT_THAT(check(), is_said) << path;
     ASSERT_THAT(files_.RemoveTree(path), IsOk());
   }
   ASSERT_THAT(files_.NewWritableFile("/c/KEEP"), IsOk());
-  EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+  EXPECT_THAT(check(), IsOk());
 }
 
 TEST_F(DamagedFormatTest, AnotherVersionsNameIsRefused) {

@@ -104,6 +104,19 @@ TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
   EXPECT_EQ(server.version(), 5);
 }
 
+TEST_F(RollbackTest, AFileThatAPersonHasPutBesideTheWeightsIsNoDamage) {
+  SaveThree();
+  TestServer server(files_);
+  for (const CheckpointInfo& info : server.manager().List(server.model())->checkpoints) {
+    ASSERT_THAT(files_.NewWritableFile(
+                    absl::StrCat(kTestFolder, "/", info.name, "/tracks/ema/config.json")),
+                IsOk());
+  }
+  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
+  EXPECT_EQ(server.RawValue(), 1);
+}
+
 TEST_F(RollbackTest, IfItCannotBeSavedTheErrorSaysThatItIsDone) {
   SaveThree();
   TestServer server(files_);

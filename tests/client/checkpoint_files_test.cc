@@ -113,6 +113,23 @@ TEST_F(CheckpointFilesTest, AWholeThatIsBadIsARow) {
   EXPECT_THAT(std::string(rows[0]["problem"]), HasSubstr("manifest.json"));
 }
 
+TEST_F(CheckpointFilesTest, AFileTooManyIsSaidWhenAllElseIsVerified) {
+  std::ofstream(folder_ + "/a/tracks/ema/generation.json") << "{}";
+  const Result result = Verify(folder_ + "/a", /*json=*/true);
+  EXPECT_THAT(result.status,
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("track \"ema\": \"generation.json\" is no part of a")));
+  EXPECT_NE(ExitCode(result.status), 0);
+  const auto rows = nlohmann::json::parse(result.printed)["verified"];
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[0]["ok"], true);
+  EXPECT_EQ(rows[1]["ok"], true);
+  EXPECT_EQ(rows[2]["ok"], false);
+  EXPECT_THAT(CopyCheckpoint(folder_ + "/a", folder_ + "/c", /*json=*/false),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("generation.json")));
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/c"));
+}
+
 TEST_F(CheckpointFilesTest, WhatIsNotThereIsNotFoundAndWhatIsThereStays) {
   const std::string empty = folder_ + "/empty";
   std::filesystem::create_directory(empty);
