@@ -50,6 +50,19 @@ std::optional<Json> ParseStrictJson(std::string_view text) {
   return json;
 }
 
+int64_t FindFormatVersion(std::string_view text) {
+  const auto is_kept = [](int, Json::parse_event_t event, const Json& parsed) {
+    if (event == Json::parse_event_t::key) {
+      return parsed.get_ref<const std::string&>() == "format_version";
+    }
+    return event != Json::parse_event_t::array_start;
+  };
+  const Json json = Json::parse(text.begin(), text.end(), is_kept, /*allow_exceptions=*/false);
+  if (!json.is_object()) return 0;
+  const auto it = json.find("format_version");
+  return it != json.end() && it->is_number_integer() ? it->get<int64_t>() : 0;
+}
+
 std::string FormatChecksum(uint32_t crc) { return absl::StrFormat("%08x", crc); }
 
 std::optional<uint32_t> ParseChecksum(std::string_view text) {

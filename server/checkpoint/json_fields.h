@@ -18,14 +18,17 @@
 
 namespace ema {
 
-// Keeps the order of keys, for readers of the file.
-using Json = nlohmann::ordered_json;
+// Of sorted keys: an ordered_json searches through all members for each that is added.
+using Json = nlohmann::json;
 
 // DATA_LOSS, CHECKPOINT_CORRUPT: "manifest.json: " and `problem`.
 absl::Status CorruptManifest(const std::string& problem);
 
 // An object without doubled keys, at most 8 levels deep. nullopt: `text` is anything else.
 std::optional<Json> ParseStrictJson(std::string_view text);
+// The integer "format_version" of a text that may be anything, and is not taken into memory; 0: it
+// has none.
+int64_t FindFormatVersion(std::string_view text);
 
 // A CRC32C as it is written: 8 hexadecimal digits, lower case. nullopt: `text` is anything else.
 inline constexpr size_t kChecksumDigits = 8;

@@ -152,6 +152,13 @@ absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
   return absl::OkStatus();
 }
 
+absl::Status CheckFormat(int64_t format_version) {
+  if (format_version <= kCheckpointFormatVersion) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("manifest.json: written in format_version ",
+                                                    format_version, "; this build reads up to ",
+                                                    kCheckpointFormatVersion));
+}
+
 }  // namespace
 
 const CheckpointTrack* CheckpointManifest::Find(std::string_view track_name) const {
@@ -190,21 +197,22 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
                        {"is_buffer", spec.is_buffer},
                        {"aliases", spec.aliases}});
   }
-  const Json json = {{"format", std::string(kFormatName)},
-                     {"format_version", kCheckpointFormatVersion},
-                     {"model", manifest.model_name},
-                     {"max_pinned_versions", manifest.max_pinned_versions},
-                     {"non_finite", static_cast<int>(manifest.non_finite)},
-                     {"version", EncodeVersion(manifest.record)},
-                     {"is_partial", manifest.is_partial},
-                     {"total_bytes", manifest.total_bytes},
-                     {"attached_files", EncodeAttachedFiles(manifest.attached_files)},
-                     {"created_tracks", std::move(created_tracks)},
-                     {"tracks", std::move(tracks)},
-                     {"tensors", std::move(tensors)}};
+  const std::pair<const char*, Json> members[] = {
+      {"format", std::string(kFormatName)},
+      {"format_version", kCheckpointFormatVersion},
+      {"model", manifest.model_name},
+      {"max_pinned_versions", manifest.max_pinned_versions},
+      {"non_finite", static_cast<int>(manifest.non_finite)},
+      {"version", EncodeVersion(manifest.record)},
+      {"is_partial", manifest.is_partial},
+      {"total_bytes", manifest.total_bytes},
+      {"attached_files", EncodeAttachedFiles(manifest.attached_files)},
+      {"created_tracks", std::move(created_tracks)},
+      {"tracks", std::move(tracks)},
+      {"tensors", std::move(tensors)}};
   // One member a line: readable, without a line for each of 200 000 checksums.
   std::string covered;
-  for (const auto& [key, value] : json.items()) {
+  for (const auto& [key, value] : members) {
     absl::StrAppend(&covered, covered.empty() ? "" : ",\n", "\"", key, "\": ", value.dump());
   }
   covered += "\n}\n";
@@ -214,17 +222,16 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text) {
   const ChecksumVerdict checksum = CheckChecksum(text);
   if (checksum == ChecksumVerdict::kWrong) return CorruptManifest("the checksum is wrong");
+  if (checksum == ChecksumVerdict::kMissing) {
+    // A later format may have its checksum elsewhere.
+    EMA_RETURN_IF_ERROR(CheckFormat(FindFormatVersion(text)));
+    return CorruptManifest("it has no checksum");
+  }
   const std::optional<Json> json = ParseStrictJson(text);
   if (!json.has_value()) return CorruptManifest("it is not JSON of the right form");
   EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
-  // A later format may have its checksum elsewhere, so this comes before that is missed.
   EMA_ASSIGN_OR_RETURN(const int64_t format_version, fields.Integer("format_version", 1));
-  if (format_version > kCheckpointFormatVersion) {
-    return absl::FailedPreconditionError(absl::StrCat("manifest.json: written in format_version ",
-                                                      format_version, "; this build reads up to ",
-                                                      kCheckpointFormatVersion));
-  }
-  if (checksum == ChecksumVerdict::kMissing) return CorruptManifest("it has no checksum");
+  EMA_RETURN_IF_ERROR(CheckFormat(format_version));
 
   CheckpointManifest manifest;
   manifest.format_version = format_version;
