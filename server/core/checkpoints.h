@@ -56,8 +56,9 @@ struct ResumePoint {
 };
 
 // The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
-// as a model takes to write or read, but for FindLabel(): not for a thread that serves RPCs. Their
-// errors are those of the calls in ema_service.proto; without a data directory it is NO_DATA_DIR.
+// as a model takes to write or read, but for FindLabel() and health(): not for a thread that serves
+// RPCs. Their errors are those of the calls in ema_service.proto; without a data directory it is
+// NO_DATA_DIR.
 class Checkpoints {
  public:
   virtual ~Checkpoints() = default;
@@ -104,6 +105,10 @@ class Checkpoints {
   virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
   // After a model has been deleted, so that a restart does not bring it back.
   virtual absl::Status Forget(std::string_view model_name) = 0;
+
+  // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: not any more, until the server is
+  // started again. Never blocks.
+  virtual absl::Status health() const = 0;
 
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
   virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;

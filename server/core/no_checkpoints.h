@@ -40,6 +40,7 @@ class NoCheckpoints : public Checkpoints {
     return NoDataDir();
   }
   absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+  absl::Status health() const override { return NoDataDir(); }
   absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
                      absl::StrCat("label: \"", absl::CHexEscape(std::string(label)),

@@ -22,6 +22,9 @@ namespace {
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
+// What health checks call the store of checkpoints.
+constexpr char kCheckpointsService[] = "checkpoints";
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<ModelStore> store,
@@ -100,14 +103,23 @@ RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
     const grpc::health::v1::HealthCheckRequest& request) const {
   using Response = grpc::health::v1::HealthCheckResponse;
-  if (!request.service().empty() && request.service() != v1::EmaService::service_full_name()) {
-    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kBadRequest,
-                     absl::StrCat("service: \"", request.service(), "\" given, expected \"\" or \"",
-                                  v1::EmaService::service_full_name(), "\""));
+  const std::string& service = request.service();
+  bool is_serving = serving_.load(std::memory_order_relaxed);
+  if (service == kCheckpointsService) {
+    const absl::Status health = rpc_.checkpoints->health();
+    if (GetErrorReason(health) == ErrorReason::kNoDataDir) {
+      return MakeError(absl::StatusCode::kNotFound, ErrorReason::kNoDataDir,
+                       std::string(health.message()));
+    }
+    is_serving = is_serving && health.ok();
+  } else if (!service.empty() && service != v1::EmaService::service_full_name()) {
+    return MakeError(
+        absl::StatusCode::kNotFound, ErrorReason::kBadRequest,
+        absl::StrCat("service: \"", service, "\" given, expected \"\", \"",
+                     v1::EmaService::service_full_name(), "\" or \"", kCheckpointsService, "\""));
   }
   Response response;
-  response.set_status(serving_.load(std::memory_order_relaxed) ? Response::SERVING
-                                                               : Response::NOT_SERVING);
+  response.set_status(is_serving ? Response::SERVING : Response::NOT_SERVING);
   return response;
 }
 

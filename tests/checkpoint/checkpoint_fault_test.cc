@@ -363,5 +363,34 @@ TEST_F(CheckpointFaultTest, ACrashWhileDeletingKeepsOrDeletesTheModel) {
   }
 }
 
+TEST_F(CheckpointFaultTest, ADeletedCheckpointStaysAwayOnceThatWasOk) {
+  const std::string name = CheckpointName({kTestIncarnation, 1, 10});
+  for (const absl::Status& error : {DiskError(), DiskFull(), ReadOnlyDisk()}) {
+    for (int64_t fail = 0;; ++fail) {
+      auto files = Machine(2);
+      const auto store = OpenStore(*files);
+      ASSERT_THAT(store, IsOk());
+      auto operation = std::make_shared<std::string>();
+      files->set_hook(FailAt(fail, error, operation));
+      absl::Status deleted = (*store)->Delete("m", name);
+      if (operation->empty()) {
+        EXPECT_THAT(deleted, IsOk());
+        break;
+      }
+      const std::string where = absl::StrCat(*operation, " ", fail, " ", deleted.ToString());
+      if (!deleted.ok()) deleted = (*store)->Delete("m", name);
+      EXPECT_EQ(deleted.ok(), (*store)->health().ok()) << where;
+      // The power goes now, not after the next sync.
+      const auto after = files->AfterCrash(PowerLoss::kNothing);
+      if (deleted.ok()) {
+        EXPECT_THAT(after->Exists(absl::StrCat("/data/models/m/checkpoints/", name)),
+                    IsOkAndHolds(false))
+            << where;
+      }
+      EXPECT_EQ(LoadedVersion(*after, versions_), 2) << where;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ema

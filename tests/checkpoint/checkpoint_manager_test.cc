@@ -16,6 +16,7 @@
 namespace ema {
 namespace {
 
+using ::testing::_;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -199,6 +200,40 @@ TEST_F(CheckpointManagerTest, DrainSavesTheNewest) {
   }
   TestServer server(files_);
   EXPECT_EQ(server.version(), 2);
+}
+
+TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.manager().health(), IsOk());
+    server.PushTo(2);
+    bool has_failed = false;
+    files_.set_hook([&](const std::string& operation, const std::string&) {
+      if (operation != "sync" || std::exchange(has_failed, true)) return absl::OkStatus();
+      return DiskError();
+    });
+    // Also when the disk is good again.
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THAT(server.Save(), AllOf(StatusIs(absl::StatusCode::kUnavailable, _),
+                                       ReasonIs(ErrorReason::kStoreReadOnly)));
+    }
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "a", {1, 0}),
+                ReasonIs(ErrorReason::kStoreReadOnly));
+    EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
+    EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("read-only until the server is "),
+                                                   HasSubstr("Input/output error"))));
+    server.PushTo(3);
+    EXPECT_EQ(server.version(), 3);
+    EXPECT_EQ(server.model().durable_step(), 10);
+    files_.set_hook(nullptr);
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 1);
+  EXPECT_THAT(server.manager().health(), IsOk());
+  server.PushTo(2);
+  EXPECT_THAT(server.Save(), IsOk());
 }
 
 // A real folder: the queue's thread and the test's use it at once.

@@ -107,7 +107,9 @@ TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
 TEST_F(RollbackTest, AFileThatAPersonHasPutBesideTheWeightsIsNoDamage) {
   SaveThree();
   TestServer server(files_);
-  for (const CheckpointInfo& info : server.manager().List(server.model())->checkpoints) {
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Listing listing,
+                           server.manager().List(server.model()));
+  for (const CheckpointInfo& info : listing.checkpoints) {
     ASSERT_THAT(files_.NewWritableFile(
                     absl::StrCat(kTestFolder, "/", info.name, "/tracks/ema/config.json")),
                 IsOk());

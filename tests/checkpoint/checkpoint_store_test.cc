@@ -17,6 +17,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -576,14 +577,19 @@ TEST(IncarnationTest, GrowsWithEveryStart) {
 }
 
 TEST(SyncLatchTest, LatchesOnAFailedFsyncAndOnNothingElse) {
-  SyncLatch latch;
+  std::vector<std::string> told;
+  SyncLatch latch([&](const std::string& message) { told.push_back(message); });
   EXPECT_THAT(latch.Check(absl::ResourceExhaustedError("too many open files")),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
   EXPECT_THAT(latch.status(), IsOk());
+  EXPECT_THAT(told, IsEmpty());
   EXPECT_THAT(latch.Check(absl::UnavailableError("I/O error")),
               ReasonIs(ErrorReason::kStoreReadOnly));
   EXPECT_THAT(latch.Check(absl::OkStatus()), IsOk());
+  EXPECT_THAT(latch.Check(absl::UnavailableError("another")),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("I/O error")));
   EXPECT_THAT(latch.status(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(told, ElementsAre(HasSubstr("I/O error")));
 }
 
 TEST(IncarnationTest, GrowsWhenItsFileIsLost) {

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The power goes at every operation of the checkpoint store, and of what was not synced by then any
-// part is left: more than ten thousand different disks, after each of which a start finds a whole
-// version, and never one before the last that was said to be durable. And the proof that this would
-// notice: with any one step of the recipe left out, some of these disks are bad.
+// The power goes at every operation of saves, rollbacks, labels, removals and starts, and of what
+// was not synced by then any part is left: more than ten thousand different disks, after each of
+// which a start finds a whole version, and never one before the last that was said to be durable.
+// And the proof that this would notice: with any one step of the recipe left out, some of these
+// disks are bad.
 #include <algorithm>
 #include <functional>
 #include <iostream>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_set>
@@ -14,8 +16,12 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/verify.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/core/test_model.h"
 
@@ -27,6 +33,8 @@ using ::testing::IsEmpty;
 // The clock stands: incarnations must not lean on it.
 const absl::Time kNow = absl::FromUnixSeconds(1'760'000'000);
 constexpr char kFolder[] = "/data/models/m/checkpoints";
+constexpr char kLabel[] = "best";
+constexpr int64_t kIncarnation = 7;  // As SmallBlocks().
 // At each point seeds are tried until so many in a row give no disk that was not seen yet, or until
 // there have been so many.
 constexpr uint32_t kDrySeeds = 150;
@@ -34,6 +42,11 @@ constexpr uint32_t kMostSeeds = 2000;
 constexpr size_t kLeastStates = 10'000;
 
 bool EndsWith(const std::string& path, const char* end) { return absl::EndsWith(path, end); }
+
+// Of versions 1 to 4, whose checkpoints have this server's incarnation in their names.
+std::string NameOf(int64_t version) {
+  return CheckpointName({kIncarnation, version, 10 * version});
+}
 
 // Versions 1 to 4 of a model small enough to be loaded 20 000 times, with more than two sectors.
 class Versions {
@@ -49,19 +62,24 @@ class Versions {
     model_ = models_.Create(config)->model;
     TestRank rank(model_, "launch");
     EXPECT_THAT(rank.Join(), IsOk());
-    for (int version = 1; version <= 4; ++version) {
-      std::vector<float> weights(1300);
-      for (size_t i = 0; i < weights.size(); ++i) weights[i] = 0.1f * version * (i + 1);
-      EXPECT_THAT(rank.Push(10 * version, BytesOf(weights)), IsOk());
+    for (int64_t step = 10; step <= 40; step += 10) {
+      EXPECT_THAT(rank.Push(step, WeightsAt(step)), IsOk());
       snapshots_.push_back(*model_->PinVersion(0));
       contents_.push_back(ContentOf(*model_));
     }
   }
 
+  // What is pushed: after the same steps there is the same content.
+  static std::vector<std::byte> WeightsAt(int64_t step) {
+    std::vector<float> weights(1300);
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = 0.01f * step * (i + 1);
+    return BytesOf(weights);
+  }
+
   Model& model() const { return *model_; }
   const SnapshotRef& operator[](int64_t version) const { return snapshots_[version - 1]; }
-  // All that is averaged in a version; equal only of equal versions.
-  const std::vector<std::byte>& content(int64_t version) const { return contents_[version - 1]; }
+  // All that is averaged at a step; equal only at equal steps.
+  const std::vector<std::byte>& content_at(int64_t step) const { return contents_[step / 10 - 1]; }
 
   static std::vector<std::byte> ContentOf(Model& model) {
     std::vector<std::byte> bytes = *ReadAll(model, "ema");
@@ -81,28 +99,59 @@ class Versions {
 struct Allowed {
   std::set<int64_t> versions = {0};  // 0: no model.
   int64_t kept_version = 0;          // Has its KEEP file.
+  std::set<int64_t> labelled = {0};  // Have the label; 0: none has it.
+  int64_t deleted_version = 0;       // Its checkpoint has been deleted by name.
   bool damaged_before = false;
   int64_t above_incarnation = 0;
+
+  // Different ones differ.
+  std::string ToString() const {
+    return absl::StrCat(above_incarnation, " ", kept_version, " ", deleted_version, " ",
+                        absl::StrJoin(versions, ","), " ", absl::StrJoin(labelled, ","), " ");
+  }
 };
 
-// A server, as far as its disk is concerned, and what it has promised its clients.
+// The version that has the label; 0: none.
+absl::StatusOr<int64_t> LabelledVersion(CheckpointStore& store) {
+  const auto found = store.FindLabel("m", kLabel);
+  if (absl::IsNotFound(found.status())) return 0;
+  EMA_RETURN_IF_ERROR(found.status());
+  EMA_RETURN_IF_ERROR(found->checkpoint);
+  return found->label.id.version;
+}
+
+// A server, as far as its disk is concerned, and what it has promised its clients. It saves the
+// versions of `versions`, or, from StartTraining() on, makes such versions itself.
 struct Server {
   FakeFileSystem& files;
   const Versions& versions;
   std::unique_ptr<CheckpointStore> store = nullptr;
   Allowed allowed = {};
+  std::unique_ptr<ModelStore> models = nullptr;
+  // Of which threads use the files only during a call. Goes before the models.
+  std::unique_ptr<CheckpointManager> manager = nullptr;
+
+  // The process ends.
+  void End() {
+    manager = nullptr;
+    models = nullptr;
+    store = nullptr;
+  }
 
   // A new life. What it loads it calls durable.
   bool Start() {
-    store = nullptr;
+    End();
     auto opened = CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 2}, kNow);
     if (!opened.ok()) return false;
     store = *std::move(opened);
     allowed.above_incarnation = store->incarnation();
-    ModelStore models(TestDevice(), SmallBlocks());
-    const auto report = store->LoadAll(models);
+    ModelStore found(TestDevice(), SmallBlocks());
+    const auto report = store->LoadAll(found);
     if (!report.ok()) return false;
     allowed.versions = {report->loaded.empty() ? 0 : report->loaded[0].record.version};
+    const auto labelled = LabelledVersion(*store);
+    if (!labelled.ok()) return false;
+    allowed.labelled = {*labelled};
     return true;
   }
   bool Save(int64_t version, bool keep = false) {
@@ -118,7 +167,94 @@ struct Server {
     allowed.versions = {0};
     return true;
   }
+
+  // A new life that loads the model and goes on with it.
+  bool StartTraining(const SavePolicy& policy = {}) {
+    End();
+    auto opened = CheckpointManager::Open(files,
+                                          {.store = {.data_dir = "/data", .keep_count = 2},
+                                           .policy = policy,
+                                           .retry_delay = absl::Hours(1)},
+                                          kNow);
+    if (!opened.ok()) return false;
+    manager = *std::move(opened);
+    allowed.above_incarnation = manager->incarnation();
+    ModelStore::Options options = SmallBlocks();
+    options.model.incarnation = manager->incarnation();
+    options.model.on_commit = [this](const std::shared_ptr<Model>& trained,
+                                     const Snapshot& snapshot) {
+      manager->OnCommit(trained, snapshot);
+    };
+    models = std::make_unique<ModelStore>(TestDevice(), options);
+    return manager->LoadAll(*models).ok();
+  }
+  Model& model() const { return **models->Get("m"); }
+  int64_t newest() const { return model().latest()->version; }
+
+  // Commits the next version, which the policy may have saved.
+  bool Push() {
+    TestRank rank(*models->Get("m"), absl::StrCat("launch ", newest()));
+    EXPECT_THAT(rank.Join(), IsOk());
+    const int64_t step = model().latest()->step + 10;
+    allowed.versions.insert(newest() + 1);
+    EXPECT_THAT(rank.Push(step, Versions::WeightsAt(step)), IsOk());
+    manager->AwaitIdle();
+    return NoteDurable();
+  }
+  bool SaveNewest() { return manager->Save(model(), {}).ok() && NoteDurable(); }
+  // What push replies call durable is.
+  bool NoteDurable() {
+    if (model().durable_version().version != newest()) return false;
+    allowed.versions = {newest()};
+    return true;
+  }
+  bool RollBackTo(int64_t version) {
+    allowed.versions.insert(newest() + 1);
+    const bool is_done = manager->Restore(model(), {version, 0}, "").ok();
+    manager->AwaitIdle();
+    return is_done && NoteDurable();
+  }
+  // By its score, if there is one.
+  bool Label(int64_t version, std::optional<double> score = std::nullopt) {
+    allowed.labelled.insert(version);
+    if (version == newest()) allowed.versions.insert(version);
+    const bool is_done =
+        score.has_value()
+            ? manager->ReportMetric(model(), {.name = kLabel, .id = {version, 0}, .metric = score})
+                  .ok()
+            : manager->SetLabel(model(), kLabel, {version, 0}).ok();
+    if (!is_done) return false;
+    allowed.labelled = {version};
+    return version < newest() || NoteDurable();
+  }
+  bool RemoveLabel() {
+    allowed.labelled.insert(0);
+    if (!manager->RemoveLabel(model(), kLabel).ok()) return false;
+    allowed.labelled = {0};
+    return true;
+  }
+  bool DeleteCheckpoint(int64_t version) {
+    if (!manager->Delete(model(), NameOf(version)).ok()) return false;
+    allowed.deleted_version = version;
+    return true;
+  }
 };
+
+// Says what is wrong with the label; empty: nothing.
+std::string FindLabelProblem(FakeFileSystem& files, CheckpointStore& store,
+                             const std::set<int64_t>& allowed) {
+  const auto labelled = LabelledVersion(store);
+  if (!labelled.ok()) return absl::StrCat("its label: ", labelled.status().ToString());
+  if (!allowed.contains(*labelled)) return absl::StrCat("version ", *labelled, " has the label");
+  if (*labelled == 0) return "";
+  const auto names = store.ListNames("m");
+  for (const CheckpointStore::Stored& stored : *names) {
+    if (stored.id.version != *labelled) continue;
+    const absl::Status whole = VerifyCheckpoint(files, store.Path("m", stored.name)).status();
+    if (!whole.ok()) return absl::StrCat("what has the label: ", whole.ToString());
+  }
+  return "";
+}
 
 // Says what is wrong with a disk on which a server starts, and starts again; empty: nothing.
 std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed allowed) {
@@ -139,9 +275,14 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
     const int64_t found = report->loaded.empty() ? 0 : report->loaded[0].record.version;
     if (!allowed.versions.contains(found)) return absl::StrCat("it loads version ", found);
     allowed.versions = {found};  // And the next start the same.
-    if (found > 0 && Versions::ContentOf(**models.Get("m")) != versions.content(found)) {
+    if (found > 0 && Versions::ContentOf(**models.Get("m")) !=
+                         versions.content_at(report->loaded[0].record.step)) {
       return absl::StrCat("version ", found, " has other content");
     }
+    if (!report->lost_labels.empty()) return "the labels are lost";
+    const std::string label_problem = FindLabelProblem(files, **store, allowed.labelled);
+    if (!label_problem.empty()) return label_problem;
+    allowed.labelled = {*LabelledVersion(**store)};
   }
   // What has the name of a checkpoint is one, not a part of one.
   for (const DirectoryEntry& entry :
@@ -157,6 +298,9 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
   bool is_kept = false;
   for (const std::string& path : files.AllPaths()) {
     if (absl::StrContains(path, "/.tmp-")) return absl::StrCat(path, " is left");
+    if (allowed.deleted_version > 0 && EndsWith(path, NameOf(allowed.deleted_version).c_str())) {
+      return absl::StrCat("deleted version ", allowed.deleted_version, " is there again");
+    }
     is_kept |= EndsWith(path, absl::StrCat("-", allowed.kept_version, "/KEEP").c_str());
   }
   if (allowed.kept_version != 0 && !is_kept) return "the KEEP file is lost";
@@ -183,16 +327,38 @@ void KillAt(Server& server, int64_t stop, const std::function<void()>& act) {
     return count++ < stop ? absl::OkStatus() : absl::UnavailableError("killed");
   });
   act();
-  server.store = nullptr;
+  server.End();
   server.files.set_hook(nullptr);
+}
+
+// A life that goes on training from `count` checkpoints.
+void Trains(Server& server, int64_t count, const SavePolicy& policy = {}) {
+  Saves(server, count);
+  EXPECT_TRUE(server.StartTraining(policy));
+}
+
+// Commits a version that nobody saves.
+void PushUnsaved(Server& server) {
+  const std::set<int64_t> durable = server.allowed.versions;
+  EXPECT_FALSE(server.Push());
+  server.allowed.versions = durable;
+}
+
+// Version 1, which has the label, is kept for that alone; version 4 is in memory.
+void HaveAScore(Server& server) {
+  Trains(server, 2);
+  EXPECT_TRUE(server.Label(1, 0.5));
+  PushUnsaved(server);
+  EXPECT_TRUE(server.SaveNewest());
+  PushUnsaved(server);
 }
 
 // The newest of three checkpoints is damaged, and unfinished things lie about.
 void HaveAnAccident(Server& server) {
   Saves(server, 3);
   FakeFileSystem& files = server.files;
-  files.FileBytes(absl::StrCat(kFolder, "/step-000000000030-version-7-3/manifest.json"))[50] ^= 1;
-  const std::string left = absl::StrCat(kFolder, "/.tmp-step-000000000040-version-7-4");
+  files.FileBytes(absl::StrCat(kFolder, "/", NameOf(3), "/manifest.json"))[50] ^= 1;
+  const std::string left = absl::StrCat(kFolder, "/.tmp-", NameOf(4));
   EXPECT_THAT(files.CreateDirectory(left), IsOk());
   EXPECT_THAT(files.NewWritableFile(JoinPath(left, "manifest.json")), IsOk());
   EXPECT_THAT(files.NewWritableFile("/data/.tmp-INCARNATION"), IsOk());
@@ -223,6 +389,29 @@ std::vector<Scenario> Scenarios() {
        }},
       {"a start", [](Server& server) { Saves(server, 2); }, [](Server& server) { server.Start(); }},
       {"a start after an accident", HaveAnAccident, [](Server& server) { server.Start(); }},
+      {"automatic saves", [](Server& server) { Trains(server, 2, {.every_commits = 1}); },
+       [](Server& server) {
+         if (server.Push()) server.Push();
+       }},
+      {"a rollback", [](Server& server) { Trains(server, 3); },
+       [](Server& server) { server.RollBackTo(2); }},
+      {"a rollback and what comes of it",
+       [](Server& server) { Trains(server, 3, {.every_commits = 1}); },
+       [](Server& server) {
+         if (server.RollBackTo(2)) server.Push();
+       }},
+      {"a label for a checkpoint", [](Server& server) { Trains(server, 2); },
+       [](Server& server) { server.Label(1); }},
+      {"a label for what is not saved",
+       [](Server& server) {
+         Trains(server, 1);
+         PushUnsaved(server);
+       },
+       [](Server& server) { server.Label(2); }},
+      {"a better score", HaveAScore, [](Server& server) { server.Label(4, 0.7); }},
+      {"taking a label away", HaveAScore, [](Server& server) { server.RemoveLabel(); }},
+      {"deleting a checkpoint", [](Server& server) { Trains(server, 2); },
+       [](Server& server) { server.DeleteCheckpoint(1); }},
   };
   // First the process ends at some point of a save, which need not be on the disk, then the power
   // goes. What the life between has loaded it has called durable.
@@ -238,6 +427,14 @@ std::vector<Scenario> Scenarios() {
         {"the same save again after a kill in it", kill_in_save, [](Server& server) {
            if (server.Start()) server.Save(2);
          }});
+  }
+  for (int64_t stop = 0; stop < 10; ++stop) {
+    scenarios.push_back({"a start after a kill in a label",
+                         [stop](Server& server) {
+                           Trains(server, 2);
+                           KillAt(server, stop, [&] { server.Label(1); });
+                         },
+                         [](Server& server) { server.Start(); }});
   }
   return scenarios;
 }
@@ -284,9 +481,7 @@ Verdict LosePowerEverywhere(const Scenario& scenario, const Versions& versions,
     const auto check = [&](PowerLoss loss, uint32_t seed) {
       const std::unique_ptr<FakeFileSystem> disk = files.AfterCrash(loss, seed);
       // The same disk is another state where other things have been promised.
-      std::string state = absl::StrCat(allowed.above_incarnation, " ", allowed.kept_version, " ");
-      for (const int64_t version : allowed.versions) absl::StrAppend(&state, version, ",");
-      if (!seen.insert(state + disk->Fingerprint()).second) return false;
+      if (!seen.insert(allowed.ToString() + disk->Fingerprint()).second) return false;
       ++verdict.states;
       const std::string problem = FindProblem(*disk, versions, allowed);
       if (!problem.empty()) {
@@ -386,9 +581,8 @@ std::vector<MutationCase> Mutations() {
         // The save's last act, after LATEST is on the disk: it looks for what is old.
         .extra =
             [](FakeFileSystem& files, Text op, Text path) {
-              const std::string name = absl::StrCat(kFolder, "/step-000000000020-version-7-2");
-              const std::string temporary =
-                  absl::StrCat(kFolder, "/.tmp-step-000000000020-version-7-2");
+              const std::string name = absl::StrCat(kFolder, "/", NameOf(2));
+              const std::string temporary = absl::StrCat(kFolder, "/.tmp-", NameOf(2));
               if (op == "list" && EndsWith(path, "/checkpoints")) {
                 files.Rename(temporary, name).IgnoreError();
               }
@@ -402,6 +596,22 @@ std::vector<MutationCase> Mutations() {
       {"NoSyncOfADeletion",
        "deleting",
        {.ignored = [](Text op, Text path) { return IsFolderSync(op, path, "/models"); }}},
+      {"NoSyncOfAnAutomaticSave",
+       "automatic saves",
+       {.ignored = [](Text op, Text path) { return IsSync(op, path, "/manifest.json"); }}},
+      {"ARollbackWithoutLatest",
+       "a rollback",
+       {.ignored = [](Text op,
+                      Text path) { return op == "rename" && EndsWith(path, "/.tmp-LATEST"); }}},
+      {"NoSyncOfLabels",
+       "a label for a checkpoint",
+       {.ignored = [](Text op, Text path) { return IsSync(op, path, "/.tmp-LABELS.json"); }}},
+      {"NoSyncOfTheLabelsName",
+       "a label for a checkpoint",
+       {.ignored = [](Text op, Text path) { return IsFolderSync(op, path, "/checkpoints"); }}},
+      {"NoSyncOfADeletedCheckpoint",
+       "deleting a checkpoint",
+       {.ignored = [](Text op, Text path) { return IsFolderSync(op, path, "/checkpoints"); }}},
       {"NoSyncOfKeeping",
        "keeping what is saved",
        {.ignored = [](Text op,

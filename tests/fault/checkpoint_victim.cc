@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lives of a checkpoint store on a real disk, to be killed at any of their system calls
+// Lives of a server's checkpoints on a real disk, to be killed at any of their system calls
 // (tests/python/checkpoint_victim.py). Training is the same in all of them: the digest of a version
-// depends on nothing but its number.
+// depends on nothing but its number and what it was trained from.
 //
 // Reads lines "MODE DATA_DIR HOW" from the standard input. Each is a life of its own, in a process
 // that is forked for it: to start a new one takes 0.4 s, nearly all of it LibTorch's. MODE:
@@ -10,12 +10,24 @@
 //   keep     the same, and it is not removed for newer ones
 //   delete   loads, MARKS, deletes the model
 //   recover  MARKS, opens the directory and loads
+// and, with all that a server has of checkpoints:
+//   auto      loads, MARKS, trains one step, which is saved by itself
+//   rollback  loads, MARKS, goes back to the oldest checkpoint
+//   undo      loads, trains two steps, MARKS, goes back by one, which only memory has
+//   label     loads, MARKS, gives the oldest checkpoint the label "stable"
+//   score     loads, trains one step, MARKS, reports a score for it, better than those before
+//   unlabel   loads, MARKS, takes away the label that scores have put
+//   remove    loads, MARKS, deletes the oldest checkpoint
 // What is in question begins at the mark. If HOW is "stop" the life prints "marked=PID" there and
 // stops itself (SIGSTOP), so that strace can come to it; "go": it goes on.
 //
-// A save that fails prints "failed=CODE REASON", is tried once more, and prints "again=CODE
-// REASON". Prints "done" when the call has answered OK, then what is in memory (all zero: nothing):
-//   version=3 step=30 digest=89abcdef incarnation=17 quarantined=0
+// What fails prints "failed=CODE REASON", is tried once more, and prints "again=CODE REASON".
+// Prints "done" when the call has answered OK; then, if it was not stopped, what is in memory (all
+// zero: nothing), "from" being the version that a rollback has made it of,
+//   version=3 step=30 from=0 digest=89abcdef incarnation=17 quarantined=0
+// and, if it has only recovered, which versions are on the disk, all of them whole, and have
+// labels:
+//   checkpoints=2,3 labels=best:2
 // and last, whatever became of it, "ended=" with the exit code, 1 after an error, or with -9.
 #include <signal.h>
 #include <sys/wait.h>
@@ -23,6 +35,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -31,8 +44,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
+#include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/verify.h"
 #include "tests/core/test_model.h"
 
 namespace ema {
@@ -41,9 +57,12 @@ namespace {
 constexpr char kModel[] = "m";
 constexpr int64_t kStepsPerVersion = 10;
 
-// One system call, so that it is out before the next one.
+// One system call, so that it is out before the next one; another if strace lets that fail.
 void Print(const std::string& line) {
-  if (write(STDOUT_FILENO, line.data(), line.size()) < 0) std::abort();
+  for (int i = 0; i < 2; ++i) {
+    if (write(STDOUT_FILENO, line.data(), line.size()) >= 0) return;
+  }
+  std::abort();
 }
 
 void Mark(bool stops) {
@@ -113,53 +132,164 @@ uint32_t Digest(Model& model) {
   return crc;
 }
 
-void PrintState(ModelStore& models, const CheckpointStore& store, size_t quarantined) {
-  int64_t version = 0;
-  int64_t step = 0;
+void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
+  VersionRecord record;
   uint32_t digest = 0;
   if (const auto model = models.Get(kModel); model.ok()) {
-    const SnapshotRef snapshot = ValueOf((*model)->PinVersion(0));
-    version = snapshot->record.version;
-    step = snapshot->record.step;
+    record = ValueOf((*model)->PinVersion(0))->record;
     digest = Digest(**model);
   }
-  Print(absl::StrFormat("version=%d step=%d digest=%08x incarnation=%d quarantined=%d\n", version,
-                        step, digest, store.incarnation(), quarantined));
+  Print(absl::StrFormat("version=%d step=%d from=%d digest=%08x incarnation=%d quarantined=%d\n",
+                        record.version, record.step,
+                        record.restored_from.value_or(VersionId{}).version, digest, incarnation,
+                        quarantined));
 }
 
-void Live(const std::string& data_dir, const std::string& mode, bool stops) {
+void PrintDisk(CheckpointStore& store) {
+  std::vector<int64_t> versions;
+  for (const CheckpointStore::Stored& stored : ValueOf(store.ListNames(kModel))) {
+    if (!stored.problem.ok()) continue;
+    CheckOk(VerifyCheckpoint(PosixFileSystem(), store.Path(kModel, stored.name)).status());
+    versions.push_back(stored.id.version);
+  }
+  absl::Status lost;
+  std::vector<std::string> labels;
+  for (const CheckpointLabel& label : ValueOf(store.Labels(kModel, &lost))) {
+    CheckOk(ValueOf(store.FindLabel(kModel, label.name)).checkpoint);
+    labels.push_back(absl::StrCat(label.name, ":", label.id.version));
+  }
+  CheckOk(lost);
+  Print(absl::StrCat("checkpoints=", absl::StrJoin(versions, ","),
+                     " labels=", absl::StrJoin(labels, ","), "\n"));
+}
+
+// Does it, or says why not and calls `again`, which must do it.
+void Act(const std::function<absl::Status()>& act, const std::function<absl::Status()>& again) {
+  if (const absl::Status status = act(); !status.ok()) {
+    PrintError("failed", status);
+    const absl::Status second = again();
+    PrintError("again", second);
+    CheckOk(second);
+  }
+  Print("done\n");
+}
+
+CheckpointStore::Options StoreOptions(const std::string& data_dir) {
+  return {.data_dir = data_dir, .keep_count = 2};
+}
+
+// What is there, or a new model.
+std::shared_ptr<Model> TheModel(ModelStore& models) {
+  const auto loaded = models.Get(kModel);
+  return loaded.ok() ? *loaded : ValueOf(models.Create(Config())).model;
+}
+
+void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stops) {
   if (mode == "recover") Mark(stops);
   const std::unique_ptr<CheckpointStore> store =
-      ValueOf(CheckpointStore::Open(PosixFileSystem(), {.data_dir = data_dir, .keep_count = 2}));
+      ValueOf(CheckpointStore::Open(PosixFileSystem(), StoreOptions(data_dir)));
   ModelStore::Options options = SmallBlocks();
   options.model.incarnation = store->incarnation();
   ModelStore models(TestDevice(), options);
   const CheckpointStore::LoadReport report = ValueOf(store->LoadAll(models));
   if (mode == "save" || mode == "keep") {
-    const std::shared_ptr<Model> model = report.loaded.empty()
-                                             ? ValueOf(models.Create(Config())).model
-                                             : ValueOf(models.Get(kModel));
+    const std::shared_ptr<Model> model = TheModel(models);
     TrainOneStep(model);
     const SnapshotRef snapshot = ValueOf(model->PinVersion(0));
     Mark(stops);
     const auto save = [&] {
       return store->Save(*model, snapshot, {.keep = mode == "keep"}).status();
     };
-    if (const absl::Status status = save(); !status.ok()) {
-      PrintError("failed", status);
-      const absl::Status again = save();
-      PrintError("again", again);
-      CheckOk(again);
-    }
+    Act(save, save);
   } else if (mode == "delete") {
     Mark(stops);
     models.Delete(kModel);
-    CheckOk(store->DeleteModel(kModel));
-  } else if (mode != "recover") {
+    const auto remove = [&] { return store->DeleteModel(kModel); };
+    Act(remove, remove);
+  } else {
+    Print("done\n");
+  }
+  if (stops) return;
+  PrintState(models, store->incarnation(), report.quarantined.size());
+  if (mode == "recover") PrintDisk(*store);
+}
+
+// Calls `manager` for what `mode` says, from the mark on.
+void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& model,
+                  const std::string& mode, bool stops) {
+  CheckpointInfo oldest;
+  for (const CheckpointInfo& info : ValueOf(manager.List(*model)).checkpoints) oldest = info;
+  const auto save = [&] { return manager.Save(*model, {}).status(); };
+  const auto restore = [&](const VersionId& id) {
+    return [&manager, &model, id] { return manager.Restore(*model, id, "").status(); };
+  };
+  // A rollback that could not be saved has been made all the same.
+  const auto restore_again = [&](const VersionId& id) {
+    return [&, id] { return model->latest()->restored_from.has_value() ? save() : restore(id)(); };
+  };
+  std::function<absl::Status()> act;
+  std::function<absl::Status()> again;
+  if (mode == "auto") {
+    act = [&]() -> absl::Status {
+      TrainOneStep(model);
+      manager.AwaitIdle();
+      if (model->durable_version() == model->latest()->id()) return absl::OkStatus();
+      return absl::UnavailableError("not saved");
+    };
+    again = save;
+  } else if (mode == "rollback") {
+    act = restore(oldest.id);
+    again = restore_again(oldest.id);
+  } else if (mode == "undo") {
+    TrainOneStep(model);
+    const VersionId id = model->latest()->id();
+    TrainOneStep(model);
+    act = restore(id);
+    again = restore_again(id);
+  } else if (mode == "label") {
+    act = again = [&] { return manager.SetLabel(*model, "stable", oldest.id).status(); };
+  } else if (mode == "score") {
+    TrainOneStep(model);
+    const VersionId id = model->latest()->id();
+    act = again = [&, id] {
+      return manager
+          .ReportMetric(*model,
+                        {.name = "best", .id = id, .metric = static_cast<double>(id.version)})
+          .status();
+    };
+  } else if (mode == "unlabel") {
+    act = again = [&] { return manager.RemoveLabel(*model, "best"); };
+  } else if (mode == "remove") {
+    act = again = [&] { return manager.Delete(*model, oldest.name); };
+  } else {
     Fail(absl::InvalidArgumentError(absl::StrCat("no such mode: ", mode)));
   }
-  Print("done\n");
-  PrintState(models, *store, report.quarantined.size());
+  Mark(stops);
+  Act(act, again);
+}
+
+void LiveOnManager(const std::string& data_dir, const std::string& mode, bool stops) {
+  std::unique_ptr<ModelStore> models;  // Goes after the manager.
+  CheckpointManager::Options manager_options{.store = StoreOptions(data_dir)};
+  if (mode == "auto") manager_options.policy.every_commits = 1;
+  const std::unique_ptr<CheckpointManager> manager =
+      ValueOf(CheckpointManager::Open(PosixFileSystem(), manager_options));
+  ModelStore::Options options = SmallBlocks();
+  options.model.incarnation = manager->incarnation();
+  options.model.on_commit = [&](const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+    manager->OnCommit(model, snapshot);
+  };
+  models = std::make_unique<ModelStore>(TestDevice(), options);
+  CheckOk(manager->LoadAll(*models));
+  ActOnManager(*manager, TheModel(*models), mode, stops);
+  if (!stops) PrintState(*models, manager->incarnation(), /*quarantined=*/0);
+}
+
+void Live(const std::string& data_dir, const std::string& mode, bool stops) {
+  for (const char* of_store : {"save", "keep", "delete", "recover"}) {
+    if (mode == of_store) return LiveOnStore(data_dir, mode, stops);
+  }
+  LiveOnManager(data_dir, mode, stops);
 }
 
 void Serve() {

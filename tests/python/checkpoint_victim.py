@@ -25,25 +25,35 @@ VICTIM = pathlib.Path(
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a victim has in memory at its end."""
+    """What a victim has in memory at its end, and on the disk if it has only recovered."""
 
     version: int
     step: int
+    restored_from: int
     digest: str
     incarnation: int = dataclasses.field(compare=False)
     quarantined: int = dataclasses.field(compare=False)
-
-
-NOTHING = State(0, 0, "00000000", 0, 0)
+    # Versions; and the labels with theirs ("best:2").
+    checkpoints: frozenset[str] = dataclasses.field(compare=False)
+    labels: frozenset[str] = dataclasses.field(compare=False)
 
 
 def state_of(output: str) -> State:
     match = re.search(
-        r"version=(\d+) step=(\d+) digest=(\w+) incarnation=(\d+) quarantined=(\d+)", output
+        r"version=(\d+) step=(\d+) from=(\d+) digest=(\w+) incarnation=(\d+) quarantined=(\d+)",
+        output,
     )
     assert match, output
-    version, step, digest, incarnation, quarantined = match.groups()
-    return State(int(version), int(step), digest, int(incarnation), int(quarantined))
+    version, step, restored_from, digest, incarnation, quarantined = match.groups()
+    on_disk = [
+        frozenset(filter(None, text.split(",")))
+        for what in ("checkpoints", "labels")
+        for text in re.findall(rf"{what}=(\S*)", output) or [""]
+    ]
+    return State(
+        *(int(version), int(step), int(restored_from), digest),
+        *(int(incarnation), int(quarantined), *on_disk),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +142,6 @@ def live_traced(
     return _victim().live_traced(data, mode, options, str(log))
 
 
-def save_times(data: pathlib.Path, count: int) -> list[State]:
-    """The states after 0, 1, ... `count` saves."""
-    return [NOTHING] + [live(data, "save") for _ in range(count)]
-
-
 def checkpoints(data: pathlib.Path) -> list[pathlib.Path]:
     return sorted(data.glob("models/m/checkpoints/step-*"))
 
@@ -151,42 +156,87 @@ def damage(file: pathlib.Path) -> None:
 class Case:
     name: str
     mode: str
-    # Saved before it begins.
-    saves: int
-    # Versions that may be found after it was killed, and when it has answered OK.
-    killed: tuple[int, ...]
-    done: int
+    # What was lived before.
+    lives: tuple[str, ...]
+    # The versions that it begins and ends with; 0: none.
+    before: int
+    after: int
     # What must be tested at the least: fewer points mean that the test does not see what happens.
     least_points: int
     # The newest checkpoint is damaged, and a save and a removal were under way.
     after_accident: bool = False
+    # After an error another thread saves, too, and may meet the next one.
+    has_helper: bool = False
 
 
+SAVES = 3 * ("save",)  # Two checkpoints are kept.
 CASES = [
-    Case("the first save", "save", 0, (0, 1), 1, 60),
-    Case("a save", "save", 1, (1, 2), 2, 50),
-    Case("a save that removes an old checkpoint", "save", 2, (2, 3), 3, 70),
-    Case("a save that is kept for good", "keep", 1, (1, 2), 2, 50),
-    Case("deleting a model", "delete", 2, (0, 2), 0, 4),
-    Case("the first start", "recover", 0, (0,), 0, 15),
-    Case("recovery", "recover", 2, (2,), 2, 40),
-    Case("recovery after an accident", "recover", 3, (2,), 2, 60, after_accident=True),
+    Case("the first save", "save", (), 0, 1, 60),
+    Case("a save", "save", SAVES[:1], 1, 2, 50),
+    Case("a save that removes an old checkpoint", "save", SAVES[:2], 2, 3, 70),
+    Case("a save that is kept for good", "keep", SAVES[:1], 1, 2, 50),
+    Case("an automatic save", "auto", SAVES[:2], 2, 3, 70, has_helper=True),
+    Case("deleting a model", "delete", SAVES[:2], 2, 0, 4),
+    Case("deleting a checkpoint", "remove", SAVES[:2], 2, 2, 10),
+    Case("the first start", "recover", (), 0, 0, 15),
+    Case("recovery", "recover", SAVES[:2], 2, 2, 40),
+    Case("recovery after an accident", "recover", SAVES, 2, 2, 60, after_accident=True),
+    Case("a rollback to a checkpoint", "rollback", SAVES, 3, 4, 80, has_helper=True),
+    Case("a rollback in memory", "undo", SAVES[:1], 1, 4, 50, has_helper=True),
+    Case("a label for a checkpoint", "label", SAVES[:2], 2, 2, 6),
+    Case("a label that is taken away", "unlabel", ("save", "score"), 2, 2, 6),
+    # Of versions 2 (which has the label), 3 and 4 only the last stays.
+    Case("a better score", "score", ("save", "score", "save", "save"), 4, 5, 80),
 ]
 
 
-def prepare(data: pathlib.Path, case: Case) -> list[State]:
-    """Fills `data`; returns the state of each version."""
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Of a case; as lives that nothing disturbs have it."""
+
+    before: State
+    after: State
+    # What comes of these when training goes on.
+    next: dict[State, State]
+
+    def check(self, found: State, is_done: bool, removes: bool = True) -> None:
+        """Fails if that may not be found. `is_done`: it was answered with OK. `removes`: also old checkpoints, which
+        an OK does not promise."""
+        allowed = [self.after] if is_done else [self.before, self.after]
+        assert found in allowed, f"found {found}, expected {allowed}"
+        labels = [state.labels for state in allowed]
+        assert found.labels in labels, f"found {found.labels}, expected {labels}"
+        if is_done and removes:
+            assert found.checkpoints == self.after.checkpoints, found
+        both = self.before.checkpoints, self.after.checkpoints
+        assert both[0] & both[1] <= found.checkpoints <= both[0] | both[1], found
+
+
+def prepare(data: pathlib.Path, case: Case) -> Expected:
+    """Fills `data`."""
     data.mkdir()
-    reference = data.with_name("reference")
-    states = save_times(reference, case.saves + 2)
-    save_times(data, case.saves)
+    for mode in case.lives:
+        live(data, mode)
     if case.after_accident:
         folder = data / "models/m/checkpoints"
         (folder / ".tmp-step-000000000099-version-1-9" / "tracks").mkdir(parents=True)
         shutil.copytree(checkpoints(data)[0], folder / ".tmp-removed")
         (data / ".tmp-INCARNATION").write_text("1")
         damage(checkpoints(data)[-1] / "manifest.json")
-    return states
+    states = []
+    following = {}
+    for modes in ((), (case.mode,)):
+        reference = data.with_name(f"reference-{len(modes)}")
+        shutil.copytree(data, reference)
+        lived = [live(reference, mode) for mode in modes]
+        state = live(reference, "recover")
+        assert lived in ([], [state]), "what was in memory is not what is loaded"
+        following[state] = live(reference, "save")
+        assert live(reference, "recover") == following[state]
+        states.append(state)
+    before, after = states
+    assert (before.version, after.version) == (case.before, case.after)
+    return Expected(before, after, following)
 
 
 def all_points(template: pathlib.Path, case: Case, folder: pathlib.Path) -> list[Point]:

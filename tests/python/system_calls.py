@@ -66,22 +66,29 @@ def fail_at(point: Point, error: str) -> tuple[str, str]:
 
 
 def read_points(log: pathlib.Path) -> list[Point]:
-    """Every call in the log of a process of one thread, in their order."""
-    counts: collections.Counter[str] = collections.Counter()
-    points = []
-    threads = set()
+    """Every call in the log of the one thread that touches files, in their order."""
+    calls = []
     for line in log.read_text().splitlines():
         match = re.match(r"(\d+ +)?(\w+)\((.*)", line)
-        if not match:
+        if match:
+            calls.append(match.groups())
+        else:
             assert "exited" in line or "killed" in line or "---" in line, line
-            continue
-        thread, name, text = match.groups()
-        threads.add(thread)
-        counts[name] += 1
-        points.append(Point(name, counts[name], text))
     # Or a count would not say which call is meant.
+    threads = {thread for thread, name, text in calls if is_of_data(name, text)}
     assert len(threads) <= 1, f"{len(threads)} threads touched files"
+    counts: collections.Counter[str] = collections.Counter()
+    points = []
+    for thread, name, text in calls:
+        if thread in threads:
+            counts[name] += 1
+            points.append(Point(name, counts[name], text))
     return points
+
+
+def is_of_data(name: str, text: str) -> bool:
+    """A call that is not of the words that the program says."""
+    return not (name == "write" and text.startswith("1,"))
 
 
 def for_each(points: Sequence[Point], check: Callable[[Point, int], None]) -> list[str]:

@@ -9,9 +9,14 @@ from typing import Any
 
 import ema_client
 import numpy as np
+import pytest
 from replay import Replay, differing_bits
 
 Weights = dict[str, np.ndarray]
+
+# HealthCheckResponse{status}
+SERVING = b"\x08\x01"
+NOT_SERVING = b"\x08\x02"
 
 
 def random_weights(rng: np.random.Generator, scale: float = 1.0) -> Weights:
@@ -68,3 +73,13 @@ def unchanged(client: ema_client.Client, model: str, track: str) -> Iterator[Non
     assert after.version == before.version
     assert_same_bits(before, after)
     assert client.model(model).latest == before.version
+
+
+def check_health(address: str, service: str) -> bytes:
+    """Calls grpc.health.v1.Health/Check by another gRPC than ours; messages are bytes, as no generated code is there."""
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed: pip install grpcio")
+    name = service.encode()
+    # HealthCheckRequest{service: name}; without one it is empty.
+    request = b"\x0a" + bytes([len(name)]) + name if name else b""
+    with grpc.insecure_channel(address) as channel:
+        return channel.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=30)

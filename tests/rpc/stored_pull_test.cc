@@ -69,6 +69,7 @@ class FakeCheckpoints final : public Checkpoints {
         std::make_shared<FakeStoredTrack>(it->second.bytes.find(track)->second, on_read));
   }
 
+  absl::Status health() const override { return NotAskedFor(); }
   absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NotAskedFor(); }
   absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NotAskedFor(); }
   absl::StatusOr<Listing> List(Model&) override { return NotAskedFor(); }
