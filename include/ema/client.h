@@ -262,7 +262,7 @@ class Client {
     bool is_partial = false;
     int64_t total_bytes = 0;
     std::vector<std::string> labels;
-    std::string problem;  // Of kFailed and kCorrupt.
+    std::string problem;
   };
   // A name for a version on the disk.
   struct Label {

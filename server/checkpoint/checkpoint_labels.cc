@@ -8,7 +8,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
-#include "server/checkpoint/restore.h"
 #include "server/checkpoint/stored_track.h"
 
 namespace ema {
@@ -112,21 +111,18 @@ absl::StatusOr<SnapshotRef> CheckpointManager::OpenVersion(Model& model, const V
                                                            std::string_view track) {
   EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
   if (!stored.has_value()) return NotKept(model, id);
-  const std::string& model_name = model.config().name;
   // While its files are opened; they stay open after it has gone.
-  EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored->name));
+  EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
   if (held == nullptr) return NotKept(model, id);
-  const std::string path = store_->Path(model_name, stored->name);
-  const auto open = [&]() -> absl::StatusOr<SnapshotRef> {
-    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
-                         ReadCheckpointManifest(store_->file_system(), path));
-    return OpenStoredVersion(store_->file_system(), path, manifest, track);
-  };
-  absl::StatusOr<SnapshotRef> opened = open();
-  if (absl::IsDataLoss(opened.status()) && model.closed().ok()) {
-    SetAside(model, stored->name, opened.status());
-    return LocateError(opened.status(), model_name, stored->name);
-  }
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint, ReadManifest(model, *stored));
+  absl::StatusOr<SnapshotRef> opened = OpenStoredVersion(
+      store_->file_system(), store_->Path(model.config().name, stored->name), checkpoint, track,
+      [this, weak_model = model.weak_from_this(),
+       name = stored->name](const absl::Status& problem) {
+        const std::shared_ptr<Model> its_model = weak_model.lock();
+        if (its_model != nullptr) StoredError(*its_model, name, problem).IgnoreError();
+      });
+  if (!opened.ok()) return StoredError(model, stored->name, opened.status());
   return opened;
 }
 

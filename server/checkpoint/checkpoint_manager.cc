@@ -166,8 +166,10 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
     Saving& saving = saving_[key];
     if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, options.tracks);
   }
+  const VersionId durable = model.durable_version();
   const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
-  if (saved.ok()) scheduler_->OnSaved(model);
+  // Not after some tracks only, or what was there before: that puts no automatic save off.
+  if (saved.ok() && model.durable_version() > durable) scheduler_->OnSaved(model);
   {
     absl::MutexLock lock(&mu_);
     NoteEnd(key, saved.status());
@@ -212,9 +214,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
     EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
     if (held == nullptr) return NotKept(model, request.id);
-    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
-                         ReadCheckpointManifest(store_->file_system(),
-                                                store_->Path(model.config().name, stored->name)));
+    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
     if (!request.label.empty()) {
       EMA_RETURN_IF_ERROR(store_->PutLabel(
           model.config().name,
@@ -334,7 +334,11 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
   {
     absl::MutexLock lock(&mu_);
     if (const auto failed = failed_.find(model_name); failed != failed_.end()) {
-      for (const CheckpointInfo& info : failed->second) by_name.emplace(info.name, info);
+      for (const CheckpointInfo& info : failed->second) {
+        const auto [it, is_new] = by_name.emplace(info.name, info);
+        // It is there, but what was asked for with it is not, such as a label.
+        if (!is_new && it->second.problem.empty()) it->second.problem = info.problem;
+      }
     }
     for (const auto& [key, saving] : saving_) {
       if (key.first == model_name) by_name[key.second] = saving.info;
@@ -396,6 +400,33 @@ absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindSt
   return std::optional<CheckpointStore::Stored>();
 }
 
+absl::StatusOr<CheckpointManifest> CheckpointManager::CheckIsOf(
+    const Model& model, const CheckpointStore::Stored& stored, CheckpointManifest checkpoint) {
+  const std::string& model_name = model.config().name;
+  std::string problem;
+  if (checkpoint.model_name != model_name || IdOf(checkpoint.record) != stored.id ||
+      checkpoint.is_partial != stored.is_partial) {
+    problem = absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
+                           CheckpointName(IdOf(checkpoint.record)),
+                           checkpoint.is_partial ? ", some tracks" : "");
+  } else if (checkpoint.manifest != model.manifest()) {
+    problem = absl::StrCat("it is of other tensors: ",
+                           checkpoint.manifest.DifferenceFrom(model.manifest()));
+  }
+  if (problem.empty()) return checkpoint;
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   absl::StrCat("manifest.json: ", problem));
+}
+
+absl::StatusOr<CheckpointManifest> CheckpointManager::ReadManifest(
+    Model& model, const CheckpointStore::Stored& stored) {
+  absl::StatusOr<CheckpointManifest> checkpoint =
+      ReadCheckpointManifest(store_->file_system(), store_->Path(model.config().name, stored.name));
+  if (checkpoint.ok()) checkpoint = CheckIsOf(model, stored, *std::move(checkpoint));
+  if (checkpoint.ok()) return checkpoint;
+  return StoredError(model, stored.name, checkpoint.status());
+}
+
 absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored,
                        store_->ListNames(model.config().name));
@@ -424,6 +455,13 @@ absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
 }
 
 // --- Reading again ---
+
+absl::Status CheckpointManager::StoredError(Model& model, const std::string& name,
+                                            const absl::Status& status) {
+  // Of a deleted model the files go, which is no fault of theirs.
+  if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, name, status);
+  return LocateError(status, model.config().name, name);
+}
 
 void CheckpointManager::SetAside(Model& model, const std::string& name,
                                  const absl::Status& problem) {

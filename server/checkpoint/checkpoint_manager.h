@@ -27,6 +27,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/known_versions.h"
+#include "server/checkpoint/manifest_json.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
@@ -95,8 +96,8 @@ class CheckpointManager final : public Checkpoints {
   absl::Status Delete(Model& model, std::string_view name) override;
   absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
                                         std::string_view label) override;
-  absl::Status Resume(Model& model, const std::string& launch_id,
-                      const ResumePoint& point) override;
+  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const std::string& launch_id,
+                                                  const ResumePoint& point) override;
   absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
                                            const VersionId& id) override
       ABSL_LOCKS_EXCLUDED(label_mu_);
@@ -148,6 +149,13 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
                                                                     const VersionId& id);
   absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model);
+  // `checkpoint`, which was found as `stored`. DATA_LOSS, CHECKPOINT_CORRUPT: it is of another
+  // model, or version.
+  static absl::StatusOr<CheckpointManifest> CheckIsOf(const Model& model,
+                                                      const CheckpointStore::Stored& stored,
+                                                      CheckpointManifest checkpoint);
+  absl::StatusOr<CheckpointManifest> ReadManifest(Model& model,
+                                                  const CheckpointStore::Stored& stored);
   // OUT_OF_RANGE, VERSION_NOT_KEPT, listing what there is.
   absl::Status NotKept(const Model& model, const VersionId& id);
 
@@ -160,11 +168,26 @@ class CheckpointManager final : public Checkpoints {
                                                std::shared_ptr<const Snapshot>& result);
   // PARTIAL_CHECKPOINT: of that version there is only some of the tracks.
   absl::Status CheckNotPartial(const Model& model, const VersionId& id);
-  absl::Status ResumeAtVersion(Model& model, const ResumePoint& point);
-  absl::Status ResumeAtStep(Model& model, const ResumePoint& point);
+  // Saves the newest version, which is, or came of, `rollback`. UNAVAILABLE: it is in memory only.
+  absl::Status SaveRollback(Model& model, const VersionRecord& rollback, const SnapshotRef& newest);
+  // The same, if there is a rollback after what is on the disk.
+  absl::Status SaveRollbackInMemory(Model& model);
+  // Which version Resume() must go back to; nullopt: the model, at `latest`, stands there.
+  absl::StatusOr<std::optional<VersionId>> TargetAtVersion(
+      Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest);
+  absl::StatusOr<std::optional<VersionId>> TargetAtStep(Model& model, const ResumePoint& point,
+                                                        const std::optional<VersionRecord>& latest);
+  // Of a version in memory or on the disk.
+  absl::StatusOr<Model::Standing> StandingOf(Model& model, const VersionId& id);
+  // RESUME_MISMATCH: the trainer was to update a track between `from` and `point`, which has a
+  // time.
+  absl::Status CheckNotDue(Model& model, const ResumePoint& point,
+                           const std::optional<Model::Standing>& from, const std::string& where);
   // RESUME_MISMATCH, listing what there is.
   absl::Status Mismatch(const Model& model, const ResumePoint& point, const std::string& why);
 
+  // `status`, which reading a checkpoint has given, with its place. DATA_LOSS: it is set aside.
+  absl::Status StoredError(Model& model, const std::string& name, const absl::Status& status);
   // Sets a bad checkpoint aside; has the newest version saved if it was that.
   void SetAside(Model& model, const std::string& name, const absl::Status& problem);
   void RunScrub() ABSL_LOCKS_EXCLUDED(mu_);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The part of CheckpointManager that brings a model back to an earlier version.
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -49,16 +50,33 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
   EMA_RETURN_IF_ERROR(record.status());
   Info(model, absl::StrCat("rolled back to version ", record->restored_from->version, ", step ",
                            record->step, ", which is now version ", record->version));
+  EMA_RETURN_IF_ERROR(SaveRollback(model, *record, result));
+  return record;
+}
+
+absl::Status CheckpointManager::SaveRollback(Model& model, const VersionRecord& rollback,
+                                             const SnapshotRef& newest) {
   // Or a crash would bring the future back that has been given up.
-  const absl::Status saved = SaveSnapshot(model, result, {}).status();
-  if (saved.ok()) return record;
+  const absl::Status saved = SaveSnapshot(model, newest, {}).status();
+  if (saved.ok()) return saved;
   // It is tried again, too.
   scheduler_->SaveNow(model.shared_from_this());
   return MakeError(
       absl::StatusCode::kUnavailable, GetErrorReason(saved),
       absl::StrCat("model \"", model.config().name, "\" is rolled back to version ",
-                   record->restored_from->version, " in memory, as version ", record->version,
+                   rollback.restored_from->version, " in memory, as version ", rollback.version,
                    ", but that is not on the disk: ", saved.message()));
+}
+
+absl::Status CheckpointManager::SaveRollbackInMemory(Model& model) {
+  const VersionId durable = model.durable_version();
+  for (const Model::RecordEntry& entry : model.RecordsAfter(durable.version, durable.incarnation,
+                                                            std::numeric_limits<int64_t>::max())) {
+    if (!entry.record.restored_from.has_value()) continue;
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model.PinVersion(0));
+    return SaveRollback(model, entry.record, newest);
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
@@ -69,18 +87,10 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
   const VersionId id{stored.id.version, stored.id.incarnation};
   if (held == nullptr) return NotKept(model, id);
   const std::string path = store_->Path(model_name, stored.name);
-  const auto set_aside = [&](const absl::Status& status) {
-    if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, stored.name, status);
-    return LocateError(status, model_name, stored.name);
-  };
   // Before anything changes, and without memory for it.
-  const absl::StatusOr<CheckpointManifest> manifest = VerifyCheckpoint(files, path);
-  if (!manifest.ok()) return set_aside(manifest.status());
-  if (manifest->manifest != model.manifest()) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
-        absl::StrCat("model \"", model_name, "\": version ", id.version, " has other tensors"));
-  }
+  absl::StatusOr<CheckpointManifest> manifest = VerifyCheckpoint(files, path);
+  if (manifest.ok()) manifest = CheckIsOf(model, stored, *std::move(manifest));
+  if (!manifest.ok()) return StoredError(model, stored.name, manifest.status());
   absl::Status read;
   absl::StatusOr<VersionRecord> record =
       model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
@@ -90,7 +100,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
         if (snapshot.ok()) result = *snapshot;
         return snapshot;
       });
-  if (!read.ok()) return set_aside(read);
+  if (!read.ok()) return StoredError(model, stored.name, read);
   return record;
 }
 
@@ -119,18 +129,30 @@ absl::Status CheckpointManager::Mismatch(const Model& model, const ResumePoint& 
                    ", ", why, "; versions that can be restored: ", ListNearest(known, point.step)));
 }
 
-absl::Status CheckpointManager::Resume(Model& model, const std::string& launch_id,
-                                       const ResumePoint& point) {
+absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
+                                                                   const std::string& launch_id,
+                                                                   const ResumePoint& point) {
   if (point.step < 0) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                      absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch_id));
-  if (is_open) return absl::OkStatus();
-  return point.version.has_value() ? ResumeAtVersion(model, point) : ResumeAtStep(model, point);
+  if (is_open) return std::nullopt;
+  const std::optional<VersionRecord> latest = model.latest();
+  EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> target,
+                       point.version.has_value() ? TargetAtVersion(model, point, latest)
+                                                 : TargetAtStep(model, point, latest));
+  if (target.has_value()) {
+    EMA_ASSIGN_OR_RETURN(const VersionRecord record, GoBack(model, *target));
+    return record.id();
+  }
+  // A call before may have gone back without getting that onto the disk.
+  EMA_RETURN_IF_ERROR(SaveRollbackInMemory(model));
+  return latest.has_value() ? latest->id() : VersionId{};
 }
 
-absl::Status CheckpointManager::ResumeAtVersion(Model& model, const ResumePoint& point) {
+absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
+    Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest) {
   const VersionId& id = *point.version;
   if (id.version < 1 || id.incarnation < 0) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
@@ -142,7 +164,6 @@ absl::Status CheckpointManager::ResumeAtVersion(Model& model, const ResumePoint&
     return other.version == id.version &&
            (id.incarnation == 0 || other.incarnation == id.incarnation);
   };
-  const std::optional<VersionRecord> latest = model.latest();
   // A rollback to it has been made, and nothing has been committed since.
   const bool is_there =
       latest.has_value() &&
@@ -156,35 +177,68 @@ absl::Status CheckpointManager::ResumeAtVersion(Model& model, const ResumePoint&
     EMA_RETURN_IF_ERROR(CheckNotPartial(model, id));
     return NotKept(model, id);
   }
+  const std::string where =
+      absl::StrCat("version ", id.version, " that it asks for at step ", *step);
   if (*step > point.step) {
     return Mismatch(model, point,
-                    absl::StrCat("version ", id.version, " that it asks for at step ", *step,
-                                 ": the average would have seen weights that the trainer has not"));
+                    where + ": the average would have seen weights that the trainer has not");
   }
-  if (is_there) return absl::OkStatus();
-  return GoBack(model, id).status();
+  if (*step < point.step && point.time.has_value()) {
+    std::optional<Model::Standing> from;
+    if (is_there) {
+      from = model.standing();
+    } else {
+      EMA_ASSIGN_OR_RETURN(from, StandingOf(model, id));
+    }
+    EMA_RETURN_IF_ERROR(CheckNotDue(model, point, from, where));
+  }
+  return is_there ? std::nullopt : std::optional(id);
 }
 
-absl::Status CheckpointManager::ResumeAtStep(Model& model, const ResumePoint& point) {
-  const std::optional<VersionRecord> latest = model.latest();
-  if (latest.has_value() && latest->step == point.step) return absl::OkStatus();
-  if (!latest.has_value() || latest->step < point.step) {
+absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtStep(
+    Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest) {
+  const std::string where = latest.has_value() ? absl::StrCat("the average at step ", latest->step)
+                                               : "and nothing has been committed yet";
+  const int64_t latest_step = latest.has_value() ? latest->step : 0;
+  if (latest_step == point.step) return std::nullopt;
+  if (latest_step < point.step) {
     // What an uninterrupted run has there, if no update was due since.
-    if (!latest.has_value() && point.step == 0) return absl::OkStatus();
-    const std::string where = latest.has_value()
-                                  ? absl::StrCat("the average at step ", latest->step)
-                                  : std::string("and nothing has been committed yet");
     if (!point.time.has_value()) return Mismatch(model, point, where);
-    EMA_ASSIGN_OR_RETURN(const bool is_due, model.IsDueBy(*point.time));
-    if (!is_due) return absl::OkStatus();
-    return Mismatch(model, point, where + ", and an update was due between");
+    EMA_RETURN_IF_ERROR(CheckNotDue(model, point, model.standing(), where));
+    return std::nullopt;
   }
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
-  const std::optional<VersionId> id = VersionAfterStep(BranchOf(known, *latest), point.step);
-  if (!id.has_value()) {
-    return Mismatch(model, point, absl::StrCat("the average at step ", latest->step));
+  const std::vector<KnownVersion> branch = BranchOf(known, *latest);
+  std::optional<VersionId> id = VersionAfterStep(branch, point.step);
+  if (id.has_value()) return id;
+  if (point.time.has_value()) {
+    id = VersionAfterStep(branch, point.step, /*is_complete=*/true);
   }
-  return GoBack(model, *id).status();
+  if (!id.has_value()) return Mismatch(model, point, where);
+  EMA_ASSIGN_OR_RETURN(const Model::Standing from, StandingOf(model, *id));
+  EMA_RETURN_IF_ERROR(CheckNotDue(model, point, from, where));
+  return id;
+}
+
+absl::StatusOr<Model::Standing> CheckpointManager::StandingOf(Model& model, const VersionId& id) {
+  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
+  if (pinned.ok()) return Model::StandingOf(**pinned);
+  EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
+  if (!stored.has_value()) return pinned.status();
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
+  Model::Standing standing{.time = manifest.record.time, .tracks = {}};
+  for (const CheckpointTrack& track : manifest.tracks) {
+    if (track.weights.has_value()) standing.tracks[track.config.name] = track.state;
+  }
+  return standing;
+}
+
+absl::Status CheckpointManager::CheckNotDue(Model& model, const ResumePoint& point,
+                                            const std::optional<Model::Standing>& from,
+                                            const std::string& where) {
+  EMA_ASSIGN_OR_RETURN(const bool is_due, model.IsDueBy(*point.time, from));
+  if (!is_due) return absl::OkStatus();
+  return Mismatch(model, point, where + ", and an update was due between");
 }
 
 }  // namespace ema

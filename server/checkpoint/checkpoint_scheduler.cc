@@ -107,12 +107,15 @@ void CheckpointScheduler::NoteSaved(bool is_current, State& state) {
 
 void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
   absl::MutexLock lock(&mu_);
-  if (is_stopping_) return;
   State& state = StateOf(model);
   state.is_asked = true;
-  if (state.is_busy) return;
+  if (!state.is_busy) Enqueue(state);
+}
+
+void CheckpointScheduler::Enqueue(State& state) {
+  if (is_stopping_) return;
   state.is_busy = true;
-  work_.push_back({model, nullptr});
+  work_.push_back({state.model, nullptr});
 }
 
 absl::Time CheckpointScheduler::NextDueTime() const {
@@ -135,9 +138,8 @@ void CheckpointScheduler::QueueDue() {
       it = states_.erase(it);
       continue;
     }
-    state.is_busy = true;
     state.is_asked = true;
-    work_.push_back({state.model, nullptr});
+    Enqueue(state);
     ++it;
   }
 }
@@ -202,6 +204,8 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
       NoteSaved(is_current, state);
       state.retry_time = absl::InfinitePast();
       state.last_error = absl::OkStatus();
+      // SaveNow() came meanwhile: it may have meant a later version.
+      if (state.is_asked) Enqueue(state);
       return;
     }
     // Of a model that has been deleted, nothing is missing.
@@ -211,7 +215,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     }
     state.retry_time = absl::Now() + options_.retry_delay;
     // What was asked for is not forgotten.
-    if (is_asked) state.due_time = state.retry_time;
+    if (is_asked || state.is_asked) state.due_time = state.retry_time;
     must_look_ = true;
     is_new_error = state.last_error.code() != status.code() ||
                    GetErrorReason(state.last_error) != GetErrorReason(status);

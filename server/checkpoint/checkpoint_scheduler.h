@@ -65,9 +65,10 @@ class CheckpointScheduler {
   // As Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // A save of the model by anybody has ended well: SavePolicy::every counts from here.
+  // A save by anybody has put a newer version of the model on the disk: SavePolicy::every counts
+  // from here.
   void OnSaved(const Model& model) ABSL_LOCKS_EXCLUDED(mu_);
-  // Saves the newest version as soon as it can.
+  // Saves the newest version as soon as it can; while it saves one of the model, another after it.
   void SaveNow(const std::shared_ptr<Model>& model) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Waits until nothing is to be saved of the commits so far. For tests.
@@ -98,6 +99,8 @@ class CheckpointScheduler {
   State& StateOf(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteSaved(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Time NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Its newest version is saved when its turn comes. REQUIRES: it is not busy.
+  void Enqueue(State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Queues the models whose time has come.
   void QueueDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);

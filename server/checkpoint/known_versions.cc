@@ -59,10 +59,11 @@ std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
   return branch;
 }
 
-std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step) {
+std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step,
+                                          bool is_complete) {
   const KnownVersion* later = nullptr;   // The last one of a later step.
   const KnownVersion* before = nullptr;  // The first one of this step, or an earlier one.
-  bool is_known = false;
+  bool is_known = is_complete;
   for (const KnownVersion& version : branch) {
     if (version.step > step) {
       later = &version;
@@ -72,7 +73,7 @@ std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch,
     if (version.step != before->step) break;
     is_known = is_known || version.step == step || (later != nullptr && IsNext(*later, version));
   }
-  if (!is_known) return std::nullopt;
+  if (!is_known || before == nullptr) return std::nullopt;
   for (const KnownVersion& version : branch) {
     if (version.step == before->step && version.can_restore) return version.id;
   }

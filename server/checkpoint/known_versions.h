@@ -40,8 +40,10 @@ std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
 
 // The version on `branch` (as BranchOf() gives it) that an uninterrupted run has after `step`, a
 // step before the newest version's: of that step, or the last one before, if the version after that
-// is known to be of a later step. nullopt: it is not known which, or cannot be restored.
-std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step);
+// is known to be of a later step, or `is_complete`: there was none between that is not on `branch`.
+// nullopt: it is not known which, or cannot be restored.
+std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step,
+                                          bool is_complete = false);
 
 // "step 10 (version 3), step 20 (version 4)": the 16 that can be restored with steps nearest to
 // `step`, in the order of their steps; "none".

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -26,16 +27,21 @@ constexpr size_t kCachedPieces = 8;
 
 class StoredTrackImpl final : public StoredTrack {
  public:
-  StoredTrackImpl(std::unique_ptr<TensorReader> reader, StorageLayout layout, std::string name)
-      : reader_(std::move(reader)), layout_(std::move(layout)), name_(std::move(name)) {}
+  StoredTrackImpl(std::unique_ptr<TensorReader> reader, StorageLayout layout, std::string name,
+                  std::function<void(const absl::Status&)> on_corrupt)
+      : reader_(std::move(reader)),
+        layout_(std::move(layout)),
+        name_(std::move(name)),
+        on_corrupt_(std::move(on_corrupt)) {}
 
   absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) override {
     if (length_bytes == 0) return std::vector<HostPiece>();
     absl::StatusOr<HostPiece> piece = ReadRange(offset, offset + length_bytes);
     if (piece.ok()) return std::vector<HostPiece>{*std::move(piece)};
-    return absl::IsDataLoss(piece.status())
-               ? WithPlace(piece.status(), absl::StrCat("track \"", name_, "\": "))
-               : piece.status();
+    if (!absl::IsDataLoss(piece.status())) return piece.status();
+    absl::Status problem = WithPlace(piece.status(), absl::StrCat("track \"", name_, "\": "));
+    if (on_corrupt_) on_corrupt_(problem);
+    return problem;
   }
 
  private:
@@ -152,6 +158,7 @@ class StoredTrackImpl final : public StoredTrack {
   const std::unique_ptr<const TensorReader> reader_;
   const StorageLayout layout_;
   const std::string name_;
+  const std::function<void(const absl::Status&)> on_corrupt_;
 
   absl::Mutex mu_;                                       // Never held across a call of reader_.
   std::deque<CachedPiece> pieces_ ABSL_GUARDED_BY(mu_);  // Used last first.
@@ -176,11 +183,10 @@ absl::StatusOr<const CheckpointTrack*> FindTrack(const CheckpointManifest& check
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(FileSystem& file_system,
-                                                             const std::string& path,
-                                                             const CheckpointManifest& checkpoint,
-                                                             std::string_view track_name,
-                                                             const StorageLayout& layout) {
+absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
+    FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
+    std::string_view track_name, const StorageLayout& layout,
+    std::function<void(const absl::Status& problem)> on_corrupt) {
   EMA_ASSIGN_OR_RETURN(const CheckpointTrack* track, FindTrack(checkpoint, track_name));
   absl::StatusOr<std::unique_ptr<TensorReader>> reader = TensorReader::Open(
       file_system, TrackPath(path, track_name), TensorKind::kWeights, *track->weights,
@@ -189,25 +195,31 @@ absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(FileSystem& file_sy
     return WithPlace(reader.status(), absl::StrCat("track \"", track->config.name, "\": "));
   }
   EMA_RETURN_IF_ERROR(reader.status());
-  return std::make_shared<StoredTrackImpl>(*std::move(reader), layout, track->config.name);
+  return std::make_shared<StoredTrackImpl>(*std::move(reader), layout, track->config.name,
+                                           std::move(on_corrupt));
 }
 
-absl::StatusOr<SnapshotRef> OpenStoredVersion(FileSystem& file_system, const std::string& path,
-                                              const CheckpointManifest& checkpoint,
-                                              std::string_view track_name) {
+absl::StatusOr<SnapshotRef> OpenStoredVersion(
+    FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
+    std::string_view track_name, std::function<void(const absl::Status& problem)> on_corrupt) {
   // A model counts its tracks from 1 on.
   constexpr int64_t kNoTrackId = -1;
   // Only what has changed since a version is asked of blocks that are not there.
   constexpr int64_t kBlockBytes = int64_t{32} << 20;
   EMA_ASSIGN_OR_RETURN(const CheckpointTrack* saved, FindTrack(checkpoint, track_name));
+  // First that the files have all the bytes that the manifest says: a Track takes memory for them.
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<StoredTrack> stored,
+                       OpenStoredTrack(file_system, path, checkpoint, track_name,
+                                       StorageLayout(checkpoint.manifest,
+                                                     ActionsOf(saved->config, checkpoint.manifest)),
+                                       std::move(on_corrupt)));
   TrackSnapshot track{.track = std::make_shared<const Track>(kNoTrackId, saved->config,
                                                              checkpoint.manifest, kBlockBytes,
                                                              /*reservation=*/nullptr),
+                      .stored = std::move(stored),
                       .state = saved->state,
                       .last_steps = saved->last_steps};
   track.block_versions.assign(track.track->block_count(), INT64_MAX);
-  EMA_ASSIGN_OR_RETURN(track.stored, OpenStoredTrack(file_system, path, checkpoint, track_name,
-                                                     track.track->layout()));
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
   snapshot->tracks.push_back(std::move(track));

@@ -211,7 +211,8 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   TrackSnapshot& result = snapshot->tracks.emplace_back();
   result.track = track;
   result.last_steps = {plan.record.step};
-  result.block_versions.resize(track->block_count());
+  // Another call may have made another of that name and version.
+  result.block_versions.assign(track->block_count(), INT64_MAX);
   EMA_ASSIGN_OR_RETURN(result.blocks, Mix(store.file_system(), *held, model, plan, *track));
   EMA_RETURN_IF_ERROR(model.AddSynthesized(std::move(snapshot)));
 

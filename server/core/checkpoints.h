@@ -88,9 +88,11 @@ class Checkpoints {
   virtual absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
                                                 std::string_view label) = 0;
   // Before the run `launch_id` opens: brings the model to where the trainer stands. Does nothing if
-  // that run is open already, or the model stands there.
-  virtual absl::Status Resume(Model& model, const std::string& launch_id,
-                              const ResumePoint& point) = 0;
+  // that run is open already, or the model stands there; but a rollback that is only in memory is
+  // saved. Returns the newest version then, for Model::JoinRun(); nullopt: the run is open.
+  virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model,
+                                                          const std::string& launch_id,
+                                                          const ResumePoint& point) = 0;
 
   virtual absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
                                                    const VersionId& id) = 0;
@@ -113,8 +115,9 @@ class Checkpoints {
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
   virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;
   // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
-  // is in memory; removing the checkpoint does not hinder whoever holds it. OUT_OF_RANGE,
-  // VERSION_NOT_KEPT. NOT_FOUND, TRACK_NOT_FOUND: not in that checkpoint.
+  // is in memory; removing the checkpoint does not hinder whoever holds it, but it is not read
+  // after this has gone. A checkpoint of which a byte turns out to be wrong, now or then, is set
+  // aside. OUT_OF_RANGE, VERSION_NOT_KEPT. NOT_FOUND, TRACK_NOT_FOUND: not in that checkpoint.
   virtual absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                                   std::string_view track) = 0;
 };

@@ -68,7 +68,8 @@ Model::~Model() {
 }
 
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
-                                                 int64_t world_size, RankLayout layout) {
+                                                 int64_t world_size, RankLayout layout,
+                                                 const std::optional<VersionId>& newest) {
   JoinResult result;
   result.layout_digest = layout.digest();
   std::shared_ptr<PushSession> fenced;
@@ -80,6 +81,14 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
     } else {
       EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
+      const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
+      if (newest.has_value() && now != *newest) {
+        return Unready(ErrorReason::kSessionBusy,
+                       absl::StrCat("model \"", config_.name, "\": version ", now.version,
+                                    " came while the run was to go on from version ",
+                                    newest->version, "; open it again"),
+                       absl::Milliseconds(20));
+      }
       EMA_ASSIGN_OR_RETURN(
           std::shared_ptr<TrainerRun> run,
           TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1, world_size));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -100,16 +101,28 @@ class Model : public std::enable_shared_from_this<Model> {
     std::optional<VersionRecord> latest;
     PushPlan plan;
   };
-  // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before.
-  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
+  // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before, and must
+  // find `newest`, if given, as the newest version (all zero: none). UNAVAILABLE, SESSION_BUSY: it
+  // does not, or the model is being rolled back.
   absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
-                                     RankLayout layout) ABSL_LOCKS_EXCLUDED(mu_);
+                                     RankLayout layout,
+                                     const std::optional<VersionId>& newest = std::nullopt)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // True: that run is open, so that JoinRun() joins it. ABORTED, FENCED: it has been fenced.
   // UNAVAILABLE or NOT_FOUND: as RefuseNew() or Close() was given.
   absl::StatusOr<bool> IsRunOpen(const std::string& launch_id) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Whether a push at `time` would update a track that is not paused. INVALID_ARGUMENT, BAD_TIME:
-  // it is before the newest version's, or lacks a unit.
-  absl::StatusOr<bool> IsDueBy(const TrainingTime& time) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Where a version stands, wherever its values are.
+  struct Standing {
+    TrainingTime time;
+    std::map<std::string, TrackState, std::less<>> tracks;  // That have a value in it, by name.
+  };
+  static Standing StandingOf(const Snapshot& version);
+  // Of the newest version; nullopt: there is none.
+  std::optional<Standing> standing() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether a push at `time`, the first after `from` (nullopt: of all), would update a track that
+  // is not paused. INVALID_ARGUMENT, BAD_TIME: it is before `from`, or lacks a unit.
+  absl::StatusOr<bool> IsDueBy(const TrainingTime& time, const std::optional<Standing>& from) const
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
   // own: with values, step, time and state of `from`, in a run epoch of its own. First it ends the
@@ -117,9 +130,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
   // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
   // gives has its values in blocks (shared ones, perhaps), and nobody else holds it. Of its tracks,
-  // those stay that the model has, by name and in the same form; tracks of the model that it has
-  // not begin with the next push. Records, watchers and on_commit as at a commit. Errors: those of
-  // `load`, or what RefuseNew() or Close() was given; the run has been ended, nothing else changed.
+  // those stay that the model has, by name and in the same form (on_warning is told of the others);
+  // tracks of the model that it has not begin with the next push. Records, watchers and on_commit
+  // as at a commit. Errors: those of `load`, what RefuseNew() or Close() was given, or
+  // FAILED_PRECONDITION, MODEL_DIFFERS: none of its tracks would stay; the run has been ended,
+  // nothing else changed.
   absl::StatusOr<VersionRecord> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
@@ -183,6 +198,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // The same of a version that is not in memory: its one track has TrackSnapshot::stored. Pins
   // nothing. INVALID_ARGUMENT: as Reading::Create(). Or the model is closed.
   absl::StatusOr<std::shared_ptr<Reading>> ReadStored(SnapshotRef snapshot, Selection selection)
+      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+  // What ReadStored() has given before, while somebody holds it, so that the version need not be
+  // opened again; null: there is none, or the model is closed. Never blocks.
+  std::shared_ptr<Reading> FindStoredReading(const VersionId& id, std::string_view track,
+                                             const Selection& selection)
       ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
 
   // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
@@ -299,6 +319,10 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // The one of that selection that somebody holds and `is_it`; null: there is none.
+  std::shared_ptr<Reading> FindReadingLocked(const Selection& selection,
+                                             absl::FunctionRef<bool(const Reading&)> is_it)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_);
   // Of a track that the snapshot may have.
   absl::StatusOr<std::shared_ptr<Reading>> ShareReading(SnapshotRef snapshot,
                                                         const TrackSnapshot& track,
@@ -317,6 +341,8 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   absl::Status CheckNotRollingBackLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // FAILED_PRECONDITION, MODEL_DIFFERS: the model has no track of the version in the same form.
+  absl::Status CheckHasTrackOfLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes the snapshot that a rollback has loaded the version after the current one. What is no
   // longer in it; to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)

@@ -10,6 +10,17 @@
 #include "server/core/model.h"
 
 namespace ema {
+namespace {
+
+// Whether a reading is of that track of that version, from the disk.
+auto IsStoredAs(const VersionId& id, std::string_view track) {
+  return [id, track](const Reading& reading) {
+    return reading.is_stored() && reading.snapshot()->record.id() == id &&
+           reading.track().track->name() == track;
+  };
+}
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view track, int64_t version,
                                                             int64_t incarnation,
@@ -51,35 +62,41 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
   return ShareReading(std::move(held), raw->tracks[0], std::move(selection));
 }
 
+std::shared_ptr<Reading> Model::FindStoredReading(const VersionId& id, std::string_view track,
+                                                  const Selection& selection) {
+  if (!closed().ok()) return nullptr;
+  absl::MutexLock lock(&readings_mu_);
+  return FindReadingLocked(selection, IsStoredAs(id, track));
+}
+
+std::shared_ptr<Reading> Model::FindReadingLocked(const Selection& selection,
+                                                  absl::FunctionRef<bool(const Reading&)> is_it) {
+  std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
+  for (const std::weak_ptr<Reading>& held : readings_) {
+    std::shared_ptr<Reading> reading = held.lock();
+    if (reading != nullptr && is_it(*reading) && reading->selection() == selection) return reading;
+  }
+  return nullptr;
+}
+
 absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
                                                              const TrackSnapshot& track,
                                                              Selection selection) {
-  const VersionId id = snapshot->record.id();
   // What is read from the disk is opened for each reader, but the same.
-  const auto is_same_track = [&](const Reading& reading) {
-    return &reading.track() == &track || (track.stored != nullptr && reading.is_stored() &&
-                                          reading.snapshot()->record.id() == id &&
-                                          reading.track().track->name() == track.track->name());
-  };
-  const auto find = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_) {
-    std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
-    for (const std::weak_ptr<Reading>& held : readings_) {
-      std::shared_ptr<Reading> reading = held.lock();
-      if (reading != nullptr && is_same_track(*reading) && reading->selection() == selection) {
-        return reading;
-      }
-    }
-    return std::shared_ptr<Reading>();
+  const auto is_stored = IsStoredAs(snapshot->record.id(), track.track->name());
+  const auto is_same = [&](const Reading& reading) {
+    return &reading.track() == &track || (track.stored != nullptr && is_stored(reading));
   };
   {
     absl::MutexLock lock(&readings_mu_);
-    if (std::shared_ptr<Reading> reading = find()) return reading;
+    if (std::shared_ptr<Reading> reading = FindReadingLocked(selection, is_same)) return reading;
   }
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<Reading> made,
       Reading::Create(std::move(snapshot), track, manifest(), *device_, *budget_, selection));
   absl::MutexLock lock(&readings_mu_);
-  if (std::shared_ptr<Reading> reading = find()) return reading;  // Somebody was faster.
+  // Somebody may have been faster.
+  if (std::shared_ptr<Reading> reading = FindReadingLocked(selection, is_same)) return reading;
   readings_.push_back(made);
   return made;
 }

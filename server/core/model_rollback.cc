@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/core/model.h"
@@ -44,6 +45,12 @@ TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
         {.track = rule.pattern, .update_count = count(i), .config = schedules[i]->ToString()});
   }
   return record;
+}
+
+std::vector<std::string> NamesOf(const std::vector<TrackRecord>& tracks) {
+  std::vector<std::string> names;
+  for (const TrackRecord& track : tracks) names.push_back(track.track);
+  return names;
 }
 
 }  // namespace
@@ -90,15 +97,34 @@ absl::StatusOr<bool> Model::IsRunOpen(const std::string& launch_id) const {
   return false;
 }
 
-absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time) const {
-  EMA_RETURN_IF_ERROR(time.Validate());
+Model::Standing Model::StandingOf(const Snapshot& version) {
+  Standing standing{.time = version.record.time, .tracks = {}};
+  for (const TrackSnapshot& track : version.tracks) {
+    standing.tracks[track.track->name()] = track.state;
+  }
+  return standing;
+}
+
+std::optional<Model::Standing> Model::standing() const {
   absl::MutexLock lock(&mu_);
-  if (current_ != nullptr) EMA_RETURN_IF_ERROR(time.CheckNotBefore(current_->record.time));
+  if (current_ == nullptr) return std::nullopt;
+  return StandingOf(*current_);
+}
+
+absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
+                                    const std::optional<Standing>& from) const {
+  EMA_RETURN_IF_ERROR(time.Validate());
+  if (from.has_value()) EMA_RETURN_IF_ERROR(time.CheckNotBefore(from->time));
+  absl::MutexLock lock(&mu_);
   for (const TrackRef& track : tracks_) {
     if (track->config().paused) continue;
-    const TrackSnapshot* const now = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    TrackState state;
+    if (from.has_value()) {
+      const auto found = from->tracks.find(track->name());
+      if (found != from->tracks.end()) state = found->second;
+    }
     const absl::StatusOr<std::vector<Schedule::Update>> updates =
-        PlanTrack(track->config(), now != nullptr ? now->state : TrackState(), time);
+        PlanTrack(track->config(), state, time);
     if (!updates.ok()) {
       return MakeError(updates.status().code(), GetErrorReason(updates.status()),
                        absl::StrCat("track \"", track->name(), "\": ", updates.status().message()));
@@ -135,13 +161,17 @@ absl::StatusOr<VersionRecord> Model::RollBack(
   // Freed last, after everybody has been told.
   SnapshotRef evicted;
   std::vector<TrackSnapshot> dropped;
+  std::vector<std::string> left_out;
   {
     absl::MutexLock lock(&mu_);
     is_rolling_back_ = false;
     EMA_RETURN_IF_ERROR(loaded.status());
     EMA_RETURN_IF_ERROR(closing_);
+    EMA_RETURN_IF_ERROR(CheckHasTrackOfLocked(**loaded));
+    left_out = NamesOf((*loaded)->record.tracks);
     ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
+    for (const TrackRecord& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = PutInPlaceLocked(*loaded);
     last_commit_ = {};
     // What is kept from here on is kept anew.
@@ -151,7 +181,26 @@ absl::StatusOr<VersionRecord> Model::RollBack(
   }
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
+  if (options_.on_warning && !left_out.empty()) {
+    options_.on_warning(absl::StrCat(
+        "model ", config_.name, ": rolled back to version ", from.version, " without its tracks ",
+        absl::StrJoin(left_out, ", "), ", which the model has no longer, or in another form"));
+  }
   return (*loaded)->record;
+}
+
+absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
+  const std::vector<TrackRef>& tracks = pending_tracks_.has_value() ? *pending_tracks_ : tracks_;
+  for (const TrackSnapshot& of_version : version.tracks) {
+    for (const TrackRef& track : tracks) {
+      if (IsSameForm(*of_version.track, *track)) return absl::OkStatus();
+    }
+  }
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
+      absl::StrCat("model \"", config_.name, "\": version ", version.record.version,
+                   " has the tracks ", absl::StrJoin(NamesOf(version.record.tracks), ", "),
+                   ", of which the model has none, or in another form"));
 }
 
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {

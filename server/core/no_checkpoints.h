@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_CORE_NO_CHECKPOINTS_H_
 #define EMA_SERVER_CORE_NO_CHECKPOINTS_H_
 
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -26,7 +27,8 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
     return NoDataDir();
   }
-  absl::Status Resume(Model&, const std::string&, const ResumePoint&) override {
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,
+                                                  const ResumePoint&) override {
     return NoDataDir();
   }
   absl::StatusOr<CheckpointLabel> SetLabel(Model&, const std::string&, const VersionId&) override {

@@ -250,9 +250,11 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
   };
   if (made_chunks_ != nullptr) {
     MadeChunk& made = made_chunks_[chunk];
-    absl::call_once(made.once, [&] { made.bytes = MakeChunk(chunk, RunsIn(start, end)); });
-    EMA_RETURN_IF_ERROR(made.bytes.status());
-    return of_made(*made.bytes);
+    absl::MutexLock lock(&made.mu);
+    if (made.bytes == nullptr) {
+      EMA_ASSIGN_OR_RETURN(made.bytes, MakeChunk(chunk, RunsIn(start, end)));
+    }
+    return of_made(made.bytes);
   }
   const std::vector<Run> runs = RunsIn(start, end);
   int64_t filled = start;

@@ -11,10 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "absl/base/call_once.h"
+#include "absl/base/thread_annotations.h"
 #include "absl/container/btree_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "ema/selection.h"
@@ -89,8 +90,9 @@ class Reading {
     int64_t end() const { return offset + element_count * DtypeSize(dtype); }
   };
   struct MadeChunk {
-    absl::once_flag once;
-    absl::StatusOr<std::shared_ptr<const std::byte>> bytes;
+    absl::Mutex mu;  // Held while it is made, which others that want it wait for.
+    // Null: it has not been made, or that has failed.
+    std::shared_ptr<const std::byte> bytes ABSL_GUARDED_BY(mu);
   };
 
   // Absent until it is computed. Several may compute it at once: all get the same.

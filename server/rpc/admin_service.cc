@@ -2,12 +2,15 @@
 #include "server/rpc/admin_service.h"
 
 #include <limits>
+#include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/lane_pipe.h"
+#include "server/core/trainer_run.h"
 #include "server/rpc/convert.h"
 
 namespace ema {
@@ -15,12 +18,30 @@ namespace {
 
 constexpr int64_t kDefaultMaxPinnedVersions = 2;
 
+// The version that `request` names, so that it is not evicted before the call's turn comes. Null:
+// it names none, or the call itself will say why that cannot be pinned.
+template <typename Request>
+SnapshotRef PinNamed(const ModelStore& store, const Request& request) {
+  const absl::StatusOr<std::shared_ptr<Model>> model = store.Get(request.model());
+  if (!model.ok() || request.version() == 0) return nullptr;
+  absl::StatusOr<SnapshotRef> pinned =
+      (*model)->PinVersion(request.version(), request.incarnation());
+  return pinned.ok() ? *std::move(pinned) : nullptr;
+}
+
+// `executor`, which lets `version` go after the function.
+AdminService::Executor Holding(SnapshotRef version, const AdminService::Executor& executor) {
+  return [version = std::move(version), executor](std::function<void()> function) {
+    executor([version, function = std::move(function)] { function(); });
+  };
+}
+
 }  // namespace
 
 void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
-                          const Executor& worker, const Executor& slow_worker) {
+                          const Workers& workers) {
 #define EMA_LISTEN(method, executor) \
-  EMA_LISTEN_BY(method, [executor](const auto&) { return executor; })
+  EMA_LISTEN_BY(method, [chosen = Executor(executor)](const auto&) { return chosen; })
 #define EMA_LISTEN_BY(method, choose_executor)                                                 \
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
       rpc, queue,                                                                              \
@@ -30,26 +51,36 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
             void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
       [this](const v1::method##Request& request) { return method(request); }, choose_executor)
   Executor here;
+  const auto save = [this, workers](const auto& request) {
+    return Holding(PinNamed(*store_, request), workers.saving);
+  };
+  const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
+    SnapshotRef version = PinNamed(*store_, request);
+    // What is only on the disk is labelled after a save that is running.
+    const bool is_quick = request.async() &&
+                          (request.label().empty() || request.version() == 0 || version != nullptr);
+    return Holding(std::move(version), is_quick ? workers.quick : workers.saving);
+  };
   EMA_LISTEN(CreateModel, here);
   EMA_LISTEN(GetModel, here);
   EMA_LISTEN(ListModels, here);
   EMA_LISTEN(UpdateModel, here);
-  EMA_LISTEN(DeleteModel, worker);
+  EMA_LISTEN(DeleteModel, workers.saving);
   EMA_LISTEN(AttachFile, here);
-  EMA_LISTEN_BY(OpenRun, [slow_worker](const v1::OpenRunRequest& request) {
-    return request.has_resume() ? slow_worker : Executor();
+  EMA_LISTEN_BY(OpenRun, [workers](const v1::OpenRunRequest& request) {
+    return request.has_resume() ? workers.slow : Executor();
   });
   EMA_LISTEN(QueryPush, here);
   EMA_LISTEN(GetLane, here);
   EMA_LISTEN(ListVersions, here);
-  EMA_LISTEN(CreateCheckpoint, worker);
-  EMA_LISTEN(GetCheckpoint, worker);
-  EMA_LISTEN(ListCheckpoints, worker);
-  EMA_LISTEN(DeleteCheckpoint, worker);
-  EMA_LISTEN(RestoreCheckpoint, slow_worker);
-  EMA_LISTEN(SetLabel, worker);
-  EMA_LISTEN(ReportMetric, worker);
-  EMA_LISTEN(Synthesize, slow_worker);
+  EMA_LISTEN_BY(CreateCheckpoint, create);
+  EMA_LISTEN(GetCheckpoint, workers.quick);
+  EMA_LISTEN(ListCheckpoints, workers.quick);
+  EMA_LISTEN(DeleteCheckpoint, workers.saving);
+  EMA_LISTEN(RestoreCheckpoint, workers.slow);
+  EMA_LISTEN_BY(SetLabel, save);
+  EMA_LISTEN_BY(ReportMetric, save);
+  EMA_LISTEN(Synthesize, workers.slow);
 #undef EMA_LISTEN
 #undef EMA_LISTEN_BY
 }
@@ -132,13 +163,19 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),
                                           static_cast<WireDtype>(wire_dtype)));
+  std::optional<VersionId> newest;
   if (request.has_resume()) {
-    EMA_RETURN_IF_ERROR(
-        checkpoints_.Resume(*model, request.launch_id(), FromProto(request.resume())));
+    // What is wrong with the call itself first: a rollback ends the run that is open.
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TrainerRun> tried,
+                         TrainerRun::Create(&model->manifest(), request.launch_id(), /*epoch=*/0,
+                                            request.world_size()));
+    EMA_RETURN_IF_ERROR(tried->Join(request.rank(), request.world_size(), layout));
+    EMA_ASSIGN_OR_RETURN(
+        newest, checkpoints_.Resume(*model, request.launch_id(), FromProto(request.resume())));
   }
-  EMA_ASSIGN_OR_RETURN(
-      const Model::JoinResult joined,
-      model->JoinRun(request.launch_id(), request.rank(), request.world_size(), std::move(layout)));
+  EMA_ASSIGN_OR_RETURN(const Model::JoinResult joined,
+                       model->JoinRun(request.launch_id(), request.rank(), request.world_size(),
+                                      std::move(layout), newest));
   v1::OpenRunResponse response;
   response.set_run_epoch(joined.run_epoch);
   response.set_layout_digest(joined.layout_digest);

@@ -28,10 +28,16 @@ class AdminService {
 
   // Runs a function on another thread.
   using Executor = std::function<void(std::function<void()>)>;
-  // Waits for the next call of each method on `queue`. `worker` runs what may block on a disk,
-  // `slow_worker` what may do so for minutes; this outlives the queue.
-  void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Executor& worker,
-              const Executor& slow_worker);
+  struct Workers {
+    // Runs what reads of the disk only what there is, and waits for no save.
+    Executor quick;
+    // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned.
+    Executor saving;
+    // Runs what reads whole versions, for minutes.
+    Executor slow;
+  };
+  // Waits for the next call of each method on `queue`. This outlives the queue.
+  void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Workers& workers);
 
  private:
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);

@@ -16,9 +16,11 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();
   EMA_RETURN_IF_ERROR(Begin(request.offset()));
-  const v1::VersionId& base = request.base();
-  if (request.has_base() && model_->RemembersVersion(base.version(), base.incarnation())) {
-    base_version_ = base.version();
+  // Of a version after this one it is not known what has been the same.
+  const VersionId base{request.base().version(), request.base().incarnation()};
+  if (request.has_base() && base <= record_.id() &&
+      model_->RemembersVersion(base.version, base.incarnation)) {
+    base_version_ = base.version;
   }
   return absl::OkStatus();
 }
@@ -26,10 +28,17 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
 absl::Status PullHandler::OpenStored() {
   if (!on_disk_.has_value()) return absl::OkStatus();
   OnDisk wanted = *std::exchange(on_disk_, std::nullopt);
-  EMA_ASSIGN_OR_RETURN(SnapshotRef snapshot,
-                       checkpoints_->OpenVersion(*model_, wanted.id, wanted.track));
-  EMA_ASSIGN_OR_RETURN(reading_,
-                       model_->ReadStored(std::move(snapshot), std::move(wanted.selection)));
+  reading_ = model_->FindStoredReading(wanted.id, wanted.track, wanted.selection);
+  if (reading_ == nullptr) {
+    absl::StatusOr<SnapshotRef> snapshot =
+        checkpoints_->OpenVersion(*model_, wanted.id, wanted.track);
+    if (GetErrorReason(snapshot.status()) == ErrorReason::kVersionNotKept) {
+      EMA_RETURN_IF_ERROR(wanted.too_many_pins);
+    }
+    EMA_RETURN_IF_ERROR(snapshot.status());
+    EMA_ASSIGN_OR_RETURN(reading_,
+                         model_->ReadStored(*std::move(snapshot), std::move(wanted.selection)));
+  }
   return Begin(wanted.offset);
 }
 
@@ -86,8 +95,10 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   const bool is_not_in_memory =
       reason == ErrorReason::kVersionNotKept ||
       (reason == ErrorReason::kNoVersion && id.version != 0 && !model_->latest().has_value());
-  if (is_not_in_memory) {
-    on_disk_ = OnDisk{id, request.track(), std::move(selection), request.offset()};
+  const bool is_too_many = reason == ErrorReason::kTooManyPins && id.version != 0;
+  if (is_not_in_memory || is_too_many) {
+    on_disk_ = OnDisk{id, request.track(), std::move(selection), request.offset(),
+                      is_too_many ? reading.status() : absl::OkStatus()};
     return absl::OkStatus();
   }
   EMA_RETURN_IF_ERROR(reading.status());

@@ -62,12 +62,13 @@ class PullHandler {
   // Goes on once `reading_` is known.
   absl::Status Begin(int64_t offset);
 
-  // A version that is not in memory, and what of it is asked for.
+  // A version that is to be read from the disk, and what of it is asked for.
   struct OnDisk {
     VersionId id;
     std::string track;
     Selection selection;
     int64_t offset = 0;
+    absl::Status too_many_pins;  // Not OK: it is in memory; because of this.
   };
 
   ModelStore* const store_;

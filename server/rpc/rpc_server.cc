@@ -74,7 +74,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
-  for (Work* const work : {&rpc->work_, &rpc->slow_work_, &rpc->disk_reads_}) {
+  for (Work* const work : {&rpc->quick_work_, &rpc->saves_, &rpc->slow_work_, &rpc->disk_reads_}) {
     rpc->threads_.emplace_back([rpc = rpc.get(), work] { rpc->RunWorker(work); });
   }
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
@@ -157,7 +157,10 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   PushCall::Listen(&rpc_, queue->get());
   PullCall::Listen(&rpc_, queue);
   WatchCall::Listen(&rpc_, queue->get());
-  admin_.Listen(&rpc_, queue->get(), ExecutorOf(&work_), ExecutorOf(&slow_work_));
+  admin_.Listen(&rpc_, queue->get(),
+                {.quick = ExecutorOf(&quick_work_),
+                 .saving = ExecutorOf(&saves_),
+                 .slow = ExecutorOf(&slow_work_)});
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, queue->get(),
       [this](grpc::ServerContext* context, auto* request, auto* writer,

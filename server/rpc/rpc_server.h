@@ -29,9 +29,9 @@
 
 namespace ema {
 
-// Owns the listener, the completion queues with one thread each, a worker for calls that block on a
-// disk, one for those that do so for long and one for pulls, and a thread that ends what has
-// stalled.
+// Owns the listener, the completion queues with one thread each, and one thread each for: calls
+// that look at what is on the disk, calls that save (one after another, over all models), calls
+// that restore or build versions, what pulls read of the disk, and ending what has stalled.
 class RpcServer {
  public:
   struct Options {
@@ -106,7 +106,8 @@ class RpcServer {
   std::vector<std::thread> threads_;        // The others.
 
   absl::Mutex mu_;
-  Work work_ ABSL_GUARDED_BY(mu_);
+  Work quick_work_ ABSL_GUARDED_BY(mu_);
+  Work saves_ ABSL_GUARDED_BY(mu_);
   Work slow_work_ ABSL_GUARDED_BY(mu_);
   Work disk_reads_ ABSL_GUARDED_BY(mu_);
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;

@@ -191,6 +191,27 @@ TEST_F(CheckpointManagerTest, WhatIsDueIsSavedByItself) {
   EXPECT_EQ(server.model().durable_step(), 40);
 }
 
+TEST_F(CheckpointManagerTest, WhatPutsNothingNewerOnTheDiskPutsNoAutomaticSaveOff) {
+  CheckpointManager::Options options;
+  options.policy.every = absl::Milliseconds(100);
+  TestServer server(files_, std::move(options), TwoTracks(/*max_pinned_versions=*/2));
+  server.PushTo(1);
+  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  // Some tracks, again and again.
+  while (server.model().durable_step() == 0 && absl::Now() < deadline) {
+    ASSERT_THAT(server.manager().Save(server.model(), {.tracks = {"raw"}}), IsOk());
+  }
+  EXPECT_EQ(server.model().durable_step(), 10);
+  server.manager().AwaitIdle();
+  server.PushTo(2);
+  // A label for what is there.
+  for (int i = 0; server.model().durable_step() == 10 && absl::Now() < deadline; ++i) {
+    ASSERT_THAT(server.Save(1, absl::StrCat("label-", i % 2)), IsOk());
+  }
+  EXPECT_EQ(server.model().durable_step(), 20);
+  server.manager().AwaitIdle();
+}
+
 TEST_F(CheckpointManagerTest, DrainSavesTheNewest) {
   {
     TestServer server(files_);
@@ -299,6 +320,26 @@ TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
   EXPECT_THAT(manager_->Save(*model_, {.async = true}), IsOk());
   manager_->AwaitIdle();
   EXPECT_EQ(manager_->Get(*model_, saved.name)->state, State::kComplete);
+}
+
+TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
+  ASSERT_THAT(manager_->Save(*model_, {}), IsOk());
+  // A folder where the new labels are to be written.
+  const std::string folder = directory_ + "/models/m/checkpoints/.tmp-LABELS.json";
+  ASSERT_THAT(PosixFileSystem().CreateDirectory(folder), IsOk());
+  EXPECT_THAT(rank_->Push(20, BytesOf({1, 2, 3})), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           manager_->Save(*model_, {.async = true, .label = "one"}));
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_THAT(info.labels, IsEmpty());
+  EXPECT_NE(info.problem, "");
+  ASSERT_THAT(PosixFileSystem().RemoveTree(folder), IsOk());
+  ASSERT_THAT(manager_->Save(*model_, {.async = true, .label = "one"}), IsOk());
+  manager_->AwaitIdle();
+  EXPECT_THAT(manager_->Get(*model_, saved.name)->labels, ElementsAre("one"));
+  EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
 }
 
 // --- What there is ---
@@ -588,6 +629,77 @@ TEST_F(CheckpointManagerTest, ALabelOfWhatHasGoneBadStaysAndSaysSo) {
   EXPECT_THAT(server.manager().List(server.model())->labels, SizeIs(1));
   EXPECT_THAT(server.manager().Restore(server.model(), {}, "best"),
               ReasonIs(ErrorReason::kCheckpointCorrupt));
+}
+
+// --- Reading from the disk ---
+
+class OpenVersionTest : public CheckpointManagerTest {
+ protected:
+  // A server of whose version 1 only the disk knows, as `name_`, with the label "best"; version 4
+  // is there as `newest_name_`.
+  std::unique_ptr<TestServer> Start() {
+    auto server = std::make_unique<TestServer>(files_);
+    server->PushTo(1);
+    name_ = server->Save(0, "best")->name;
+    server->PushTo(4);
+    newest_name_ = server->Save()->name;
+    return server;
+  }
+  // What a version's checkpoint has in `from` gets the name of version 1's.
+  void PutInPlace(FakeFileSystem& from, const std::string& name) {
+    for (const char* file :
+         {"manifest.json", "tracks/ema/model.safetensors", "tracks/raw/model.safetensors"}) {
+      files_.FileBytes(absl::StrCat(kTestFolder, "/", name_, "/", file)) =
+          from.FileBytes(absl::StrCat(kTestFolder, "/", name, "/", file));
+    }
+  }
+  void ExpectSetAside(TestServer& server) {
+    EXPECT_THAT(server.manager().FindLabel(server.model(), "best"),
+                ReasonIs(ErrorReason::kCheckpointCorrupt));
+    EXPECT_THAT(server.Complete(), testing::Not(testing::Contains(1)));
+    ASSERT_THAT(server.errors(), SizeIs(1));
+    EXPECT_THAT(server.errors()[0], AllOf(HasSubstr(name_), HasSubstr("is set aside")));
+    EXPECT_THAT(server.manager().OpenVersion(server.model(), {1, 0}, "raw"),
+                ReasonIs(ErrorReason::kVersionNotKept));
+  }
+  std::string name_;
+  std::string newest_name_;
+};
+
+TEST_F(OpenVersionTest, AnotherVersionUnderItsNameIsNotServed) {
+  const auto server = Start();
+  PutInPlace(files_, newest_name_);
+  EXPECT_THAT(server->manager().OpenVersion(server->model(), {1, 0}, "raw"),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(newest_name_)),
+                    ReasonIs(ErrorReason::kCheckpointCorrupt)));
+  ExpectSetAside(*server);
+}
+
+TEST_F(OpenVersionTest, NorAnotherModel) {
+  const auto server = Start();
+  FakeFileSystem other_files;
+  ModelConfig config = TwoTracks();
+  config.manifest = MakeManifest({{"w", Dtype::kFloat32, {3}}, {"v", Dtype::kFloat32, {0}}});
+  TestServer other(other_files, {}, config);
+  other.PushTo(1);
+  ASSERT_EQ(other.Save()->name, name_);
+  PutInPlace(other_files, name_);
+  EXPECT_THAT(server->manager().OpenVersion(server->model(), {1, 0}, "raw"),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("tensor \"v\"")),
+                    ReasonIs(ErrorReason::kCheckpointCorrupt)));
+  ExpectSetAside(*server);
+}
+
+TEST_F(OpenVersionTest, AByteThatIsFoundToBeBadSetsItAside) {
+  const auto server = Start();
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef opened,
+                           server->manager().OpenVersion(server->model(), {1, 0}, "raw"));
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name_, "/tracks/raw/model.safetensors")).back() ^=
+      1;
+  EXPECT_THAT(opened->tracks[0].stored->Read(0, 12),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("track \"raw\"")),
+                    ReasonIs(ErrorReason::kCheckpointCorrupt)));
+  ExpectSetAside(*server);
 }
 
 // --- Scores ---

@@ -281,9 +281,27 @@ TEST_F(RollbackTest, ACrashLeavesALabelWhereItWasOrWhereItWasPut) {
 
 class ResumeTest : public RollbackTest {
  protected:
+  // Also that it says at which version the model stands then.
   absl::Status Resume(TestServer& server, const ResumePoint& point,
                       const std::string& launch_id = "new") {
-    return server.manager().Resume(server.model(), launch_id, point);
+    EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> newest,
+                         server.manager().Resume(server.model(), launch_id, point));
+    const std::optional<VersionRecord> latest = server.model().latest();
+    if (!*server.model().IsRunOpen(launch_id)) {
+      EXPECT_EQ(newest, latest.has_value() ? latest->id() : VersionId{});
+    }
+    return absl::OkStatus();
+  }
+  // Its only track is due at multiples of 10.
+  static ModelConfig EveryTen() {
+    ModelConfig config = TwoTracks();
+    config.tracks = {{"slow", MakeSchedule("100ba", "10ba")}};
+    return config;
+  }
+  static auto IsDueBetween(const std::string& where) {
+    return AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+                 StatusIs(absl::StatusCode::kFailedPrecondition,
+                          HasSubstr(where + ", and an update was due between; versions")));
   }
 };
 
@@ -338,16 +356,100 @@ TEST_F(ResumeTest, AtAStepThatNothingStandsForItSaysWhatThereIs) {
 }
 
 TEST_F(ResumeTest, AtALaterStepOnlyIfNoUpdateWasDue) {
-  ModelConfig config = TwoTracks();
-  config.tracks = {{"slow", MakeSchedule("100ba", "10ba")}};
-  TestServer server(files_, {}, config);
+  TestServer server(files_, {}, EveryTen());
   server.PushTo(3);
   EXPECT_THAT(Resume(server, {.step = 35}), ReasonIs(ErrorReason::kResumeMismatch));
   EXPECT_THAT(Resume(server, {.step = 35, .time = AtBatch(35)}), IsOk());
   EXPECT_THAT(Resume(server, {.step = 45, .time = AtBatch(45)}),
-              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
-                    StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("was due"))));
+              IsDueBetween("the average at step 30"));
   EXPECT_EQ(server.version(), 3);
+}
+
+TEST_F(ResumeTest, AtAnEarlierStepInAGapOnlyIfNoUpdateWasDue) {
+  {
+    TestServer server(files_, {}, EveryTen());
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(), IsOk());
+    server.PushTo(3);
+    ASSERT_THAT(server.Save(), IsOk());
+  }
+  TestServer server(files_, {}, EveryTen());
+  EXPECT_THAT(Resume(server, {.step = 15}), ReasonIs(ErrorReason::kResumeMismatch));
+  EXPECT_THAT(Resume(server, {.step = 25, .time = AtBatch(25)}),
+              IsDueBetween("the average at step 30"));
+  EXPECT_THAT(Resume(server, {.step = 9, .time = AtBatch(9)}),
+              ReasonIs(ErrorReason::kResumeMismatch));
+  EXPECT_EQ(server.version(), 3);
+  EXPECT_THAT(Resume(server, {.step = 15, .time = AtBatch(15)}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  EXPECT_EQ(server.model().latest()->restored_from->version, 1);
+}
+
+TEST_F(ResumeTest, AtAVersionTooEarlyOnlyIfNoUpdateWasDue) {
+  TestServer server(files_, {}, EveryTen());
+  server.PushTo(1);
+  ASSERT_THAT(server.Save(), IsOk());
+  server.PushTo(3);  // The first is on the disk only, the second in memory only.
+  for (const int64_t version : {1, 2}) {
+    const VersionId id{version, 0};
+    const int64_t step = 10 * version + 15;
+    EXPECT_THAT(Resume(server, {.step = step, .version = id, .time = AtBatch(step)}),
+                IsDueBetween(absl::StrCat("that it asks for at step ", 10 * version)));
+  }
+  EXPECT_EQ(server.version(), 3);
+  const VersionId second{2, 0};
+  EXPECT_THAT(Resume(server, {.step = 29, .version = second, .time = AtBatch(29)}), IsOk());
+  EXPECT_EQ(server.version(), 4);
+  // Where the model stands already.
+  EXPECT_THAT(Resume(server, {.step = 28, .version = second, .time = AtBatch(28)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 30, .version = second, .time = AtBatch(30)}),
+              IsDueBetween("version 2 that it asks for at step 20"));
+  EXPECT_EQ(server.version(), 4);
+  const VersionId first{1, 0};
+  EXPECT_THAT(Resume(server, {.step = 19, .version = first, .time = AtBatch(19)}), IsOk());
+  EXPECT_EQ(server.version(), 5);
+}
+
+TEST_F(ResumeTest, ItIsNotOkBeforeTheRollbackIsOnTheDisk) {
+  for (const auto version : {std::optional<VersionId>(), std::optional<VersionId>({2, 0})}) {
+    const auto files = files_.AfterCrash(PowerLoss::kNone);
+    {
+      TestServer server(*files);
+      server.PushTo(3);
+      for (const int64_t saved : {2, 3}) ASSERT_THAT(server.Save(saved), IsOk());
+    }
+    TestServer server(*files);
+    const ResumePoint point{.step = 20, .version = version};
+    files->set_hook([](const std::string& operation, const std::string&) {
+      return operation == "append" ? DiskError() : absl::OkStatus();
+    });
+    // A client asks again.
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_THAT(Resume(server, point),
+                  StatusIs(absl::StatusCode::kUnavailable,
+                           AllOf(HasSubstr("rolled back to version 2 in memory"),
+                                 HasSubstr("Input/output error"))));
+      server.manager().AwaitIdle();
+      EXPECT_EQ(server.version(), 4);
+    }
+    files->set_hook(nullptr);
+    EXPECT_THAT(Resume(server, point), IsOk());
+    EXPECT_EQ(server.version(), 4);
+    const auto after = files->AfterCrash(PowerLoss::kNothing);
+    TestServer next(*after);
+    EXPECT_EQ(next.version(), 4);
+    EXPECT_EQ(next.RawValue(), 2);
+  }
+}
+
+TEST_F(ResumeTest, WithoutARollbackNothingIsSaved) {
+  TestServer server(files_);
+  server.PushTo(2);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "append" ? DiskError() : absl::OkStatus();
+  });
+  EXPECT_THAT(Resume(server, {.step = 20}), IsOk());
+  files_.set_hook(nullptr);
 }
 
 TEST_F(ResumeTest, AtAVersionThatOneIsRestored) {

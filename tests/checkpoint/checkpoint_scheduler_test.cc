@@ -307,6 +307,24 @@ TEST_F(CheckpointSchedulerTest, BeforeTheTimeOnlyWhatIsAskedForIsSaved) {
   scheduler_->Stop();
 }
 
+TEST_F(CheckpointSchedulerTest, WhatIsAskedForDuringASaveIsSavedAfterIt) {
+  Start(PlainModel());
+  const auto set_may_end = [this](bool may_end) {
+    absl::MutexLock lock(&mu_);
+    may_end_ = may_end;
+  };
+  set_may_end(false);
+  Push(1);
+  scheduler_->SaveNow(model_);
+  AwaitTried(1);
+  Push(2);
+  scheduler_->SaveNow(model_);
+  set_may_end(true);
+  scheduler_->AwaitIdle();
+  EXPECT_THAT(AwaitTried(1), ElementsAre(1, 2));
+  scheduler_->Stop();
+}
+
 TEST(IsSaveDueTest, CountsFromWhatIsDurable) {
   const SavePolicy commits{.every_commits = 4};
   const SavePolicy steps{.step_multiple = 100};

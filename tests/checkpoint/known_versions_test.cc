@@ -71,6 +71,8 @@ TEST(VersionAfterStepTest, WithAGapNobodyKnows) {
   const std::vector<KnownVersion> branch = {Version(4, 40), Version(2, 20)};
   EXPECT_EQ(VersionAfterStep(branch, 25), std::nullopt);
   EXPECT_EQ(VersionAfterStep(branch, 20), (VersionId{2, 7}));
+  EXPECT_EQ(VersionAfterStep(branch, 25, /*is_complete=*/true), (VersionId{2, 7}));
+  EXPECT_EQ(VersionAfterStep(branch, 19, /*is_complete=*/true), std::nullopt);
 }
 
 TEST(VersionAfterStepTest, ARollbackIsWhatItWentBackTo) {

@@ -222,6 +222,37 @@ TEST_F(StoredTrackTest, ReadersShareIt) {
   PosixFileSystem().RemoveTree(directory).IgnoreError();
 }
 
+TEST_F(StoredTrackTest, ATensorThatTheFilesDoNotHaveTakesNoMemory) {
+  // Only the files' sizes bound what a checkpoint of format 2 may say.
+  ForgetPieces();
+  std::vector<TensorSpec> tensors(checkpoint_.manifest.tensors().begin(),
+                                  checkpoint_.manifest.tensors().end());
+  tensors[0].shape = {int64_t{1} << 59};
+  checkpoint_.manifest = *Manifest::Create(std::move(tensors));
+  EXPECT_THAT(OpenStoredVersion(files_, "/c", checkpoint_, "ema"),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("tensor \"long\"")),
+                    ReasonIs(ErrorReason::kCheckpointCorrupt)));
+}
+
+TEST_F(StoredTrackTest, WhoeverOpenedItIsToldOfABadByte) {
+  std::vector<absl::Status> problems;
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const SnapshotRef version,
+      OpenStoredVersion(files_, "/c", checkpoint_, "ema",
+                        [&](const absl::Status& problem) { problems.push_back(problem); }));
+  StoredTrack& track = *version->tracks[0].stored;
+  for (const TensorFile& file : checkpoint_.tracks[0].weights->files) {
+    files_.FileBytes("/c/tracks/ema/" + file.name).back() ^= 1;
+  }
+  // Its first piece is as it was.
+  EXPECT_THAT(Read(track, 0, 100), IsOk());
+  EXPECT_THAT(problems, SizeIs(0));
+  EXPECT_FALSE(Read(track, 0, total_bytes()).ok());
+  ASSERT_THAT(problems, SizeIs(1));
+  EXPECT_THAT(problems[0], AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
+                                 StatusIs(absl::StatusCode::kDataLoss, HasSubstr("track"))));
+}
+
 TEST_F(StoredTrackTest, AMissingTrackIsNamed) {
   EXPECT_THAT(OpenStoredVersion(files_, "/c", checkpoint_, "x").status(),
               AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("no track \"x\"; it has ema")),

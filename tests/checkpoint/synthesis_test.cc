@@ -162,6 +162,10 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
     EXPECT_EQ(std::memcmp(&built[entry.offset], &newest[entry.offset], entry.length_bytes), 0) << i;
   }
   EXPECT_FALSE(layout.entry(3).is_stored);
+  // A reader that has another one of that name gets all of this.
+  const auto reading = model_->OpenReading("x", 0, 0, {});
+  ASSERT_THAT(reading, IsOk());
+  EXPECT_TRUE((*reading)->ChunkChangedSince(27, 0));
 }
 
 TEST_F(SynthesisTest, WithoutAStepItStandsAtTheNewestSnapshot) {

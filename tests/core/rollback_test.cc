@@ -17,6 +17,8 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
 // Where the version that a rollback goes to is.
 enum class Source { kMemory, kFresh };
@@ -29,6 +31,10 @@ class RollbackTest : public testing::Test {
     options.model.on_commit = [this](const std::shared_ptr<Model>&, const Snapshot& snapshot) {
       absl::MutexLock lock(&mu_);
       committed_.push_back(snapshot.record.version);
+    };
+    options.model.on_warning = [this](const std::string& warning) {
+      absl::MutexLock lock(&mu_);
+      warnings_.push_back(warning);
     };
     store_ = std::make_unique<ModelStore>(TestDevice(), options);
     model_ = Create("m");
@@ -174,8 +180,14 @@ class RollbackTest : public testing::Test {
     return committed_;
   }
 
+  std::vector<std::string> warnings() {
+    absl::MutexLock lock(&mu_);
+    return warnings_;
+  }
+
   absl::Mutex mu_;
   std::vector<int64_t> committed_ ABSL_GUARDED_BY(mu_);  // As on_commit was told.
+  std::vector<std::string> warnings_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<ModelStore> store_;
   std::shared_ptr<Model> model_;
 };
@@ -453,6 +465,57 @@ TEST_F(RollbackTest, ATrackOfTheSameNameButAnotherFormDoesNotGetItsBytes) {
   EXPECT_EQ((*model_->PinVersion(0))->Find("ema")->state[0].update_count, 1);
 }
 
+TEST_F(RollbackTest, TracksThatAreLeftOutAreNamed) {
+  const auto rank = OpenRun(model_, "run");
+  Train(*rank, 1, 1);
+  ASSERT_THAT(RollBack(1), IsOk());
+  EXPECT_THAT(warnings(), IsEmpty());
+  ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "fine"}}), IsOk());
+  ASSERT_THAT(RollBack(1), IsOk());
+  ASSERT_THAT(warnings(), SizeIs(1));
+  EXPECT_THAT(warnings()[0], AllOf(HasSubstr("version 1"), HasSubstr("tracks ema, fine, which")));
+}
+
+TEST_F(RollbackTest, AVersionOfWhichNoTrackFitsIsRefused) {
+  const auto rank = OpenRun(model_, "run");
+  Train(*rank, 1, 1);
+  ASSERT_THAT(model_->UpdateTracks({.put = {{.name = "late", .schedule = MakeSchedule("2ba")}},
+                                    .remove = {"ema", "slow", "raw", "zero", "fine"}}),
+              IsOk());
+  // Takes effect with a commit, or a rollback.
+  EXPECT_THAT(RollBack(1), AllOf(StatusIs(absl::StatusCode::kFailedPrecondition,
+                                          HasSubstr("ema, slow, raw, zero, fine")),
+                                 ReasonIs(ErrorReason::kModelDiffers)));
+  EXPECT_THAT(Versions(), ElementsAre(1));
+  EXPECT_THAT(committed(), ElementsAre(1));
+  EXPECT_THAT(OpenRun(model_, "next")->Push(2, Weights(2)), IsOk());
+  EXPECT_THAT(RollBack(1), ReasonIs(ErrorReason::kModelDiffers));
+  EXPECT_EQ(model_->latest()->version, 2);
+}
+
+TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
+  const auto join = [this](const std::string& launch_id, const VersionId& newest) {
+    return model_
+        ->JoinRun(launch_id, 0, 1,
+                  *RankLayout::Create(model_->manifest(), {WholeTensor(model_->manifest(), 0),
+                                                           WholeTensor(model_->manifest(), 1)}),
+                  newest)
+        .status();
+  };
+  const auto is_busy = AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("version 1 came")),
+                             ReasonIs(ErrorReason::kSessionBusy));
+  const auto rank = OpenRun(model_, "old");
+  Train(*rank, 1, 1);
+  EXPECT_THAT(join("new", {}), is_busy);
+  EXPECT_THAT(join("new", {1, 6}), is_busy);
+  // The run that is open has not been touched; who joins that is not asked.
+  EXPECT_THAT(join("old", {}), IsOk());
+  Train(*rank, 2, 2);
+  EXPECT_THAT(join("new", {2, 7}), IsOk());
+  EXPECT_EQ(GetErrorReason(rank->Push(3, Weights(3)).status()), ErrorReason::kFenced);
+  EXPECT_THAT(join("newer", {2, 7}), IsOk());
+}
+
 TEST_F(RollbackTest, AModelWithoutAVersionCanBeginWithOne) {
   const auto other = Create("other");
   const auto rank = OpenRun(other, "run");
@@ -518,21 +581,28 @@ TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {
   EXPECT_EQ(model_->kept_time(), AtBatch(1));
 }
 
-TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfTheNewestVersion) {
-  EXPECT_THAT(model_->IsDueBy(AtBatch(1)), IsOkAndHolds(true));  // The first.
+TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
+  const auto is_due_by = [this](const TrainingTime& time) {
+    return model_->IsDueBy(time, model_->standing());
+  };
+  EXPECT_THAT(is_due_by(AtBatch(1)), IsOkAndHolds(true));  // The first.
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine"}}), IsOk());
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 4);
   // "slow" is due at multiples of 3.
-  EXPECT_THAT(model_->IsDueBy(AtBatch(4)), IsOkAndHolds(false));
-  EXPECT_THAT(model_->IsDueBy(AtBatch(5)), IsOkAndHolds(false));
-  EXPECT_THAT(model_->IsDueBy(AtBatch(6)), IsOkAndHolds(true));
-  EXPECT_THAT(model_->IsDueBy(AtBatch(700)), IsOkAndHolds(true));
-  EXPECT_EQ(GetErrorReason(model_->IsDueBy(AtBatch(3)).status()), ErrorReason::kBadTime);
-  EXPECT_EQ(GetErrorReason(model_->IsDueBy(TrainingTime()).status()), ErrorReason::kBadTime);
+  EXPECT_THAT(is_due_by(AtBatch(4)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(AtBatch(5)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(AtBatch(6)), IsOkAndHolds(true));
+  EXPECT_THAT(is_due_by(AtBatch(700)), IsOkAndHolds(true));
+  EXPECT_EQ(GetErrorReason(is_due_by(AtBatch(3)).status()), ErrorReason::kBadTime);
+  EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime()).status()), ErrorReason::kBadTime);
+  // After an earlier version.
+  const Model::Standing second = Model::StandingOf(**model_->PinVersion(2));
+  EXPECT_THAT(model_->IsDueBy(AtBatch(2), second), IsOkAndHolds(false));
+  EXPECT_THAT(model_->IsDueBy(AtBatch(3), second), IsOkAndHolds(true));
   ASSERT_THAT(model_->UpdateTracks({.pause = {"slow"}}), IsOk());
   Train(*rank, 5, 5);
-  EXPECT_THAT(model_->IsDueBy(AtBatch(6)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(AtBatch(6)), IsOkAndHolds(false));
 }
 
 TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {

@@ -188,6 +188,43 @@ TEST_F(StoredReadingTest, WhatTheDiskSaysIsTheReadersError) {
   }
 }
 
+TEST_F(StoredReadingTest, AnErrorThatHasPassedIsNotRemembered) {
+  const Selection half{.dtype = Dtype::kFloat16};
+  const auto expected = (*model_->OpenReading("ema", 0, 0, half))->Read(0, 100);
+  bool is_failing = true;
+  const auto reading = Open(
+      "ema",
+      Store("ema",
+            [&](int64_t, int64_t) {
+              return is_failing ? absl::UnavailableError("Too many open files") : absl::OkStatus();
+            }),
+      half);
+  ASSERT_THAT(reading, IsOk());
+  EXPECT_THAT((*reading)->Read(0, 100),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("Too many")));
+  is_failing = false;
+  const auto pieces = (*reading)->Read(0, 100);
+  ASSERT_THAT(pieces, IsOk());
+  EXPECT_TRUE(Joined(*pieces) == Joined(*expected));
+}
+
+TEST_F(StoredReadingTest, IsFoundWhileSomebodyHoldsIt) {
+  const VersionId id = snapshot_->record.id();
+  const Selection half{.dtype = Dtype::kFloat16};
+  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
+  ASSERT_THAT(model_->OpenReading("ema", 0, 0, half), IsOk());
+  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
+  auto reading = Open("ema", Store("ema"), half);
+  ASSERT_THAT(reading, IsOk());
+  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), *reading);
+  EXPECT_EQ(model_->FindStoredReading(id, "ema", {}), nullptr);
+  EXPECT_EQ(model_->FindStoredReading(id, "raw", half), nullptr);
+  EXPECT_EQ(model_->FindStoredReading({id.version, id.incarnation + 1}, "ema", half), nullptr);
+  store_->Delete("m");
+  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
+  reading->reset();
+}
+
 TEST_F(StoredReadingTest, OutlivesItsModel) {
   const Selection half{.dtype = Dtype::kFloat16};
   const std::vector<std::byte> expected =

@@ -2,10 +2,15 @@
 //
 // The calls about checkpoints, labels and resuming, over gRPC and a real folder.
 #include <cstdlib>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "tests/rpc/rpc_fixture.h"
 
@@ -73,7 +78,7 @@ class CheckpointCallsTest : public RpcFixture {
     EXPECT_TRUE(Call(&v1::EmaService::Stub::ListCheckpoints, request, &response).status.ok());
     return response;
   }
-  CallResult OpenRun(const std::string& launch_id, int64_t step, v1::OpenRunResponse* response) {
+  v1::OpenRunRequest OpenRequest(const std::string& launch_id, int64_t step) {
     v1::OpenRunRequest request;
     request.set_model("m");
     request.set_launch_id(launch_id);
@@ -83,7 +88,10 @@ class CheckpointCallsTest : public RpcFixture {
     shard->add_offsets(0);
     shard->add_extents(kElements);
     request.mutable_resume()->set_step(step);
-    return Call(&v1::EmaService::Stub::OpenRun, request, response);
+    return request;
+  }
+  CallResult OpenRun(const std::string& launch_id, int64_t step, v1::OpenRunResponse* response) {
+    return Call(&v1::EmaService::Stub::OpenRun, OpenRequest(launch_id, step), response);
   }
 
   std::string directory_;
@@ -203,6 +211,191 @@ TEST_F(CheckpointCallsTest, ARunThatResumesStandsWhereTheTrainerStands) {
   EXPECT_EQ(run_.latest().step(), 3);
   ExpectError(OpenRun("launch", 1, &run_), grpc::StatusCode::ABORTED, v1::ERROR_REASON_FENCED,
               "launch");
+}
+
+TEST_F(CheckpointCallsTest, ACallThatIsWrongItselfFencesNobody) {
+  PushSteps(1, 2);
+  v1::OpenRunRequest request = OpenRequest("second", 1);
+  v1::OpenRunResponse response;
+  const auto expect_bad = [&](const v1::OpenRunRequest& bad, v1::ErrorReason reason,
+                              const std::string& text) {
+    ExpectError(Call(&v1::EmaService::Stub::OpenRun, bad, &response),
+                grpc::StatusCode::INVALID_ARGUMENT, reason, text);
+  };
+  v1::OpenRunRequest bad = request;
+  bad.set_rank(1);
+  expect_bad(bad, v1::ERROR_REASON_BAD_REQUEST, "rank: 1");
+  bad = request;
+  bad.set_world_size(0);
+  expect_bad(bad, v1::ERROR_REASON_BAD_REQUEST, "world_size: 0");
+  bad = request;
+  bad.set_launch_id(std::string(129, 'x'));
+  expect_bad(bad, v1::ERROR_REASON_BAD_REQUEST, "launch_id: 129");
+  bad = request;
+  bad.mutable_layout()->mutable_shards(0)->set_extents(0, kElements - 1);
+  expect_bad(bad, v1::ERROR_REASON_LAYOUT_HOLE, "");
+  // Nothing has been rolled back.
+  PushSteps(3, 3);
+  EXPECT_EQ((*store_->Get("m"))->latest()->version, 3);
+}
+
+// A disk whose saves do not end before they may.
+class SlowSaves final : public NoCheckpoints {
+ public:
+  absl::StatusOr<Saved> Save(Model&, const SaveRequest& request) override {
+    if (request.async) return Saved{.name = "async"};
+    is_saving.Notify();
+    may_end.WaitForNotification();
+    return Saved{.name = "sync"};
+  }
+  absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override {
+    EMA_RETURN_IF_ERROR(model.PinVersion(score.id.version, score.id.incarnation).status());
+    return MetricResult{.label = score, .moved = true};
+  }
+  absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view name) override {
+    return CheckpointInfo{.name = std::string(name)};
+  }
+  absl::StatusOr<Listing> List(Model&) override { return Listing(); }
+
+  absl::Notification is_saving;
+  absl::Notification may_end;
+};
+
+class SlowSavesTest : public RpcFixture {
+ protected:
+  // One save is running, of the only version.
+  void SetUp() override {
+    checkpoints_ = &disk_;
+    StartServer();
+    ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+    v1::PushResponse pushed;
+    ASSERT_TRUE(PushFilled(1, 1.0f, &pushed).status.ok());
+    saver_ = std::thread([this] { EXPECT_EQ(Create(/*async=*/false), "sync"); });
+    disk_.is_saving.WaitForNotification();
+  }
+  void TearDown() override {
+    EndSaves();
+    server_ = nullptr;  // It uses the disk.
+  }
+  void EndSaves() {
+    if (!disk_.may_end.HasBeenNotified()) disk_.may_end.Notify();
+    if (saver_.joinable()) saver_.join();
+  }
+
+  // Nothing waits longer than this.
+  static void SetDeadline(grpc::ClientContext& context) {
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  }
+  // The checkpoint's name.
+  std::string Create(bool async, int64_t version = 0, const std::string& label = "") {
+    v1::CreateCheckpointRequest request;
+    request.set_model("m");
+    request.set_version(version);
+    request.set_async(async);
+    request.set_label(label);
+    v1::CreateCheckpointResponse response;
+    grpc::ClientContext context;
+    SetDeadline(context);
+    const grpc::Status status = stub_->CreateCheckpoint(&context, request, &response);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    return response.checkpoint();
+  }
+
+  SlowSaves disk_;
+  std::thread saver_;
+};
+
+TEST_F(SlowSavesTest, WhoOnlyAsksDoesNotWaitForThem) {
+  EXPECT_EQ(Create(/*async=*/true), "async");
+  EXPECT_EQ(Create(/*async=*/true, /*version=*/0, "label"), "async");
+  EXPECT_EQ(Create(/*async=*/true, /*version=*/1, "label"), "async");
+  v1::GetCheckpointRequest get;
+  get.set_model("m");
+  get.set_checkpoint("c");
+  v1::GetCheckpointResponse got;
+  grpc::ClientContext get_context;
+  SetDeadline(get_context);
+  EXPECT_TRUE(stub_->GetCheckpoint(&get_context, get, &got).ok());
+  v1::ListCheckpointsRequest list;
+  list.set_model("m");
+  v1::ListCheckpointsResponse listed;
+  grpc::ClientContext list_context;
+  SetDeadline(list_context);
+  EXPECT_TRUE(stub_->ListCheckpoints(&list_context, list, &listed).ok());
+}
+
+TEST_F(SlowSavesTest, WhatWaitsForThemKeepsItsVersion) {
+  const std::shared_ptr<Model> model = *store_->Get("m");
+  SnapshotRef first = model->NewestAfterDrain();  // Not a pin.
+  const int64_t unpinned_count = first.use_count();
+  std::thread evaluator([this] {
+    v1::ReportMetricRequest report;
+    report.set_model("m");
+    report.set_version(1);
+    report.set_value(0.5);
+    v1::ReportMetricResponse reported;
+    grpc::ClientContext context;
+    const grpc::Status status = stub_->ReportMetric(&context, report, &reported);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  });
+  // Until the call has come.
+  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  while (first.use_count() == unpinned_count && absl::Now() < deadline) std::this_thread::yield();
+  first = nullptr;
+  v1::PushResponse pushed;
+  for (int64_t step = 2; step <= 6; ++step) {
+    EXPECT_TRUE(PushFilled(step, 1.0f, &pushed).status.ok());
+  }
+  EndSaves();
+  evaluator.join();
+}
+
+// What comes between a resume and its run.
+class RacingResume final : public NoCheckpoints {
+ public:
+  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const std::string&,
+                                                  const ResumePoint&) override {
+    const VersionId newest = model.latest()->id();
+    if (auto race = std::exchange(before_it_opens, nullptr)) race();
+    return newest;
+  }
+  std::function<void()> before_it_opens;
+};
+
+class RacingResumeTest : public RpcFixture {
+ protected:
+  ~RacingResumeTest() override { server_ = nullptr; }
+  RacingResume resume_;
+};
+
+TEST_F(RacingResumeTest, ARunThatWouldFindALaterVersionIsNotOpened) {
+  checkpoints_ = &resume_;
+  StartServer();
+  ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+  v1::PushResponse pushed;
+  ASSERT_TRUE(PushFilled(1, 1.0f, &pushed).status.ok());
+  resume_.before_it_opens = [&] { EXPECT_TRUE(PushFilled(2, 1.0f, &pushed).status.ok()); };
+  v1::OpenRunRequest request;
+  request.set_model("m");
+  request.set_launch_id("second");
+  request.set_world_size(1);
+  request.set_manifest_digest((*store_->Get("m"))->manifest().digest());
+  v1::Shard* const shard = request.mutable_layout()->add_shards();
+  shard->add_offsets(0);
+  shard->add_extents(kElements);
+  request.mutable_resume()->set_step(1);
+  const auto open = [&] {
+    v1::OpenRunResponse response;
+    grpc::ClientContext context;
+    const grpc::Status status = stub_->OpenRun(&context, request, &response);
+    return Result(status, context);
+  };
+  const CallResult refused = open();
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_SESSION_BUSY);
+  EXPECT_TRUE(PushFilled(3, 1.0f, &pushed).status.ok());
+  EXPECT_TRUE(open().status.ok());
+  EXPECT_FALSE(PushFilled(4, 1.0f, &pushed).status.ok());
 }
 
 using NoDataDirTest = RpcFixture;

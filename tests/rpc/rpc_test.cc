@@ -123,6 +123,13 @@ TEST_F(RpcTest, OnlyWhatIsNewerOrHasChangedIsSent) {
   EXPECT_EQ(pulled.data, "");
   ASSERT_TRUE(PushFilled(2, 3.0f, &response).status.ok());
   EXPECT_EQ(Pull(request).data, Filled(2.0f));
+  // Of what was before the base nothing can be left out.
+  request.set_version(1);
+  id(request.mutable_base(), 2, incarnation);
+  pulled = Pull(request);
+  EXPECT_FALSE(pulled.header.omits_unchanged());
+  EXPECT_EQ(pulled.data, Filled(1.0f));
+  request.set_version(0);
   // What another life of the server has counted is not known.
   id(request.mutable_base(), 2, incarnation - 1);
   pulled = Pull(request);

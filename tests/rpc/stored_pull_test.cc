@@ -77,7 +77,8 @@ class FakeCheckpoints final : public Checkpoints {
   absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
     return NotAskedFor();
   }
-  absl::Status Resume(Model&, const std::string&, const ResumePoint&) override {
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,
+                                                  const ResumePoint&) override {
     return NotAskedFor();
   }
   absl::StatusOr<CheckpointLabel> SetLabel(Model&, const std::string&, const VersionId&) override {
@@ -246,6 +247,35 @@ TEST_F(StoredPullTest, MemoryIsLookedAtFirst) {
   EXPECT_TRUE(IsData(Pull(ByLabel("newest")).data, newest_));
   EXPECT_TRUE(IsData(PullByLane(ByLabel("newest")).data, newest_));
   EXPECT_EQ(disk_.open_count, 0);
+}
+
+TEST_F(StoredPullTest, WhatTooManyReadersKeepFromMemoryComesFromTheDisk) {
+  Start();
+  const Snapshot newest = **model_->PinVersion(5);
+  const SnapshotRef pins[] = {*model_->PinVersion(3), *model_->PinVersion(4)};
+  EXPECT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TOO_MANY_PINS);
+  // It is not there, either.
+  EXPECT_EQ(ReasonOf(ByLabel("newest")), v1::ERROR_REASON_TOO_MANY_PINS);
+  EXPECT_EQ(PullByLane(Request(5)).error.detail().reason(), v1::ERROR_REASON_TOO_MANY_PINS);
+  disk_.Keep(newest, model_->device());
+  EXPECT_TRUE(IsData(Pull(ByLabel("newest")).data, newest_));
+  EXPECT_TRUE(IsData(PullByLane(Request(5)).data, newest_));
+}
+
+TEST_F(StoredPullTest, WhatIsBeingReadIsNotOpenedAgain) {
+  Start();
+  BlockReadsFrom(2);
+  Pulled slow;
+  std::thread reader([&] { slow = Pull(ByLabel("best")); });
+  is_blocked_.notification.WaitForNotification();
+  const std::shared_ptr<Reading> reading = model_->FindStoredReading({1, 7}, "ema", {});
+  EXPECT_NE(reading, nullptr);
+  go_on_.Notify();
+  reader.join();
+  EXPECT_TRUE(IsData(slow.data, first_));
+  EXPECT_TRUE(IsData(Pull(ByLabel("best")).data, first_));
+  EXPECT_TRUE(IsData(PullByLane(ByLabel("best")).data, first_));
+  EXPECT_EQ(disk_.open_count, 1);
 }
 
 TEST_F(StoredPullTest, ALabelIsTheVersionThatHasIt) {

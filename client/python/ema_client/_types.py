@@ -221,7 +221,8 @@ class CheckpointInfo:
         tracks: that have a value in it.
         is_partial: it has not all tracks of the model: no server starts from it.
         labels: that it has.
-        problem: of one that is failed or corrupt.
+        problem: of one that is failed or corrupt; of a complete one, why something else that was asked
+            for with it, such as a label, is not done.
     """
 
     name: str
