@@ -81,28 +81,31 @@ absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_vi
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(latch_.status());
   EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  std::optional<Stored> stored;
+  std::vector<std::string> labels;
   {
     absl::MutexLock state_lock(&folder->state_mu);
-    const auto it = folder->index.find(name);
-    if (it == folder->index.end()) return absl::OkStatus();
-    const Stored& stored = it->second;
-    std::vector<std::string> labels;
+    if (const auto it = folder->index.find(name); it != folder->index.end()) stored = it->second;
     for (const auto& [label_name, label] : folder->labels) {
-      if (label.id == VersionId{stored.id.version, stored.id.incarnation}) {
+      if (stored.has_value() && label.id == VersionId{stored->id.version, stored->id.incarnation}) {
         labels.push_back(absl::StrCat("\"", label_name, "\""));
       }
     }
-    if (!labels.empty() && stored.problem.ok() && !stored.is_partial) {
+  }
+  if (stored.has_value()) {
+    if (!labels.empty() && stored->problem.ok() && !stored->is_partial) {
       return InUse(model_name, name, absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
     }
+    EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
+    if (CheckpointName(latest) == name) {
+      return InUse(model_name, name, "is the newest, which a restart goes on from");
+    }
+    EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(*folder, std::string(name)));
+    if (!removing) return InUse(model_name, name, "is being read; try again");
   }
-  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
-  if (CheckpointName(latest) == name) {
-    return InUse(model_name, name, "is the newest, which a restart goes on from");
-  }
-  EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(*folder, std::string(name)));
-  if (!removing) return InUse(model_name, name, "is being read; try again");
-  return ClearTemporary(folder->path);
+  // Also if it is gone: a call before may have ended before that was on the disk.
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
+  return exists ? ClearTemporary(folder->path) : absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(
