@@ -406,8 +406,8 @@ class Client {
     // the model from the disk; with DEADLINE_EXCEEDED the server goes on with it, and the same call
     // again joins.
     std::optional<ResumePoint> resume;
-    // What this run pushes first, to a model without a version, is an average of so many updates that
-    // was made elsewhere: all tracks go on from it. The same on all ranks. 0: weights.
+    // What this run pushes first, to a model without a version, is an average of so many updates
+    // that was made elsewhere: all tracks go on from it. The same on all ranks. 0: weights.
     int64_t imported_updates = 0;
   };
   // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.

@@ -248,9 +248,8 @@ absl::StatusOr<Schedule::Update> Schedule::Plan(const State& state, const Traini
   const auto* constant = std::get_if<ConstantDecayRule>(&options_.rule);
   const auto due_with_first_value = [&] {
     update.due = true;
-    update.from_zero =
-        has_started && constant != nullptr && constant->zero_init == ZeroInit::kPlain &&
-        state.averaged_count == 0;
+    update.from_zero = has_started && constant != nullptr &&
+                       constant->zero_init == ZeroInit::kPlain && state.averaged_count == 0;
     update.update_weight = update.from_zero ? 1 - constant->smoothing : 1;
     return update;
   };

@@ -216,11 +216,11 @@ TrackRecord PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {
   const Schedule& schedule = *SchedulesOf(plan.track->config())[i];
   const Schedule::Update& update = plan.updates[i];
   const bool has_state = plan.base != nullptr && i < plan.base->state.size();
-  TrackRecord record{
-      .updated = update.due,
-      .elapsed = update.elapsed,
-      .update_count = (has_state ? plan.base->state[i].update_count : 0) + (update.due ? 1 : 0),
-      .config = schedule.ToString()};
+  TrackRecord record{.updated = update.due,
+                     .elapsed = update.elapsed,
+                     .update_count = (i < plan.state.size() ? plan.state[i].update_count : 0) +
+                                     (update.due ? 1 : 0),
+                     .config = schedule.ToString()};
   const double weight = update.update_weight;
   if (!update.due || weight == 0) return record;
   const bool is_compensated = plan.track->config().compensated;

@@ -125,7 +125,7 @@ def test_emactl_adds_shows_and_removes_them(client, emactl, model, rng, hf_folde
     left = {**TAKEN, "other.txt": b"x"}
     del left["tokenizer.model"]
     assert client.model(model).attached_files == sizes(left)
-    missing = emactl("files", "add", model, hf_folder / "missing.json", check=False)
+    missing = emactl("files", "add", model, hf_folder / "missing.json")
     assert missing.returncode == 3 and "missing.json" in missing.stderr
 
 

@@ -130,7 +130,9 @@ def test_pushes_and_pulls_go_on_and_a_restart_heals(tmp_path):
             listed = client.checkpoints("m")
             assert {c.state for c in listed[:-1]} == {"failed"}
             assert (listed[-1].name, listed[-1].state) == (first.name, "complete")
-            assert all("read-only until the server is started again" in c.problem for c in listed[:-1])
+            assert all(
+                "read-only until the server is started again" in c.problem for c in listed[:-1]
+            )
             assert (
                 server.log().count("the checkpoint store is read-only until the server is started")
                 >= 1

@@ -137,7 +137,8 @@ def test_warm_ups_and_means_go_on_as_if_never_interrupted(
         if how == "python":
             client.import_weights(resumed, path, tracks={"ema": track}, step=20, updates=20)
         else:
-            schedule = client.model(whole).latest.tracks["ema"].config.replace(", ", ",")
+            config = client.model(whole).latest.tracks["ema"].config
+            schedule = config.split(";")[0].replace(", ", ",")
             result = emactl(
                 *["import", resumed, "--from", path, "--track", f"ema={schedule}"],
                 *["--step", "20", "--updates", "20"],

@@ -78,7 +78,9 @@ def check_starts(
                 found_labels = {name: label.step for name, label in client.labels("m").items()}
                 assert found_labels in labels
                 for name, step in found_labels.items():
-                    check_weights(client.pull("m", track="raw", version=name, framework="numpy"), step)
+                    check_weights(
+                        client.pull("m", track="raw", version=name, framework="numpy"), step
+                    )
                 assert deleted not in [checkpoint.step for checkpoint in client.checkpoints("m")]
                 found.append((pulled.version.step, pulled.version.number, found_labels))
             assert not list(data.rglob(".tmp-*"))
