@@ -4,7 +4,10 @@ include_guard()
 
 set(EMA_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize takes them")
 if(EMA_SANITIZE)
-  add_compile_options(-fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  # Not for nvcc, which knows none of these.
+  foreach(flag IN ITEMS -fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:${flag}>)
+  endforeach()
   add_link_options(-fsanitize=${EMA_SANITIZE})
 endif()
 

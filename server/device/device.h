@@ -15,6 +15,7 @@
 
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
+#include "server/device/fold_element.h"
 
 namespace ema {
 
@@ -39,17 +40,7 @@ using BlockRef = std::shared_ptr<const Block>;
 
 // What one run of pushed elements does to one track.
 struct FoldTarget {
-  enum class Kind {
-    kAverage,  // next[i] = fma(w, float(source[i]) - current[i], current[i]), all float32, `w` the
-               // update weight rounded to float32
-    kAssign,   // next[i] = float(source[i]): an average's first value; `current` is not read
-    kCopy,     // next[i] = source[i], the source's dtype and bits
-    // The same for averages that are kept as two float32, e = high + low, where |low| is at most
-    // half a unit in the last place of high. All in float64: e' = fma(w, source[i] - e, e);
-    // next[i] = float(e'), next_low[i] = float(e' - next[i]), 0 if that is not finite.
-    kAverageCompensated,
-    kAssignCompensated,  // e' = source[i]
-  };
+  using Kind = FoldKind;  // fold_element.h says what each does.
   Kind kind = Kind::kCopy;
   double update_weight = 1;
   // Device memory; aligned to the stored element. `next` may be `current`, and `next_low`

@@ -405,44 +405,14 @@ namespace {
 
 HWY_EXPORT(FoldSimd);
 
-template <typename T>
-T LoadAs(const std::byte* address) {
-  T value;
-  std::memcpy(&value, address, sizeof(value));
-  return value;
-}
-
-// IEEE 754 binary16, of which every value is a float32.
-float Float16ToFloat(uint16_t half) {
-  const uint32_t exponent = half >> 10 & 0x1f;
-  const uint32_t fraction = half & 0x3ff;
-  const uint32_t sign = uint32_t{half} >> 15 << 31;
-  if (exponent == 0) {
-    return std::copysign(static_cast<float>(fraction) * 0x1p-24f, std::bit_cast<float>(sign));
-  }
-  const uint32_t float_exponent = exponent == 0x1f ? 0xff : exponent + (127 - 15);
-  return std::bit_cast<float>(sign | float_exponent << 23 | fraction << 13);
-}
+SourceFormat FormatOf(Dtype dtype) { return static_cast<SourceFormat>(dtype); }
 
 // REQUIRES: IsFloat(dtype).
 float LoadFloat(Dtype dtype, const std::byte* address) {
-  switch (dtype) {
-    case Dtype::kFloat16:
-      return Float16ToFloat(LoadAs<uint16_t>(address));
-    case Dtype::kBFloat16:
-      return std::bit_cast<float>(uint32_t{LoadAs<uint16_t>(address)} << 16);
-    case Dtype::kFloat64:
-      // To nearest, ties to even. What is not finite stays so, and what is too large becomes
-      // infinite: a check of the result is a check of both.
-      return static_cast<float>(LoadAs<double>(address));
-    default:
-      return LoadAs<float>(address);
-  }
+  return LoadFloat(FormatOf(dtype), address);
 }
-
-// As LoadFloat(), but not rounded.
 double LoadDouble(Dtype dtype, const std::byte* address) {
-  return dtype == Dtype::kFloat64 ? LoadAs<double>(address) : double{LoadFloat(dtype, address)};
+  return LoadDouble(FormatOf(dtype), address);
 }
 
 void StoreFloat(float value, std::byte* address) { std::memcpy(address, &value, sizeof(value)); }

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Gathers folds in host memory, so that one copy and one launch do many of them.
+#ifndef EMA_SERVER_DEVICE_FOLD_BATCH_H_
+#define EMA_SERVER_DEVICE_FOLD_BATCH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "server/device/device.h"
+#include "server/device/fold_table.h"
+
+namespace ema {
+
+// Fills a piece of (pinned) host memory with sources, and behind them with the table of what is to
+// be done with them; the same bytes at `device` are what a kernel reads. Not thread-safe.
+class FoldBatch {
+ public:
+  // Both aligned to 64 bytes, of `capacity_bytes`, which takes a few thousand elements at least.
+  FoldBatch(std::byte* host, std::byte* device, int64_t capacity_bytes)
+      : host_(host), device_(device), capacity_bytes_(capacity_bytes) {}
+
+  // Where in device memory a target notes that it differs.
+  using DiffersOf = std::function<uint32_t*(std::atomic<bool>*)>;
+  // Takes elements of `op` from `first` on, as many as there is room for; copies them. How many; 0:
+  // the batch is full (an op without elements takes no room and gives 0, too).
+  int64_t Add(const FoldOp& op, int64_t first, const DiffersOf& differs_of);
+
+  bool empty() const { return runs_.empty(); }
+
+  // Writes the table. What is to be copied to `device` are the first size_bytes() of `host`; the
+  // result has addresses there. `non_finite`: in device memory.
+  FoldTable Finish(uint32_t* non_finite);
+  int64_t size_bytes() const { return used_bytes_; }
+
+  // To be filled anew, when the copy is done.
+  void Clear();
+
+ private:
+  int64_t TableBytes(size_t run_count, size_t target_count) const;
+
+  std::byte* const host_;
+  std::byte* const device_;
+  const int64_t capacity_bytes_;
+  int64_t used_bytes_ = 0;
+  int64_t tile_count_ = 0;
+  std::vector<FoldRun> runs_;
+  std::vector<DeviceFoldTarget> targets_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_FOLD_BATCH_H_

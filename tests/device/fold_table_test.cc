@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The body of the GPU's kernel, walked over the whole grid on the CPU, beside the definition.
+#include "server/device/fold_table.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/device/ema_kernel.h"
+#include "server/device/fold_batch.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kCapacity = int64_t{4} << 20;
+
+// Every thread of every block, in any order: they share nothing.
+void WalkGrid(const FoldTable& table, std::mt19937_64& random) {
+  std::vector<int64_t> tiles(table.tile_count);
+  std::iota(tiles.begin(), tiles.end(), 0);
+  std::shuffle(tiles.begin(), tiles.end(), random);
+  std::vector<int> threads(kFoldThreads);
+  std::iota(threads.begin(), threads.end(), 0);
+  std::shuffle(threads.begin(), threads.end(), random);
+  for (const int64_t tile : tiles) {
+    for (const int thread : threads) FoldTile(table, tile, thread);
+  }
+}
+
+struct AlignedDelete {
+  void operator()(std::byte* data) const { ::operator delete[](data, std::align_val_t(64)); }
+};
+using AlignedBytes = std::unique_ptr<std::byte[], AlignedDelete>;
+AlignedBytes NewBytes(int64_t size_bytes) {
+  return AlignedBytes(new (std::align_val_t(64)) std::byte[size_bytes]);
+}
+
+// Memory of one target: current and next, high and low, with room before and behind them.
+struct Averages {
+  static constexpr int64_t kMargin = 64;
+  Averages(int64_t size_bytes, int64_t shift, std::mt19937_64& random)
+      : total_bytes(size_bytes + shift + 2 * kMargin) {
+    for (AlignedBytes* bytes : {&current, &next, &current_low, &next_low}) {
+      *bytes = NewBytes(total_bytes);
+    }
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i + 4 <= total_bytes; i += 4) {
+      const float value = normal(random);
+      const float low = value * 1e-9f;
+      std::memcpy(&current[i], &value, 4);
+      std::memcpy(&current_low[i], &low, 4);
+    }
+    std::fill_n(next.get(), total_bytes, std::byte{0xa5});
+    std::fill_n(next_low.get(), total_bytes, std::byte{0xa5});
+    offset = kMargin + shift;
+  }
+
+  int64_t total_bytes;
+  int64_t offset = 0;
+  AlignedBytes current, next, current_low, next_low;
+};
+
+struct Case {
+  Dtype dtype;
+  FoldKind kind;
+  int64_t count;
+  int64_t source_shift = 0;  // In bytes.
+  int64_t stored_shift = 0;  // In elements.
+};
+
+bool IsAverage(FoldKind kind) {
+  return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
+}
+bool IsCompensated(FoldKind kind) {
+  return kind == FoldKind::kAverageCompensated || kind == FoldKind::kAssignCompensated;
+}
+
+std::vector<std::byte> Pushed(Dtype dtype, int64_t count, std::mt19937_64& random,
+                              bool with_specials) {
+  std::vector<std::byte> bytes(count * DtypeSize(dtype));
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < count; ++i) {
+    double value = normal(random);
+    if (with_specials && i % 97 == 13) value = 0x1p-130;  // Subnormal as float32.
+    if (with_specials && i % 101 == 50) value = -0.0;
+    std::byte* const to = &bytes[i * DtypeSize(dtype)];
+    const float rounded = static_cast<float>(value);
+    const uint16_t top = static_cast<uint16_t>(std::bit_cast<uint32_t>(rounded) >> 16);
+    const uint64_t any = random();
+    switch (dtype) {
+      case Dtype::kFloat32:
+        std::memcpy(to, &rounded, 4);
+        break;
+      case Dtype::kFloat64:
+        std::memcpy(to, &value, 8);
+        break;
+      case Dtype::kBFloat16:
+        std::memcpy(to, &top, 2);
+        break;
+      case Dtype::kFloat16: {
+        // Any finite bits, subnormal ones too.
+        const uint16_t half = static_cast<uint16_t>(any) & 0xbbff;
+        std::memcpy(to, &half, 2);
+        break;
+      }
+      default:
+        std::memcpy(to, &any, DtypeSize(dtype));
+    }
+  }
+  return bytes;
+}
+
+// One op by the definition and by the table, compared byte for byte, margins too.
+class FoldTableTest : public testing::Test {
+ protected:
+  struct Pair {
+    Averages expected;
+    Averages got;
+  };
+
+  void AddCase(const Case& c) {
+    const std::vector<std::byte> pushed = Pushed(c.dtype, c.count, random_, true);
+    sources_.push_back(NewBytes(static_cast<int64_t>(pushed.size()) + 64 + c.source_shift));
+    std::byte* const source = sources_.back().get() + c.source_shift;
+    std::copy(pushed.begin(), pushed.end(), source);
+    const int64_t stored = c.kind == FoldKind::kCopy ? DtypeSize(c.dtype) : 4;
+    const uint64_t seed = random_();
+    std::mt19937_64 first(seed);
+    std::mt19937_64 second(seed);
+    pairs_.push_back(
+        std::make_unique<Pair>(Pair{Averages(c.count * stored, c.stored_shift * stored, first),
+                                    Averages(c.count * stored, c.stored_shift * stored, second)}));
+    Pair& pair = *pairs_.back();
+    const double weight = std::uniform_real_distribution<double>(0, 1)(random_);
+    Fold(c, source, pair.expected, weight, [](const FoldOp& op) { FoldScalar(op); });
+    Fold(c, source, pair.got, weight, [this](const FoldOp& op) { AddToBatch(op); });
+  }
+
+  template <typename Do>
+  static void Fold(const Case& c, const std::byte* source, Averages& averages, double weight,
+                   const Do& fold) {
+    FoldTarget target{
+        .kind = c.kind, .update_weight = weight, .next = averages.next.get() + averages.offset};
+    if (IsAverage(c.kind)) target.current = averages.current.get() + averages.offset;
+    if (IsCompensated(c.kind)) target.next_low = averages.next_low.get() + averages.offset;
+    if (c.kind == FoldKind::kAverageCompensated) {
+      target.current_low = averages.current_low.get() + averages.offset;
+    }
+    fold(FoldOp{c.dtype, source, c.count, std::span(&target, 1)});
+  }
+
+  void AddToBatch(const FoldOp& op) {
+    for (int64_t first = 0; first < op.element_count;) {
+      const int64_t count = batch_.Add(op, first, [](auto*) { return nullptr; });
+      if (count == 0) Launch();
+      first += count;
+    }
+  }
+
+  void Launch() {
+    ASSERT_FALSE(batch_.empty());
+    const FoldTable table = batch_.Finish(&non_finite_);
+    ASSERT_LE(batch_.size_bytes(), kCapacity);
+    std::copy_n(host_.get(), batch_.size_bytes(), device_.get());
+    // What is read after the copy is the copy.
+    std::fill_n(host_.get(), kCapacity, std::byte{0xee});
+    WalkGrid(table, random_);
+    batch_.Clear();
+    ++launch_count_;
+  }
+
+  void ExpectEqual() {
+    if (!batch_.empty()) Launch();
+    for (size_t i = 0; i < pairs_.size(); ++i) {
+      const auto& [expected, got] = *pairs_[i];
+      ASSERT_EQ(std::memcmp(expected.next.get(), got.next.get(), got.total_bytes), 0) << i;
+      ASSERT_EQ(std::memcmp(expected.next_low.get(), got.next_low.get(), got.total_bytes), 0) << i;
+    }
+    pairs_.clear();
+    sources_.clear();
+  }
+
+  std::mt19937_64 random_{7};
+  AlignedBytes host_ = NewBytes(kCapacity);
+  AlignedBytes device_ = NewBytes(kCapacity);
+  FoldBatch batch_{host_.get(), device_.get(), kCapacity};
+  uint32_t non_finite_ = 0;
+  int launch_count_ = 0;
+  std::vector<AlignedBytes> sources_;
+  std::vector<std::unique_ptr<Pair>> pairs_;
+};
+
+constexpr Dtype kFloats[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat64};
+constexpr Dtype kOthers[] = {Dtype::kInt8,  Dtype::kInt16, Dtype::kInt32,
+                             Dtype::kInt64, Dtype::kUInt8, Dtype::kBool};
+constexpr FoldKind kKinds[] = {FoldKind::kAverage, FoldKind::kAssign, FoldKind::kCopy,
+                               FoldKind::kAverageCompensated, FoldKind::kAssignCompensated};
+const std::vector<int64_t> kSizes = {0,
+                                     1,
+                                     2,
+                                     3,
+                                     4,
+                                     5,
+                                     7,
+                                     8,
+                                     1023,
+                                     1024,
+                                     1025,
+                                     kFoldTileElements - 4,
+                                     kFoldTileElements - 1,
+                                     kFoldTileElements,
+                                     kFoldTileElements + 1,
+                                     3 * kFoldTileElements + 5};
+
+TEST_F(FoldTableTest, IsTheDefinitionForEveryDtypeKindAndSize) {
+  for (const Dtype dtype : kFloats) {
+    for (const FoldKind kind : kKinds) {
+      for (const int64_t count : kSizes) AddCase({dtype, kind, count});
+    }
+  }
+  for (const Dtype dtype : kOthers) {
+    for (const int64_t count : kSizes) AddCase({dtype, FoldKind::kCopy, count});
+  }
+  ExpectEqual();
+  EXPECT_EQ(non_finite_, 0u);
+}
+
+TEST_F(FoldTableTest, AnyAlignmentWillDo) {
+  for (const Dtype dtype : kFloats) {
+    for (const FoldKind kind : kKinds) {
+      for (int64_t shift = 0; shift < 8; ++shift) {
+        AddCase({dtype, kind, kFoldTileElements + 9, shift * 3, shift});
+      }
+    }
+  }
+  for (const Dtype dtype : kOthers) {
+    for (int64_t shift = 0; shift < 17; ++shift) {
+      AddCase({dtype, FoldKind::kCopy, 70, shift, shift});
+    }
+  }
+  ExpectEqual();
+}
+
+TEST_F(FoldTableTest, ManySmallOnesShareALaunch) {
+  for (int i = 0; i < 3'000; ++i) {
+    AddCase({kFloats[i % 4], kKinds[i % 5], static_cast<int64_t>(random_() % 40), i % 5, i % 3});
+  }
+  ExpectEqual();
+  EXPECT_EQ(launch_count_, 1);
+}
+
+TEST_F(FoldTableTest, WhatDoesNotFitGoesOnInTheNextLaunch) {
+  AddCase({Dtype::kFloat32, FoldKind::kAverage, 3 * kCapacity / 4 + 7, 0, 1});
+  ExpectEqual();
+  EXPECT_GE(launch_count_, 4);
+}
+
+TEST_F(FoldTableTest, OneReadOfTheSourceFeedsAllTargets) {
+  constexpr int64_t kCount = 5'001;
+  const std::vector<std::byte> source = Pushed(Dtype::kFloat16, kCount, random_, false);
+  std::vector<std::unique_ptr<Pair>> pairs;
+  std::vector<FoldTarget> expected, got;
+  for (int64_t t = 0; t < 10; ++t) {
+    const FoldKind kind = kKinds[t % 5];
+    const int64_t stored = kind == FoldKind::kCopy ? 2 : 4;
+    std::mt19937_64 first(t), second(t);
+    // Every other one lies differently from the first.
+    pairs.push_back(
+        std::make_unique<Pair>(Pair{Averages(kCount * stored, t % 2 * stored, first),
+                                    Averages(kCount * stored, t % 2 * stored, second)}));
+    const Case c{Dtype::kFloat16, kind, kCount};
+    Fold(c, source.data(), pairs.back()->expected, 0.1 * static_cast<double>(t),
+         [&](const FoldOp& op) { expected.push_back(op.targets[0]); });
+    Fold(c, source.data(), pairs.back()->got, 0.1 * static_cast<double>(t),
+         [&](const FoldOp& op) { got.push_back(op.targets[0]); });
+  }
+  FoldScalar({Dtype::kFloat16, source.data(), kCount, expected});
+  AddToBatch({Dtype::kFloat16, source.data(), kCount, got});
+  Launch();
+  for (const auto& pair : pairs) {
+    EXPECT_EQ(std::memcmp(pair->expected.next.get(), pair->got.next.get(), pair->got.total_bytes),
+              0);
+    EXPECT_EQ(
+        std::memcmp(pair->expected.next_low.get(), pair->got.next_low.get(), pair->got.total_bytes),
+        0);
+  }
+}
+
+TEST_F(FoldTableTest, WhatIsNotFiniteIsNoticedWhereverItIs) {
+  for (const Dtype dtype : kFloats) {
+    for (const int64_t count : {int64_t{1}, int64_t{6}, kFoldTileElements + 3}) {
+      for (const int64_t at : {int64_t{0}, count / 2, count - 1}) {
+        std::vector<std::byte> source = Pushed(dtype, count, random_, false);
+        // All ones in the exponent's bits of any format.
+        for (int64_t b = DtypeSize(dtype) - 2; b < DtypeSize(dtype); ++b) {
+          source[at * DtypeSize(dtype) + b] = std::byte{0x7f} | std::byte{0xf0};
+        }
+        non_finite_ = 0;
+        // Without targets, it is only looked at.
+        AddToBatch({dtype, source.data(), count, {}});
+        Launch();
+        EXPECT_EQ(non_finite_, 1u) << DtypeName(dtype) << " " << count << " " << at;
+      }
+    }
+  }
+  // A float64 that no float32 can hold.
+  const double large = 1e300;
+  non_finite_ = 0;
+  AddToBatch({Dtype::kFloat64, reinterpret_cast<const std::byte*>(&large), 1, {}});
+  Launch();
+  EXPECT_EQ(non_finite_, 1u);
+}
+
+TEST_F(FoldTableTest, NotesWhatAssigningWouldNotHaveGiven) {
+  const std::vector<float> values = {1, -2, 0, 4, 5};
+  std::atomic<bool> flag;
+  for (const bool differs : {false, true}) {
+    std::vector<float> current = values;
+    current[2] = -0.0f;  // As 0.
+    if (differs) current[4] = std::nextafter(current[4], 6.0f);
+    std::vector<float> next(values.size());
+    uint32_t noted = 0;
+    const FoldTarget target{.kind = FoldKind::kAverage,
+                            .update_weight = 1e-3,
+                            .current = reinterpret_cast<const std::byte*>(current.data()),
+                            .next = reinterpret_cast<std::byte*>(next.data()),
+                            .differs = &flag};
+    ASSERT_EQ(batch_.Add({Dtype::kFloat32, reinterpret_cast<const std::byte*>(values.data()), 5,
+                          std::span(&target, 1)},
+                         0,
+                         [&](std::atomic<bool>* of) {
+                           EXPECT_EQ(of, &flag);
+                           return &noted;
+                         }),
+              5);
+    Launch();
+    EXPECT_EQ(noted, differs ? 1u : 0u);
+  }
+}
+
+TEST_F(FoldTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {
+  constexpr int64_t kCount = (int64_t{1} << 31) + 5 * kFoldTileElements + 3;
+  // Only the pages that are touched take memory.
+  const auto map = [] {
+    void* const memory = mmap(nullptr, kCount, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    EXPECT_NE(memory, MAP_FAILED);
+    return static_cast<std::byte*>(memory);
+  };
+  std::byte* const source = map();
+  std::byte* const next = map();
+  const DeviceFoldTarget target{.next = next, .kind = FoldKind::kCopy};
+  const FoldRun run{.source = source,
+                    .element_count = kCount,
+                    .target_count = 1,
+                    .format = SourceFormat::kNoFloat,
+                    .element_bytes = 1,
+                    .is_aligned = true};
+  const FoldTable table{.runs = &run,
+                        .targets = &target,
+                        .run_count = 1,
+                        .tile_count = FoldTileCount(kCount, 0),
+                        .non_finite = &non_finite_};
+  EXPECT_EQ(table.tile_count, (kCount + kFoldTileElements - 1) / kFoldTileElements);
+  for (const int64_t tile :
+       {int64_t{0}, (int64_t{1} << 31) / kFoldTileElements, table.tile_count - 1}) {
+    const int64_t begin = tile * kFoldTileElements;
+    const int64_t end = std::min(begin + kFoldTileElements, kCount);
+    for (int64_t i = begin; i < end; ++i) source[i] = static_cast<std::byte>(i % 251);
+    for (int thread = 0; thread < kFoldThreads; ++thread) FoldTile(table, tile, thread);
+    EXPECT_EQ(std::memcmp(source + begin, next + begin, end - begin), 0) << tile;
+  }
+  munmap(source, kCount);
+  munmap(next, kCount);
+}
+
+}  // namespace
+}  // namespace ema
