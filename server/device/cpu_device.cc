@@ -26,6 +26,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
 #include "server/device/block_pool.h"
 #include "server/device/device.h"
 #include "server/device/ema_kernel.h"
@@ -216,13 +217,7 @@ bool HoldsSource(const FoldOp& op, const FoldTarget& target) {
 class CpuStream : public DeviceStream {
  public:
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
-    for (const FoldTarget& target : op.targets) {
-      if (target.kind != FoldTarget::Kind::kCopy && !IsFloat(op.source_dtype)) {
-        return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
-                         absl::StrCat("device \"cpu\": elements that are not floats, of dtype ",
-                                      static_cast<int>(op.source_dtype), ", can only be copied"));
-      }
-    }
+    EMA_RETURN_IF_ERROR(CheckFold(op, "cpu"));
     const std::optional<int64_t> non_finite = FoldOnCpu(op);
     for (const FoldTarget& target : op.targets) {
       if (target.differs != nullptr && !target.differs->load(std::memory_order_relaxed) &&
@@ -293,13 +288,6 @@ class CpuDevice : public Device {
 
 std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes) {
   return std::make_unique<CpuDevice>(TotalMemoryBytes(), kept_free_bytes);
-}
-
-absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes) {
-  if (name == "auto" || name == "cpu") return MakeCpuDevice(kept_free_bytes);
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("device \"", std::string(name),
-                                "\" is unknown; this build has \"auto\" and \"cpu\""));
 }
 
 }  // namespace ema

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
@@ -64,6 +65,9 @@ struct FoldOp {
   std::span<const FoldTarget>
       targets;  // May be empty: then only the check for finite values is done.
 };
+
+// OK, or INTERNAL, BUG: what is no float can only be copied.
+absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
 // An ordered queue of work of one push stream. Not thread-safe; many streams may run at once on
 // ranges that do not overlap. Work on a GPU is asynchronous and ordered within the stream.

@@ -35,7 +35,7 @@ class FoldBatch {
   FoldTable Finish(uint32_t* non_finite);
   int64_t size_bytes() const { return used_bytes_; }
 
-  // To be filled anew, when the copy is done.
+  // Forgets what it has taken. It may be filled anew when what was launched has been copied.
   void Clear();
 
  private:

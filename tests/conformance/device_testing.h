@@ -22,7 +22,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "hwy/highway.h"
+#include "server/device/accelerator_device.h"
 #include "server/device/device.h"
+#include "tests/testutil/fake_accelerator.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -49,6 +51,13 @@ struct DeviceCase {
 
 inline std::vector<DeviceCase> AllDevices() {
   std::vector<DeviceCase> cases = {{"Cpu", MakeCpuDevice}};
+  // Small slabs: everything goes round the ring.
+  cases.push_back(
+      {"Accelerator", [](int64_t kept_free_bytes) {
+         return MakeAcceleratorDevice(
+             std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 20}),
+             {.kept_free_bytes = kept_free_bytes, .slab_bytes = 64 << 10});
+       }});
   // The first is the one that production runs. SSE4 and SSSE3 have no code of their own in the
   // kernel and run its fallback.
   const std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();

@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/device/accelerator_device.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/device/fold_batch.h"
+
+namespace ema {
+namespace {
+
+using Queue = Accelerator::Queue;
+using Memory = BlockPool::Memory;
+
+// Flags of a stream in device memory: the first says that something was not finite, the others
+// which tracks differ. A model has at most 64 tracks.
+constexpr int64_t kMaxFlags = 128;
+constexpr int64_t kFlagBytes = kMaxFlags * static_cast<int64_t>(sizeof(uint32_t));
+
+// The first error breaks the device. Thread-safe.
+class Health {
+ public:
+  // Passes `status` on; an error that is no lack of memory breaks the device, and what broke it
+  // first is returned.
+  absl::Status Check(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    if (status.ok() || absl::IsResourceExhausted(status)) return status;
+    absl::MutexLock lock(&mu_);
+    if (first_.ok()) first_ = status;
+    return first_;
+  }
+  absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return first_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  absl::Status first_ ABSL_GUARDED_BY(mu_);
+};
+
+// A queue with the memory by which it is fed. Made seldom, and used again by stream after stream:
+// pinning memory takes milliseconds.
+struct Feed {
+  struct Slab {
+    std::unique_ptr<Memory> host;
+    std::unique_ptr<Memory> device;
+    std::optional<FoldBatch> batch;
+  };
+  std::array<Slab, Queue::kSlots> slabs;
+  std::unique_ptr<Memory> host_flags;
+  std::unique_ptr<Memory> device_flags;
+  std::unique_ptr<Queue> queue;  // Destroyed, and so waited for, first.
+};
+
+// What streams share with their device, which they may outlive.
+struct Shared {
+  Shared(std::shared_ptr<Accelerator> the_accelerator, const AcceleratorOptions& the_options)
+      : accelerator(std::move(the_accelerator)), options(the_options) {}
+
+  absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
+  // REQUIRES: nothing is queued.
+  void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
+
+  const std::shared_ptr<Accelerator> accelerator;
+  const AcceleratorOptions options;
+  Health health;
+
+  absl::Mutex mu;
+  std::vector<std::unique_ptr<Feed>> idle_feeds ABSL_GUARDED_BY(mu);
+};
+
+absl::StatusOr<std::unique_ptr<Feed>> Shared::TakeFeed() {
+  EMA_RETURN_IF_ERROR(health.status());
+  {
+    absl::MutexLock lock(&mu);
+    if (!idle_feeds.empty()) {
+      std::unique_ptr<Feed> feed = std::move(idle_feeds.back());
+      idle_feeds.pop_back();
+      return feed;
+    }
+  }
+  auto feed = std::make_unique<Feed>();
+  for (Feed::Slab& slab : feed->slabs) {
+    EMA_ASSIGN_OR_RETURN(slab.host, accelerator->AllocatePinned(options.slab_bytes));
+    EMA_ASSIGN_OR_RETURN(slab.device, accelerator->AllocateDevice(options.slab_bytes));
+    slab.batch.emplace(slab.host->data(), slab.device->data(), options.slab_bytes);
+  }
+  EMA_ASSIGN_OR_RETURN(feed->host_flags, accelerator->AllocatePinned(kFlagBytes));
+  EMA_ASSIGN_OR_RETURN(feed->device_flags, accelerator->AllocateDevice(kFlagBytes));
+  EMA_ASSIGN_OR_RETURN(feed->queue, accelerator->NewQueue());
+  EMA_RETURN_IF_ERROR(feed->queue->Zero(feed->device_flags->data(), kFlagBytes));
+  return feed;
+}
+
+void Shared::GiveBack(std::unique_ptr<Feed> feed) {
+  absl::MutexLock lock(&mu);
+  idle_feeds.push_back(std::move(feed));
+}
+
+class AcceleratorStream : public DeviceStream {
+ public:
+  AcceleratorStream(std::shared_ptr<Shared> shared, std::unique_ptr<Feed> feed)
+      : shared_(std::move(shared)), feed_(std::move(feed)) {}
+  // A session that was dropped gives its blocks back: nothing may write to them any more.
+  ~AcceleratorStream() override {
+    arriving_.clear();
+    differs_.clear();
+    batch().Clear();
+    if (ReadFlags().ok()) shared_->GiveBack(std::move(feed_));
+  }
+
+  absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
+    EMA_RETURN_IF_ERROR(CheckFold(op, shared_->accelerator->name()));
+    for (int64_t first = 0; first < op.element_count;) {
+      EMA_RETURN_IF_ERROR(shared_->health.status());
+      const int64_t count =
+          batch().Add(op, first, [this](std::atomic<bool>* differs) { return FlagOf(differs); });
+      first += count;
+      if (first < op.element_count) EMA_RETURN_IF_ERROR(Launch());
+    }
+    return std::nullopt;
+  }
+
+  absl::Status Zero(std::byte* data, int64_t size_bytes) override {
+    return InOrder([&](Queue& queue) { return queue.Zero(data, size_bytes); });
+  }
+  absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes) override {
+    return InOrder([&](Queue& queue) { return queue.CopyOnDevice(to, from, size_bytes); });
+  }
+
+  // Host memory that is not pinned goes by way of the slabs.
+  absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
+    for (int64_t done = 0; done < size_bytes;) {
+      const int64_t count = std::min(shared_->options.slab_bytes, size_bytes - done);
+      EMA_RETURN_IF_ERROR(Launch());
+      std::byte* const pinned = feed_->slabs[slab_].host->data();
+      EMA_RETURN_IF_ERROR(
+          shared_->health.Check(feed_->queue->CopyToHost(pinned, device + done, count)));
+      arriving_.push_back({slab_, host + done, count});
+      EMA_RETURN_IF_ERROR(NextSlab());
+      done += count;
+    }
+    return absl::OkStatus();
+  }
+  absl::Status CopyFromHost(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+    for (int64_t done = 0; done < size_bytes;) {
+      const int64_t count = std::min(shared_->options.slab_bytes, size_bytes - done);
+      EMA_RETURN_IF_ERROR(Launch());
+      std::byte* const pinned = feed_->slabs[slab_].host->data();
+      std::memcpy(pinned, host + done, static_cast<size_t>(count));
+      EMA_RETURN_IF_ERROR(
+          shared_->health.Check(feed_->queue->CopyToDevice(device + done, pinned, count)));
+      EMA_RETURN_IF_ERROR(NextSlab());
+      done += count;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Synchronize() override {
+    EMA_RETURN_IF_ERROR(Launch());
+    EMA_RETURN_IF_ERROR(ReadFlags());
+    while (!arriving_.empty()) EMA_RETURN_IF_ERROR(TakeArrived());
+    std::array<uint32_t, kMaxFlags> flags;
+    std::memcpy(flags.data(), feed_->host_flags->data(), kFlagBytes);
+    for (size_t i = 0; i < differs_.size(); ++i) {
+      if (flags[i + 1] != 0) differs_[i]->store(true, std::memory_order_relaxed);
+    }
+    differs_.clear();
+    return flags[0] != 0;
+  }
+
+ private:
+  // A copy to host memory that is still in a slab, or on its way there.
+  struct Arriving {
+    int slab;
+    std::byte* host;
+    int64_t size_bytes;
+  };
+
+  FoldBatch& batch() { return *feed_->slabs[slab_].batch; }
+
+  uint32_t* FlagOf(std::atomic<bool>* differs) {
+    const auto it = std::find(differs_.begin(), differs_.end(), differs);
+    const int64_t index = it - differs_.begin();
+    if (it == differs_.end()) differs_.push_back(differs);
+    return reinterpret_cast<uint32_t*>(feed_->device_flags->data()) + 1 + index;
+  }
+
+  // Waits for everything that is queued, and brings the flags to the host, which are 0 after it.
+  absl::Status ReadFlags() {
+    Queue& queue = *feed_->queue;
+    std::byte* const device_flags = feed_->device_flags->data();
+    absl::Status status = queue.CopyToHost(feed_->host_flags->data(), device_flags, kFlagBytes);
+    if (status.ok()) status = queue.Zero(device_flags, kFlagBytes);
+    if (status.ok()) status = queue.Mark(slab_);
+    if (status.ok()) status = queue.Wait(slab_);
+    return shared_->health.Check(status);
+  }
+
+  // After the folds that came before.
+  template <typename Do>
+  absl::Status InOrder(const Do& queue_work) {
+    EMA_RETURN_IF_ERROR(Launch());
+    return shared_->health.Check(queue_work(*feed_->queue));
+  }
+
+  // Sends the slab that is being filled on its way, if there is something in it.
+  absl::Status Launch() {
+    EMA_RETURN_IF_ERROR(shared_->health.status());
+    if (batch().empty()) return absl::OkStatus();
+    Feed::Slab& slab = feed_->slabs[slab_];
+    const FoldTable table =
+        batch().Finish(reinterpret_cast<uint32_t*>(feed_->device_flags->data()));
+    Queue& queue = *feed_->queue;
+    absl::Status status =
+        queue.CopyToDevice(slab.device->data(), slab.host->data(), batch().size_bytes());
+    if (status.ok()) status = queue.Fold(table);
+    batch().Clear();
+    EMA_RETURN_IF_ERROR(shared_->health.Check(status));
+    return NextSlab();
+  }
+
+  // Goes on with the next slab, when what was in it has been done.
+  absl::Status NextSlab() {
+    EMA_RETURN_IF_ERROR(shared_->health.Check(feed_->queue->Mark(slab_)));
+    slab_ = (slab_ + 1) % Queue::kSlots;
+    EMA_RETURN_IF_ERROR(shared_->health.Check(feed_->queue->Wait(slab_)));
+    if (!arriving_.empty() && arriving_.front().slab == slab_) {
+      EMA_RETURN_IF_ERROR(TakeArrived());
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status TakeArrived() {
+    const Arriving& first = arriving_.front();
+    std::memcpy(first.host, feed_->slabs[first.slab].host->data(),
+                static_cast<size_t>(first.size_bytes));
+    arriving_.pop_front();
+    return absl::OkStatus();
+  }
+
+  const std::shared_ptr<Shared> shared_;
+  std::unique_ptr<Feed> feed_;
+  int slab_ = 0;  // That is being filled.
+  std::deque<Arriving> arriving_;
+  std::vector<std::atomic<bool>*> differs_;  // By their flags.
+};
+
+// Copies of blocks in pinned host memory: each made once, shared by all readers, kept for a while.
+class HostCopies {
+ public:
+  HostCopies(std::shared_ptr<Shared> shared, int64_t kept_bytes)
+      : shared_(std::move(shared)), kept_bytes_(kept_bytes) {}
+
+  absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void Clear() ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Copy {
+    absl::Mutex mu;  // Held while it is made: others wait for it.
+    std::unique_ptr<Memory> memory ABSL_GUARDED_BY(mu);
+  };
+  struct Entry {
+    std::weak_ptr<const Block> block;
+    std::shared_ptr<Copy> copy;
+    int64_t size_bytes = 0;
+  };
+
+  absl::Status Fill(const Block& block, Copy& copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
+
+  const std::shared_ptr<Shared> shared_;
+  const int64_t kept_bytes_;
+  absl::Mutex mu_;
+  std::list<Entry> entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
+};
+
+absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef& block) {
+  std::shared_ptr<Copy> copy;
+  std::list<Entry> dropped;  // Freed without the lock.
+  {
+    absl::MutexLock lock(&mu_);
+    int64_t idle_bytes = 0;
+    for (auto it = entries_.begin(); it != entries_.end();) {
+      const auto entry = it++;
+      if (!entry->block.owner_before(block) && !block.owner_before(entry->block)) {
+        copy = entry->copy;
+        entries_.splice(entries_.begin(), entries_, entry);
+        continue;
+      }
+      // Its block has gone, or it has been idle for long.
+      const bool is_idle = entry->copy.use_count() == 1;
+      if (is_idle) idle_bytes += entry->size_bytes;
+      if (entry->block.expired() || (is_idle && idle_bytes > kept_bytes_)) {
+        dropped.splice(dropped.end(), entries_, entry);
+      }
+    }
+    if (copy == nullptr) {
+      copy = std::make_shared<Copy>();
+      entries_.push_front({block, copy, block->size_bytes()});
+    }
+  }
+  absl::MutexLock lock(&copy->mu);
+  if (copy->memory == nullptr) EMA_RETURN_IF_ERROR(Fill(*block, *copy));
+  return std::shared_ptr<const std::byte>(copy, copy->memory->data());
+}
+
+absl::Status HostCopies::Fill(const Block& block, Copy& copy) {
+  EMA_RETURN_IF_ERROR(shared_->health.status());
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Memory> memory,
+                       shared_->accelerator->AllocatePinned(block.size_bytes()));
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
+  absl::Status status = feed->queue->CopyToHost(memory->data(), block.data(), block.size_bytes());
+  if (status.ok()) status = feed->queue->Mark(0);
+  if (status.ok()) status = feed->queue->Wait(0);
+  EMA_RETURN_IF_ERROR(shared_->health.Check(status));
+  shared_->GiveBack(std::move(feed));
+  copy.memory = std::move(memory);
+  return absl::OkStatus();
+}
+
+void HostCopies::Clear() {
+  std::list<Entry> dropped;
+  absl::MutexLock lock(&mu_);
+  dropped.swap(entries_);
+}
+
+class AcceleratorDevice : public Device {
+ public:
+  AcceleratorDevice(std::shared_ptr<Accelerator> accelerator, const AcceleratorOptions& options)
+      : shared_(std::make_shared<Shared>(std::move(accelerator), options)),
+        pool_(
+            [shared = shared_](int64_t size_bytes) -> absl::StatusOr<std::unique_ptr<Memory>> {
+              EMA_RETURN_IF_ERROR(shared->health.status());
+              absl::StatusOr<std::unique_ptr<Memory>> memory =
+                  shared->accelerator->AllocateDevice(size_bytes);
+              if (!memory.ok()) return shared->health.Check(memory.status());
+              return memory;
+            },
+            options.kept_free_bytes),
+        host_copies_(shared_, options.kept_host_bytes) {}
+
+  std::string name() const override { return shared_->accelerator->name(); }
+  absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) override {
+    EMA_RETURN_IF_ERROR(shared_->health.status());
+    return pool_.Allocate(size_bytes);
+  }
+  absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
+    return std::make_unique<AcceleratorStream>(shared_, std::move(feed));
+  }
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
+    return host_copies_.Get(block);
+  }
+  int64_t total_memory_bytes() const override { return shared_->accelerator->total_memory_bytes(); }
+  void Trim() override {
+    pool_.Trim();
+    host_copies_.Clear();
+  }
+  absl::Status health() const override { return shared_->health.status(); }
+
+ private:
+  const std::shared_ptr<Shared> shared_;
+  BlockPool pool_;
+  HostCopies host_copies_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> MakeAcceleratorDevice(std::shared_ptr<Accelerator> accelerator,
+                                              const AcceleratorOptions& options) {
+  return std::make_unique<AcceleratorDevice>(std::move(accelerator), options);
+}
+
+}  // namespace ema

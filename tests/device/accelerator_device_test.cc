@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is asynchronous about a device with memory of its own; what it computes is in
+// tests/conformance.
+#include "server/device/accelerator_device.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "ema/error_reason.h"
+#include "tests/testutil/fake_accelerator.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int64_t kElements = 10'000;
+constexpr int64_t kBytes = kElements * 4;
+
+struct Harness {
+  explicit Harness(const FakeAccelerator::Options& options, int64_t kept_host_bytes = 1 << 20)
+      : accelerator(std::make_shared<FakeAccelerator>(options)),
+        device(MakeAcceleratorDevice(accelerator, {.kept_free_bytes = 1 << 20,
+                                                   .slab_bytes = 16 << 10,
+                                                   .kept_host_bytes = kept_host_bytes})) {}
+
+  std::shared_ptr<FakeAccelerator> accelerator;
+  std::unique_ptr<Device> device;
+};
+
+// Folds `value` into all of `block` as an average's first value.
+absl::Status Assign(DeviceStream& stream, Block& block, float value) {
+  const std::vector<float> source(kElements, value);
+  const FoldTarget target{.kind = FoldKind::kAssign, .next = block.data()};
+  EMA_RETURN_IF_ERROR(stream
+                          .Fold({Dtype::kFloat32, reinterpret_cast<const std::byte*>(source.data()),
+                                 kElements, std::span(&target, 1)})
+                          .status());
+  // The source goes here, long before it has been folded.
+  return absl::OkStatus();
+}
+
+std::vector<float> ValuesOf(const std::shared_ptr<const std::byte>& view) {
+  std::vector<float> values(kElements);
+  std::memcpy(values.data(), view.get(), kBytes);
+  return values;
+}
+
+auto IsDeviceError() {
+  return AllOf(StatusIs(absl::StatusCode::kInternal, HasSubstr("illegal memory access")),
+               ReasonIs(ErrorReason::kDevice));
+}
+
+TEST(AcceleratorDeviceTest, ManyStreamsAtOnceEachInItsOrder) {
+  Harness harness({.max_delay_us = 300});
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&, i] {
+      const auto stream = *harness.device->NewStream();
+      const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+      for (int round = 0; round < 5; ++round) {
+        const float value = static_cast<float>(100 * i + round);
+        EXPECT_THAT(Assign(*stream, *block, -1), IsOk());
+        EXPECT_THAT(Assign(*stream, *block, value), IsOk());
+        std::vector<float> got(kElements);
+        EXPECT_THAT(
+            stream->CopyToHost(reinterpret_cast<std::byte*>(got.data()), block->data(), kBytes),
+            IsOk());
+        EXPECT_THAT(stream->Synchronize(), IsOk());
+        EXPECT_THAT(got, Each(value));
+      }
+    });
+  }
+}
+
+TEST(AcceleratorDeviceTest, ADroppedStreamWritesNothingMore) {
+  Harness harness({.max_delay_us = 2'000});
+  for (int round = 0; round < 10; ++round) {
+    std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+    const std::byte* const address = block->data();
+    {
+      const auto stream = *harness.device->NewStream();
+      ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+    }
+    // The next session gets the same memory.
+    block = nullptr;
+    block = *harness.device->Allocate(kBytes);
+    ASSERT_EQ(block->data(), address);
+    const auto stream = *harness.device->NewStream();
+    ASSERT_THAT(Assign(*stream, *block, 2), IsOk());
+    ASSERT_THAT(stream->Synchronize(), IsOk());
+    EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(2.0f));
+  }
+}
+
+TEST(AcceleratorDeviceTest, FlagsAreOfOneStreamAndOfWhatCameSince) {
+  Harness harness({.max_delay_us = 100});
+  const auto stream = *harness.device->NewStream();
+  const auto other = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, std::numeric_limits<float>::infinity()), IsOk());
+  EXPECT_THAT(other->Synchronize(), IsOkAndHolds(false));
+  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(true));
+  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+}
+
+TEST(AcceleratorDeviceTest, ManySmallFoldsAreOneLaunch) {
+  Harness harness({});
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const int64_t before = harness.accelerator->work_count();
+  const float source = 3;
+  for (int64_t i = 0; i < 100; ++i) {
+    const FoldTarget target{.kind = FoldKind::kAssign, .next = block->data() + 4 * i};
+    ASSERT_THAT(stream->Fold({Dtype::kFloat32, reinterpret_cast<const std::byte*>(&source), 1,
+                              std::span(&target, 1)}),
+                IsOk());
+  }
+  EXPECT_EQ(harness.accelerator->work_count(), before) << "nothing is launched one by one";
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  EXPECT_LE(harness.accelerator->work_count(), before + 4);  // Copy, fold, the flags.
+}
+
+TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
+  // Of those that nobody reads, there is room for none beside the one that was used last.
+  Harness harness({.max_delay_us = 100}, /*kept_host_bytes=*/kBytes - 1);
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const std::shared_ptr<Block> second = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 5), IsOk());
+  ASSERT_THAT(Assign(*stream, *second, 6), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  const int64_t before = harness.accelerator->copies_to_host();
+  {
+    std::vector<std::jthread> readers;
+    for (int i = 0; i < 8; ++i) {
+      readers.emplace_back(
+          [&] { EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(5.0f)); });
+    }
+  }
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(5.0f));
+  EXPECT_EQ(harness.accelerator->copies_to_host(), before + 1);
+  { const auto view = *harness.device->HostView(second); }
+  { const auto view = *harness.device->HostView(second); }
+  EXPECT_EQ(harness.accelerator->copies_to_host(), before + 2);
+  { const auto view = *harness.device->HostView(block); }
+  EXPECT_EQ(harness.accelerator->copies_to_host(), before + 3);
+}
+
+TEST(AcceleratorDeviceTest, WithoutMemoryNothingIsBroken) {
+  Harness harness({.memory_bytes = 1 << 20});
+  const auto all = harness.device->Allocate(2 << 20);
+  EXPECT_THAT(all, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("no memory")),
+                         ReasonIs(ErrorReason::kMemoryBudget)));
+  EXPECT_THAT(harness.device->health(), IsOk());
+  EXPECT_THAT(harness.device->Allocate(kBytes), IsOk());
+}
+
+TEST(AcceleratorDeviceTest, TheFirstErrorIsWhatEveryCallGivesFromThenOn) {
+  // Whichever piece of work it is.
+  for (int64_t n = 1; n < 40; ++n) {
+    SCOPED_TRACE(n);
+    Harness harness({.max_delay_us = 50, .failing_work = n});
+    absl::Status status;
+    std::shared_ptr<const std::byte> copied;
+    std::shared_ptr<Block> block;
+    {
+      const auto stream = harness.device->NewStream();
+      status = stream.status();
+      if (status.ok()) {
+        block = *harness.device->Allocate(kBytes);
+        status = Assign(**stream, *block, 7);
+        if (status.ok()) status = (*stream)->Synchronize().status();
+      }
+      if (status.ok()) {
+        const auto view = harness.device->HostView(block);
+        status = view.status();
+        if (view.ok()) copied = *view;
+      }
+      for (int i = 0; i < 100 && status.ok(); ++i) {
+        status = Assign(**stream, *block, 8);
+        if (status.ok()) status = (*stream)->Synchronize().status();
+      }
+    }
+    EXPECT_THAT(status, IsDeviceError());
+    EXPECT_EQ(harness.device->health(), status);
+    EXPECT_EQ(harness.device->Allocate(kBytes).status(), status);
+    EXPECT_EQ(harness.device->NewStream().status(), status);
+    if (copied != nullptr) {
+      // Readers of what is in host memory go on.
+      EXPECT_THAT(harness.device->HostView(block), IsOk());
+      EXPECT_THAT(ValuesOf(copied), Each(7.0f));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ema

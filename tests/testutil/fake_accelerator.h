@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// An accelerator on the CPU that is as asynchronous as a GPU can be.
+#ifndef EMA_TESTS_TESTUTIL_FAKE_ACCELERATOR_H_
+#define EMA_TESTS_TESTUTIL_FAKE_ACCELERATOR_H_
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "server/device/accelerator.h"
+
+namespace ema {
+
+// Each queue has a thread, which begins late and takes its time, so that work of two queues is done
+// in any order and host memory that is used again too early shows. Thread-safe.
+class FakeAccelerator : public Accelerator {
+ public:
+  struct Options {
+    int64_t memory_bytes = int64_t{1} << 30;  // Of the device.
+    int64_t max_delay_us = 0;                 // Before every fourth piece of work, at random.
+    // The n-th piece of work from 1 fails, and everything after it, as CUDA's sticky errors do.
+    int64_t failing_work = std::numeric_limits<int64_t>::max();
+  };
+  explicit FakeAccelerator(const Options& options) : options_(options) {}
+
+  std::string name() const override { return "fake:0"; }
+  absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override;
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) override;
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override;
+  int64_t total_memory_bytes() const override { return options_.memory_bytes; }
+
+  // Pieces of work that have been queued so far: copies, folds, zeros.
+  int64_t work_count() const { return work_count_.load(); }
+  // Of these, copies from the device.
+  int64_t copies_to_host() const { return copies_to_host_.load(); }
+
+ private:
+  class ThreadQueue;
+  class HeapMemory;
+
+  const Options options_;
+  std::atomic<int64_t> work_count_ = 0;
+  std::atomic<int64_t> copies_to_host_ = 0;
+  std::shared_ptr<std::atomic<int64_t>> used_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+}  // namespace ema
+
+#endif  // EMA_TESTS_TESTUTIL_FAKE_ACCELERATOR_H_
