@@ -42,6 +42,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/internal/sysinfo.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -282,7 +283,9 @@ void LiveOnManager(const std::string& data_dir, const std::string& mode, bool st
   models = std::make_unique<ModelStore>(TestDevice(), options);
   CheckOk(manager->LoadAll(*models));
   ActOnManager(*manager, TheModel(*models), mode, stops);
-  if (!stops) PrintState(*models, manager->incarnation(), /*quarantined=*/0);
+  // To close the directory is not in question, and may be another thread's than what was.
+  if (stops) _exit(0);
+  PrintState(*models, manager->incarnation(), /*quarantined=*/0);
 }
 
 void Live(const std::string& data_dir, const std::string& mode, bool stops) {
@@ -312,4 +315,8 @@ void Serve() {
 }  // namespace
 }  // namespace ema
 
-int main() { ema::Serve(); }
+int main() {
+  // Before the first fork: it reads a file, else whenever a life's thread first waits for a mutex.
+  absl::base_internal::NumCPUs();
+  ema::Serve();
+}
