@@ -63,7 +63,7 @@ check_format() {
 
 # After the build of the clang preset, of which it needs the generated headers.
 check_tidy() {
-  run-clang-tidy -quiet -p build/clang "$root/(client|server)/" 2>&1 |
+  run-clang-tidy -quiet -p build/clang "$root/(client|server)/.*\.cc$" 2>&1 |
     sed -E '/^clang-tidy|warnings generated\.$/d'
 }
 

@@ -57,7 +57,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
 absl::Status CheckpointManager::SaveRollback(Model& model, const VersionRecord& rollback,
                                              const SnapshotRef& newest) {
   // Or a crash would bring the future back that has been given up.
-  const absl::Status saved = SaveSnapshot(model, newest, {}).status();
+  absl::Status saved = SaveSnapshot(model, newest, {}).status();
   if (saved.ok()) return saved;
   // It is tried again, too.
   scheduler_->SaveNow(model.shared_from_this());

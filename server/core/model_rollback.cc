@@ -49,6 +49,7 @@ TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
 
 std::vector<std::string> NamesOf(const std::vector<TrackRecord>& tracks) {
   std::vector<std::string> names;
+  names.reserve(tracks.size());
   for (const TrackRecord& track : tracks) names.push_back(track.track);
   return names;
 }

@@ -109,7 +109,7 @@ absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::S
     deleting_.emplace(name);
   }
   Delete(name);
-  const absl::Status status = forget();
+  absl::Status status = forget();
   absl::MutexLock lock(&mu_);
   deleting_.erase(deleting_.find(name));
   return status;

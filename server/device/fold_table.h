@@ -17,7 +17,7 @@ inline constexpr int kFoldThreads = 256;  // Of a block.
 // Elements that a thread does at once, with loads and stores of 16 bytes of float32.
 inline constexpr int64_t kFoldVector = 4;
 // Of a tile, so that a small tensor keeps all threads busy and a large one needs few blocks.
-inline constexpr int64_t kFoldTileElements = 2 * kFoldThreads * kFoldVector;
+inline constexpr int64_t kFoldTileElements = kFoldVector * 2 * kFoldThreads;
 
 // FoldTarget in device memory.
 struct DeviceFoldTarget {
