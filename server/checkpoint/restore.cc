@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/restore.h"
 
+#include <algorithm>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,6 +31,11 @@ bool CanRestore(const CheckpointTrack& saved, const Manifest& manifest, const Tr
          ActionsOf(saved.config, manifest) == track.actions();
 }
 
+// Whoever restores has nothing else to do, and fresh memory costs more than the disk.
+int MaxThreads() {
+  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
+}
+
 absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, TensorKind kind,
                                      const TensorFiles& saved) {
   EMA_ASSIGN_OR_RETURN(
@@ -37,10 +44,13 @@ absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, TensorK
                          job.checkpoint.manifest, track.actions(), track.layout()));
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksWriter> writer,
                        BlocksWriter::Create(job.model.device(), track));
-  EMA_RETURN_IF_ERROR(
-      reader->ReadAll([&](int64_t index, int64_t offset, std::span<const std::byte> bytes) {
-        return writer->Write(track.layout().entry(index).offset + offset, bytes);
-      }));
+  const auto place = [&](int64_t index, int64_t offset, int64_t length_bytes) {
+    return writer->InPlace(track.layout().entry(index).offset + offset, length_bytes);
+  };
+  const auto write = [&](int64_t index, int64_t offset, std::span<const std::byte> bytes) {
+    return writer->Write(track.layout().entry(index).offset + offset, bytes);
+  };
+  EMA_RETURN_IF_ERROR(reader->ReadAll(place, write, MaxThreads()));
   return writer->Finish();
 }
 

@@ -2,7 +2,9 @@
 #include "server/checkpoint/tensor_reader.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,10 +19,18 @@ namespace {
 constexpr int64_t kReadBytes = int64_t{4} << 20;
 static_assert(kReadBytes % kPieceBytes == 0);
 
+// So much work is worth a thread.
+constexpr size_t kPartsPerThread = 8;
+
+int64_t PieceCount(int64_t length_bytes) { return (length_bytes + kPieceBytes - 1) / kPieceBytes; }
+
 absl::Status InTensor(const absl::Status& status, const std::string& name) {
   return absl::IsDataLoss(status) ? WithPlace(status, absl::StrCat("tensor \"", name, "\": "))
                                   : status;
 }
+
+// A TensorPlacer without a place.
+constexpr auto kNowhere = [](int64_t, int64_t, int64_t) { return std::span<std::byte>(); };
 
 absl::Status WrongChecksum() { return CorruptCheckpoint("its checksum is wrong"); }
 
@@ -107,39 +117,85 @@ absl::Status TensorReader::AddFile(std::unique_ptr<RandomAccessFile> file, Tenso
   return absl::OkStatus();
 }
 
-absl::Status TensorReader::ReadTensor(int64_t tensor_index, std::span<std::byte> buffer,
-                                      TensorVisitor visit) const {
+std::vector<TensorReader::Part> TensorReader::PartsOf(int64_t tensor_index) const {
+  const int64_t length_bytes = tensors_[tensor_index].length_bytes;
+  std::vector<Part> parts;
+  for (int64_t done = 0; done < length_bytes; done += kReadBytes) {
+    parts.push_back({tensor_index, done, std::min(kReadBytes, length_bytes - done)});
+  }
+  return parts;
+}
+
+absl::Status TensorReader::ReadPart(const Part& part, std::span<std::byte> buffer,
+                                    TensorPlacer place, TensorVisitor visit,
+                                    std::span<uint32_t> tensor_checksums) const {
+  const Tensor& tensor = tensors_[part.tensor];
+  std::span<std::byte> bytes = place(part.tensor, part.offset, part.length_bytes);
+  if (bytes.empty()) bytes = buffer.first(part.length_bytes);
+  if (const absl::Status status = files_[tensor.file]->Read(tensor.offset + part.offset, bytes);
+      !status.ok()) {
+    return BlameCheckpoint(status);
+  }
+  int64_t piece = part.offset / kPieceBytes;
+  for (size_t at = 0; at < bytes.size(); at += kPieceBytes, ++piece) {
+    const uint32_t crc =
+        Crc32c(0, bytes.subspan(at, std::min<size_t>(kPieceBytes, bytes.size() - at)));
+    if (!tensor.piece_crc32c.empty() && crc != tensor.piece_crc32c[piece]) return WrongChecksum();
+    tensor_checksums[piece] = crc;
+  }
+  return visit(part.tensor, part.offset, bytes);
+}
+
+absl::Status TensorReader::CheckTensor(int64_t tensor_index,
+                                       std::span<const uint32_t> piece_checksums) const {
   const Tensor& tensor = tensors_[tensor_index];
   uint32_t crc = 0;
-  for (int64_t done = 0; done < tensor.length_bytes; done += kReadBytes) {
-    const std::span<std::byte> bytes =
-        buffer.first(std::min(kReadBytes, tensor.length_bytes - done));
-    if (const absl::Status status = files_[tensor.file]->Read(tensor.offset + done, bytes);
-        !status.ok()) {
-      return BlameCheckpoint(status);
-    }
-    for (size_t at = 0; at < bytes.size(); at += kPieceBytes) {
-      const auto piece = bytes.subspan(at, std::min<size_t>(kPieceBytes, bytes.size() - at));
-      const uint32_t piece_crc = Crc32c(0, piece);
-      if (!tensor.piece_crc32c.empty() &&
-          piece_crc != tensor.piece_crc32c[(done + at) / kPieceBytes]) {
-        return WrongChecksum();
-      }
-      crc = Crc32cCombine(crc, piece_crc, static_cast<int64_t>(piece.size()));
-    }
-    EMA_RETURN_IF_ERROR(visit(tensor_index, done, bytes));
+  int64_t left_bytes = tensor.length_bytes;
+  for (const uint32_t piece_crc : piece_checksums) {
+    crc = Crc32cCombine(crc, piece_crc, std::min<int64_t>(kPieceBytes, left_bytes));
+    left_bytes -= kPieceBytes;
   }
   return crc == tensor.crc32c ? absl::OkStatus() : WrongChecksum();
 }
 
 absl::Status TensorReader::ReadAll(TensorVisitor visit) const {
+  return ReadAll(kNowhere, visit, /*max_threads=*/1);
+}
+
+absl::Status TensorReader::ReadAll(TensorPlacer place, TensorVisitor visit, int max_threads) const {
+  std::vector<Part> parts;
+  std::vector<std::vector<uint32_t>> checksums(tensors_.size());
   int64_t longest_bytes = 0;
-  for (const Tensor& tensor : tensors_) {
-    longest_bytes = std::max(longest_bytes, tensor.length_bytes);
-  }
-  std::vector<std::byte> buffer(std::min(kReadBytes, longest_bytes));
   for (const int64_t i : order_) {
-    EMA_RETURN_IF_ERROR(InTensor(ReadTensor(i, buffer, visit), tensors_[i].name));
+    checksums[i].resize(PieceCount(tensors_[i].length_bytes));
+    for (const Part& part : PartsOf(i)) parts.push_back(part);
+    longest_bytes = std::max(longest_bytes, std::min(kReadBytes, tensors_[i].length_bytes));
+  }
+  // Each thread takes the part that is next in the files, so that the system can read ahead.
+  std::atomic<size_t> next = 0;
+  std::atomic<size_t> first_bad = parts.size();
+  std::vector<absl::Status> problems(parts.size());
+  const auto work = [&] {
+    std::vector<std::byte> buffer(longest_bytes);
+    for (size_t i = next++; i < first_bad; i = next++) {
+      problems[i] = ReadPart(parts[i], buffer, place, visit, checksums[parts[i].tensor]);
+      for (size_t bad = first_bad; !problems[i].ok() && i < bad;) {
+        first_bad.compare_exchange_weak(bad, i);
+      }
+    }
+  };
+  {
+    const auto work_count = static_cast<int>(parts.size() / kPartsPerThread);
+    std::vector<std::jthread> threads;
+    for (int i = 1; i < std::min(max_threads, work_count); ++i) threads.emplace_back(work);
+    work();
+  }
+  // A tensor is judged as a whole when all before what was bad has been.
+  const int64_t bad_tensor = first_bad < parts.size() ? parts[first_bad].tensor : -1;
+  for (const int64_t i : order_) {
+    const absl::Status status =
+        i == bad_tensor ? problems[first_bad] : CheckTensor(i, checksums[i]);
+    EMA_RETURN_IF_ERROR(InTensor(status, tensors_[i].name));
   }
   return absl::OkStatus();
 }
@@ -163,15 +219,15 @@ std::optional<uint32_t> TensorReader::PieceChecksum(int64_t tensor_index, int64_
 absl::StatusOr<std::vector<uint32_t>> TensorReader::ComputePieceChecksums(
     int64_t tensor_index) const {
   const Tensor& tensor = tensors_[tensor_index];
-  std::vector<uint32_t> checksums;
+  std::vector<uint32_t> checksums(PieceCount(tensor.length_bytes));
   std::vector<std::byte> buffer(std::min(kReadBytes, tensor.length_bytes));
-  const auto take = [&checksums](int64_t, int64_t, std::span<const std::byte> bytes) {
-    for (; !bytes.empty(); bytes = bytes.subspan(std::min<size_t>(kPieceBytes, bytes.size()))) {
-      checksums.push_back(Crc32c(0, bytes.first(std::min<size_t>(kPieceBytes, bytes.size()))));
-    }
-    return absl::OkStatus();
-  };
-  EMA_RETURN_IF_ERROR(InTensor(ReadTensor(tensor_index, buffer, take), tensor.name));
+  const auto ignore = [](int64_t, int64_t, std::span<const std::byte>) { return absl::OkStatus(); };
+  absl::Status status;
+  for (const Part& part : PartsOf(tensor_index)) {
+    if (status.ok()) status = ReadPart(part, buffer, kNowhere, ignore, checksums);
+  }
+  if (status.ok()) status = CheckTensor(tensor_index, checksums);
+  EMA_RETURN_IF_ERROR(InTensor(status, tensor.name));
   return checksums;
 }
 

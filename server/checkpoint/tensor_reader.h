@@ -31,6 +31,10 @@ bool HasTensors(TensorKind kind, TensorAction action);
 using TensorVisitor = absl::FunctionRef<absl::Status(int64_t tensor_index, int64_t offset,
                                                      std::span<const std::byte> bytes)>;
 
+// Says where such bytes are to be read to. Empty: into memory of the reader's own.
+using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index, int64_t offset,
+                                                            int64_t length_bytes)>;
+
 // Holds its files open: removing them does not hinder it. Thread-safe. Calls block on the disk.
 class TensorReader {
  public:
@@ -45,8 +49,11 @@ class TensorReader {
 
   // All tensors, as they lie in the files. `visit` sees bytes before the checksum of their tensor
   // is known: what it made of them is to be given up after an error. DATA_LOSS, CHECKPOINT_CORRUPT:
-  // names the tensor. UNAVAILABLE: the disk failed.
+  // names the tensor. UNAVAILABLE: the disk failed. Of several problems it is the first.
   absl::Status ReadAll(TensorVisitor visit) const;
+  // The same in up to `max_threads` threads, as many as there is work for: `place` and `visit` are
+  // called from all of them, in any order.
+  absl::Status ReadAll(TensorPlacer place, TensorVisitor visit, int max_threads) const;
 
   // The bytes of one piece, verified by `expected_crc32c`. Errors as ReadAll(). REQUIRES: the piece
   // is there, and `bytes` is as long as it.
@@ -76,8 +83,18 @@ class TensorReader {
   absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, TensorKind kind,
                        const TensorFile& saved, const Manifest& manifest,
                        absl::Span<const TensorAction> actions, const StorageLayout& layout);
-  absl::Status ReadTensor(int64_t tensor_index, std::span<std::byte> buffer,
-                          TensorVisitor visit) const;
+  // What is read at once.
+  struct Part {
+    int64_t tensor = 0;
+    int64_t offset = 0;
+    int64_t length_bytes = 0;
+  };
+  std::vector<Part> PartsOf(int64_t tensor_index) const;
+  // Puts the checksums of the part's pieces in their places among the tensor's. `buffer`: as long
+  // as a part may be.
+  absl::Status ReadPart(const Part& part, std::span<std::byte> buffer, TensorPlacer place,
+                        TensorVisitor visit, std::span<uint32_t> tensor_checksums) const;
+  absl::Status CheckTensor(int64_t tensor_index, std::span<const uint32_t> piece_checksums) const;
 
   std::vector<std::unique_ptr<RandomAccessFile>> files_;
   std::vector<Tensor> tensors_;  // As the manifest's.

@@ -60,28 +60,65 @@ absl::StatusOr<std::unique_ptr<BlocksWriter>> BlocksWriter::Create(Device& devic
                                                                    const Track& track) {
   EMA_ASSIGN_OR_RETURN(std::vector<std::shared_ptr<Block>> blocks, AllocateBlocks(device, track));
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStream> stream, device.NewStream());
-  for (const std::shared_ptr<Block>& block : blocks) {
-    EMA_RETURN_IF_ERROR(stream->Zero(block->data(), block->size_bytes()));
-  }
   return std::unique_ptr<BlocksWriter>(
-      new BlocksWriter(track, std::move(blocks), std::move(stream)));
+      new BlocksWriter(track, device.is_host(), std::move(blocks), std::move(stream)));
+}
+
+std::span<std::byte> BlocksWriter::InPlace(int64_t offset, int64_t length_bytes) const {
+  if (!is_host_ || length_bytes == 0) return {};
+  const int64_t index = track_.FindBlock(offset);
+  const int64_t in_block = offset - track_.block_start(index);
+  if (length_bytes > track_.block_size(index) - in_block) return {};
+  return {blocks_[index]->data() + in_block, static_cast<size_t>(length_bytes)};
+}
+
+absl::Status BlocksWriter::ForEachPart(
+    Range range, absl::FunctionRef<absl::Status(std::byte* memory, int64_t length_bytes)> visit) {
+  while (range.begin < range.end) {
+    const int64_t index = track_.FindBlock(range.begin);
+    const int64_t end = std::min(range.end, track_.block_start(index + 1));
+    EMA_RETURN_IF_ERROR(visit(blocks_[index]->data() + (range.begin - track_.block_start(index)),
+                              end - range.begin));
+    range.begin = end;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status BlocksWriter::Write(int64_t offset, std::span<const std::byte> bytes) {
-  while (!bytes.empty()) {
-    const int64_t index = track_.FindBlock(offset);
-    const std::shared_ptr<Block>& block = blocks_[index];
-    const int64_t in_block = offset - track_.block_start(index);
-    const int64_t n = std::min(static_cast<int64_t>(bytes.size()), block->size_bytes() - in_block);
-    EMA_RETURN_IF_ERROR(stream_->CopyFromHost(block->data() + in_block, bytes.data(), n));
-    offset += n;
-    bytes = bytes.subspan(n);
+  const Range range{offset, offset + static_cast<int64_t>(bytes.size())};
+  absl::MutexLock lock(&mu_);
+  if (!written_.empty() && written_.back().end == range.begin) {
+    written_.back().end = range.end;
+  } else {
+    written_.push_back(range);
   }
+  if (InPlace(offset, static_cast<int64_t>(bytes.size())).data() == bytes.data()) {
+    return absl::OkStatus();
+  }
+  const auto copy = [&](std::byte* memory, int64_t length_bytes)
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                          const std::byte* const from = bytes.data();
+                          bytes = bytes.subspan(length_bytes);
+                          return stream_->CopyFromHost(memory, from, length_bytes);
+                        };
+  EMA_RETURN_IF_ERROR(ForEachPart(range, copy));
   // The caller may reuse its buffer for the next piece.
   return stream_->Synchronize().status();
 }
 
 absl::StatusOr<Blocks> BlocksWriter::Finish() {
+  absl::MutexLock lock(&mu_);
+  std::sort(written_.begin(), written_.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const int64_t total_bytes = track_.layout().total_bytes();
+  written_.push_back({total_bytes, total_bytes});
+  int64_t done = 0;
+  for (const Range& range : written_) {
+    const auto zero = [this](std::byte* memory, int64_t length_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                          mu_) { return stream_->Zero(memory, length_bytes); };
+    EMA_RETURN_IF_ERROR(ForEachPart({done, range.begin}, zero));
+    done = std::max(done, range.end);
+  }
   EMA_RETURN_IF_ERROR(stream_->Synchronize().status());
   return Blocks(blocks_.begin(), blocks_.end());
 }

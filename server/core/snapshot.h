@@ -12,7 +12,11 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "ema/schedule.h"
 #include "server/core/track.h"
 #include "server/core/version_record.h"
@@ -82,26 +86,44 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
 absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,
                                                  int64_t offset, int64_t length_bytes);
 
-// Builds a track's blocks from bytes in host memory (restoring). Not thread-safe.
+// Builds a track's blocks from bytes in host memory (restoring). Thread-safe, but for Finish().
 class BlocksWriter {
  public:
-  // RESOURCE_EXHAUSTED: no memory. Bytes that are never written are zero.
+  // RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<std::unique_ptr<BlocksWriter>> Create(Device& device, const Track& track);
 
-  // REQUIRES: inside track.layout().total_bytes().
-  absl::Status Write(int64_t offset, std::span<const std::byte> bytes);
+  // The very memory of the bytes [offset, offset + length_bytes), to be filled before the Write()
+  // of them, which then copies nothing. Empty: it is not the host's, or of more than one block.
+  // REQUIRES: as Write().
+  std::span<std::byte> InPlace(int64_t offset, int64_t length_bytes) const;
 
-  // The blocks. Ends the writer.
-  absl::StatusOr<Blocks> Finish();
+  // REQUIRES: inside track.layout().total_bytes().
+  absl::Status Write(int64_t offset, std::span<const std::byte> bytes) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The blocks, in which bytes that were never written are zero. Ends the writer.
+  absl::StatusOr<Blocks> Finish() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  BlocksWriter(const Track& track, std::vector<std::shared_ptr<Block>> blocks,
+  struct Range {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+
+  BlocksWriter(const Track& track, bool is_host, std::vector<std::shared_ptr<Block>> blocks,
                std::unique_ptr<DeviceStream> stream)
-      : track_(track), blocks_(std::move(blocks)), stream_(std::move(stream)) {}
+      : track_(track), is_host_(is_host), blocks_(std::move(blocks)), stream_(std::move(stream)) {}
+
+  // Calls `visit(memory, length_bytes)` for each block's part of `range`, in order.
+  absl::Status ForEachPart(
+      Range range, absl::FunctionRef<absl::Status(std::byte* memory, int64_t length_bytes)> visit);
 
   const Track& track_;
-  std::vector<std::shared_ptr<Block>> blocks_;
-  std::unique_ptr<DeviceStream> stream_;
+  const bool is_host_;
+  const std::vector<std::shared_ptr<Block>> blocks_;
+  absl::Mutex mu_;  // Held across calls of the device.
+  const std::unique_ptr<DeviceStream> stream_ ABSL_PT_GUARDED_BY(mu_);
+  // In the order of the writes; neighbours are one.
+  std::vector<Range> written_ ABSL_GUARDED_BY(mu_);
 };
 
 // New blocks for all of a track. RESOURCE_EXHAUSTED: no memory; none stay allocated.

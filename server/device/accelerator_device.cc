@@ -361,6 +361,8 @@ class AcceleratorDevice : public Device {
     EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
     return std::make_unique<AcceleratorStream>(shared_, std::move(feed));
   }
+  bool is_host() const override { return false; }
+
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
     return host_copies_.Get(block);
   }

@@ -269,6 +269,8 @@ class CpuDevice : public Device {
     return std::make_unique<CpuStream>();
   }
 
+  bool is_host() const override { return true; }
+
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
     return std::shared_ptr<const std::byte>(block, block->data());
   }

@@ -114,6 +114,9 @@ class Device {
 
   virtual absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() = 0;
 
+  // Blocks are host memory, so that who may write one can do it without a stream.
+  virtual bool is_host() const = 0;
+
   // Host memory with a block's bytes, valid while the result is held. On the CPU device that is the
   // block itself; on a GPU a pinned copy, made once for all who ask. Blocks the caller. REQUIRES:
   // the block is published (no writer).

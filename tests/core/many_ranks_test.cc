@@ -39,6 +39,7 @@ class CountingDevice final : public Device {
   absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
     return device_->NewStream();
   }
+  bool is_host() const override { return device_->is_host(); }
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
     return device_->HostView(block);
   }
