@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/pacer.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis.h"
 #include "server/checkpoint/verify.h"
@@ -492,8 +493,11 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
       {
         const auto held = store_->Hold(model_name, stored.name);
         if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
+        Pacer pacer(*model);
         const absl::Status status =
-            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name)).status();
+            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,
+                             [&pacer] { pacer.Rest(); })
+                .status();
         // Of a deleted model the files go, which is no fault of theirs.
         if (absl::IsDataLoss(status) && model->closed().ok()) {
           SetAside(*model, stored.name, status);

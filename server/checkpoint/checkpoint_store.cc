@@ -12,6 +12,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/pacer.h"
 #include "server/checkpoint/restore.h"
 
 namespace ema {
@@ -242,7 +243,10 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   absl::StatusOr<CheckpointManifest> written =
       WriteCheckpoint(file_system_, latch_, temporary, model, snapshot, write_options);
   // What is answered for has been read back.
-  if (written.ok()) written = VerifyCheckpoint(file_system_, temporary);
+  Pacer pacer(model);
+  if (written.ok()) {
+    written = VerifyCheckpoint(file_system_, temporary, nullptr, [&pacer] { pacer.Rest(); });
+  }
   if (const absl::Status kept = keep && written.ok() ? Keep(temporary) : absl::OkStatus();
       !kept.ok()) {
     written = kept;

@@ -17,6 +17,7 @@
 #include "server/base/crc32c.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/json_fields.h"
+#include "server/checkpoint/pacer.h"
 #include "server/checkpoint/safetensors.h"
 #include "server/checkpoint/tensor_reader.h"
 
@@ -49,6 +50,7 @@ struct Job {
   const VersionRecord& record;
   const WriteOptions& options;
   const std::vector<std::shared_ptr<const AttachedFile>>& attached_files;
+  Pacer& pacer;
 };
 
 // Tensors in the order of the files: by falling element size, so that each is aligned to its own.
@@ -123,6 +125,7 @@ absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_in
         piece_crc = Crc32c(piece_crc, bytes);
         piece_bytes += static_cast<int64_t>(bytes.size());
         EMA_RETURN_IF_ERROR(file.Append(bytes));
+        job.pacer.Rest();
         if (piece_bytes < kPieceBytes) continue;
         crc = Crc32cCombine(crc, piece_crc, piece_bytes);
         files.piece_crc32c[tensor_index].push_back(std::exchange(piece_crc, 0));
@@ -167,7 +170,9 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
     EMA_RETURN_IF_ERROR(WriteTensor(job, source, i, *file, files));
     saved.file_bytes += track.layout().entry(i).length_bytes;
   }
-  return SyncAndClose(*file, job.latch);
+  EMA_RETURN_IF_ERROR(SyncAndClose(*file, job.latch));
+  job.pacer.Rest();
+  return absl::OkStatus();
 }
 
 // Says which tensor is in which file, as Hugging Face's tools write and read it.
@@ -303,7 +308,8 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
   }
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
-  const Job job{file_system, latch, path, model, snapshot.record, options, attached_files};
+  Pacer pacer(model);
+  const Job job{file_system, latch, path, model, snapshot.record, options, attached_files, pacer};
   // All that the model has now, with the values that they had then.
   for (const auto& [track, value] : values) {
     if (manifest.is_partial && !IsChosen(options, track->name())) continue;

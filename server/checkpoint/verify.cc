@@ -80,12 +80,15 @@ absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string
 
 absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_path, TensorKind kind,
                            const TensorFiles& files, const Manifest& manifest,
-                           absl::Span<const TensorAction> actions, const StorageLayout& layout) {
+                           absl::Span<const TensorAction> actions, const StorageLayout& layout,
+                           const std::function<void()>& rest) {
   EMA_ASSIGN_OR_RETURN(
       const std::unique_ptr<TensorReader> reader,
       TensorReader::Open(file_system, track_path, kind, files, manifest, actions, layout));
-  return reader->ReadAll(
-      [](int64_t, int64_t, std::span<const std::byte>) { return absl::OkStatus(); });
+  return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
+    if (rest != nullptr) rest();
+    return absl::OkStatus();
+  });
 }
 
 // Makes what is read of a file from here on come from the disk, where the system can do that.
@@ -160,7 +163,8 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
 }
 
 absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
-                         const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
+                         const CheckpointManifest& checkpoint, const CheckpointTrack& track,
+                         const std::function<void()>& rest) {
   EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
   const Manifest& manifest = checkpoint.manifest;
@@ -168,10 +172,10 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
   const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
   const StorageLayout layout(manifest, actions);
   EMA_RETURN_IF_ERROR(VerifyTensors(file_system, track_path, TensorKind::kWeights, *track.weights,
-                                    manifest, actions, layout));
+                                    manifest, actions, layout, rest));
   if (!track.low_parts.has_value()) return absl::OkStatus();
   return VerifyTensors(file_system, track_path, TensorKind::kLowParts, *track.low_parts, manifest,
-                       actions, layout);
+                       actions, layout, rest);
 }
 
 // A checkpoint that somebody has renamed would be taken for another version.
@@ -244,7 +248,8 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
-                                                    const TrackVerdict& on_track) {
+                                                    const TrackVerdict& on_track,
+                                                    const std::function<void()>& rest) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
   if (!exists) return absl::NotFoundError("there is no such checkpoint");
   EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
@@ -254,7 +259,7 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
   for (const CheckpointTrack& track : checkpoint.tracks) {
     if (!problem.ok() && on_track == nullptr) break;
     if (!track.weights.has_value()) continue;
-    const absl::Status status = VerifyTrack(file_system, path, checkpoint, track);
+    const absl::Status status = VerifyTrack(file_system, path, checkpoint, track, rest);
     if (on_track != nullptr) on_track(checkpoint, track, status);
     if (!status.ok()) problem.Update(WithPlace(status, InTrack(track.config.name)));
   }

@@ -461,11 +461,25 @@ void Model::Drain(const absl::Status& status, absl::Time deadline) {
   {
     absl::MutexLock lock(&mu_);
     closing_ = status;
-    const auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; };
-    mu_.AwaitWithDeadline(absl::Condition(&idle), deadline);
+    mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline);
     session = std::exchange(session_, nullptr);
   }
   if (session != nullptr) session->End(status);
+}
+
+void Model::AwaitQuiet(absl::Duration timeout) {
+  // Longer than a trainer that pushes step after step takes to begin the next one.
+  constexpr absl::Duration kMoment = absl::Milliseconds(100);
+  const absl::Time begin = absl::Now();
+  const absl::Time deadline = begin + timeout;
+  absl::MutexLock lock(&mu_);
+  if (session_ == nullptr && (records_.empty() || begin - records_.back().commit_time > kMoment)) {
+    return;
+  }
+  while (mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline) &&
+         mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasSessionLocked),
+                               std::min(deadline, absl::Now() + kMoment))) {
+  }
 }
 
 void Model::Close(const absl::Status& status) {

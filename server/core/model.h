@@ -175,6 +175,8 @@ class Model : public std::enable_shared_from_this<Model> {
   void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers go on.
   void Drain(const absl::Status& status, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until no push is arriving, nor was one a moment ago; for at most `timeout`.
+  void AwaitQuiet(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Drain() at once; then refuses readers, too, and calls the watchers. Versions that are pinned
   // stay until they are let go.
   void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -333,6 +335,8 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Whoever has joined `run_` so far cannot do so again.
+  bool HasSessionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ != nullptr; }
+  bool HasNoSessionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; }
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // ABORTED, FENCED: a run of that launch_id has been fenced.
   absl::Status CheckNotFencedLocked(const std::string& launch_id) const
@@ -383,7 +387,7 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t incarnation_ ABSL_GUARDED_BY(mu_);
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "tests/core/test_model.h"
 
@@ -552,6 +553,23 @@ TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
   }
   EXPECT_THAT(versions, ElementsAre(3, 4, 5, 6));
   EXPECT_THAT(available, ElementsAre(4, 5, 6));
+}
+
+TEST_F(ModelTest, QuietIsWhenNoPushArrives) {
+  model_->AwaitQuiet(absl::Hours(1));  // Nor has any.
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(1, outcome));
+  model_->AwaitQuiet(absl::Milliseconds(1));
+  EXPECT_EQ(outcome->calls, 0);
+  {
+    std::jthread waiting([&] { model_->AwaitQuiet(absl::Hours(1)); });
+    ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
+    ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+  }
+  EXPECT_EQ(model_->latest()->version, 1);
 }
 
 }  // namespace
