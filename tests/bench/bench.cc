@@ -28,6 +28,14 @@ size_t EvenBytes(size_t total_bytes, int64_t tensor_count) {
   return total_bytes / step * step;
 }
 
+std::vector<std::string> CommandLine(const std::string& binary, const std::string& port_file,
+                                     const std::vector<std::string>& flags) {
+  std::vector<std::string> line = {binary,    "--listen",    "127.0.0.1:0", "--port-file",
+                                   port_file, "--log-level", "error"};
+  line.insert(line.end(), flags.begin(), flags.end());
+  return line;
+}
+
 // What the server writes when it serves.
 int TakePort(const std::string& port_file) {
   const absl::Time deadline = absl::Now() + kTimeout;
@@ -42,11 +50,9 @@ int TakePort(const std::string& port_file) {
 
 }  // namespace
 
-ServerProcess::ServerProcess(const std::string& binary)
+ServerProcess::ServerProcess(const std::string& binary, const std::vector<std::string>& flags)
     : port_file_(absl::StrCat("/tmp/ema_bench.", getpid())),
-      process_(
-          {binary, "--listen", "127.0.0.1:0", "--port-file", port_file_, "--log-level", "error"},
-          ChildProcess::Stop::kTerminate),
+      process_(CommandLine(binary, port_file_, flags), ChildProcess::Stop::kTerminate),
       address_(absl::StrCat("127.0.0.1:", TakePort(port_file_))) {}
 
 Weights::Weights(size_t total_bytes, int64_t tensor_count)
@@ -75,9 +81,9 @@ void Bench::NoteReservedBytes() {
   most_reserved_bytes_ = std::max(most_reserved_bytes_, reserved);
 }
 
-Trainer::Trainer(const Bench& bench, std::string model, std::shared_ptr<const Weights> weights,
-                 const Options& options)
-    : bench_(bench),
+Trainer::Trainer(const ServerProcess& server, std::string model,
+                 std::shared_ptr<const Weights> weights, const Options& options)
+    : address_(server.address()),
       model_(std::move(model)),
       weights_(std::move(weights)),
       warm_up_pushes_(static_cast<int>(options.max_pinned_versions) + 2) {
@@ -87,8 +93,8 @@ Trainer::Trainer(const Bench& bench, std::string model, std::shared_ptr<const We
                       .schedule = Must(Schedule::Parse(absl::StrCat(100 * (i + 1), "ba")))});
   }
   const Manifest& manifest = weights_->manifest();
-  Must(bench.client().CreateModel(model_, manifest, tracks,
-                                  {.max_pinned_versions = options.max_pinned_versions}));
+  Must(Admin()->CreateModel(model_, manifest, tracks,
+                            {.max_pinned_versions = options.max_pinned_versions}));
   for (int rank = 0; rank < options.rank_count; ++rank) {
     std::vector<Shard> layout;
     std::vector<std::span<const std::byte>> shards;
@@ -97,7 +103,7 @@ Trainer::Trainer(const Bench& bench, std::string model, std::shared_ptr<const We
       shards.push_back(weights_->tensors()[i]);
     }
     std::unique_ptr<Client> client =
-        Must(Client::Create(bench.server().address(), {.same_host_lane = options.same_host_lane}));
+        Must(Client::Create(address_, {.same_host_lane = options.same_host_lane}));
     std::unique_ptr<Run> run = Must(client->OpenRun(model_, {.launch_id = "bench",
                                                              .rank = rank,
                                                              .world_size = options.rank_count,
@@ -108,7 +114,11 @@ Trainer::Trainer(const Bench& bench, std::string model, std::shared_ptr<const We
 
 Trainer::~Trainer() {
   ranks_.clear();
-  Must(bench_.client().DeleteModel(model_));
+  Must(Admin()->DeleteModel(model_));
+}
+
+std::unique_ptr<Client> Trainer::Admin() const {
+  return Must(Client::Create(address_, {.same_host_lane = false}));
 }
 
 double Trainer::PushRank(Rank& rank) {

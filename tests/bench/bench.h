@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
@@ -26,7 +27,8 @@ inline constexpr absl::Duration kTimeout = absl::Minutes(2);
 // A real ema-server on a free port.
 class ServerProcess {
  public:
-  explicit ServerProcess(const std::string& binary);
+  // `flags`: besides those that every row's server has.
+  explicit ServerProcess(const std::string& binary, const std::vector<std::string>& flags = {});
 
   const std::string& address() const { return address_; }
   pid_t pid() const { return process_.pid(); }
@@ -61,6 +63,9 @@ struct BenchOptions {
   std::string scripts = "tests/bench/peers";  // The folder of the peers in Python.
   int64_t megabytes = 400;
   int64_t large_model_parameters = 1'000'000'000;
+  int64_t checkpoint_megabytes = 1000;
+  // Of checkpoints; on the disk that is to be measured.
+  std::filesystem::path data_dir = "build/bench/data";
   int idle_commits = 200;
 };
 
@@ -112,10 +117,10 @@ class Trainer {
     // The fewest: big models are many here, and memory is not.
     int64_t max_pinned_versions = 1;
   };
-  Trainer(const Bench& bench, std::string model, std::shared_ptr<const Weights> weights,
+  Trainer(const ServerProcess& server, std::string model, std::shared_ptr<const Weights> weights,
           const Options& options);
-  Trainer(const Bench& bench, std::string model, std::shared_ptr<const Weights> weights)
-      : Trainer(bench, std::move(model), std::move(weights), Options()) {}
+  Trainer(const ServerProcess& server, std::string model, std::shared_ptr<const Weights> weights)
+      : Trainer(server, std::move(model), std::move(weights), Options()) {}
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
@@ -136,10 +141,12 @@ class Trainer {
     std::unique_ptr<Run> run;
     std::vector<std::span<const std::byte>> shards;
   };
+  // For a call: its connection must not be one of those that the ranks may have together.
+  std::unique_ptr<Client> Admin() const;
   // One rank's push; the seconds as Push() gives them.
   double PushRank(Rank& rank);
 
-  const Bench& bench_;
+  const std::string address_;
   const std::string model_;
   const std::shared_ptr<const Weights> weights_;
   const int warm_up_pushes_;

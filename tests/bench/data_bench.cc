@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The data plane, row by row, each beside its peer, in turns and in one run: machines are noisy,
-// only ratios of neighbours mean anything. Prints one JSON object a line, of which report.py makes
+// The data plane and the checkpoints, row by row, each beside its peer, in turns and in one run:
+// machines are noisy, only ratios of neighbours mean anything. Prints one JSON object a line, of which report.py makes
 // the report; tests/bench/run.sh does both.
 //
 //   data_bench --server build/release/server/ema-server [--row push] [--seconds 5]
@@ -48,6 +48,16 @@ constexpr Entry kRows[] = {
     {"ray", PushBesideRay},
     {"torch", PushBesideTorch},
     {"grpc", PushBesideGrpc},
+    {"save", SaveBesidePlainFile},
+    {"read_back", ReadBackBesidePlainFile},
+    {"restore", RestoreBesidePlainFile},
+    {"saving", PushSpeedWhileSaving},
+    {"saving_commit", CommitWhileSaving},
+    {"save_torch", SaveBesideTorch},
+    {"save_torch_synced", SaveBesideSyncedTorch},
+    {"save_safetensors", SaveBesideSafetensors},
+    {"save_safetensors_synced", SaveBesideSyncedSafetensors},
+    {"save_dcp", SaveBesideDcp},
     {"memory", ServerMemory},
 };
 
@@ -72,6 +82,11 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--large-model", options.large_model_parameters, "Parameters of the large model")
       ->check(CLI::Range(int64_t{1'000'000}, int64_t{2'000'000'000}))
+      ->capture_default_str();
+  app.add_option("--checkpoint-megabytes", options.checkpoint_megabytes, "Size of what is saved")
+      ->check(CLI::Range(1, 100'000))
+      ->capture_default_str();
+  app.add_option("--data-dir", options.data_dir, "On the disk that is measured; removed after")
       ->capture_default_str();
   app.add_option("--idle-commits", options.idle_commits, "Of the row `idle`")
       ->check(CLI::Range(1, 10'000))

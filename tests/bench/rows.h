@@ -40,6 +40,20 @@ Row ServerMemory(Bench& bench);
 // rows_peers.cc: others that do nothing.
 Row PairBesideStalledPeers(Bench& bench);
 
+// rows_checkpoint.cc: a version on the disk.
+Row SaveBesidePlainFile(Bench& bench);
+Row ReadBackBesidePlainFile(Bench& bench);
+Row RestoreBesidePlainFile(Bench& bench);
+Row SaveBesideTorch(Bench& bench);
+Row SaveBesideSyncedTorch(Bench& bench);
+Row SaveBesideSafetensors(Bench& bench);
+Row SaveBesideSyncedSafetensors(Bench& bench);
+Row SaveBesideDcp(Bench& bench);
+
+// rows_saves.cc: what that costs who pushes meanwhile.
+Row PushSpeedWhileSaving(Bench& bench);
+Row CommitWhileSaving(Bench& bench);
+
 // rows_core.cc: the size of a model, without a network.
 Row LargeCommit(Bench& bench);
 Row LargeCommitBesideSmall(Bench& bench);

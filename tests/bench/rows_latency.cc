@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
 #include <string_view>
-#include <thread>
-#include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "tests/bench/background.h"
 #include "tests/bench/rows.h"
 
 namespace ema::bench {
@@ -19,69 +17,22 @@ namespace {
 
 constexpr double kMilliseconds = 1e3;
 
-// Evaluators that pull again and again what is old when they begin, while they are told to.
-class Readers {
- public:
-  Readers(const Bench& bench, std::shared_ptr<const Trainer> trainer, int count)
-      : bench_(bench), trainer_(std::move(trainer)) {
-    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { Read(); });
-  }
-  ~Readers() {
-    absl::MutexLock lock(&mu_);
-    state_ = State::kOver;
-  }
-
-  // Returns when as many pulls have begun as there are evaluators.
-  void Start() {
-    absl::MutexLock lock(&mu_);
-    state_ = State::kReading;
-    begun_ = 0;
-    const auto is_busy = [this]()
-                             ABSL_SHARED_LOCKS_REQUIRED(mu_) { return begun_ >= threads_.size(); };
-    mu_.Await(absl::Condition(&is_busy));
-  }
-  // Returns when none of them pulls any more.
-  void Pause() {
-    absl::MutexLock lock(&mu_);
-    state_ = State::kPaused;
-    const auto is_quiet = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return active_ == 0; };
-    mu_.Await(absl::Condition(&is_quiet));
-  }
-
- private:
-  enum class State { kPaused, kReading, kOver };
-
-  void Read() {
-    const std::unique_ptr<Client> client =
-        Must(Client::Create(bench_.server().address(), {.same_host_lane = false}));
-    const Arena memory(trainer_->weights().total_bytes());
-    const auto is_told = [this]()
-                             ABSL_SHARED_LOCKS_REQUIRED(mu_) { return state_ != State::kPaused; };
-    while (true) {
-      {
-        absl::MutexLock lock(&mu_, absl::Condition(&is_told));
-        if (state_ == State::kOver) return;
-        ++active_;
-        ++begun_;
-      }
-      const Version latest = Must(client->GetModel(trainer_->model())).latest.value();
+// Evaluators that pull again and again what is old when they begin.
+std::shared_ptr<Background> NewReaders(const ServerProcess& server,
+                                       const std::shared_ptr<const Trainer>& trainer, int count) {
+  return std::make_shared<Background>(count, [&server, trainer]() -> std::function<void()> {
+    const std::shared_ptr<Client> client =
+        Must(Client::Create(server.address(), {.same_host_lane = false}));
+    const auto memory = std::make_shared<const Arena>(trainer->weights().total_bytes());
+    return [client, memory, trainer] {
+      const Version latest = Must(client->GetModel(trainer->model())).latest.value();
       const absl::Status pulled =
-          Pull(*client, trainer_->model(), memory.bytes(), {.version = latest.number - 1});
+          Pull(*client, trainer->model(), memory->bytes(), {.version = latest.number - 1});
       // An old version may go between the two calls: then the next.
       if (!absl::IsOutOfRange(pulled)) Must(pulled);
-      absl::MutexLock lock(&mu_);
-      --active_;
-    }
-  }
-
-  const Bench& bench_;
-  const std::shared_ptr<const Trainer> trainer_;
-  absl::Mutex mu_;
-  State state_ ABSL_GUARDED_BY(mu_) = State::kPaused;
-  int active_ ABSL_GUARDED_BY(mu_) = 0;
-  size_t begun_ ABSL_GUARDED_BY(mu_) = 0;
-  std::vector<std::jthread> threads_;  // Destroyed, and so joined, first.
-};
+    };
+  });
+}
 
 // What the server's formula, which it logs when it starts, allows beside models: receive windows,
 // lanes, freed buffers, and what it begins with.
@@ -113,9 +64,9 @@ Row PushWhileOthersRead(Bench& bench) {
   const auto weights = std::make_shared<const Weights>(bench.standard_bytes() / 4, 400);
   // Each reader may hold another version.
   const auto trainer = std::make_shared<Trainer>(
-      bench, "busy", weights, Trainer::Options{.max_pinned_versions = kReaders + 1});
+      bench.server(), "busy", weights, Trainer::Options{.max_pinned_versions = kReaders + 1});
   trainer->WarmUp();
-  const auto readers = std::make_shared<Readers>(bench, trainer, kReaders);
+  const std::shared_ptr<Background> readers = NewReaders(bench.server(), trainer, kReaders);
   const auto commits = [trainer] {
     std::vector<double> milliseconds;
     for (int i = 0; i < kPushes; ++i) milliseconds.push_back(trainer->Push() * kMilliseconds);
@@ -142,7 +93,7 @@ Row CommitAfterIdleness(Bench& bench) {
   constexpr double kLimitMs = 10;
   // So small that all of a push is the latency of its first byte, and of the reply.
   const auto trainer =
-      std::make_shared<Trainer>(bench, "idle", std::make_shared<const Weights>(4096, 1));
+      std::make_shared<Trainer>(bench.server(), "idle", std::make_shared<const Weights>(4096, 1));
   trainer->WarmUp();
   const auto gaps = std::make_shared<std::mt19937>(1);
   return {.key = "idle",

@@ -77,7 +77,7 @@ class Crowd {
 
 Row PairBesideStalledPeers(Bench& bench) {
   constexpr int kSteps = 3;
-  const auto trainer = std::make_shared<Trainer>(bench, "pair", bench.weights(),
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "pair", bench.weights(),
                                                  Trainer::Options{.max_pinned_versions = 2});
   trainer->WarmUp();
   const auto crowd = std::make_shared<Crowd>(bench, trainer->model());

@@ -38,7 +38,7 @@ std::vector<std::span<std::byte>> CutLike(const std::vector<std::span<const std:
 
 Row PushBesideRedis(Bench& bench) {
   const std::shared_ptr<const Weights>& weights = bench.weights();
-  const auto trainer = std::make_shared<Trainer>(bench, "redis", weights);
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "redis", weights);
   Row row{.key = "redis_set",
           .name = "push to commit over TCP, beside Redis",
           .unit = "GB/s",
@@ -58,7 +58,7 @@ Row PushBesideRedis(Bench& bench) {
 
 Row PullBesideRedis(Bench& bench) {
   const std::shared_ptr<const Weights>& weights = bench.weights();
-  const auto trainer = std::make_shared<Trainer>(bench, "redis", weights);
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "redis", weights);
   trainer->Push();
   const auto memory = std::make_shared<Arena>(weights->total_bytes());
   Row row{.key = "redis_get",
@@ -85,8 +85,8 @@ Row PullBesideRedis(Bench& bench) {
 
 Row PushBesideRay(Bench& bench) {
   const std::shared_ptr<const Weights>& weights = bench.weights();
-  const auto trainer =
-      std::make_shared<Trainer>(bench, "ray", weights, Trainer::Options{.same_host_lane = true});
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "ray", weights,
+                                                 Trainer::Options{.same_host_lane = true});
   trainer->WarmUp();
   Row row{.key = "ray",
           .name = "push through the same-host lane, beside a Ray actor",
@@ -100,7 +100,8 @@ Row PushBesideRay(Bench& bench) {
     row.missing = kNoPython;
     return row;
   }
-  const auto peer = std::make_shared<PythonPeer>(bench.options(), "ray_peer.py");
+  const auto peer =
+      std::make_shared<PythonPeer>(bench.options(), "ray_peer.py", bench.options().megabytes);
   const double gigabytes = weights->gigabytes();
   row.peer = {.name = row.peer.name,
               .run = [peer, gigabytes] { return std::vector{gigabytes / peer->RunRound()}; },
@@ -113,7 +114,7 @@ Row PushBesideRay(Bench& bench) {
 // What an average costs the trainer: a push runs beside the training, but uses its processors.
 Row PushBesideTorch(Bench& bench) {
   const std::shared_ptr<const Weights>& weights = bench.weights();
-  const auto trainer = std::make_shared<Trainer>(bench, "torch", weights);
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "torch", weights);
   trainer->WarmUp();
   const auto cpu_of = [](pid_t pid, const std::function<void()>& work) {
     const double before = CpuSeconds(pid);
@@ -130,7 +131,8 @@ Row PushBesideTorch(Bench& bench) {
     row.missing = kNoPython;
     return row;
   }
-  const auto peer = std::make_shared<PythonPeer>(bench.options(), "torch_peer.py");
+  const auto peer =
+      std::make_shared<PythonPeer>(bench.options(), "torch_peer.py", bench.options().megabytes);
   row.peer.run = [peer, cpu_of] { return cpu_of(peer->client_pid(), [&] { peer->RunRound(); }); };
   return row;
 }

@@ -12,7 +12,7 @@ namespace {
 std::shared_ptr<Trainer> NewTrainer(const Bench& bench, const std::string& model,
                                     const std::shared_ptr<const Weights>& weights,
                                     const Trainer::Options& options = {}) {
-  auto trainer = std::make_shared<Trainer>(bench, model, weights, options);
+  auto trainer = std::make_shared<Trainer>(bench.server(), model, weights, options);
   trainer->WarmUp();
   return trainer;
 }
@@ -83,7 +83,7 @@ Row ManyEvaluators(Bench& bench) {
   constexpr int kEvaluators = 32;
   // Each has memory of its own, and all of it must fit.
   const auto weights = std::make_shared<const Weights>(bench.standard_bytes() / 10, 40);
-  const auto trainer = std::make_shared<Trainer>(bench, "read", weights);
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "read", weights);
   trainer->Push();
   struct Evaluator {
     std::unique_ptr<Client> client;

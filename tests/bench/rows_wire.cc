@@ -16,14 +16,14 @@ namespace {
 Side OurPush(const Bench& bench, std::shared_ptr<const Weights> weights,
              bool same_host_lane = false) {
   const auto trainer = std::make_shared<Trainer>(
-      bench, "push", weights, Trainer::Options{.same_host_lane = same_host_lane});
+      bench.server(), "push", weights, Trainer::Options{.same_host_lane = same_host_lane});
   trainer->WarmUp();
   return SpeedOf(bench.Ours(weights->gigabytes()), [trainer] { trainer->Push(); });
 }
 
 Side OurPull(const Bench& bench, Client& client, std::shared_ptr<const Weights> weights,
              const Client::PullOptions& options = {}) {
-  const auto trainer = std::make_shared<Trainer>(bench, "pull", weights);
+  const auto trainer = std::make_shared<Trainer>(bench.server(), "pull", weights);
   trainer->Push();
   const auto memory = std::make_shared<Arena>(weights->total_bytes());
   return SpeedOf(bench.Ours(weights->gigabytes()), [&client, trainer, memory, options] {

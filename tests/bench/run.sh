@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Measures the data plane beside its peers, in one run, prints a table, and writes
-# build/bench/report.json and report.md. Installs peers that are missing (Redis, Ray).
+# Measures the data plane and the checkpoints beside their peers, in one run, prints a table, and
+# writes build/bench/report.json and report.md. Checkpoints go to build/bench/data, and away again. Installs peers that are missing (Redis, Ray).
 #
 # Usage: tests/bench/run.sh [--quick]
 #   --quick  shorter: two minutes instead of fifteen

@@ -24,14 +24,26 @@ def test_runs(name: str) -> None:
     assert "loop" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["torch_peer.py", "ray_peer.py"])
-def test_peer_runs(name: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch_peer.py",
+        "ray_peer.py",
+        "save_peer.py --by torch",
+        "save_peer.py --by safetensors --sync",
+        "save_peer.py --by dcp",
+    ],
+)
+def test_peer_runs(line: str, tmp_path: pathlib.Path) -> None:
+    name, *flags = line.split()
+    if name == "save_peer.py":
+        flags += ["--folder", str(tmp_path / "saved")]
     python = pathlib.Path(sys.executable)
     if name == "ray_peer.py":
         python = BENCH_PYTHON
         if not python.exists():
             pytest.skip("no build/venv-bench: deploy/setup.sh --bench makes it")
-    command = [python, FOLDER / "peers" / name, "--megabytes", "4", "--tensors", "10"]
+    command = [python, FOLDER / "peers" / name, "--megabytes", "4", "--tensors", "10", *flags]
     result = subprocess.run(
         command, input="round\nround\n", capture_output=True, text=True, timeout=100, check=False
     )

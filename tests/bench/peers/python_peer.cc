@@ -6,11 +6,22 @@
 #include "absl/strings/str_cat.h"
 
 namespace ema::bench {
+namespace {
 
-PythonPeer::PythonPeer(const BenchOptions& options, const std::string& script)
-    : process_({options.python, absl::StrCat(options.scripts, "/", script), "--megabytes",
-                absl::StrCat(options.megabytes), "--tensors", "400"},
-               ChildProcess::Stop::kEndOfInput) {
+std::vector<std::string> CommandLine(const BenchOptions& options, const std::string& script,
+                                     int64_t megabytes, const std::vector<std::string>& flags) {
+  std::vector<std::string> line = {options.python, absl::StrCat(options.scripts, "/", script),
+                                   "--megabytes",  absl::StrCat(megabytes),
+                                   "--tensors",    "400"};
+  line.insert(line.end(), flags.begin(), flags.end());
+  return line;
+}
+
+}  // namespace
+
+PythonPeer::PythonPeer(const BenchOptions& options, const std::string& script, int64_t megabytes,
+                       const std::vector<std::string>& flags)
+    : process_(CommandLine(options, script, megabytes, flags), ChildProcess::Stop::kEndOfInput) {
   const std::string pids = process_.ReadLine();
   if (std::sscanf(pids.c_str(), "%d %d", &client_pid_, &server_pid_) != 2) {
     Die(absl::StrCat(script, " says ", pids));

@@ -6,7 +6,9 @@
 #ifndef EMA_TESTS_BENCH_PEERS_PYTHON_PEER_H_
 #define EMA_TESTS_BENCH_PEERS_PYTHON_PEER_H_
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "tests/bench/bench.h"
 
@@ -14,8 +16,10 @@ namespace ema::bench {
 
 class PythonPeer {
  public:
-  // `script`: in the folder of the peers. REQUIRES: options.python is there.
-  PythonPeer(const BenchOptions& options, const std::string& script);
+  // `script`: in the folder of the peers. `flags`: besides `--tensors` and `--megabytes`. REQUIRES:
+  // options.python is there.
+  PythonPeer(const BenchOptions& options, const std::string& script, int64_t megabytes,
+             const std::vector<std::string>& flags = {});
 
   // Seconds.
   double RunRound();

@@ -36,7 +36,7 @@ class Averager:
 
 
 def main() -> None:
-    tensors, elements = peer_loop.shape(__doc__)
+    tensors, elements = peer_loop.shape(peer_loop.parser(__doc__).parse_args())
     ray.init(
         num_cpus=2,
         # The weights of a round, and of the one before that may not have gone yet.
