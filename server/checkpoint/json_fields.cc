@@ -21,6 +21,40 @@ namespace {
 constexpr std::string_view kOpening = "{\n\"crc32c\": \"";
 constexpr std::string_view kAfterChecksum = "\",\n";
 
+// Takes what ParseStrictJson() takes; builds nothing.
+class StrictnessChecker final : public nlohmann::json_sax<Json> {
+ public:
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(int64_t) override { return true; }
+  bool number_unsigned(uint64_t) override { return true; }
+  bool number_float(double, const std::string&) override { return true; }
+  bool string(std::string&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(size_t) override { return Open(); }
+  bool key(std::string& value) override { return keys_.back().insert(value).second; }
+  bool end_object() override { return Close(); }
+  bool start_array(size_t) override { return Open(); }
+  bool end_array() override { return Close(); }
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return false;
+  }
+
+ private:
+  static constexpr size_t kMaxDepth = 8;
+
+  bool Open() {
+    keys_.emplace_back();
+    return keys_.size() <= kMaxDepth;
+  }
+  bool Close() {
+    keys_.pop_back();
+    return true;
+  }
+
+  std::vector<absl::flat_hash_set<std::string>> keys_;  // Of what is open; an array has none.
+};
+
 }  // namespace
 
 absl::Status CorruptManifest(const std::string& problem) {
@@ -29,24 +63,14 @@ absl::Status CorruptManifest(const std::string& problem) {
 }
 
 std::optional<Json> ParseStrictJson(std::string_view text) {
-  constexpr int kMaxDepth = 8;
-  bool is_bad = false;
-  std::vector<absl::flat_hash_set<std::string>> keys;  // Of the open objects.
-  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    using Event = Json::parse_event_t;
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end && !keys.empty()) keys.pop_back();
-    if (depth > kMaxDepth) is_bad = true;
-    if (event == Event::key && !keys.empty() &&
-        !keys.back().insert(parsed.get<std::string>()).second) {
-      is_bad = true;
-    }
-    return !is_bad;
-  };
   // The parser takes a zero byte for the end.
   if (text.find('\0') != std::string_view::npos) return std::nullopt;
-  Json json = Json::parse(text.begin(), text.end(), check, /*allow_exceptions=*/false);
-  if (is_bad || !json.is_object()) return std::nullopt;
+  // First, and not by a callback of the parser, which looks at all members of an object for each
+  // that ends in it.
+  StrictnessChecker checker;
+  if (!Json::sax_parse(text.begin(), text.end(), &checker)) return std::nullopt;
+  Json json = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) return std::nullopt;
   return json;
 }
 
