@@ -75,7 +75,7 @@ TEST_F(ConnectionsTest, AFileThatAKilledServerHasLeftIsReplaced) {
   StartServer(options);
   EXPECT_THAT(Use(socket_), IsOk());
   // One at a time.
-  EXPECT_THAT(RpcServer::Start(store_, {}, options),
+  EXPECT_THAT(RpcServer::Start(store_, checkpoints_, options),
               StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr(path_)));
 }
 
@@ -83,7 +83,7 @@ TEST_F(ConnectionsTest, BadAddressesAreRefused) {
   for (const std::string address : {"unix:relative", "unix:", "unix:/no-such-folder/x"}) {
     RpcServer::Options options;
     options.listen_addresses = {address};
-    EXPECT_NE(RpcServer::Start(store_, {}, options).status().code(), absl::StatusCode::kOk)
+    EXPECT_NE(RpcServer::Start(store_, checkpoints_, options).status().code(), absl::StatusCode::kOk)
         << address;
   }
   EXPECT_THAT(Client::Create("unix:relative"),

@@ -329,10 +329,10 @@ TEST_F(RpcTest, QueryPushTellsWhatIsMissingAndAbandons) {
 TEST_F(RpcTest, APortInUseIsSaidClearly) {
   RpcServer::Options options;
   options.listen_addresses = {address_};
-  const auto second = RpcServer::Start(store_, {}, options);
+  const auto second = RpcServer::Start(store_, checkpoints_, options);
   EXPECT_THAT(second, StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("--listen")));
   options.listen_addresses = {"no-port"};
-  EXPECT_THAT(RpcServer::Start(store_, {}, options),
+  EXPECT_THAT(RpcServer::Start(store_, checkpoints_, options),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("host:port")));
 }
 

@@ -133,7 +133,7 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
   options.listen_addresses = {"127.0.0.1:0"};
   const auto refuses = [&](const TlsFiles& files, const std::string& name) {
     options.tls = files;
-    EXPECT_THAT(RpcServer::Start(store_, {}, options),
+    EXPECT_THAT(RpcServer::Start(store_, checkpoints_, options),
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(name)));
   };
   std::ofstream(Cert("empty")).close();
