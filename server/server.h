@@ -30,8 +30,8 @@ class Server {
 
   // Health turns NOT_SERVING; sessions that are open may commit, for at most the drain grace; then
   // every model's newest version is saved (if there is a data directory) and running pulls get what
-  // is left of the grace. Blocks. The first error of a save, which the process should exit with;
-  // all else is done all the same.
+  // is left of the grace. Blocks. What has broken the device, or else the first error of a save,
+  // which the process should exit with; all else is done all the same.
   absl::Status Drain();
 
  private:

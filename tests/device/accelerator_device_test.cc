@@ -155,6 +155,23 @@ TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 3);
 }
 
+TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {
+  Harness harness({.max_delay_us = 100});
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 1.5f), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  const int64_t before = harness.accelerator->bytes_to_host();
+  for (int reader = 0; reader < 3; ++reader) {
+    const auto view = *harness.device->HostView(block, Dtype::kBFloat16);
+    std::vector<uint16_t> values(kElements);
+    std::memcpy(values.data(), view.get(), kBytes / 2);
+    EXPECT_THAT(values, Each(0x3fc0));
+    EXPECT_EQ(harness.accelerator->bytes_to_host(), before + kBytes / 2);
+  }
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(1.5f));
+}
+
 TEST(AcceleratorDeviceTest, WithoutMemoryNothingIsBroken) {
   Harness harness({.memory_bytes = 1 << 20});
   const auto all = harness.device->Allocate(2 << 20);
