@@ -17,6 +17,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/device/fold_batch.h"
+#include "server/device/sum_queue.h"
 
 namespace ema {
 namespace {
@@ -405,6 +406,17 @@ class AcceleratorDevice : public Device {
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                             Dtype dtype) override {
     return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
+  }
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
+    const auto memory = [&](const Feed::Slab& slab) {
+      return SumMemory{slab.host->data(), slab.device->data(), shared_->options.slab_bytes};
+    };
+    const absl::StatusOr<SquareSums> sums =
+        SumOnQueue(*feed->queue, runs, memory(feed->slabs[0]), memory(feed->slabs[1]));
+    EMA_RETURN_IF_ERROR(shared_->health.Check(sums.status()));
+    shared_->GiveBack(std::move(feed));
+    return sums;
   }
   int64_t total_memory_bytes() const override { return shared_->accelerator->total_memory_bytes(); }
   Overhead overhead(int64_t block_bytes) const override {

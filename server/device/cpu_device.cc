@@ -31,6 +31,7 @@
 #include "server/device/cast.h"
 #include "server/device/device.h"
 #include "server/device/ema_kernel.h"
+#include "server/device/sum.h"
 
 namespace ema {
 namespace {
@@ -282,6 +283,10 @@ class CpuDevice : public Device {
     std::shared_ptr<std::byte[]> bytes(new std::byte[element_count * DtypeSize(dtype)]);
     CastOnCpu(Dtype::kFloat32, block->data(), dtype, bytes.get(), element_count);
     return std::shared_ptr<const std::byte>(bytes, bytes.get());
+  }
+
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    return SumSquaresOnCpu(runs);
   }
 
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }

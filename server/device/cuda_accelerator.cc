@@ -20,6 +20,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/device/cast_cuda.h"
 #include "server/device/fold_cuda.h"
+#include "server/device/sum_cuda.h"
 
 namespace ema {
 namespace {
@@ -104,6 +105,9 @@ class CudaQueue : public Accelerator::Queue {
   }
   absl::Status Fold(const FoldTable& table) override {
     return Try(index_, [&] { C10_CUDA_CHECK(LaunchFold(table, stream_)); });
+  }
+  absl::Status Sum(const SumTable& table) override {
+    return Try(index_, [&] { C10_CUDA_CHECK(LaunchSum(table, stream_)); });
   }
   absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
                     int64_t element_count) override {

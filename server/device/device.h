@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
 #include "server/device/fold_element.h"
+#include "server/device/sum_element.h"
 
 namespace ema {
 
@@ -65,6 +66,15 @@ struct FoldOp {
   int64_t element_count = 0;          // 0 or more.
   std::span<const FoldTarget>
       targets;  // May be empty: then only the check for finite values is done.
+};
+
+// One run of an average's elements, and the raw values that it is compared with; in device memory,
+// aligned to their elements.
+struct SumRun {
+  const std::byte* average = nullptr;  // float32s.
+  int64_t element_count = 0;           // 0 or more.
+  const std::byte* raw = nullptr;      // Null: there are none.
+  Dtype raw_dtype = Dtype::kFloat32;   // Any float.
 };
 
 // OK, or INTERNAL, BUG: what is no float can only be copied.
@@ -127,6 +137,11 @@ class Device {
   // are moved. REQUIRES: `dtype` is float16 or bfloat16.
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                                     Dtype dtype) = 0;
+
+  // Of all elements of `runs` together, in float64: the same runs give the same bits. NaN and
+  // infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes what is read.
+  // INTERNAL, DEVICE. RESOURCE_EXHAUSTED, MEMORY_BUDGET: no memory for a stream.
+  virtual absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) = 0;
 
   // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
   // memory and the control group's limit.

@@ -47,6 +47,9 @@ class CountingDevice final : public Device {
                                                             Dtype dtype) override {
     return device_->HostView(block, dtype);
   }
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    return device_->SumSquares(runs);
+  }
   int64_t total_memory_bytes() const override { return device_->total_memory_bytes(); }
   Overhead overhead(int64_t block_bytes) const override { return device_->overhead(block_bytes); }
   void Trim() override { device_->Trim(); }

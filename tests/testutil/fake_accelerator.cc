@@ -71,7 +71,13 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
       }
     });
   }
-
+  absl::Status Sum(const SumTable& table) override {
+    return Queue([table] {
+      for (int64_t block = 0; block < table.block_count; ++block) {
+        for (int thread = 0; thread < kSumThreads; ++thread) SumOfThread(table, block, thread);
+      }
+    });
+  }
   absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
                     int64_t element_count) override {
     return Queue([=] {
