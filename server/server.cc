@@ -106,12 +106,16 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                          CheckpointManager::Open(PosixFileSystem(), CheckpointOptions(options)));
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
-    store_options.model.on_commit = [checkpoints = server->checkpoints_.get()](
-                                        const std::shared_ptr<Model>& model,
-                                        const Snapshot& snapshot) {
-      checkpoints->OnCommit(model, snapshot);
-    };
   }
+  if (options.statistics_every_commits > 0) {
+    server->statistics_ = std::make_unique<CommitStatistics>(options.statistics_every_commits);
+  }
+  store_options.model.on_commit =
+      [checkpoints = server->checkpoints_.get(), statistics = server->statistics_.get()](
+          const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+        if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
+        if (statistics != nullptr) statistics->OnCommit(model, snapshot);
+      };
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
 #include "server/core/no_checkpoints.h"
 #include "server/ops/options.h"
@@ -41,6 +42,7 @@ class Server {
   NoCheckpoints no_checkpoints_;
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
+  std::unique_ptr<CommitStatistics> statistics_;    // Null if they are only asked for.
   std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
 };
 

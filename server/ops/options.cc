@@ -158,6 +158,12 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddDuration(app, "--scrub-interval", o.scrub_interval, absl::ZeroDuration(),
               "Read every checkpoint again once in so long, to find bytes that have gone bad. 0: "
               "never");
+  AddCount(
+      app, "--statistics-every-commits", o.statistics_every_commits, 0,
+      "After every so many commits of a model, compute its averages' norms and their distances "
+      "from the raw weights, in the background; holds one version as a reader does. 0: only "
+      "when asked for")
+      ->type_name("N");
   AddCount(app, "--threads", o.thread_count, 0,
            "Threads that serve RPCs. 0: half of the processors, at least 1")
       ->type_name("N");
