@@ -33,7 +33,8 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
 
 // Makes the directory `path` and everything in it, the model's attached files among it, synced; its
 // own name in the parent is not yet, and nothing has been read back (see VerifyCheckpoint()). The
-// weights go from the snapshot's blocks to the file without a copy. Blocks on the disk.
+// weights go from the snapshot's blocks to the file without a copy. Blocks on the disk, and rests
+// while `model` is being pushed (pacer.h).
 // ALREADY_EXISTS: there is something at `path`. NOT_FOUND, TRACK_NOT_FOUND: the model, or the
 // snapshot, has no such track. FAILED_PRECONDITION: the format cannot hold the tensors' names. Else
 // errors of FileSystem and ReadBlocks(). After an error, what is written by then stays there.
