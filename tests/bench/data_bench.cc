@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The data plane and the checkpoints, row by row, each beside its peer, in turns and in one run:
-// machines are noisy, only ratios of neighbours mean anything. Prints one JSON object a line, of which report.py makes
-// the report; tests/bench/run.sh does both.
+// machines are noisy, only ratios of neighbours mean anything. Prints one JSON object a line, of
+// which report.py makes the report; tests/bench/run.sh does both.
 //
 //   data_bench --server build/release/server/ema-server [--row push] [--seconds 5]
 #include <algorithm>

@@ -83,7 +83,8 @@ TEST_F(ConnectionsTest, BadAddressesAreRefused) {
   for (const std::string address : {"unix:relative", "unix:", "unix:/no-such-folder/x"}) {
     RpcServer::Options options;
     options.listen_addresses = {address};
-    EXPECT_NE(RpcServer::Start(store_, checkpoints_, options).status().code(), absl::StatusCode::kOk)
+    EXPECT_NE(RpcServer::Start(store_, checkpoints_, options).status().code(),
+              absl::StatusCode::kOk)
         << address;
   }
   EXPECT_THAT(Client::Create("unix:relative"),
