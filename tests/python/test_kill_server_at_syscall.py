@@ -25,6 +25,8 @@ from system_calls import Point, attach, kill_at, why_no_strace, write_killed_bin
 # Calls by which the disk changes, or what was written becomes durable.
 CHANGES = "fsync fdatasync rename renameat renameat2 unlink unlinkat rmdir mkdir mkdirat ftruncate".split()
 TRACKS = {"ema": "2ba", "raw": "copy"}
+# A client goes on trying for so long when its server has been killed; the tests' end waits for it.
+TIMEOUT_S = 20
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,7 +119,7 @@ def push_4(client: ema_client.Client) -> None:
 
 
 def delete_oldest(client: ema_client.Client) -> None:
-    client.delete_checkpoint("m", client.checkpoints("m")[-1].name)
+    client.delete_checkpoint("m", client.checkpoints("m")[-1].name, timeout_s=TIMEOUT_S)
 
 
 def push_and_await_save(client: ema_client.Client) -> None:
@@ -132,24 +134,36 @@ def push_4_and_5(client: ema_client.Client) -> None:
 
 
 def score_and_push_4(client: ema_client.Client) -> None:
-    client.report_metric("m", 1, 0.5)
+    client.report_metric("m", 1, 0.5, timeout_s=TIMEOUT_S)
     push(client, 4)
 
 
 ACTS = [
-    Act("a save", lambda client: client.create_checkpoint("m"), 4, 15, before=push_4),
+    Act(
+        "a save",
+        lambda client: client.create_checkpoint("m", timeout_s=TIMEOUT_S),
+        4,
+        15,
+        before=push_4,
+    ),
     Act("an automatic save", push_and_await_save, 4, 15, flags=("--save-every-commits", "1")),
-    Act("a rollback", lambda client: client.restore("m", version=2), 2, 15, before=push_4),
+    Act(
+        "a rollback",
+        lambda client: client.restore("m", version=2, timeout_s=TIMEOUT_S),
+        2,
+        15,
+        before=push_4,
+    ),
     Act(
         "a rollback in memory",
-        lambda client: client.restore("m", version=4),
+        lambda client: client.restore("m", version=4, timeout_s=TIMEOUT_S),
         4,
         15,
         before=push_4_and_5,
     ),
     Act(
         "a label",
-        lambda client: client.set_label("m", "stable", version=1),
+        lambda client: client.set_label("m", "stable", version=1, timeout_s=TIMEOUT_S),
         3,
         4,
         labels={"stable": 1},
@@ -157,7 +171,7 @@ ACTS = [
     # What had the label is removed.
     Act(
         "a better score",
-        lambda client: client.report_metric("m", 4, 0.7),
+        lambda client: client.report_metric("m", 4, 0.7, timeout_s=TIMEOUT_S),
         4,
         18,
         before=score_and_push_4,
@@ -172,7 +186,7 @@ def is_answered(server: ServerProcess, act: Callable[[ema_client.Client], object
     """Whether `act` was answered with OK; False: the server was gone before."""
 
     def call() -> None:
-        with ema_client.Client(server.address, timeout_s=20) as client:
+        with ema_client.Client(server.address, timeout_s=TIMEOUT_S) as client:
             act(client)
 
     pool = concurrent.futures.ThreadPoolExecutor(1)
