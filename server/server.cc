@@ -48,23 +48,41 @@ int64_t PushStreamBytes(const ServerOptions& options) {
 
 // What the process can use at most. Models, and what is cast for readers, reserve their part before
 // they use it.
-void LogMemoryFormula(const ServerOptions& options, int64_t model_bytes) {
+void LogMemoryFormula(const ServerOptions& options, const Device& device, int64_t model_bytes) {
   // A chunk that is being made, one that is being sent, and gRPC's buffers.
   constexpr int64_t kPullBytes = int64_t{4} << 20;
   constexpr int64_t kLaneBytes = 2 * SharedRing::kBytes;
+  const Device::Overhead overhead = device.overhead(options.block_bytes);
+  const int64_t push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
+  const int64_t pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
+  const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
+  const int64_t kept_bytes = Server::kKeptHeapBytes + overhead.kept_host_bytes;
   const int64_t base_bytes = ResidentBytes();
   const int64_t lanes =
       options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
   const int64_t total_bytes =
-      base_bytes + model_bytes + options.max_push_streams * PushStreamBytes(options) +
-      options.max_pull_streams * kPullBytes + lanes * kLaneBytes + Server::kKeptHeapBytes;
-  LogInfo(absl::StrCat("memory: at most ", total_bytes, " bytes = ", base_bytes, " now + ",
-                       model_bytes, " for models + ", options.max_push_streams, " push streams x ",
-                       PushStreamBytes(options), " + ", options.max_pull_streams,
-                       " pull streams x ", kPullBytes, " + ", lanes, " lanes x ", kLaneBytes, " + ",
-                       Server::kKeptHeapBytes,
-                       " of freed buffers; a model takes its tracks' bytes x (2 + "
-                       "max_pinned_versions)"));
+      base_bytes + host_model_bytes + options.max_push_streams * push_bytes +
+      options.max_pull_streams * pull_bytes + lanes * kLaneBytes + kept_bytes;
+  LogInfo(absl::StrCat(
+      "memory: at most ", total_bytes, " bytes = ", base_bytes, " now + ", host_model_bytes,
+      " for models + ", options.max_push_streams, " push streams x ", push_bytes, " + ",
+      options.max_pull_streams, " pull streams x ", pull_bytes, " + ", lanes, " lanes x ",
+      kLaneBytes, " + ", kept_bytes,
+      " of freed buffers; a model takes its tracks' bytes x (2 + max_pinned_versions)"));
+  if (device.is_host()) return;
+  LogInfo(absl::StrCat("memory of ", device.name(), ": at most ",
+                       model_bytes + options.max_push_streams * overhead.bytes_per_stream,
+                       " bytes = ", model_bytes, " for models + ", options.max_push_streams,
+                       " push streams x ", overhead.bytes_per_stream));
+}
+
+// What `--memory-bytes` is if nobody says it.
+int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
+  const int64_t total_bytes = device.total_memory_bytes();
+  const int64_t stream_bytes = device.is_host()
+                                   ? PushStreamBytes(options)
+                                   : device.overhead(options.block_bytes).bytes_per_stream;
+  return (total_bytes - std::min(options.max_push_streams * stream_bytes, total_bytes / 2)) / 5 * 4;
 }
 
 }  // namespace
@@ -77,11 +95,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
                        MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
   ModelStore::Options store_options;
-  const int64_t total_bytes = device->total_memory_bytes();
-  const int64_t window_bytes = options.max_push_streams * PushStreamBytes(options);
   store_options.memory_bytes =
-      options.memory_bytes > 0 ? options.memory_bytes
-                               : (total_bytes - std::min(window_bytes, total_bytes / 2)) / 5 * 4;
+      options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);
   store_options.max_models = options.max_models;
   store_options.model.block_bytes = options.block_bytes;
   store_options.model.incarnation = IncarnationWithoutStore(begin);
@@ -91,12 +106,16 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                          CheckpointManager::Open(PosixFileSystem(), CheckpointOptions(options)));
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
-    store_options.model.on_commit = [checkpoints = server->checkpoints_.get()](
-                                        const std::shared_ptr<Model>& model,
-                                        const Snapshot& snapshot) {
-      checkpoints->OnCommit(model, snapshot);
-    };
   }
+  if (options.statistics_every_commits > 0) {
+    server->statistics_ = std::make_unique<CommitStatistics>(options.statistics_every_commits);
+  }
+  store_options.model.on_commit =
+      [checkpoints = server->checkpoints_.get(), statistics = server->statistics_.get()](
+          const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+        if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
+        if (statistics != nullptr) statistics->OnCommit(model, snapshot);
+      };
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
@@ -121,10 +140,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   Checkpoints* checkpoints = &server->no_checkpoints_;
   if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
   EMA_ASSIGN_OR_RETURN(server->rpc_, RpcServer::Start(server->store_, checkpoints, rpc_options));
-  LogMemoryFormula(options, store_options.memory_bytes);
-  LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(),
-                       ", incarnation ", store_options.model.incarnation, ", ready after ",
-                       absl::FormatDuration(absl::Now() - begin)));
+  LogMemoryFormula(options, *device, store_options.memory_bytes);
+  LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(), " (",
+                       DescribeGpus(), "), incarnation ", store_options.model.incarnation,
+                       ", ready after ", absl::FormatDuration(absl::Now() - begin)));
   if (!options.port_file.empty()) {
     EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
   }
@@ -139,7 +158,9 @@ absl::Status Server::Drain() {
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
   store_->Close();
   rpc_->Shutdown(deadline);
-  return result;
+  // What broke the device says more than what came of it.
+  const absl::Status device = store_->device().health();
+  return device.ok() ? result : device;
 }
 
 }  // namespace ema

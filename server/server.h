@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
 #include "server/core/no_checkpoints.h"
 #include "server/ops/options.h"
@@ -30,8 +31,8 @@ class Server {
 
   // Health turns NOT_SERVING; sessions that are open may commit, for at most the drain grace; then
   // every model's newest version is saved (if there is a data directory) and running pulls get what
-  // is left of the grace. Blocks. The first error of a save, which the process should exit with;
-  // all else is done all the same.
+  // is left of the grace. Blocks. What has broken the device, or else the first error of a save,
+  // which the process should exit with; all else is done all the same.
   absl::Status Drain();
 
  private:
@@ -41,6 +42,7 @@ class Server {
   NoCheckpoints no_checkpoints_;
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
+  std::unique_ptr<CommitStatistics> statistics_;    // Null if they are only asked for.
   std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
 };
 

@@ -9,6 +9,7 @@
 #          analysis of clang, clang-tidy, and the checks of format and types
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
+source tests/tools/checks.sh
 
 all=false
 case ${1-} in
@@ -17,33 +18,8 @@ case ${1-} in
   *) fail "unknown option $1; see the top of $0" ;;
 esac
 
-
 lock tests
-results=build/tests
-rm -rf "$results"
-mkdir -p "$results"
-
-record() { printf '%s\t%s\n' "$1" "$2" >>"$results/checks.tsv"; }
-
-# check NAME COMMAND...: a check that counts as one test.
-check() {
-  local name=$1
-  shift
-  if step "$name" "$results/${name// /-}.log" "$@"; then
-    record passed "$name"
-  else
-    record failed "$name"
-    return 1
-  fi
-}
-
-# report NAME COMMAND...: tests that count themselves, in the JUnit report NAME.xml.
-report() {
-  local name=$1
-  shift
-  step "$name tests" "$results/$name.log" "$@"
-  [[ -f $results/$name.xml ]] || record failed "$name tests wrote no report"
-}
+new_results build/tests
 
 # ctest_report NAME PRESET OPTION...
 ctest_report() {

@@ -155,6 +155,19 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status Statistics(const Session& session, const StatisticsOptions& options) {
+  EMA_ASSIGN_OR_RETURN(
+      const Version version,
+      session.client->GetStatistics(options.model, options.request, session.disk_timeout()));
+  if (session.json) {
+    PrintJson(ToJson(version));
+  } else {
+    Print(absl::StrCat("version ", version.number, ", step ", version.step, "\n\n",
+                       StatisticsTable(version.statistics)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Synthesize(const Session& session, const SynthesizeOptions& options) {
   EMA_ASSIGN_OR_RETURN(
       const Client::SynthesizeResult result,

@@ -24,7 +24,7 @@ struct Session {
   bool has_timeout = false;  // The user gave one.
   // As Client::Options::is_interrupted, for work that is not the client's.
   std::function<bool()> is_interrupted;
-  // Of calls that wait for the server's disk.
+  // Of calls that wait for the server's disk, or read a whole version.
   absl::Duration disk_timeout() const { return has_timeout ? timeout : absl::Minutes(10); }
 };
 
@@ -62,6 +62,12 @@ struct PullOptions {
   std::string file;
 };
 absl::Status Pull(const Session& session, const PullOptions& options);
+
+struct StatisticsOptions {
+  std::string model;
+  Client::StatisticsOptions request;
+};
+absl::Status Statistics(const Session& session, const StatisticsOptions& options);
 
 struct SynthesizeOptions {
   std::string model;

@@ -84,6 +84,7 @@ struct Options {
   ema::cli::UpdateOptions update;
   ema::cli::WatchOptions watch;
   ema::cli::PullOptions pull;
+  ema::cli::StatisticsOptions statistics;
   ema::cli::SynthesizeOptions synthesize;
   std::string pull_version;
   ema::cli::CheckpointOptions checkpoint;
@@ -309,6 +310,17 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = add("versions", "List a model's versions",
             [&](const Session& session) { return ema::cli::Versions(session, options.model); });
   add_model(sub, options.model);
+
+  sub = add(
+      "statistics", "Show the norms of a version's averages and their distances from the weights",
+      [&](const Session& session) { return ema::cli::Statistics(session, options.statistics); });
+  add_model(sub, options.statistics.model);
+  sub->add_option("--version", options.statistics.request.id.version,
+                  "Version (default: the newest)")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--track", options.statistics.request.tracks,
+                  "Only this track, repeatable (default: all that average a tensor)")
+      ->take_all();
 
   sub = add("watch", "Print every commit as it happens",
             [&](const Session& session) { return ema::cli::Watch(session, options.watch); });

@@ -95,6 +95,13 @@ void PrintJson(const Json& json) { Print(Dump(json, 2)); }
 Json ToJson(const Version& version) {
   Json tracks = Json::array();
   for (const TrackVersion& track : version.tracks) tracks.push_back(ToJson(track));
+  Json statistics = Json::array();
+  for (const TrackStatistics& track : version.statistics) {
+    statistics.push_back(
+        {{"track", track.track},
+         {"norm", track.norm},
+         {"distance", track.distance.has_value() ? Json(*track.distance) : Json()}});
+  }
   return {{"incarnation", version.incarnation},
           {"version", version.number},
           {"step", version.step},
@@ -106,7 +113,8 @@ Json ToJson(const Version& version) {
           {"skipped_tensor_count", version.skipped_tensor_count},
           {"skipped_tensors", version.skipped_tensors},
           {"restored_from",
-           version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()}};
+           version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()},
+          {"statistics", std::move(statistics)}};
 }
 
 Json ToJson(const Client::CheckpointInfo& checkpoint) {
@@ -226,6 +234,15 @@ std::string DescribeVersion(const Version& version) {
                           ? absl::StrCat("rolled back to version ", version.restored_from->version)
                           : absl::StrCat("updated ", DescribeUpdates(version)),
                       "\n");
+}
+
+std::string StatisticsTable(const std::vector<TrackStatistics>& statistics) {
+  Table table({"TRACK", "NORM", "DISTANCE"});
+  for (const TrackStatistics& track : statistics) {
+    table.Add({track.track, absl::StrCat(track.norm),
+               track.distance.has_value() ? absl::StrCat(*track.distance) : "-"});
+  }
+  return table.ToString();
 }
 
 std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints) {

@@ -45,6 +45,7 @@ std::string DescribeUpdates(const Version& version);
 std::string DescribeModel(const ModelInfo& model);
 std::string ModelTable(const std::vector<ModelInfo>& models);
 std::string VersionTable(const std::vector<Client::ListedVersion>& versions);
+std::string StatisticsTable(const std::vector<TrackStatistics>& statistics);
 std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints);
 std::string LabelTable(const std::vector<Client::Label>& labels);
 std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint);

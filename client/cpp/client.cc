@@ -166,6 +166,20 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
   }
 }
 
+absl::StatusOr<Version> Client::GetStatistics(std::string_view model,
+                                              const StatisticsOptions& options,
+                                              absl::Duration timeout) {
+  v1::GetStatisticsRequest request;
+  request.set_model(std::string(model));
+  request.set_version(options.id.version);
+  request.set_incarnation(options.id.incarnation);
+  for (const std::string& track : options.tracks) request.add_tracks(track);
+  v1::GetStatisticsResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetStatistics, request, &response, timeout));
+  return FromProto(response.version());
+}
+
 absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view model,
                                                             const SynthesizeOptions& options,
                                                             absl::Duration timeout) {

@@ -114,6 +114,9 @@ Version FromProto(const v1::VersionRecord& proto) {
   if (proto.has_restored_from()) {
     version.restored_from = {proto.restored_from().version(), proto.restored_from().incarnation()};
   }
+  for (const v1::TrackStatistics& track : proto.statistics()) {
+    version.statistics.push_back(ema::FromProto(track));
+  }
   return version;
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ema::dep_torch: the CPU half of LibTorch, from the `torch` wheel of the virtual environment, so
-# that the server runs the very code that the trainers run. The wheel's own find_package(Torch)
+# that the server runs the very code that the trainers run. ema::dep_torch_cuda: of the other half
+# memory and streams, and the CUDA runtime that they use, which works without a driver. The wheel's own find_package(Torch)
 # needs a CUDA toolkit, and a newer CMake with it.
 include_guard()
 
@@ -30,4 +31,14 @@ add_library(ema::dep_torch INTERFACE IMPORTED)
 target_link_libraries(ema::dep_torch INTERFACE ema::torch_cpu ema::c10)
 # Last in the search order: the wheel carries old fmt and protobuf headers, which must not win.
 target_compile_options(ema::dep_torch INTERFACE "SHELL:-idirafter ${torch_dir}/include")
+set(cudart ${torch_dir}/../nvidia/cu13/lib/libcudart.so.13)
+if(EXISTS ${cudart} AND EXISTS ${torch_dir}/lib/libc10_cuda.so)
+  foreach(path IN ITEMS ${cudart} ${torch_dir}/lib/libc10_cuda.so)
+    get_filename_component(name ${path} NAME_WE)
+    add_library(ema::${name} SHARED IMPORTED)
+    set_target_properties(ema::${name} PROPERTIES IMPORTED_LOCATION ${path})
+  endforeach()
+  add_library(ema::dep_torch_cuda INTERFACE IMPORTED)
+  target_link_libraries(ema::dep_torch_cuda INTERFACE ema::libc10_cuda ema::libcudart)
+endif()
 # The program needs no run path to the nvidia packages of the wheel: libtorch_cpu.so has its own.

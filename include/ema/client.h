@@ -23,6 +23,7 @@
 #include "ema/schedule.h"
 #include "ema/selection.h"
 #include "ema/shard.h"
+#include "ema/statistics.h"
 #include "ema/time.h"
 #include "ema/track.h"
 #include "ema/version_id.h"
@@ -56,6 +57,8 @@ struct Version {
   std::vector<std::string> skipped_tensors;
   WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
   std::optional<VersionId> restored_from;       // Not a push made it, but a rollback to this one.
+  // In what ListVersions(), Watch() and ModelInfo::latest give: those that have been computed.
+  std::vector<TrackStatistics> statistics;
 };
 
 struct ModelInfo {
@@ -246,6 +249,24 @@ class Client {
   absl::StatusOr<std::vector<ListedVersion>> ListVersions(
       std::string_view model, int64_t after_version = 0,
       absl::Duration timeout = absl::ZeroDuration());
+
+  struct StatisticsOptions {
+    VersionId id;                     // All zero: the newest. Incarnation 0: whichever is kept.
+    std::vector<std::string> tracks;  // Empty: all that average a tensor.
+  };
+  // The record of a version with the statistics that are asked for, in that order. Computed by the
+  // first call for a track, which may take as long as reading it in the server's memory twice, then
+  // kept with the record. NOT_FOUND: MODEL_NOT_FOUND, TRACK_NOT_FOUND. INVALID_ARGUMENT: a track
+  // averages no tensor. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT, also of
+  // one that is only on the disk; VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS.
+  absl::StatusOr<Version> GetStatistics(std::string_view model, const StatisticsOptions& options,
+                                        absl::Duration timeout = absl::Minutes(10));
+  // Of the newest version, all tracks.
+  absl::StatusOr<Version> GetStatistics(std::string_view model,
+                                        absl::Duration timeout = absl::Minutes(10)) {
+    return GetStatistics(model, StatisticsOptions(), timeout);
+  }
+
   // --- Versions on the server's disk. All calls: FAILED_PRECONDITION, NO_DATA_DIR, where the
   // server has none, and NOT_FOUND, MODEL_NOT_FOUND. Those that may write or read a model's bytes
   // have a time-out of their own. ---

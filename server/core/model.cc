@@ -556,7 +556,7 @@ SnapshotRef Model::NewestAfterDrain() const {
 std::optional<VersionRecord> Model::latest() const {
   absl::MutexLock lock(&mu_);
   if (current_ == nullptr) return std::nullopt;
-  return current_->record;
+  return records_.back();  // With its statistics.
 }
 
 int64_t Model::run_epoch() const {

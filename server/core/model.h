@@ -22,6 +22,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
 #include "ema/time.h"
@@ -237,6 +238,16 @@ class Model : public std::enable_shared_from_this<Model> {
   std::optional<TrainingTime> kept_time() const ABSL_LOCKS_EXCLUDED(mu_);
   void SetKeptTime(const TrainingTime& time) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // The record of a version (all zero: the newest), with the statistics of these of its tracks, in
+  // that order; none given: of all that average a tensor. The device computes them from the values
+  // in memory, then the record has them for as long as it is there. Pins the version meanwhile, and
+  // blocks for as long as it takes to read it. Errors as PinVersion(). NOT_FOUND, TRACK_NOT_FOUND.
+  // FAILED_PRECONDITION, NO_VERSION: a track has no value in that version. INVALID_ARGUMENT,
+  // BAD_REQUEST: a track averages nothing. RESOURCE_EXHAUSTED or INTERNAL: as Device::SumSquares().
+  absl::StatusOr<VersionRecord> Statistics(const VersionId& id,
+                                           absl::Span<const std::string> tracks)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
   // --- Synthesized averages ---
 
   // What AddSynthesized() needs of a track: one version's memory is reserved. REQUIRES:
@@ -321,6 +332,22 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // The end: it is not remembered.
+  std::deque<VersionRecord>::const_iterator FindRecordLocked(const VersionId& id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // A track of a version. NOT_FOUND, TRACK_NOT_FOUND: the model has not even one without a value.
+  // FAILED_PRECONDITION, NO_VERSION.
+  absl::StatusOr<const TrackSnapshot*> FindTrack(const Snapshot& version,
+                                                 std::string_view name) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Those that Statistics() is about.
+  absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
+      const Snapshot& version, absl::Span<const std::string> names) const ABSL_LOCKS_EXCLUDED(mu_);
+  // With the record of a version, if that is remembered.
+  std::optional<TrackStatistics> FindStatistics(const VersionId& id, std::string_view track) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void KeepStatistics(const VersionId& id, const TrackStatistics& statistics)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // The one of that selection that somebody holds and `is_it`; null: there is none.
   std::shared_ptr<Reading> FindReadingLocked(const Selection& selection,
                                              absl::FunctionRef<bool(const Reading&)> is_it)

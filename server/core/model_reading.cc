@@ -37,19 +37,26 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
     const TrackSnapshot& only = synthesized->tracks[0];
     return ShareReading(std::move(synthesized), only, std::move(selection));
   }
-  const absl::Status known = CheckTrack(track);
   absl::StatusOr<SnapshotRef> snapshot = PinVersion(version, incarnation);
-  const TrackSnapshot* const found = snapshot.ok() ? (*snapshot)->Find(track) : nullptr;
-  // A track that was removed is still in the versions that have it.
-  if (GetErrorReason(snapshot.status()) == ErrorReason::kVersionNotKept) return snapshot.status();
-  if (found == nullptr) EMA_RETURN_IF_ERROR(known);
-  EMA_RETURN_IF_ERROR(snapshot.status());
-  if (found == nullptr) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
-                     absl::StrCat("track \"", std::string(track), "\" has no value in version ",
-                                  (*snapshot)->record.version, " yet"));
+  if (!snapshot.ok()) {
+    // A version elsewhere may have the track.
+    if (GetErrorReason(snapshot.status()) != ErrorReason::kVersionNotKept) {
+      EMA_RETURN_IF_ERROR(CheckTrack(track));
+    }
+    return snapshot.status();
   }
+  EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const found, FindTrack(**snapshot, track));
   return ShareReading(*std::move(snapshot), *found, std::move(selection));
+}
+
+absl::StatusOr<const TrackSnapshot*> Model::FindTrack(const Snapshot& version,
+                                                      std::string_view name) const {
+  // A track that was removed is still in the versions that have it.
+  if (const TrackSnapshot* const found = version.Find(name)) return found;
+  EMA_RETURN_IF_ERROR(CheckTrack(name));
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+                   absl::StrCat("track \"", std::string(name), "\" has no value in version ",
+                                version.record.version, " yet"));
 }
 
 absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
@@ -110,11 +117,15 @@ absl::StatusOr<std::optional<VersionRecord>> Model::NewestOf(std::string_view tr
 
 bool Model::RemembersVersion(int64_t version, int64_t incarnation) const {
   absl::MutexLock lock(&mu_);
+  return FindRecordLocked({version, incarnation}) != records_.end();
+}
+
+std::deque<VersionRecord>::const_iterator Model::FindRecordLocked(const VersionId& id) const {
   // By ascending version.
   const auto it = std::partition_point(
       records_.begin(), records_.end(),
-      [version](const VersionRecord& record) { return record.version < version; });
-  return it != records_.end() && it->version == version && it->incarnation == incarnation;
+      [&id](const VersionRecord& record) { return record.version < id.version; });
+  return it != records_.end() && it->id() == id ? it : records_.end();
 }
 
 }  // namespace ema

@@ -183,33 +183,43 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
   const int64_t length = std::min(kChunkBytes, total_bytes() - start);
   std::shared_ptr<std::byte[]> bytes(new std::byte[length]);
   std::byte* to = bytes.get();  // Behind what has been filled.
-  EMA_RETURN_IF_ERROR(VisitRuns(runs, [&](const Run& run, std::span<const std::byte> piece) {
+  const auto take = [&](const Run& run, std::span<const std::byte> piece, Dtype dtype) {
     std::byte* const run_begin = bytes.get() + run.offset - start;
     if (to < run_begin) {
       std::memset(to, 0, run_begin - to);
       to = run_begin;
     }
-    const int64_t count = static_cast<int64_t>(piece.size()) / DtypeSize(run.stored_dtype);
-    if (run.stored_dtype == run.dtype) {
+    const int64_t count = static_cast<int64_t>(piece.size()) / DtypeSize(dtype);
+    if (dtype == run.dtype) {
       std::memcpy(to, piece.data(), piece.size());
     } else {
-      CastOnCpu(run.stored_dtype, piece.data(), run.dtype, to, count);
+      CastOnCpu(dtype, piece.data(), run.dtype, to, count);
     }
     to += count * DtypeSize(run.dtype);
-  }));
+  };
+  EMA_RETURN_IF_ERROR(VisitRuns(runs, take));
   std::memset(to, 0, bytes.get() + length - to);
   return std::shared_ptr<const std::byte>(bytes, bytes.get());
 }
 
-absl::Status Reading::VisitRuns(
-    absl::Span<const Run> runs,
-    absl::FunctionRef<void(const Run&, std::span<const std::byte>)> visit) const {
+absl::StatusOr<std::vector<HostPiece>> Reading::CastOnDevice(const Run& run) const {
+  if (device_.is_host() || run.stored_dtype != Dtype::kFloat32 || DtypeSize(run.dtype) != 2) {
+    return std::vector<HostPiece>();
+  }
+  return ReadBlocksCast(device_, *track_.track, track_.blocks, run.stored_offset,
+                        run.stored_bytes(), run.dtype);
+}
+
+absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const {
   if (!is_stored()) {
     for (const Run& run : runs) {
+      EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> cast, CastOnDevice(run));
+      for (const HostPiece& piece : cast) visit(run, piece.bytes, run.dtype);
+      if (!cast.empty()) continue;
       // No element straddles two blocks.
       EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
                            ReadTrack(device_, track_, run.stored_offset, run.stored_bytes()));
-      for (const HostPiece& piece : pieces) visit(run, piece.bytes);
+      for (const HostPiece& piece : pieces) visit(run, piece.bytes, run.stored_dtype);
     }
     return absl::OkStatus();
   }
@@ -232,7 +242,8 @@ absl::Status Reading::VisitRuns(
       gathered.insert(gathered.end(), piece.bytes.begin(), piece.bytes.end());
     }
     for (const Run& run : runs.first(run_count)) {
-      visit(run, std::span(gathered).subspan(run.stored_offset - begin, run.stored_bytes()));
+      visit(run, std::span(gathered).subspan(run.stored_offset - begin, run.stored_bytes()),
+            run.stored_dtype);
     }
     runs.remove_prefix(run_count);
   }

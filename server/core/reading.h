@@ -118,10 +118,13 @@ class Reading {
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
-  // Tells of the stored bytes of each run, in order, in pieces that cut no element.
-  absl::Status VisitRuns(
-      absl::Span<const Run> runs,
-      absl::FunctionRef<void(const Run&, std::span<const std::byte>)> visit) const;
+  // Tells of the elements of each run, in order, in pieces that cut none: as they are stored, or
+  // cast already; `dtype` says which.
+  using RunVisitor =
+      absl::FunctionRef<void(const Run&, std::span<const std::byte> bytes, Dtype dtype)>;
+  absl::Status VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const;
+  // The elements of a run that a GPU has cast; empty: it is not to do that.
+  absl::StatusOr<std::vector<HostPiece>> CastOnDevice(const Run& run) const;
 
   const SnapshotRef snapshot_;
   const TrackSnapshot& track_;

@@ -38,6 +38,26 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
   return pieces;
 }
 
+absl::StatusOr<std::vector<HostPiece>> ReadBlocksCast(Device& device, const Track& track,
+                                                      const Blocks& blocks, int64_t offset,
+                                                      int64_t length_bytes, Dtype dtype) {
+  const int64_t ratio = DtypeSize(Dtype::kFloat32) / DtypeSize(dtype);
+  std::vector<HostPiece> pieces;
+  while (length_bytes > 0) {
+    const int64_t index = track.FindBlock(offset);
+    if (!track.has_only_float32(index)) return std::vector<HostPiece>();
+    const int64_t in_block = offset - track.block_start(index);
+    const int64_t n = std::min(length_bytes, track.block_size(index) - in_block);
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view,
+                         device.HostView(blocks[index], dtype));
+    const std::span<const std::byte> bytes(view.get() + in_block / ratio, n / ratio);
+    pieces.push_back({std::move(view), bytes});
+    offset += n;
+    length_bytes -= n;
+  }
+  return pieces;
+}
+
 absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,
                                                  int64_t offset, int64_t length_bytes) {
   return track.stored != nullptr

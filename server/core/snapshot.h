@@ -81,6 +81,13 @@ absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& t
                                                   const Blocks& blocks, int64_t offset,
                                                   int64_t length_bytes);
 
+// The same of float32s, each cast to `dtype` by the device, which is not the host's memory; in
+// blocks that are not float32s all through nothing is, and the result is empty. REQUIRES: `dtype`
+// is float16 or bfloat16, and no element is cut.
+absl::StatusOr<std::vector<HostPiece>> ReadBlocksCast(Device& device, const Track& track,
+                                                      const Blocks& blocks, int64_t offset,
+                                                      int64_t length_bytes, Dtype dtype);
+
 // The same of a track at one version, wherever its bytes are. Of a stored one: blocks on the disk,
 // and the errors of StoredTrack::Read().
 absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,

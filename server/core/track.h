@@ -35,6 +35,7 @@ class Track {
         schedule_indices_(ScheduleIndicesOf(config_, manifest)),
         layout_(manifest, actions_),
         block_starts_(CutIntoBlocks(layout_, block_bytes)),
+        has_only_float32_(FindFloat32()),
         reservation_(std::move(reservation)) {}
 
   // The same track with other schedules, or paused. REQUIRES: the same tensors in the same form.
@@ -60,6 +61,8 @@ class Track {
   // In the track's bytes; `i` == block_count() gives their end.
   int64_t block_start(int64_t i) const { return block_starts_[i]; }
   int64_t block_size(int64_t i) const { return block_starts_[i + 1] - block_starts_[i]; }
+  // Every element of it, and between them, is a float32.
+  bool has_only_float32(int64_t i) const { return has_only_float32_[i]; }
   // The block that holds `byte` of the track's bytes. REQUIRES: there is one.
   int64_t FindBlock(int64_t byte) const {
     return std::upper_bound(block_starts_.begin(), block_starts_.end(), byte) -
@@ -88,13 +91,24 @@ class Track {
     return starts;
   }
 
+  std::vector<bool> FindFloat32() const {
+    std::vector<bool> found(block_count(), true);
+    for (const StorageLayout::Entry& entry : layout_.entries()) {
+      if (entry.length_bytes == 0 || entry.dtype == Dtype::kFloat32) continue;
+      const int64_t last = FindBlock(entry.offset + entry.length_bytes - 1);
+      for (int64_t i = FindBlock(entry.offset); i <= last; ++i) found[i] = false;
+    }
+    return found;
+  }
+
   int64_t id_;
   TrackConfig config_;
   std::string config_text_;
   std::vector<TensorAction> actions_;
   std::vector<int> schedule_indices_;
   StorageLayout layout_;
-  std::vector<int64_t> block_starts_;  // And the end.
+  std::vector<int64_t> block_starts_;   // And the end.
+  std::vector<bool> has_only_float32_;  // By block.
   std::shared_ptr<const MemoryBudget::Reservation> reservation_;
 };
 using TrackRef = std::shared_ptr<const Track>;

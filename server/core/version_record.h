@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "ema/statistics.h"
 #include "ema/tensor_spec.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
@@ -44,6 +45,8 @@ struct VersionRecord {
   WireDtype wire_dtype = WireDtype::kAsPushed;
   // Not a push made it, but a rollback to this version.
   std::optional<VersionId> restored_from;
+  // Of some tracks, in any order.
+  std::vector<TrackStatistics> statistics;
 
   VersionId id() const { return {version, incarnation}; }
 };

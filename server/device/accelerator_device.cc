@@ -17,6 +17,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/device/fold_batch.h"
+#include "server/device/sum_queue.h"
 
 namespace ema {
 namespace {
@@ -262,32 +263,48 @@ class AcceleratorStream : public DeviceStream {
 class HostCopies {
  public:
   HostCopies(std::shared_ptr<Shared> shared, int64_t kept_bytes)
-      : shared_(std::move(shared)), kept_bytes_(kept_bytes) {}
+      : shared_(std::move(shared)),
+        kept_bytes_(kept_bytes),
+        pinned_([accelerator = shared_->accelerator](
+                    int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
+                kept_bytes) {}
 
-  absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block)
+  // kNoFloat: as it is; else of float32s, cast.
+  absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
   void Clear() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   struct Copy {
     absl::Mutex mu;  // Held while it is made: others wait for it.
-    std::unique_ptr<Memory> memory ABSL_GUARDED_BY(mu);
+    std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
   };
   struct Entry {
     std::weak_ptr<const Block> block;
+    SourceFormat format = SourceFormat::kNoFloat;
     std::shared_ptr<Copy> copy;
     int64_t size_bytes = 0;
   };
 
-  absl::Status Fill(const Block& block, Copy& copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
+  // Of the copy of a block.
+  static int64_t SizeBytes(const Block& block, SourceFormat format) {
+    return format == SourceFormat::kNoFloat ? block.size_bytes() : block.size_bytes() / 2;
+  }
+  absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
+  absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
 
   const std::shared_ptr<Shared> shared_;
   const int64_t kept_bytes_;
+  // Copies of one version after another use the same memory: pinning it costs more than the copy,
+  // and freeing it waits for the whole device.
+  BlockPool pinned_;
   absl::Mutex mu_;
   std::list<Entry> entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
 };
 
-absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef& block) {
+absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef& block,
+                                                                 SourceFormat format) {
   std::shared_ptr<Copy> copy;
   std::list<Entry> dropped;  // Freed without the lock.
   {
@@ -295,7 +312,8 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
     int64_t idle_bytes = 0;
     for (auto it = entries_.begin(); it != entries_.end();) {
       const auto entry = it++;
-      if (!entry->block.owner_before(block) && !block.owner_before(entry->block)) {
+      if (entry->format == format && !entry->block.owner_before(block) &&
+          !block.owner_before(entry->block)) {
         copy = entry->copy;
         entries_.splice(entries_.begin(), entries_, entry);
         continue;
@@ -309,20 +327,22 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
     }
     if (copy == nullptr) {
       copy = std::make_shared<Copy>();
-      entries_.push_front({block, copy, block->size_bytes()});
+      entries_.push_front({block, format, copy, SizeBytes(*block, format)});
     }
   }
   absl::MutexLock lock(&copy->mu);
-  if (copy->memory == nullptr) EMA_RETURN_IF_ERROR(Fill(*block, *copy));
+  if (copy->memory == nullptr) EMA_RETURN_IF_ERROR(Fill(*block, format, *copy));
   return std::shared_ptr<const std::byte>(copy, copy->memory->data());
 }
 
-absl::Status HostCopies::Fill(const Block& block, Copy& copy) {
+absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& copy) {
   EMA_RETURN_IF_ERROR(shared_->health.status());
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Memory> memory,
-                       shared_->accelerator->AllocatePinned(block.size_bytes()));
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> memory, pinned_.Allocate(SizeBytes(block, format)));
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
-  absl::Status status = feed->queue->CopyToHost(memory->data(), block.data(), block.size_bytes());
+  absl::Status status =
+      format == SourceFormat::kNoFloat
+          ? feed->queue->CopyToHost(memory->data(), block.data(), block.size_bytes())
+          : QueueCast(block, format, memory->data(), *feed);
   if (status.ok()) status = feed->queue->Mark(0);
   if (status.ok()) status = feed->queue->Wait(0);
   EMA_RETURN_IF_ERROR(shared_->health.Check(status));
@@ -331,10 +351,27 @@ absl::Status HostCopies::Fill(const Block& block, Copy& copy) {
   return absl::OkStatus();
 }
 
+// By way of the feed's memory. Each piece waits in the queue for the one before.
+absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std::byte* host,
+                                   Feed& feed) {
+  std::byte* const narrow = feed.slabs[0].device->data();
+  const int64_t piece_elements = shared_->options.slab_bytes / 2;
+  const int64_t element_count = block.size_bytes() / 4;
+  for (int64_t done = 0; done < element_count; done += piece_elements) {
+    const int64_t count = std::min(piece_elements, element_count - done);
+    EMA_RETURN_IF_ERROR(feed.queue->Cast(format, block.data() + 4 * done, narrow, count));
+    EMA_RETURN_IF_ERROR(feed.queue->CopyToHost(host + 2 * done, narrow, 2 * count));
+  }
+  return absl::OkStatus();
+}
+
 void HostCopies::Clear() {
-  std::list<Entry> dropped;
-  absl::MutexLock lock(&mu_);
-  dropped.swap(entries_);
+  {
+    std::list<Entry> dropped;
+    absl::MutexLock lock(&mu_);
+    dropped.swap(entries_);
+  }
+  pinned_.Trim();
 }
 
 class AcceleratorDevice : public Device {
@@ -364,9 +401,33 @@ class AcceleratorDevice : public Device {
   bool is_host() const override { return false; }
 
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return host_copies_.Get(block);
+    return host_copies_.Get(block, SourceFormat::kNoFloat);
+  }
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
+                                                            Dtype dtype) override {
+    return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
+  }
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
+    const auto memory = [&](const Feed::Slab& slab) {
+      return SumMemory{slab.host->data(), slab.device->data(), shared_->options.slab_bytes};
+    };
+    const absl::StatusOr<SquareSums> sums =
+        SumOnQueue(*feed->queue, runs, memory(feed->slabs[0]), memory(feed->slabs[1]));
+    EMA_RETURN_IF_ERROR(shared_->health.Check(sums.status()));
+    shared_->GiveBack(std::move(feed));
+    return sums;
   }
   int64_t total_memory_bytes() const override { return shared_->accelerator->total_memory_bytes(); }
+  Overhead overhead(int64_t block_bytes) const override {
+    const AcceleratorOptions& options = shared_->options;
+    const int64_t slabs_bytes = Queue::kSlots * options.slab_bytes;
+    return {.bytes_per_stream = slabs_bytes,
+            .host_bytes_per_stream = slabs_bytes,
+            .host_bytes_per_reader = block_bytes,
+            // Copies that nobody reads, and memory of those that have gone.
+            .kept_host_bytes = 2 * options.kept_host_bytes};
+  }
   void Trim() override {
     pool_.Trim();
     host_copies_.Clear();

@@ -4,24 +4,13 @@
 #ifndef EMA_SERVER_DEVICE_CAST_H_
 #define EMA_SERVER_DEVICE_CAST_H_
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
 #include "ema/tensor_spec.h"
+#include "server/device/cast_element.h"
 
 namespace ema {
-
-// The definition of the cast to bfloat16: to nearest, ties to even; NaN stays NaN, quiet, with its
-// sign.
-inline uint16_t BFloat16Bits(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// The same of the cast to float16. Subnormal results are kept; what is too large is infinity.
-uint16_t Float16Bits(float value);
 
 // True: CastOnCpu() takes it as the dtype to cast to.
 inline bool IsCastTarget(Dtype dtype) {

@@ -124,23 +124,6 @@ void Cast(FoldFunction fold, Narrow narrow, Dtype from_dtype, const std::byte* f
 
 }  // namespace
 
-uint16_t Float16Bits(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-  const uint32_t magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) {
-    return static_cast<uint16_t>(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
-  }
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // Rounds to 2^16 or more.
-  if (magnitude < 0x38800000) {
-    // Subnormal: a count of 2^-24, which float32's own addition rounds to the last bit of 0.5.
-    const float counted = std::bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(counted) & 0x7ff));
-  }
-  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
-  return static_cast<uint16_t>(sign | (rounded - 0x38000000) >> 13);
-}
-
 void CastOnCpu(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
                int64_t element_count) {
   Cast(&FoldOnCpu, &NarrowSimd, from_dtype, from, to_dtype, to, element_count);

@@ -28,8 +28,10 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/device/block_pool.h"
+#include "server/device/cast.h"
 #include "server/device/device.h"
 #include "server/device/ema_kernel.h"
+#include "server/device/sum.h"
 
 namespace ema {
 namespace {
@@ -275,7 +277,21 @@ class CpuDevice : public Device {
     return std::shared_ptr<const std::byte>(block, block->data());
   }
 
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
+                                                            Dtype dtype) override {
+    const int64_t element_count = block->size_bytes() / DtypeSize(Dtype::kFloat32);
+    std::shared_ptr<std::byte[]> bytes(new std::byte[element_count * DtypeSize(dtype)]);
+    CastOnCpu(Dtype::kFloat32, block->data(), dtype, bytes.get(), element_count);
+    return std::shared_ptr<const std::byte>(bytes, bytes.get());
+  }
+
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    return SumSquaresOnCpu(runs);
+  }
+
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }
+
+  Overhead overhead(int64_t) const override { return {}; }
 
   void Trim() override { pool_.Trim(); }
 

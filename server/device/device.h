@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the layers above know of memory and arithmetic: blocks, streams, events. Two
-// implementations, CPU and (later) CUDA; both give the same bits. Knows no models and no RPCs.
+// implementations, CPU and accelerators (CUDA); both give the same bits. Knows no models and no
+// RPCs.
 #ifndef EMA_SERVER_DEVICE_DEVICE_H_
 #define EMA_SERVER_DEVICE_DEVICE_H_
 
@@ -17,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
 #include "server/device/fold_element.h"
+#include "server/device/sum_element.h"
 
 namespace ema {
 
@@ -64,6 +66,15 @@ struct FoldOp {
   int64_t element_count = 0;          // 0 or more.
   std::span<const FoldTarget>
       targets;  // May be empty: then only the check for finite values is done.
+};
+
+// One run of an average's elements, and the raw values that it is compared with; in device memory,
+// aligned to their elements.
+struct SumRun {
+  const std::byte* average = nullptr;  // float32s.
+  int64_t element_count = 0;           // 0 or more.
+  const std::byte* raw = nullptr;      // Null: there are none.
+  Dtype raw_dtype = Dtype::kFloat32;   // Any float.
 };
 
 // OK, or INTERNAL, BUG: what is no float can only be copied.
@@ -122,9 +133,29 @@ class Device {
   // the block is published (no writer).
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) = 0;
 
+  // The same of a block of float32s all through, each cast to `dtype`: from a GPU, half the bytes
+  // are moved. REQUIRES: `dtype` is float16 or bfloat16.
+  virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
+                                                                    Dtype dtype) = 0;
+
+  // Of all elements of `runs` together, in float64: the same runs give the same bits. NaN and
+  // infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes what is read.
+  // INTERNAL, DEVICE. RESOURCE_EXHAUSTED, MEMORY_BUDGET: no memory for a stream.
+  virtual absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) = 0;
+
   // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
   // memory and the control group's limit.
   virtual int64_t total_memory_bytes() const = 0;
+
+  // Memory that is taken beside blocks, in bytes; none on the CPU device.
+  struct Overhead {
+    int64_t bytes_per_stream = 0;       // Of the device.
+    int64_t host_bytes_per_stream = 0;  // Pinned, as all that follows.
+    int64_t host_bytes_per_reader = 0;  // What a HostView() holds.
+    int64_t kept_host_bytes = 0;        // For the next readers.
+  };
+  // `block_bytes`: the largest block that readers ask for.
+  virtual Overhead overhead(int64_t block_bytes) const = 0;
 
   // Gives the pool's free memory back to the system.
   virtual void Trim() = 0;
@@ -137,8 +168,13 @@ class Device {
 // each, about 0.25 us per 4 KiB, which is more than the fold itself).
 std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes);
 
-// "auto" or "cpu". INVALID_ARGUMENT: any other name; the message says what this build has.
+// "cpu"; "cuda:N", the GPU of that index; "auto", the first GPU, or the CPU where there is none.
+// `kept_free_bytes`: as MakeCpuDevice(). INVALID_ARGUMENT: any other name. FAILED_PRECONDITION:
+// there is no such GPU; the message says why. INTERNAL, DEVICE: it does not work.
 absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes);
+
+// What "auto" has to choose from, for the log: "2 GPUs", or why there is none.
+std::string DescribeGpus();
 
 }  // namespace ema
 

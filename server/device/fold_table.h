@@ -260,8 +260,9 @@ EMA_HOST_DEVICE inline void FoldAt(const FoldTable& table, const FoldRun& run, i
   }
 }
 
-// The run that has a tile. REQUIRES: 0 <= tile < table.tile_count.
-EMA_HOST_DEVICE inline const FoldRun& RunOfTile(const FoldTable& table, int64_t tile) {
+// The run that has a tile, of a table of folds or sums. REQUIRES: 0 <= tile < table.tile_count.
+template <typename Table>
+EMA_HOST_DEVICE inline const auto& RunOfTile(const Table& table, int64_t tile) {
   // The last one that begins at the tile or before: runs without elements have no tile.
   int64_t low = 0;
   int64_t high = table.run_count;

@@ -80,19 +80,30 @@ CLI::Option* AddBytes(CLI::App& app, const std::string& flag, int64_t& value,
       ->default_str(absl::StrCat(value));
 }
 
+// The number behind the last colon of "x:7"; -1: there is none.
+int NumberAfterColon(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon == 0) return -1;
+  int number = -1;
+  const char* const end = text.data() + text.size();
+  const std::from_chars_result result = std::from_chars(text.data() + colon + 1, end, number);
+  return result.ec == std::errc() && result.ptr == end ? number : -1;
+}
+
 // Empty if `text` is host:port or unix:/path.
 std::string CheckListen(const std::string& text) {
   if (text.starts_with("unix:/")) return "";
-  const size_t colon = text.rfind(':');
-  int port = -1;
-  if (colon != std::string::npos && colon > 0) {
-    const char* const end = text.data() + text.size();
-    const std::from_chars_result result = std::from_chars(text.data() + colon + 1, end, port);
-    if (result.ec != std::errc() || result.ptr != end) port = -1;
-  }
+  const int port = NumberAfterColon(text);
   if (port >= 0 && port <= 65535) return "";
   return absl::StrCat("\"", text,
                       "\" is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
+}
+
+// Empty if `text` could be a device; whether it is there, MakeDevice() finds out.
+std::string CheckDevice(const std::string& text) {
+  if (text == "auto" || text == "cpu") return "";
+  if (text.starts_with("cuda:") && NumberAfterColon(text) >= 0) return "";
+  return absl::StrCat("\"", text, "\" is not auto, cpu, or a GPU such as cuda:0");
 }
 
 // Empty if blocks of `text` bytes are allowed.
@@ -116,12 +127,14 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddText(app, "--port-file", o.port_file,
           "Write the bound port to this file, at once, when serving. Empty: do not")
       ->type_name("FILE");
-  AddText(app, "--device", o.device, "Where averages live: auto or cpu")
+  AddText(app, "--device", o.device,
+          "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first GPU if "
+          "there is one")
       ->type_name("NAME")
-      ->check(CLI::IsMember({"auto", "cpu"}));
+      ->check(CheckDevice);
   AddBytes(app, "--memory-bytes", o.memory_bytes,
-           "Memory for all models together, such as 512M or 4G. 0: 80 % of what the receive "
-           "windows of push streams leave");
+           "Memory for all models together, such as 512M or 4G. 0: 80 % of what push streams leave "
+           "of the device's");
   AddText(
       app, "--data-dir", o.data_dir,
       "Directory of the checkpoints, made if need be; used by one server. Empty: no checkpoints")
@@ -145,6 +158,12 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
   AddDuration(app, "--scrub-interval", o.scrub_interval, absl::ZeroDuration(),
               "Read every checkpoint again once in so long, to find bytes that have gone bad. 0: "
               "never");
+  AddCount(
+      app, "--statistics-every-commits", o.statistics_every_commits, 0,
+      "After every so many commits of a model, compute its averages' norms and their distances "
+      "from the raw weights, in the background; holds one version as a reader does. 0: only "
+      "when asked for")
+      ->type_name("N");
   AddCount(app, "--threads", o.thread_count, 0,
            "Threads that serve RPCs. 0: half of the processors, at least 1")
       ->type_name("N");

@@ -32,6 +32,8 @@ struct ServerOptions {
   int64_t keep_last = 3;
   int64_t keep_every_steps = 0;                     // 0: not because of their step.
   absl::Duration scrub_interval = absl::Hours(24);  // Checkpoints are read again. 0: never.
+  // After so many commits of a model its statistics are computed; 0: only when asked for.
+  int64_t statistics_every_commits = 0;
   int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;

@@ -4,7 +4,9 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
@@ -51,8 +53,10 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
             void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
       [this](const v1::method##Request& request) { return method(request); }, choose_executor)
   Executor here;
-  const auto save = [this, workers](const auto& request) {
-    return Holding(PinNamed(*store_, request), workers.saving);
+  const auto holding = [this](const Executor& executor) {
+    return [this, executor](const auto& request) {
+      return Holding(PinNamed(*store_, request), executor);
+    };
   };
   const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
     SnapshotRef version = PinNamed(*store_, request);
@@ -73,13 +77,14 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(QueryPush, here);
   EMA_LISTEN(GetLane, here);
   EMA_LISTEN(ListVersions, here);
+  EMA_LISTEN_BY(GetStatistics, holding(workers.slow));
   EMA_LISTEN_BY(CreateCheckpoint, create);
   EMA_LISTEN(GetCheckpoint, workers.quick);
   EMA_LISTEN(ListCheckpoints, workers.quick);
   EMA_LISTEN(DeleteCheckpoint, workers.saving);
   EMA_LISTEN(RestoreCheckpoint, workers.slow);
-  EMA_LISTEN_BY(SetLabel, save);
-  EMA_LISTEN_BY(ReportMetric, save);
+  EMA_LISTEN_BY(SetLabel, holding(workers.saving));
+  EMA_LISTEN_BY(ReportMetric, holding(workers.saving));
   EMA_LISTEN(Synthesize, workers.slow);
 #undef EMA_LISTEN
 #undef EMA_LISTEN_BY
@@ -236,6 +241,17 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
     bytes += out->ByteSizeLong();
     if (bytes > kMaxBytes) break;
   }
+  return response;
+}
+
+absl::StatusOr<v1::GetStatisticsResponse> AdminService::GetStatistics(
+    const v1::GetStatisticsRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
+  EMA_ASSIGN_OR_RETURN(const VersionRecord record,
+                       model->Statistics({request.version(), request.incarnation()}, tracks));
+  v1::GetStatisticsResponse response;
+  *response.mutable_version() = ToProto(record);
   return response;
 }
 

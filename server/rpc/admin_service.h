@@ -50,6 +50,7 @@ class AdminService {
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
   absl::StatusOr<v1::GetLaneResponse> GetLane(const v1::GetLaneRequest&) { return lane_; }
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
+  absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(const v1::GetStatisticsRequest& request);
   absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
       const v1::CreateCheckpointRequest& request);
   absl::StatusOr<v1::GetCheckpointResponse> GetCheckpoint(const v1::GetCheckpointRequest& request);

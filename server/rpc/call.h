@@ -39,7 +39,8 @@ using AsyncUnary =
             v1::EmaService::WithAsyncMethod_DeleteModel<v1::EmaService::WithAsyncMethod_OpenRun<
                 v1::EmaService::WithAsyncMethod_QueryPush<v1::EmaService::WithAsyncMethod_GetLane<
                     v1::EmaService::WithAsyncMethod_ListVersions<
-                        v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>;
+                        v1::EmaService::WithAsyncMethod_GetStatistics<
+                            v1::EmaService::WithAsyncMethod_Synthesize<Base>>>>>>>>>>>;
 // Those of checkpoints, labels and the files beside them, likewise.
 template <typename Base>
 using AsyncCheckpoints = v1::EmaService::WithAsyncMethod_CreateCheckpoint<

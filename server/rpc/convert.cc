@@ -145,6 +145,7 @@ v1::VersionRecord ToProto(const VersionRecord& record) {
     proto.mutable_restored_from()->set_version(record.restored_from->version);
     proto.mutable_restored_from()->set_incarnation(record.restored_from->incarnation);
   }
+  for (const TrackStatistics& track : record.statistics) ToProto(track, proto.add_statistics());
   return proto;
 }
 

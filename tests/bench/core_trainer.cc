@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -29,22 +28,18 @@ std::shared_ptr<const Manifest> NewManifest(const CoreTrainer::Options& options)
   return std::make_shared<const Manifest>(Must(Manifest::Create(std::move(specs))));
 }
 
-std::shared_ptr<Model> NewModel(const std::shared_ptr<Device>& device,
-                                const CoreTrainer::Options& options) {
+std::shared_ptr<Model> NewModel(const CoreTrainer::Options& options) {
   ModelConfig config{.name = "model",
                      .manifest = NewManifest(options),
                      .tracks = {options.track},
                      .max_pinned_versions = 1};
   const auto budget = std::make_shared<MemoryBudget>(config.MemoryBytes());
-  return Must(Model::Create(std::move(config), device, budget, {}));
+  return Must(Model::Create(std::move(config), options.device, budget, {}));
 }
 
 }  // namespace
 
-CoreTrainer::CoreTrainer(const Options& options)
-    : device_(MakeCpuDevice(std::numeric_limits<int64_t>::max())),
-      model_(NewModel(device_, options)),
-      chunk_(kChunkBytes) {
+CoreTrainer::CoreTrainer(const Options& options) : model_(NewModel(options)), chunk_(kChunkBytes) {
   // Finite in every dtype, and nothing that a disk could shorten.
   for (size_t i = 0; i < chunk_.size(); ++i) {
     chunk_.data()[i] = static_cast<std::byte>(i * 2654435761U >> 24 & 0x3f);

@@ -5,10 +5,12 @@
 #define EMA_TESTS_BENCH_CORE_TRAINER_H_
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 
 #include "ema/track.h"
 #include "server/core/model.h"
+#include "server/device/device.h"
 #include "tests/bench/bench_util.h"
 
 namespace ema::bench {
@@ -21,6 +23,7 @@ class CoreTrainer {
     int64_t tensor_count = 400;
     Dtype dtype = Dtype::kFloat32;
     TrackConfig track;
+    std::shared_ptr<Device> device = MakeCpuDevice(std::numeric_limits<int64_t>::max());
   };
   // Pushes the first step.
   explicit CoreTrainer(const Options& options);
@@ -37,7 +40,6 @@ class CoreTrainer {
  private:
   PushEnd AddChunks(RankPush& push);
 
-  const std::shared_ptr<Device> device_;
   const std::shared_ptr<Model> model_;
   const Arena chunk_;
   int64_t total_bytes_ = 0;

@@ -238,6 +238,19 @@ TEST(CheckpointOutputTest, ARolledBackVersionSaysSo) {
   EXPECT_EQ(ToJson(version)["restored_from"].dump(), R"({"version":7,"incarnation":2})");
 }
 
+TEST(StatisticsOutputTest, SaysWhatThereIs) {
+  Version version;
+  version.statistics = {{.track = "ema", .norm = 5, .distance = 0.25},
+                        {.track = "alone", .norm = 1.5e10}};
+  EXPECT_EQ(StatisticsTable(version.statistics),
+            "TRACK  NORM     DISTANCE\n"
+            "ema    5        0.25\n"
+            "alone  1.5e+10  -\n");
+  EXPECT_EQ(ToJson(version)["statistics"].dump(),
+            R"([{"track":"ema","norm":5.0,"distance":0.25},)"
+            R"({"track":"alone","norm":15000000000.0,"distance":null}])");
+}
+
 class WeightsFileTest : public testing::Test {
  protected:
   void SetUp() override {

@@ -106,6 +106,18 @@ TEST(ConvertTest, TrainingTimeKeepsWhatIsAbsentAbsent) {
   EXPECT_EQ(ema::FromProto(proto), time);
 }
 
+TEST(ConvertTest, StatisticsKeepWhatIsAbsentAbsent) {
+  v1::VersionRecord proto;
+  ToProto(TrackStatistics{.track = "ema", .norm = 5, .distance = 0}, proto.add_statistics());
+  ToProto(TrackStatistics{.track = "alone", .norm = 3}, proto.add_statistics());
+  const Version version = FromProto(proto);
+  ASSERT_EQ(version.statistics.size(), 2U);
+  EXPECT_EQ(version.statistics[0].track, "ema");
+  EXPECT_EQ(version.statistics[0].norm, 5);
+  EXPECT_EQ(version.statistics[0].distance, 0);
+  EXPECT_EQ(version.statistics[1].distance, std::nullopt);
+}
+
 TEST(ConvertTest, ModelsKeepTheirManifest) {
   const v1::Model proto = TestModel();
   EXPECT_THAT(CheckPartitions(proto), IsOk());

@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "server/device/cast.h"
+#include "server/device/cuda_accelerator.h"
 #include "server/device/device.h"
 #include "tests/conformance/device_testing.h"
 #include "tests/testutil/status_matchers.h"
@@ -176,6 +178,25 @@ TEST_P(DeviceConformanceTest, TheHostViewHasTheBytesAndKeepsThem) {
   EXPECT_EQ(std::memcmp(view.get(), bytes.data(), bytes.size()), 0);
 }
 
+TEST_P(DeviceConformanceTest, AViewInAnotherDtypeIsCastAsTheDefinitionSays) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
+  for (const int64_t count : {0, 1, 3, 1001, 100'000}) {
+    EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(4 * count));
+    const Bytes values = RandomElements(Dtype::kFloat32, count, 24);
+    ASSERT_THAT(stream->CopyFromHost(block->data(), values.data(), 4 * count), IsOk());
+    ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+    for (const Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) {
+      Bytes expected(2 * count);
+      CastScalar(Dtype::kFloat32, values.data(), dtype, expected.data(), count);
+      EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view,
+                               device_->HostView(block, dtype));
+      EXPECT_EQ(std::memcmp(view.get(), expected.data(), expected.size()), 0) << count;
+    }
+    EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view, device_->HostView(block));
+    EXPECT_EQ(std::memcmp(view.get(), values.data(), values.size()), 0);
+  }
+}
+
 TEST_P(DeviceConformanceTest, ZeroAndCopiesTouchTheirRangeOnly) {
   EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
   EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> block, device_->Allocate(1000));
@@ -273,20 +294,36 @@ TEST_P(DeviceConformanceTest, ManyThreadsAllocateAndFree) {
 
 // ---- The choice of a device
 
-TEST(MakeDeviceTest, AutoAndCpuAreTheCpu) {
-  for (const char* name : {"auto", "cpu"}) {
-    EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, MakeDevice(name, 0));
-    EXPECT_EQ(device->name(), "cpu");
+TEST(MakeDeviceTest, AutoIsAGpuIfThereIsOne) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, MakeDevice("auto", 0));
+  EXPECT_EQ(device->name(), CountCudaDevices().ok() ? "cuda:0" : "cpu");
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> cpu, MakeDevice("cpu", 0));
+  EXPECT_EQ(cpu->name(), "cpu");
+}
+
+TEST(MakeDeviceTest, AnotherNameIsRefusedWithWhatIsExpected) {
+  for (const char* name :
+       {"", "CPU", "cuda", "cuda:", "cuda:-1", "cuda:1x", "cuda:99999999999", "tpu"}) {
+    const absl::StatusOr<std::unique_ptr<Device>> refused = MakeDevice(name, 0);
+    EXPECT_THAT(refused, StatusIs(absl::StatusCode::kInvalidArgument,
+                                  HasSubstr("expected \"auto\", \"cpu\", or \"cuda:\"")));
+    EXPECT_THAT(refused, ReasonIs(ErrorReason::kBadRequest));
   }
 }
 
-TEST(MakeDeviceTest, AnotherNameIsRefusedWithWhatThereIs) {
-  for (const char* name : {"", "CPU", "cuda:0", "tpu"}) {
-    const absl::StatusOr<std::unique_ptr<Device>> refused = MakeDevice(name, 0);
-    EXPECT_THAT(refused, StatusIs(absl::StatusCode::kInvalidArgument,
-                                  HasSubstr("this build has \"auto\" and \"cpu\"")));
-    EXPECT_THAT(refused, ReasonIs(ErrorReason::kBadRequest));
-  }
+TEST(MakeDeviceTest, AGpuThatIsNotThereIsRefusedWithTheReason) {
+  const char* const why = CountCudaDevices().ok() ? "there is no GPU of index 99" : "no GPU can be";
+  EXPECT_THAT(MakeDevice("cuda:99", 0),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       testing::AllOf(HasSubstr("device \"cuda:99\""), HasSubstr(why))));
+  EXPECT_THAT(DescribeGpus(), HasSubstr("GPU"));
+}
+
+// The conformance suite has a device of this name where there is one.
+TEST(GpuTest, IsThere) {
+  if (!CountCudaDevices().ok()) GTEST_SKIP() << DescribeGpus();
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, MakeDevice("cuda:0", 0));
+  EXPECT_THAT(device->health(), IsOk());
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "hwy/highway.h"
 #include "server/device/accelerator_device.h"
+#include "server/device/cuda_accelerator.h"
 #include "server/device/device.h"
 #include "tests/testutil/fake_accelerator.h"
 #include "tests/testutil/status_matchers.h"
@@ -58,6 +59,10 @@ inline std::vector<DeviceCase> AllDevices() {
              std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 20}),
              {.kept_free_bytes = kept_free_bytes, .slab_bytes = 64 << 10});
        }});
+  if (CountCudaDevices().ok()) {
+    cases.push_back(
+        {"Cuda", [](int64_t kept_free_bytes) { return *MakeDevice("cuda:0", kept_free_bytes); }});
+  }
   // The first is the one that production runs. SSE4 and SSSE3 have no code of their own in the
   // kernel and run its fallback.
   const std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();

@@ -3,16 +3,13 @@
 #include <cstring>
 #include <memory>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/core/snapshot.h"
-#include "server/device/accelerator_device.h"
 #include "tests/core/test_model.h"
-#include "tests/testutil/fake_accelerator.h"
 
 namespace ema {
 namespace {
@@ -22,15 +19,7 @@ using ::testing::IsEmpty;
 
 constexpr int64_t kBlockBytes = 4096;
 
-std::shared_ptr<Device> NewDevice(const std::string& name) {
-  constexpr int64_t kKeptBytes = int64_t{1} << 20;
-  if (name == "cpu") return MakeCpuDevice(kKeptBytes);
-  return MakeAcceleratorDevice(
-      std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 100}),
-      {.kept_free_bytes = kKeptBytes});
-}
-
-class BlocksWriterTest : public testing::TestWithParam<std::string> {
+class BlocksWriterTest : public testing::Test {
  protected:
   BlocksWriterTest() {
     // What the pool gives next has been used.
@@ -55,7 +44,7 @@ class BlocksWriterTest : public testing::TestWithParam<std::string> {
   }
   int64_t OffsetOf(int64_t tensor) const { return track_.layout().entry(tensor).offset; }
 
-  const std::shared_ptr<Device> device_ = NewDevice(GetParam());
+  const std::shared_ptr<Device> device_ = NewTestDevice(int64_t{1} << 20);
   // Three blocks, the last one not full. The tensors' ends are no multiple of anything.
   const Track track_{1,
                      {.name = "ema", .schedule = MakeSchedule("10ba")},
@@ -66,16 +55,13 @@ class BlocksWriterTest : public testing::TestWithParam<std::string> {
                      nullptr};
 };
 
-INSTANTIATE_TEST_SUITE_P(Devices, BlocksWriterTest, testing::Values("cpu", "fake"),
-                         [](const auto& test) { return test.param; });
-
-TEST_P(BlocksWriterTest, WhatIsNeverWrittenIsZero) {
+TEST_F(BlocksWriterTest, WhatIsNeverWrittenIsZero) {
   ASSERT_EQ(track_.block_count(), 3);
   const std::unique_ptr<BlocksWriter> writer = *BlocksWriter::Create(*device_, track_);
   EXPECT_THAT(Finish(*writer), Each(std::byte{0}));
 }
 
-TEST_P(BlocksWriterTest, TensorsInAnyOrderAndTheirGapsAreInPlace) {
+TEST_F(BlocksWriterTest, TensorsInAnyOrderAndTheirGapsAreInPlace) {
   std::vector<std::byte> expected(track_.layout().total_bytes(), std::byte{0});
   const std::unique_ptr<BlocksWriter> writer = *BlocksWriter::Create(*device_, track_);
   for (const int64_t tensor : {1, 2, 0}) {
@@ -93,11 +79,11 @@ TEST_P(BlocksWriterTest, TensorsInAnyOrderAndTheirGapsAreInPlace) {
   EXPECT_EQ(Finish(*writer), expected);
 }
 
-TEST_P(BlocksWriterTest, MemoryInPlaceIsTheBlocksOwnWhereThatIsTheHosts) {
+TEST_F(BlocksWriterTest, MemoryInPlaceIsTheBlocksOwnWhereThatIsTheHosts) {
   const std::unique_ptr<BlocksWriter> writer = *BlocksWriter::Create(*device_, track_);
   const int64_t offset = OffsetOf(0);
   const std::span<std::byte> place = writer->InPlace(offset, 28);
-  if (GetParam() != "cpu") {
+  if (!device_->is_host()) {
     EXPECT_THAT(place, IsEmpty());
     return;
   }

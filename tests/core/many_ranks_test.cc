@@ -43,7 +43,15 @@ class CountingDevice final : public Device {
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
     return device_->HostView(block);
   }
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
+                                                            Dtype dtype) override {
+    return device_->HostView(block, dtype);
+  }
+  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
+    return device_->SumSquares(runs);
+  }
   int64_t total_memory_bytes() const override { return device_->total_memory_bytes(); }
+  Overhead overhead(int64_t block_bytes) const override { return device_->overhead(block_bytes); }
   void Trim() override { device_->Trim(); }
   absl::Status health() const override { return device_->health(); }
 

@@ -16,6 +16,7 @@
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/test_device.h"
 
 namespace ema {
 
@@ -163,9 +164,7 @@ inline absl::StatusOr<std::vector<std::byte>> ReadAll(Model& model, std::string_
   return bytes;
 }
 
-inline std::shared_ptr<Device> TestDevice() {
-  return std::shared_ptr<Device>(MakeCpuDevice(int64_t{256} << 20));
-}
+inline std::shared_ptr<Device> TestDevice() { return NewTestDevice(int64_t{256} << 20); }
 
 inline ModelStore::Options SmallBlocks() {
   ModelStore::Options options;

@@ -155,6 +155,49 @@ TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 3);
 }
 
+TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {
+  Harness harness({.max_delay_us = 100});
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 1.5f), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  const int64_t before = harness.accelerator->bytes_to_host();
+  for (int reader = 0; reader < 3; ++reader) {
+    const auto view = *harness.device->HostView(block, Dtype::kBFloat16);
+    std::vector<uint16_t> values(kElements);
+    std::memcpy(values.data(), view.get(), kBytes / 2);
+    EXPECT_THAT(values, Each(0x3fc0));
+    EXPECT_EQ(harness.accelerator->bytes_to_host(), before + kBytes / 2);
+  }
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(1.5f));
+}
+
+TEST(AcceleratorDeviceTest, SumsOfManyRunsAreOneLaunch) {
+  Harness harness({.max_delay_us = 100});
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 2), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  const std::vector<SumRun> runs(100, {.average = block->data(), .element_count = 10});
+  ASSERT_THAT(harness.device->SumSquares(runs), IsOk());  // Makes what it needs.
+  const int64_t before = harness.accelerator->work_count();
+  EMA_ASSERT_OK_AND_ASSIGN(const SquareSums sums, harness.device->SumSquares(runs));
+  EXPECT_EQ(sums.average, 4000);
+  EXPECT_EQ(harness.accelerator->work_count(), before + 4);  // Zeros, table, sums, result.
+}
+
+TEST(AcceleratorDeviceTest, ASumThatFailsBreaksTheDevice) {
+  // Whichever piece of work it is; the first is a feed's own.
+  for (int64_t n = 2; n < 6; ++n) {
+    SCOPED_TRACE(n);
+    Harness harness({.max_delay_us = 50, .failing_work = n});
+    const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+    const SumRun run = {.average = block->data(), .element_count = kElements};
+    EXPECT_THAT(harness.device->SumSquares({&run, 1}), IsDeviceError());
+    EXPECT_THAT(harness.device->health(), IsDeviceError());
+  }
+}
+
 TEST(AcceleratorDeviceTest, WithoutMemoryNothingIsBroken) {
   Harness harness({.memory_bytes = 1 << 20});
   const auto all = harness.device->Allocate(2 << 20);

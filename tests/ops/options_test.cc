@@ -82,6 +82,12 @@ TEST(OptionsTest, WhenCheckpointsAreSavedAndKeptIsRead) {
   }
 }
 
+TEST(OptionsTest, HowOftenStatisticsAreComputedIsRead) {
+  EXPECT_EQ(Parse({}).options.statistics_every_commits, 0);
+  EXPECT_EQ(Parse({"--statistics-every-commits=10"}).options.statistics_every_commits, 10);
+  EXPECT_EQ(Parse({"--statistics-every-commits=-1"}).exit_code, 2);
+}
+
 TEST(OptionsTest, TlsNeedsCertificateAndKey) {
   const ParsedOptions parsed = Parse({"--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
@@ -221,6 +227,7 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=3 (Env:EMA_KEEP_LAST)",
                            "=0 (Env:EMA_KEEP_EVERY_STEPS)",
                            "=24h (Env:EMA_SCRUB_INTERVAL)",
+                           "=0 (Env:EMA_STATISTICS_EVERY_COMMITS)",
                            "=25s (Env:EMA_DRAIN_GRACE)",
                            "=info (Env:EMA_LOG_LEVEL)",
                            "--version"}) {

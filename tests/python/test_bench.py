@@ -28,6 +28,8 @@ def test_runs(name: str) -> None:
     "line",
     [
         "torch_peer.py",
+        "foreach_peer.py --by foreach --device cpu",
+        "foreach_peer.py --by loop --device cpu",
         "ray_peer.py",
         "save_peer.py --by torch",
         "save_peer.py --by safetensors --sync",

@@ -89,6 +89,22 @@ def test_watch_prints_every_commit(emactl, pushed):
     assert len(emactl("watch", pushed, "--after", "1", "--count", "2").stdout.splitlines()) >= 2
 
 
+def test_statistics(emactl, pushed):
+    norm = sum(np.sum(np.square(WEIGHTS[name], dtype=np.float64)) for name in ("a", "b")) ** 0.5
+    got = json.loads(emactl("--json", "statistics", pushed, "--version", "2").stdout)
+    assert got["version"] == 2
+    by_track = {track["track"]: track for track in got["statistics"]}
+    assert by_track.keys() == {"fast", "slow"}
+    for track in by_track.values():
+        assert track["norm"] == pytest.approx(norm)
+        assert track["distance"] == pytest.approx(0, abs=1e-7)
+    text = emactl("statistics", pushed, "--track", "slow").stdout
+    assert "version 3, step 3" in text and "NORM" in text and "slow" in text
+    assert "fast" not in text
+    assert emactl("statistics", pushed, "--version", "99").returncode == 3
+    assert emactl("statistics", pushed, "--track", "raw").returncode == 4
+
+
 @pytest.mark.parametrize("track", ["fast", "raw"])
 def test_pull_writes_a_file_that_others_read(emactl, client, pushed, tmp_path, track):
     path = tmp_path / "out.safetensors"

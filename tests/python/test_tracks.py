@@ -9,6 +9,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from server_process import ServerProcess
 
 
 def floats(*values: float) -> np.ndarray:
@@ -222,6 +223,72 @@ def test_records_say_how_far_the_average_reaches(client, model):
     assert record.elapsed == 10 and record.update_count == 2
     assert record.window_steps == pytest.approx(10 / 6.907504562964099e-3)
     assert record.stall_gap == pytest.approx(2**-24 / 6.907504562964099e-3)
+
+
+def test_norms_and_distances_are_those_of_what_is_pulled(client, model, rng):
+    tracks = {
+        "fast": {"smoothing": 0.5},
+        "slow": {"smoothing": 0.9, "compensated": True},
+        "raw": "copy",
+    }
+
+    def weights() -> dict[str, np.ndarray]:
+        return {
+            "a": rng.standard_normal((50, 30)).astype(np.float32),
+            "half": rng.standard_normal(1001).astype(np.float16),
+            "double": rng.standard_normal((3, 11)),
+            "n": np.array(7, np.int64),
+        }
+
+    def norm(arrays: dict[str, np.ndarray]) -> float:
+        return float(np.sqrt(sum(np.sum(np.square(a, dtype=np.float64)) for a in arrays.values())))
+
+    client.create_model(model, weights(), tracks=tracks)
+    with client.open_run(model) as run:
+        first = run.push(step=1, weights=weights())
+        version = run.push(step=2, weights=weights())
+    got = client.statistics(model)
+    assert got == version and got.statistics.keys() == {"fast", "slow"}
+    floats_of = {
+        track: {
+            name: array.astype(np.float64)
+            for name, array in client.pull(model, track=track, framework="numpy").items()
+            if name != "n"
+        }
+        for track in tracks
+    }
+    for track, statistics in got.statistics.items():
+        average = floats_of[track]
+        apart = {name: floats_of["raw"][name] - average[name] for name in average}
+        assert statistics.norm == pytest.approx(norm(average), rel=1e-12)
+        assert statistics.distance == pytest.approx(norm(apart), rel=1e-12)
+    # The record has them from now on.
+    assert client.model(model).latest.statistics == got.statistics
+    only = client.statistics(model, version=first, tracks=["slow"])
+    assert only.number == 1 and only.statistics["slow"].distance == pytest.approx(0, abs=1e-6)
+    listed = client.versions(model)
+    assert [v.version.statistics for v in listed] == [only.statistics, got.statistics]
+    with pytest.raises(ema_client.InvalidArgumentError, match="averages no tensor"):
+        client.statistics(model, tracks=["raw"])
+    with pytest.raises(ema_client.OutOfRangeError):
+        client.statistics(model, version=9)
+
+
+def test_statistics_come_by_themselves_where_the_server_is_told_so(tmp_path, model):
+    weights = {"w": floats(3, 4)}
+    with (
+        ServerProcess(tmp_path, "--statistics-every-commits", "2") as server,
+        ema_client.Client(server.address, timeout_s=30) as client,
+    ):
+        client.create_model(model, weights, tracks={"ema": "10ba"})
+        with client.open_run(model) as run:
+            for step in (1, 2):
+                run.push(step=step, weights=weights)
+        deadline = time.monotonic() + 20
+        while not (statistics := client.model(model).latest.statistics):
+            assert time.monotonic() < deadline
+        assert statistics == {"ema": ema_client.TrackStatistics(norm=5.0)}
+        assert not client.versions(model)[0].version.statistics
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])

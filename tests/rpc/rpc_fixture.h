@@ -20,6 +20,7 @@
 #include "server/core/no_checkpoints.h"
 #include "server/rpc/rpc_server.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/test_device.h"
 
 namespace ema {
 
@@ -40,7 +41,7 @@ class RpcFixture : public testing::Test {
     ModelStore::Options store_options;
     store_options.memory_bytes = int64_t{1} << 30;
     store_options.model.incarnation = 7;
-    store_ = std::make_shared<ModelStore>(MakeCpuDevice(int64_t{64} << 20), store_options);
+    store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{64} << 20), store_options);
     auto server = RpcServer::Start(store_, checkpoints_, options);
     ASSERT_THAT(server, IsOk());
     server_ = *std::move(server);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The published contract, spoken by a plain gRPC client.
+#include <cmath>
 #include <thread>
 
 #include "absl/time/clock.h"
@@ -155,6 +156,57 @@ TEST_F(RpcTest, ErrorsCarryCodeReasonAndAMessageThatNamesTheThing) {
   EXPECT_EQ(result.status.error_code(), grpc::StatusCode::ABORTED);
   EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_STALE_STEP);
   EXPECT_EQ(Pull("raw").data, Filled(1.0f));
+}
+
+TEST_F(RpcTest, StatisticsAreComputedWhenAskedForAndThenInTheRecord) {
+  CreateAndOpen();
+  v1::PushResponse pushed;
+  ASSERT_TRUE(PushFilled(1, 8.0f, &pushed).status.ok());
+  ASSERT_TRUE(PushFilled(2, 4.0f, &pushed).status.ok());
+  const auto ask = [&](int64_t version, const std::string& track, v1::VersionRecord* record) {
+    v1::GetStatisticsRequest request;
+    request.set_model("m");
+    request.set_version(version);
+    if (!track.empty()) request.add_tracks(track);
+    v1::GetStatisticsResponse response;
+    grpc::ClientContext context;
+    const CallResult result = Result(stub_->GetStatistics(&context, request, &response), context);
+    *record = response.version();
+    return result;
+  };
+  const auto latest = [&] {
+    v1::GetModelRequest request;
+    request.set_model("m");
+    v1::GetModelResponse response;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
+    return response.model().latest();
+  };
+  EXPECT_EQ(latest().statistics_size(), 0);
+  v1::VersionRecord record;
+  ASSERT_TRUE(ask(0, "", &record).status.ok());
+  EXPECT_EQ(record.version(), 2);
+  ASSERT_EQ(record.statistics_size(), 1);
+  EXPECT_EQ(record.statistics(0).track(), "ema");
+  // 1000 sixes, where the weights are fours.
+  EXPECT_DOUBLE_EQ(record.statistics(0).norm(), std::sqrt(36'000.0));
+  EXPECT_DOUBLE_EQ(record.statistics(0).distance(), std::sqrt(4'000.0));
+  EXPECT_EQ(latest().SerializeAsString(), record.SerializeAsString());
+  ASSERT_TRUE(ask(1, "ema", &record).status.ok());
+  EXPECT_EQ(record.statistics(0).distance(), 0);
+
+  v1::ListVersionsRequest list;
+  list.set_model("m");
+  v1::ListVersionsResponse listed;
+  grpc::ClientContext context;
+  ASSERT_TRUE(stub_->ListVersions(&context, list, &listed).ok());
+  ASSERT_EQ(listed.versions_size(), 2);
+  EXPECT_EQ(listed.versions(0).version().SerializeAsString(), record.SerializeAsString());
+
+  EXPECT_EQ(ask(0, "raw", &record).detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+  EXPECT_EQ(ask(0, "nope", &record).detail.reason(), v1::ERROR_REASON_TRACK_NOT_FOUND);
+  EXPECT_EQ(ask(9, "", &record).detail.reason(), v1::ERROR_REASON_VERSION_NOT_YET);
+  EXPECT_EQ(ask(-1, "", &record).detail.reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
 }
 
 TEST_F(RpcTest, BadSchedulesAreRefusedAtCreateModelWithTheFieldAndARightExample) {

@@ -15,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
+#include "server/device/cast_element.h"
 
 namespace ema {
 
@@ -54,6 +55,7 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   }
   absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
     accelerator_.copies_to_host_.fetch_add(1);
+    accelerator_.bytes_to_host_.fetch_add(size_bytes);
     return Queue([=] { std::memcpy(host, device, static_cast<size_t>(size_bytes)); });
   }
   absl::Status CopyOnDevice(std::byte* to, const std::byte* from, int64_t size_bytes) override {
@@ -66,6 +68,22 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
     return Queue([table] {
       for (int64_t tile = 0; tile < table.tile_count; ++tile) {
         for (int thread = 0; thread < kFoldThreads; ++thread) FoldTile(table, tile, thread);
+      }
+    });
+  }
+  absl::Status Sum(const SumTable& table) override {
+    return Queue([table] {
+      for (int64_t block = 0; block < table.block_count; ++block) {
+        for (int thread = 0; thread < kSumThreads; ++thread) SumOfThread(table, block, thread);
+      }
+    });
+  }
+  absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
+                    int64_t element_count) override {
+    return Queue([=] {
+      for (int64_t i = 0; i < element_count; ++i) {
+        const uint16_t bits = NarrowBits(format, LoadAs<float>(from + 4 * i));
+        std::memcpy(to + 2 * i, &bits, sizeof(bits));
       }
     });
   }

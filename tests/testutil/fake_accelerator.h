@@ -32,10 +32,11 @@ class FakeAccelerator : public Accelerator {
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override;
   int64_t total_memory_bytes() const override { return options_.memory_bytes; }
 
-  // Pieces of work that have been queued so far: copies, folds, zeros.
+  // Pieces of work that have been queued so far: copies, folds, sums, zeros.
   int64_t work_count() const { return work_count_.load(); }
   // Of these, copies from the device.
   int64_t copies_to_host() const { return copies_to_host_.load(); }
+  int64_t bytes_to_host() const { return bytes_to_host_.load(); }
 
  private:
   class ThreadQueue;
@@ -44,6 +45,7 @@ class FakeAccelerator : public Accelerator {
   const Options options_;
   std::atomic<int64_t> work_count_ = 0;
   std::atomic<int64_t> copies_to_host_ = 0;
+  std::atomic<int64_t> bytes_to_host_ = 0;
   std::shared_ptr<std::atomic<int64_t>> used_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 

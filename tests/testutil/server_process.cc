@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -30,6 +31,9 @@ constexpr absl::Duration kStopTimeout = absl::Seconds(60);
 
 absl::StatusOr<std::unique_ptr<ChildProcess>> ChildProcess::Start(
     std::vector<std::string> arguments) {
+  if (const char* const folder = std::getenv("EMA_TEST_PROGRAMS"); folder != nullptr) {
+    arguments[0] = std::filesystem::path(folder) / std::filesystem::path(arguments[0]).filename();
+  }
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
   argv.push_back(nullptr);
@@ -74,6 +78,10 @@ absl::StatusOr<std::unique_ptr<ServerProcess>> ServerProcess::Start(
   close(fd);
   std::vector<std::string> arguments = {binary, "--listen",    "127.0.0.1:0", "--port-file",
                                         path,   "--log-level", "error"};
+  if (const char* const device = std::getenv("EMA_TEST_DEVICE"); device != nullptr) {
+    arguments.emplace_back("--device");
+    arguments.emplace_back(device);
+  }
   arguments.insert(arguments.end(), options.begin(), options.end());
   absl::StatusOr<std::unique_ptr<ChildProcess>> process = ChildProcess::Start(arguments);
   if (!process.ok()) return process.status();

@@ -19,7 +19,8 @@ namespace ema {
 // A child process. Killed when this is destroyed. For one thread.
 class ChildProcess {
  public:
-  // Runs `arguments`, the first of which is the program's path.
+  // Runs `arguments`, the first of which is the program's path; where EMA_TEST_PROGRAMS names a
+  // folder, the program of that name there: on a machine that has not built it.
   static absl::StatusOr<std::unique_ptr<ChildProcess>> Start(std::vector<std::string> arguments);
   ~ChildProcess();
   ChildProcess(const ChildProcess&) = delete;
@@ -42,8 +43,8 @@ class ChildProcess {
 // An ema-server on a free port of 127.0.0.1.
 class ServerProcess {
  public:
-  // Serves when it returns. `options` are its command line, beside address, port file and log
-  // level.
+  // Serves when it returns. `options` are its command line, beside address, port file, log level,
+  // and EMA_TEST_DEVICE, if that is set, as its device.
   static absl::StatusOr<std::unique_ptr<ServerProcess>> Start(const std::string& binary,
                                                               std::vector<std::string> options);
 

@@ -3,8 +3,8 @@
 """Sums the reports of one test run: `N passed, N failed, N skipped`, after what failed and why
 something was skipped.
 
-Usage: sum_results.py FOLDER, with the JUnit reports of ctest and pytest, and checks.tsv, each line
-of which is the verdict and the name of one other check.
+Usage: sum_results.py FOLDER, with the JUnit reports of ctest, GoogleTest and pytest, and checks.tsv,
+each line of which is the verdict and the name of one other check.
 
 Exits with 1 if anything failed, or nothing passed.
 """
@@ -29,7 +29,8 @@ def skip_reason(case: ElementTree.Element, skipped: ElementTree.Element) -> str:
     said = re.search(r": Skipped\n(.+)", case.findtext("system-out") or "")
     if said:
         return said.group(1)
-    message = skipped.get("message", "")
+    # GoogleTest's own reports have why behind "file:line".
+    message = re.sub(r"^.+:\d+\n", "", skipped.get("message", ""))
     return "no reason given" if message.startswith("SKIP_") else message
 
 

@@ -282,6 +282,46 @@ class Client(CheckpointCalls):
             )
         )
 
+    def statistics(
+        self,
+        name: str,
+        *,
+        version: int | Version | None = None,
+        tracks: Collection[str] = (),
+        timeout_s: float = 600.0,
+    ) -> Version:
+        """Norms of a version's averages, and their distances from the raw weights: what people plot.
+
+        The server computes them at the first call for a track, in the memory where they are; from then
+        on `versions`, too, has them in the version's record. With `--statistics-every-commits N` it
+        does so by itself.
+
+        Args:
+            name: the model.
+            version: number or record of one that the server keeps in memory; None: the newest.
+            tracks: only these; empty: all that average a tensor.
+            timeout_s: seconds.
+
+        Returns:
+            The version's record, with `statistics` of these tracks. There are distances if the model
+            has a copy track.
+
+        Raises:
+            NotFoundError: no such model or track.
+            InvalidArgumentError: a track averages no tensor.
+            OutOfRangeError: the version is not in memory any more, or not committed yet.
+            FailedPreconditionError: nothing has been committed, or a track has no value yet.
+            ResourceExhaustedError: readers hold as many versions as they may.
+
+        Example:
+            >>> version = client.statistics("m")
+            >>> plot(version.step, version.statistics["ema"].norm, version.statistics["ema"].distance)
+        """
+        number, incarnation = version_id(version)
+        return version_from(
+            self._client.get_statistics(name, number, incarnation, list(tracks), timeout_s)
+        )
+
     def synthesize(
         self,
         name: str,

@@ -199,6 +199,9 @@ class Client:
     def list_versions(
         self, model: str, after: int, timeout_s: float
     ) -> list[tuple[dict[str, Any], bool]]: ...
+    def get_statistics(
+        self, model: str, version: int, incarnation: int, tracks: Sequence[str], timeout_s: float
+    ) -> dict[str, Any]: ...
     def create_checkpoint(
         self,
         model: str,

@@ -89,6 +89,20 @@ class TrackVersion:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrackStatistics:
+    """How large an average is, and how far from the weights, at one version.
+
+    Attributes:
+        norm: L2 norm of all values that the track averages.
+        distance: L2 norm of (raw - average), over those of them that the version's copy track has raw
+            values of; None: there are none.
+    """
+
+    norm: float
+    distance: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Version:
     """The record of one commit. Versions are ordered by (incarnation, number).
 
@@ -106,6 +120,8 @@ class Version:
         wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".
         restored_from: (number, incarnation) of the version that a rollback made this one of; None: a
             push made it.
+        statistics: by track. From `Client.statistics`: those that were asked for. From `versions`,
+            `watch` and `ModelInfo.latest`: those that have been computed so far.
     """
 
     number: int
@@ -120,6 +136,10 @@ class Version:
     skipped_tensors: tuple[str, ...] = ()
     wire_dtype: str = "as pushed"
     restored_from: tuple[int, int] | None = None
+    # They come later, and make it no other version.
+    statistics: Mapping[str, TrackStatistics] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
 
 #: Which version a call means: its number, its record, or a label that it has.
@@ -408,6 +428,9 @@ def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
         skipped_tensors=tuple(fields["skipped_tensors"]),
         wire_dtype=fields["wire_dtype"],
         restored_from=fields["restored_from"],
+        statistics={
+            track: TrackStatistics(*numbers) for track, numbers in fields["statistics"].items()
+        },
     )
 
 

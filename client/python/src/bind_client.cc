@@ -199,6 +199,15 @@ class PyClient {
     return result;
   }
 
+  nb::dict GetStatistics(const std::string& model, int64_t version, int64_t incarnation,
+                         const std::vector<std::string>& tracks, double timeout_s) {
+    const Client::StatisticsOptions options{.id = {version, incarnation}, .tracks = tracks};
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromVersion(
+        CallWithoutGil([&] { return client->GetStatistics(model, options, timeout); }));
+  }
+
   // (version, checkpoint, bytes, state)
   nb::tuple CreateCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
                              const std::vector<std::string>& tracks, const std::string& label,
@@ -454,6 +463,8 @@ void BindClient(nb::module_& module) {
       .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
       .def("remove_file", &PyClient::RemoveFile, "model"_a, "name"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
+      .def("get_statistics", &PyClient::GetStatistics, "model"_a, "version"_a, "incarnation"_a,
+           "tracks"_a, "timeout_s"_a)
       .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "version"_a,
            "incarnation"_a, "tracks"_a, "label"_a, "wait"_a, "timeout_s"_a)
       .def("get_checkpoint", &PyClient::GetCheckpoint, "model"_a, "checkpoint"_a, "timeout_s"_a)

@@ -96,6 +96,11 @@ nb::dict FromVersion(const Version& version) {
   result["wire_dtype"] = std::string(WireDtypeName(version.wire_dtype));
   result["restored_from"] =
       version.restored_from.has_value() ? FromVersionId(*version.restored_from) : nb::none();
+  nb::dict statistics;
+  for (const TrackStatistics& track : version.statistics) {
+    statistics[FromText(track.track)] = nb::make_tuple(track.norm, track.distance);
+  }
+  result["statistics"] = statistics;
   return result;
 }
 

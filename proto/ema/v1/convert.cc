@@ -287,6 +287,12 @@ Schedule::State FromProto(const v1::ScheduleState& proto) {
   return state;
 }
 
+TrackStatistics FromProto(const v1::TrackStatistics& proto) {
+  TrackStatistics statistics{.track = proto.track(), .norm = proto.norm()};
+  if (proto.has_distance()) statistics.distance = proto.distance();
+  return statistics;
+}
+
 std::vector<Shard> FromProto(const v1::RankLayout& proto) {
   std::vector<Shard> shards;
   shards.reserve(proto.shards_size());
@@ -362,6 +368,12 @@ void ToProto(const Schedule::State& state, v1::ScheduleState* proto) {
   proto->set_averaged_count(state.averaged_count);
   if (state.last_update.has_value()) ToProto(*state.last_update, proto->mutable_last_update());
   if (state.started.has_value()) ToProto(*state.started, proto->mutable_started());
+}
+
+void ToProto(const TrackStatistics& statistics, v1::TrackStatistics* proto) {
+  proto->set_track(statistics.track);
+  proto->set_norm(statistics.norm);
+  if (statistics.distance.has_value()) proto->set_distance(*statistics.distance);
 }
 
 void ToProto(const RankLayout& layout, v1::RankLayout* proto) {

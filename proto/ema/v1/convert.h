@@ -12,6 +12,7 @@
 #include "ema/schedule.h"
 #include "ema/selection.h"
 #include "ema/shard.h"
+#include "ema/statistics.h"
 #include "ema/time.h"
 #include "ema/track.h"
 #include "ema/v1/types.pb.h"
@@ -26,6 +27,7 @@ absl::StatusOr<Manifest> FromProto(const v1::Manifest& proto);
 absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto);
 TrainingTime FromProto(const v1::TrainingTime& proto);
 Schedule::State FromProto(const v1::ScheduleState& proto);
+TrackStatistics FromProto(const v1::TrackStatistics& proto);
 std::vector<Shard> FromProto(const v1::RankLayout& proto);
 // INVALID_ARGUMENT, BAD_REQUEST: a dtype that this build does not know; not otherwise validated.
 absl::StatusOr<Selection> FromProto(const v1::Selection& proto);
@@ -35,6 +37,7 @@ void ToProto(const Manifest& manifest, v1::Manifest* proto);
 void ToProto(const TrackConfig& track, v1::Track* proto);
 void ToProto(const TrainingTime& time, v1::TrainingTime* proto);
 void ToProto(const Schedule::State& state, v1::ScheduleState* proto);
+void ToProto(const TrackStatistics& statistics, v1::TrackStatistics* proto);
 void ToProto(const RankLayout& layout, v1::RankLayout* proto);
 void ToProto(const Selection& selection, v1::Selection* proto);
 

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of Model that computes statistics of versions.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+
+namespace ema {
+namespace {
+
+bool IsAveraging(const TrackSnapshot& track) {
+  const std::vector<TensorAction>& actions = track.track->actions();
+  return std::find(actions.begin(), actions.end(), TensorAction::kAverage) != actions.end();
+}
+
+// Whose values are the raw ones; null: no track copies.
+const TrackSnapshot* CopyTrackOf(const Snapshot& version) {
+  const auto it = std::find_if(
+      version.tracks.begin(), version.tracks.end(),
+      [](const TrackSnapshot& track) { return track.track->config().schedule.is_copy(); });
+  return it != version.tracks.end() ? &*it : nullptr;
+}
+
+// Elements that lie side by side in a block; they may reach behind their tensor's end.
+struct Stretch {
+  const std::byte* data;
+  int64_t element_count;
+};
+
+// From an element of a tensor on.
+Stretch StretchFrom(const TrackSnapshot& snapshot, int64_t tensor_index, int64_t element) {
+  const Track& track = *snapshot.track;
+  const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
+  const int64_t size = DtypeSize(entry.dtype);
+  const int64_t byte = entry.offset + element * size;
+  const int64_t block = track.FindBlock(byte);
+  return {snapshot.blocks[block]->data() + (byte - track.block_start(block)),
+          (track.block_start(block + 1) - byte) / size};
+}
+
+// All of a tensor that `average` averages and `raw`, unless that is null, copies.
+void AddRuns(const TrackSnapshot& average, const TrackSnapshot* raw, int64_t tensor_index,
+             int64_t element_count, std::vector<SumRun>& runs) {
+  for (int64_t done = 0; done < element_count;) {
+    const Stretch averages = StretchFrom(average, tensor_index, done);
+    SumRun run = {.average = averages.data,
+                  .element_count = std::min(averages.element_count, element_count - done)};
+    if (raw != nullptr) {
+      const Stretch raws = StretchFrom(*raw, tensor_index, done);
+      run.raw = raws.data;
+      run.raw_dtype = raw->track->layout().entry(tensor_index).dtype;
+      run.element_count = std::min(run.element_count, raws.element_count);
+    }
+    runs.push_back(run);
+    done += run.element_count;
+  }
+}
+
+absl::StatusOr<TrackStatistics> Compute(const Snapshot& version, const TrackSnapshot& track,
+                                        const Manifest& manifest, Device& device) {
+  const TrackSnapshot* const copy = CopyTrackOf(version);
+  bool has_raw = false;
+  std::vector<SumRun> runs;
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    if (track.track->action(i) != TensorAction::kAverage) continue;
+    const bool is_copied = copy != nullptr && copy->track->action(i) == TensorAction::kCopy;
+    has_raw |= is_copied;
+    AddRuns(track, is_copied ? copy : nullptr, i, manifest.tensor(i).element_count(), runs);
+  }
+  EMA_ASSIGN_OR_RETURN(const SquareSums sums, device.SumSquares(runs));
+  TrackStatistics statistics = {.track = track.track->name(), .norm = std::sqrt(sums.average)};
+  if (has_raw) statistics.distance = std::sqrt(sums.difference);
+  return statistics;
+}
+
+}  // namespace
+
+absl::StatusOr<VersionRecord> Model::Statistics(const VersionId& id,
+                                                absl::Span<const std::string> tracks) {
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, PinVersion(id.version, id.incarnation));
+  EMA_ASSIGN_OR_RETURN(const std::vector<const TrackSnapshot*> wanted,
+                       AveragingTracks(*snapshot, tracks));
+  VersionRecord record = snapshot->record;
+  for (const TrackSnapshot* const track : wanted) {
+    std::optional<TrackStatistics> statistics = FindStatistics(record.id(), track->track->name());
+    if (!statistics.has_value()) {
+      EMA_ASSIGN_OR_RETURN(statistics, Compute(*snapshot, *track, manifest(), *device_));
+      KeepStatistics(record.id(), *statistics);
+    }
+    record.statistics.push_back(*std::move(statistics));
+  }
+  return record;
+}
+
+absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
+    const Snapshot& version, absl::Span<const std::string> names) const {
+  std::vector<const TrackSnapshot*> tracks;
+  for (const std::string& name : names) {
+    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, FindTrack(version, name));
+    if (!IsAveraging(*track)) {
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                       absl::StrCat("tracks: \"", name, "\" averages no tensor (",
+                                    track->track->config_text(), ")"));
+    }
+    tracks.push_back(track);
+  }
+  if (!names.empty()) return tracks;
+  for (const TrackSnapshot& track : version.tracks) {
+    if (IsAveraging(track)) tracks.push_back(&track);
+  }
+  return tracks;
+}
+
+std::optional<TrackStatistics> Model::FindStatistics(const VersionId& id,
+                                                     std::string_view track) const {
+  absl::MutexLock lock(&mu_);
+  const auto record = FindRecordLocked(id);
+  if (record == records_.end()) return std::nullopt;
+  const auto found =
+      std::find_if(record->statistics.begin(), record->statistics.end(),
+                   [track](const TrackStatistics& known) { return known.track == track; });
+  if (found == record->statistics.end()) return std::nullopt;
+  return *found;
+}
+
+void Model::KeepStatistics(const VersionId& id, const TrackStatistics& statistics) {
+  absl::MutexLock lock(&mu_);
+  const auto record = FindRecordLocked(id);
+  if (record == records_.end()) return;
+  std::vector<TrackStatistics>& known = records_[record - records_.begin()].statistics;
+  // Somebody may have been faster, with the same numbers.
+  if (std::none_of(known.begin(), known.end(),
+                   [&](const TrackStatistics& other) { return other.track == statistics.track; })) {
+    known.push_back(statistics);
+  }
+}
+
+}  // namespace ema

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/device/cuda_accelerator.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/device/cast_cuda.h"
+#include "server/device/fold_cuda.h"
+#include "server/device/sum_cuda.h"
+
+namespace ema {
+namespace {
+
+using Index = c10::DeviceIndex;
+
+std::string NameOf(Index index) { return absl::StrCat("cuda:", static_cast<int>(index)); }
+
+absl::Status NoMemory(Index index, std::string_view what, int64_t size_bytes) {
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                   absl::StrCat("device \"", NameOf(index), "\": no ", std::string(what), " for ",
+                                size_bytes, " bytes"));
+}
+
+// Calls `work`, which may throw as LibTorch does, with the device as the thread's current one.
+template <typename Work>
+absl::Status Try(Index index, const Work& work) {
+  try {
+    const c10::cuda::CUDAGuard guard(index);
+    work();
+    return absl::OkStatus();
+  } catch (const c10::Error& error) {
+    // The first line: what follows is advice to users of Python.
+    const std::string text = error.what_without_backtrace();
+    return MakeError(
+        absl::StatusCode::kInternal, ErrorReason::kDevice,
+        absl::StrCat("device \"", NameOf(index), "\": ", text.substr(0, text.find('\n'))));
+  } catch (const std::exception& error) {
+    return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
+                     absl::StrCat("device \"", NameOf(index), "\": ", error.what()));
+  }
+}
+
+class DeviceMemory : public BlockPool::Memory {
+ public:
+  DeviceMemory(Index index, void* data) : index_(index), data_(data) {}
+  ~DeviceMemory() override {
+    // After an error there is nobody to tell: the device is broken, and the process will end.
+    Try(index_, [this] { c10::cuda::CUDACachingAllocator::raw_delete(data_); }).IgnoreError();
+  }
+  std::byte* data() override { return static_cast<std::byte*>(data_); }
+
+ private:
+  const Index index_;
+  void* const data_;
+};
+
+// LibTorch's own pinned memory is in libtorch_cuda.so, half a gigabyte that needs two more of
+// libraries for neural networks.
+class PinnedMemory : public BlockPool::Memory {
+ public:
+  explicit PinnedMemory(void* data) : data_(data) {}
+  ~PinnedMemory() override { C10_CUDA_IGNORE_ERROR(cudaFreeHost(data_)); }
+  std::byte* data() override { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* const data_;
+};
+
+class CudaQueue : public Accelerator::Queue {
+ public:
+  // Throws as LibTorch does.
+  explicit CudaQueue(Index index)
+      : index_(index), stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)) {}
+  ~CudaQueue() override {
+    Try(index_, [this] { stream_.synchronize(); }).IgnoreError();
+  }
+
+  absl::Status CopyToDevice(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+    return Copy(device, host, size_bytes, cudaMemcpyHostToDevice);
+  }
+  absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
+    return Copy(host, device, size_bytes, cudaMemcpyDeviceToHost);
+  }
+  absl::Status CopyOnDevice(std::byte* to, const std::byte* from, int64_t size_bytes) override {
+    return Copy(to, from, size_bytes, cudaMemcpyDeviceToDevice);
+  }
+  absl::Status Zero(std::byte* device, int64_t size_bytes) override {
+    return Try(index_, [&] {
+      C10_CUDA_CHECK(cudaMemsetAsync(device, 0, static_cast<size_t>(size_bytes), stream_));
+    });
+  }
+  absl::Status Fold(const FoldTable& table) override {
+    return Try(index_, [&] { C10_CUDA_CHECK(LaunchFold(table, stream_)); });
+  }
+  absl::Status Sum(const SumTable& table) override {
+    return Try(index_, [&] { C10_CUDA_CHECK(LaunchSum(table, stream_)); });
+  }
+  absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
+                    int64_t element_count) override {
+    return Try(index_,
+               [&] { C10_CUDA_CHECK(LaunchCast(format, from, to, element_count, stream_)); });
+  }
+  absl::Status Mark(int slot) override {
+    return Try(index_, [&] { marks_[slot].record(stream_); });
+  }
+  absl::Status Wait(int slot) override {
+    return Try(index_, [&] { marks_[slot].synchronize(); });
+  }
+
+ private:
+  // Who waits sleeps: receiving threads and gRPC need the processor.
+  struct Event : c10::cuda::CUDAEvent {
+    Event() : CUDAEvent(cudaEventDisableTiming | cudaEventBlockingSync) {}
+  };
+
+  absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes, cudaMemcpyKind kind) {
+    return Try(index_, [&] {
+      C10_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(size_bytes), kind, stream_));
+    });
+  }
+
+  const Index index_;
+  const c10::cuda::CUDAStream stream_;
+  std::array<Event, kSlots> marks_;
+};
+
+class CudaAccelerator : public Accelerator {
+ public:
+  CudaAccelerator(Index index, int64_t total_memory_bytes)
+      : index_(index), total_memory_bytes_(total_memory_bytes) {}
+
+  std::string name() const override { return NameOf(index_); }
+
+  absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override {
+    std::unique_ptr<Queue> queue;
+    EMA_RETURN_IF_ERROR(Try(index_, [&] { queue = std::make_unique<CudaQueue>(index_); }));
+    return queue;
+  }
+
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) override {
+    void* data = nullptr;
+    bool has_memory = size_bytes >= 0;
+    EMA_RETURN_IF_ERROR(Try(index_, [&] {
+      if (!has_memory) return;
+      try {
+        // Nothing would have no address.
+        data = c10::cuda::CUDACachingAllocator::raw_alloc(
+            static_cast<size_t>(std::max<int64_t>(size_bytes, 1)));
+      } catch (const c10::OutOfMemoryError&) {
+        has_memory = false;
+      }
+    }));
+    if (!has_memory) return NoMemory(index_, "memory", size_bytes);
+    return std::make_unique<DeviceMemory>(index_, data);
+  }
+
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override {
+    void* data = nullptr;
+    bool has_memory = true;
+    EMA_RETURN_IF_ERROR(Try(index_, [&] {
+      const cudaError_t error =
+          cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocDefault);
+      if (error == cudaErrorMemoryAllocation) {
+        C10_CUDA_CLEAR_ERROR();
+        has_memory = false;
+      } else {
+        C10_CUDA_CHECK(error);
+      }
+    }));
+    if (!has_memory) return NoMemory(index_, "pinned host memory", size_bytes);
+    return std::make_unique<PinnedMemory>(data);
+  }
+
+  int64_t total_memory_bytes() const override { return total_memory_bytes_; }
+
+ private:
+  const Index index_;
+  const int64_t total_memory_bytes_;
+};
+
+}  // namespace
+
+absl::StatusOr<int> CountCudaDevices() {
+  int count = 0;
+  const cudaError_t error = c10::cuda::GetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return count;
+  C10_CUDA_CLEAR_ERROR();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "no GPU can be used: ", error == cudaSuccess ? "there is none" : cudaGetErrorString(error)));
+}
+
+absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
+  EMA_ASSIGN_OR_RETURN(const int count, CountCudaDevices());
+  if (index < 0 || index >= count) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("there is no GPU of index ", index, "; there are ", count));
+  }
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  EMA_RETURN_IF_ERROR(Try(static_cast<Index>(index), [&] {
+    c10::cuda::CUDACachingAllocator::init(count);
+    C10_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+  }));
+  return std::make_shared<CudaAccelerator>(static_cast<Index>(index),
+                                           static_cast<int64_t>(free_bytes));
+}
+
+}  // namespace ema

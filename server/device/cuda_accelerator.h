@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A GPU of NVIDIA, by way of LibTorch: device memory of its caching allocator, streams of its pool,
+// events. In every build; one that had no CUDA toolkit has no GPUs.
+#ifndef EMA_SERVER_DEVICE_CUDA_ACCELERATOR_H_
+#define EMA_SERVER_DEVICE_CUDA_ACCELERATOR_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "server/device/accelerator.h"
+
+namespace ema {
+
+// How many GPUs there are; 1 or more. FAILED_PRECONDITION: none can be used; the message says why:
+// the build, the driver, or the machine.
+absl::StatusOr<int> CountCudaDevices();
+
+// The GPU of that index. Its memory is what is free on it now. FAILED_PRECONDITION: as
+// CountCudaDevices(), or there is none of that index. INTERNAL, DEVICE: it does not work.
+absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_CUDA_ACCELERATOR_H_

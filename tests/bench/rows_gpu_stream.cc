@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "server/device/accelerator_device.h"
+#include "tests/bench/rows_gpu.h"
+
+namespace ema::bench {
+namespace {
+
+constexpr int64_t kFloatBytes = sizeof(float);
+constexpr int64_t kChunkElements = (int64_t{1} << 20) / kFloatBytes;
+
+// Streams that each fold a part of one model, from a chunk of host memory that is in the caches
+// like bytes just received.
+class Receiver {
+ public:
+  Receiver(const GpuBench& bench, int stream_count, int64_t elements)
+      : device_(MakeAcceleratorDevice(bench.accelerator, {})),
+        current_(Must(device_->Allocate(elements * kFloatBytes))),
+        next_(Must(device_->Allocate(elements * kFloatBytes))),
+        chunk_(kChunkElements * kFloatBytes),
+        elements_(elements) {
+    for (int i = 0; i < stream_count; ++i) streams_.push_back(Must(device_->NewStream()));
+    Must(streams_[0]->Zero(current_->data(), current_->size_bytes()));
+    Must(streams_[0]->Synchronize());
+  }
+
+  // All of it, in tensors of so many elements.
+  void Receive(int64_t tensor_elements) {
+    const auto count = static_cast<int64_t>(streams_.size());
+    std::vector<std::jthread> threads;
+    for (int64_t i = 0; i < count; ++i) {
+      threads.emplace_back([this, i, count, tensor_elements] {
+        Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count, tensor_elements);
+      });
+    }
+  }
+
+ private:
+  void Fold(DeviceStream& stream, int64_t begin, int64_t end, int64_t tensor_elements) const {
+    for (int64_t at = begin; at < end;) {
+      const int64_t run_end = std::min({end, (at / tensor_elements + 1) * tensor_elements,
+                                        (at / kChunkElements + 1) * kChunkElements});
+      const FoldTarget target{.kind = FoldKind::kAverage,
+                              .update_weight = 0.25,
+                              .current = current_->data() + at * kFloatBytes,
+                              .next = next_->data() + at * kFloatBytes};
+      Must(stream.Fold({.source = chunk_.data() + at % kChunkElements * kFloatBytes,
+                        .element_count = run_end - at,
+                        .targets = {&target, 1}}));
+      at = run_end;
+    }
+    Must(stream.Synchronize());
+  }
+
+  const std::unique_ptr<Device> device_;
+  const std::shared_ptr<Block> current_;
+  const std::shared_ptr<Block> next_;
+  const Arena chunk_;
+  const int64_t elements_;
+  std::vector<std::unique_ptr<DeviceStream>> streams_;
+};
+
+}  // namespace
+
+// One thread copies into pinned memory at a fraction of what the bus can do: as many receive as a
+// server would have busy streams.
+void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
+  const int stream_count =
+      std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, 8);
+  const int64_t total_bytes = bench.parameters() * kFloatBytes;
+  row.ours.gigabytes = row.peer.gigabytes = Gigabytes(static_cast<size_t>(total_bytes));
+  const auto receiver = std::make_shared<Receiver>(bench, stream_count, bench.parameters());
+  row.ours =
+      SpeedOf(row.ours, [receiver] { receiver->Receive(std::numeric_limits<int64_t>::max()); });
+
+  const int64_t slab_bytes = AcceleratorOptions().slab_bytes;
+  const std::shared_ptr<BlockPool::Memory> pinned =
+      Must(bench.accelerator->AllocatePinned(slab_bytes));
+  const std::shared_ptr<BlockPool::Memory> memory =
+      Must(bench.accelerator->AllocateDevice(total_bytes));
+  const std::shared_ptr<Accelerator::Queue> queue = Must(bench.accelerator->NewQueue());
+  row.peer = SpeedOf(row.peer, [=] {
+    for (int64_t at = 0; at < total_bytes; at += slab_bytes) {
+      Must(queue->CopyToDevice(memory->data() + at, pinned->data(),
+                               std::min(slab_bytes, total_bytes - at)));
+    }
+    Must(queue->Mark(0));
+    Must(queue->Wait(0));
+  });
+}
+
+void SmallTensorsArriving(const GpuBench& bench, Row& row) {
+  constexpr int64_t kElements = GpuBench::kSmallTensorElements;
+  const int64_t elements = bench.small_tensors() * kElements;
+  const auto receiver = std::make_shared<Receiver>(bench, 1, elements);
+  row.ours = TimeOf(row.ours, [receiver] { receiver->Receive(kElements); });
+  row.peer = TimeOf(row.peer, [receiver, elements] { receiver->Receive(elements); });
+}
+
+}  // namespace ema::bench

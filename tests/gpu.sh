@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Tests and measures on a GPU: the device conformance suite, the tests of the core, of RPCs and
+# against real servers with averages on cuda:0, compute-sanitizer, and the benchmark. Writes
+# tests/bench/results/DEVICE-DATE.md and .json. Ends with the line "N passed, N failed, N skipped".
+#
+# The machine with the GPU needs a driver, CUDA 13, Python 3.12 and torch==2.11.0, but no compiler
+# and no network: build/gpu, made elsewhere and brought there with the checkout, has the rest.
+#
+# Usage: tests/gpu.sh [--pack | PART...]
+#   --pack  builds the release preset and makes build/gpu anew, which else is done if it is missing
+#   PART    tests, sanitizer or bench: only those; the results' name says so
+set -uo pipefail
+source "$(dirname "$0")/../deploy/common.sh"
+source tests/tools/checks.sh
+
+archive=build/gpu/programs.tar.xz
+max_archive_bytes=$((56 << 20)) # With the checkout it fits into 64 MiB.
+
+# What programs are linked to, but for LibTorch, CUDA, and what every system has.
+list_libraries() {
+  ldd "$@" | awk '$2 == "=>" && $3 ~ "^/" { print $3 }' | sort -u |
+    grep -vE '/(torch|nvidia)/|/lib((c|dl|m|pthread|rt|util)\.so|gcc_s|stdc\+\+)'
+}
+
+make_archive() {
+  local folder=build/gpu/programs program
+  rm -rf build/gpu
+  mkdir -p "$folder/lib"
+  for program in "$@"; do
+    strip -o "$folder/$(basename "$program")" "$program" || return
+  done
+  list_libraries "$@" | xargs cp --dereference --target-directory "$folder/lib" || return
+  # Most of a program is what the others have, too: a dictionary that holds several of them makes
+  # an eighth of their size.
+  python3 - "$folder" "$archive" <<'END' || return
+import lzma, sys, tarfile
+
+filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 64 << 20}]
+with lzma.open(sys.argv[2], "wb", filters=filters) as file, tarfile.open(fileobj=file, mode="w") as tar:
+    tar.add(sys.argv[1], arcname=".")
+END
+  rm -r "$folder"
+}
+
+pack() {
+  deploy/build.sh release || exit
+  [[ -f build/release/server/device/libema_kernel_cuda.a ]] ||
+    fail "the build has no GPU: CMake found no CUDA compiler (nvcc)"
+  local built=build/release/tests
+  step "pack" build/gpu.log make_archive build/release/server/ema-server \
+    "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank" \
+    "$built"/{conformance,core,integration,rpc}/*_test || exit
+  local bytes
+  bytes=$(stat --format %s "$archive")
+  ((bytes <= max_archive_bytes)) || fail "$archive is too large: $bytes bytes"
+  say "made $archive, $((bytes >> 20)) MiB"
+}
+
+# Prints the folders of the libraries that torch loads, the GPU's name, and versions.
+look_around() {
+  python3 - <<'END'
+import os, re, sys
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"gpu: python3 cannot import torch: {error}")
+if not torch.cuda.is_available():
+    sys.exit("gpu: there is no GPU that torch can use")
+with open("/proc/self/maps") as maps:
+    files = {line.split()[-1] for line in maps}
+ours = re.compile("/lib(c10|cudart|cupti|torch)[^/]*$")
+print(":".join(sorted({os.path.dirname(file) for file in files if ours.search(file)})))
+print(torch.cuda.get_device_name(0))
+print(f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+END
+}
+
+run_tests() {
+  local program name
+  for program in "$programs"/*_test; do
+    name=$(basename "$program")
+    if [[ $name == tls_test ]] && ! command -v openssl >/dev/null; then
+      record skipped "$name: no openssl here"
+      continue
+    fi
+    report "$name" timeout 300 "$program" --gtest_output="xml:$root/$results/$name.xml"
+  done
+  check "data benchmark" env EMA_DEVICE=cuda:0 timeout 300 "$programs/data_bench" \
+    --server "$programs/ema-server" --megabytes 8 --large-model 1000000 --idle-commits 1 \
+    --rounds 1 --checkpoint-megabytes 4 --data-dir "$results/data"
+}
+
+run_sanitizer() {
+  local sanitizer tool
+  sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer) || {
+    record skipped "compute-sanitizer: it is not here"
+    return
+  }
+  for tool in memcheck racecheck; do
+    # What CUDA refuses, such as too much memory, is what some tests are about.
+    check "$tool" timeout 900 "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 1 \
+      "$programs/device_conformance_test" --gtest_filter='*/Cuda:GpuTest.*'
+  done
+}
+
+measure() {
+  "$programs/gpu_bench" --server "$programs/ema-server" --python python3 >"$results/rows.jsonl" &&
+    python3 tests/bench/report.py "$results/rows.jsonl" "$results"
+}
+
+run_bench() { check "benchmark" measure; }
+
+# write_results PATH
+write_results() {
+  mkdir -p "$(dirname "$1")"
+  {
+    printf '# %s, %s\n\n%s\n\n' "$device" "$(date +%F)" "$versions"
+    printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
+    [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
+  } >"$1.md"
+  [[ ! -f $results/report.json ]] || cp "$results/report.json" "$1.json"
+  say "wrote $1.md"
+}
+
+if [[ ${1-} == --pack ]]; then
+  pack
+  exit
+fi
+for part in "$@"; do
+  [[ $part =~ ^(tests|sanitizer|bench)$ ]] || fail "unknown part $part; see the top of $0"
+done
+[[ -f $archive ]] || pack
+# Where it was built, torch is there.
+[[ ! -x build/venv/bin/python3 ]] || PATH=$root/build/venv/bin:$PATH
+found=$(look_around) || exit
+{
+  read -r libraries
+  read -r device
+  read -r versions
+} <<<"$found"
+
+lock gpu
+new_results build/tests-gpu
+programs=$results/programs
+step "unpack $archive" "$results/unpack.log" python3 -m tarfile -e "$archive" "$programs" || exit
+export LD_LIBRARY_PATH=$root/$programs/lib:$libraries
+export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
+parts=("$@")
+((${#parts[@]})) || parts=(tests sanitizer bench)
+for part in "${parts[@]}"; do
+  "run_$part"
+done
+python3 tests/tools/sum_results.py "$results" >"$results/summary.txt"
+status=$?
+name=${device// /-}-$(date +%F)
+for part in "$@"; do name+=-$part; done
+write_results "tests/bench/results/${name,,}"
+cat "$results/summary.txt"
+exit "$status"
