@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -34,7 +35,9 @@ std::shared_ptr<Model> NewModel(const CoreTrainer::Options& options) {
                      .tracks = {options.track},
                      .max_pinned_versions = 1};
   const auto budget = std::make_shared<MemoryBudget>(config.MemoryBytes());
-  return Must(Model::Create(std::move(config), options.device, budget, {}));
+  std::shared_ptr<Device> device = options.device;
+  if (device == nullptr) device = MakeCpuDevice(std::numeric_limits<int64_t>::max());
+  return Must(Model::Create(std::move(config), std::move(device), budget, {}));
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #define EMA_TESTS_BENCH_CORE_TRAINER_H_
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 
 #include "ema/track.h"
@@ -23,7 +22,7 @@ class CoreTrainer {
     int64_t tensor_count = 400;
     Dtype dtype = Dtype::kFloat32;
     TrackConfig track;
-    std::shared_ptr<Device> device = MakeCpuDevice(std::numeric_limits<int64_t>::max());
+    std::shared_ptr<Device> device;  // Null: the CPU.
   };
   // Pushes the first step.
   explicit CoreTrainer(const Options& options);

@@ -60,6 +60,7 @@ class CountingAccelerator : public Accelerator {
       return counted_->Zero(device, size_bytes);
     }
     absl::Status Fold(const FoldTable& table) override { return counted_->Fold(table); }
+    absl::Status Sum(const SumTable& table) override { return counted_->Sum(table); }
     absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
                       int64_t element_count) override {
       return counted_->Cast(format, from, to, element_count);
