@@ -452,7 +452,7 @@ class RankPush {
 
   std::shared_ptr<Model> model_;
   std::shared_ptr<PushSession> session_;  // Null: the step is committed already, this is a retry.
-  std::unique_ptr<DeviceStream> device_stream_;
+  std::shared_ptr<DeviceStream> device_stream_;
   int64_t rank_ = 0;
   int64_t stream_ = 0;
   int64_t chunk_count_ = 0;

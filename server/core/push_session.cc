@@ -26,12 +26,8 @@ absl::Status BadChunk(std::string message) {
 class PushSession::Folder {
  public:
   struct Result {
-    uint32_t crc32c = 0;  // If it was asked for.
-    struct NonFinite {
-      int64_t tensor_index = 0;
-      int64_t element = 0;
-    };
-    std::vector<NonFinite> non_finite;  // The first of each tensor.
+    uint32_t crc32c = 0;                       // If it was asked for.
+    std::vector<NonFiniteElement> non_finite;  // The first of each tensor.
   };
 
   Folder(const PushSession& session, DeviceStream& device_stream)
@@ -245,6 +241,8 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
 }
 
 void PushSession::CloseStream(int64_t rank, int64_t stream) {
+  // Of an error the rank's commit tells.
+  Drain(rank, stream).IgnoreError();
   PushCallback dropped;  // Destroyed without the lock: it may hold the last reference to its call.
   absl::MutexLock lock(&mu_);
   for (auto it = streams_.begin(); it != streams_.end(); ++it) {
@@ -269,7 +267,12 @@ absl::Status PushSession::FencedByNewerStream(int64_t rank) const {
 }
 
 PushSession::Memory PushSession::TakeUnusedMemoryLocked() {
-  return ended_.has_value() && fold_count_ == 0 ? std::exchange(memory_, {}) : Memory();
+  if (!ended_.has_value() || work_count_ > 0) return {};
+  for (auto& [stream, device_stream] : queued_) {
+    memory_.writers.streams.push_back(std::move(device_stream));
+  }
+  queued_.clear();
+  return std::exchange(memory_, {});
 }
 
 absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader& header) const {
@@ -296,7 +299,7 @@ absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader
 
 absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
                                    absl::Span<const std::span<const std::byte>> pieces,
-                                   DeviceStream& device_stream) {
+                                   const std::shared_ptr<DeviceStream>& device_stream) {
   const RankLayout& layout = *run_->layout(rank);
   EMA_RETURN_IF_ERROR(CheckRange(layout, header));
   const Coverage::Range range{header.offset, header.data_bytes};
@@ -312,7 +315,10 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
     EMA_ASSIGN_OR_RETURN(claim, ranks_[rank].coverage.Claim(range, header.crc32c));
-    if (claim == Coverage::ClaimResult::kClaimed) ++fold_count_;
+    if (claim == Coverage::ClaimResult::kClaimed) {
+      BeginWorkLocked(rank);
+      queued_[{rank, stream}] = device_stream;
+    }
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
     if (header.is_undamaged) return absl::OkStatus();
@@ -322,47 +328,43 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   }
 
   const absl::StatusOr<Folder::Result> folded =
-      Folder(*this, device_stream).Fold(layout, range, pieces, !header.is_undamaged);
+      Folder(*this, *device_stream).Fold(layout, range, pieces, !header.is_undamaged);
 
   Memory unused;
   absl::MutexLock lock(&mu_);
-  --fold_count_;
-  unused = TakeUnusedMemoryLocked();
+  unused = EndWorkLocked(rank);
   Coverage& coverage = ranks_[rank].coverage;
   const bool is_damaged = folded.ok() && !header.is_undamaged && folded->crc32c != header.crc32c;
   if (!folded.ok() || is_damaged) {
     coverage.Release(range);
     return is_damaged ? corrupt(folded->crc32c) : folded.status();
   }
-  if (!folded->non_finite.empty() && model_.non_finite != NonFinitePolicy::kAllow) {
-    // A tensor can be skipped where it has a value that it may keep.
-    const bool has_base = std::all_of(
-        plan_.tracks.begin(), plan_.tracks.end(),
-        [](const TrackPlan& plan) { return plan.base != nullptr || !IsDue(plan.updates); });
-    if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
-      coverage.Release(range);
-      const Folder::Result::NonFinite& first = folded->non_finite.front();
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-                       absl::StrCat("step ", plan_.step, ": tensor \"",
-                                    model_.manifest->tensor(first.tensor_index).name,
-                                    "\" holds NaN or infinity at element ", first.element,
-                                    ", pushed by rank ", rank, "; the step is dropped"));
-    }
-    for (const auto& found : folded->non_finite) skipped_tensors_.insert(found.tensor_index);
+  if (absl::Status status = TakeNonFiniteLocked(rank, folded->non_finite); !status.ok()) {
+    coverage.Release(range);
+    return status;
   }
   coverage.Cover(range, header.crc32c);
   last_progress_ = std::chrono::steady_clock::now();
   return ended_.has_value() ? *ended_ : absl::OkStatus();
 }
 
-absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest,
-                                             DeviceStream& device_stream) {
-  EMA_ASSIGN_OR_RETURN(const bool non_finite, device_stream.Synchronize());
-  if (non_finite) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-                     absl::StrCat("step ", plan_.step, ": a tensor pushed by rank ", rank,
-                                  " holds NaN or infinity; the step is dropped"));
-  }
+absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest) {
+  EMA_RETURN_IF_ERROR(Drain(rank, stream));
+  EMA_ASSIGN_OR_RETURN(const bool is_complete, TakeCommit(rank, stream, digest));
+  if (!is_complete) return false;
+  // What streams have folded that this one has fenced counts, too. Nobody of the rank folds now.
+  EMA_RETURN_IF_ERROR(Drain(rank, std::nullopt));
+  EMA_RETURN_IF_ERROR(CheckFinite(rank));
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+  RankState& state = ranks_[rank];
+  if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
+  state.digest = digest;
+  last_progress_ = std::chrono::steady_clock::now();
+  return ++committed_count_ == run_->world_size();
+}
+
+absl::StatusOr<bool> PushSession::TakeCommit(int64_t rank, int64_t stream, uint32_t digest) {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
   RankState& state = ranks_[rank];
@@ -392,10 +394,7 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
         absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its bytes is ", arrived,
                      ", the commit says ", digest));
   }
-  if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
-  state.digest = digest;
-  last_progress_ = std::chrono::steady_clock::now();
-  return ++committed_count_ == run_->world_size();
+  return true;
 }
 
 bool PushSession::RankCommitted(int64_t rank) const {

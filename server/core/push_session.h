@@ -12,9 +12,11 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -124,25 +126,28 @@ class PushSession {
   // group's, or more streams than it says.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Forgets the stream's `on_end`. What it covered stays.
+  // Forgets the stream's `on_end`. What it covered stays; waits until the device has folded it.
   void CloseStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Folds one chunk, whose data are `pieces` end to end (any alignment; elements may span pieces).
-  // A chunk that is covered already is compared, not folded. `device_stream` is the caller's own.
-  // INVALID_ARGUMENT: BAD_CHUNK, CHUNK_OVERLAP; NON_FINITE, if the model does not take such values
-  // (or would skip a tensor that has no value yet), ends the session, and names tensor, index and
-  // rank. DATA_LOSS, CHUNK_CORRUPT: wrong checksum; the range counts as missing. ABORTED:
-  // FENCED, or what ended the session. UNAVAILABLE, RANGE_BUSY. INTERNAL: the device failed.
+  // A chunk that is covered already is compared, not folded. `device_stream` is the caller's own,
+  // and from then on the session's, too, which waits for what is queued on it. INVALID_ARGUMENT:
+  // BAD_CHUNK, CHUNK_OVERLAP; NON_FINITE, if the model does not take such values (or would skip a
+  // tensor that has no value yet), ends the session, and names tensor, index and rank. DATA_LOSS,
+  // CHUNK_CORRUPT: wrong checksum; the range counts as missing. ABORTED: FENCED, or what ended the
+  // session. UNAVAILABLE, RANGE_BUSY. INTERNAL: the device failed.
   absl::Status AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
                         absl::Span<const std::span<const std::byte>> pieces,
-                        DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
+                        const std::shared_ptr<DeviceStream>& device_stream)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Notes that a stream has sent all it has to, once for each stream, and marks the rank as
   // committed when its last one has. True if it was the last rank: the caller then publishes. Again
   // with the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the
-  // message names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED: as AddChunk().
-  absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest,
-                                  DeviceStream& device_stream) ABSL_LOCKS_EXCLUDED(mu_);
+  // message names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED, INTERNAL, NON_FINITE: as
+  // AddChunk(); a device that works on its own tells only now.
+  absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   bool RankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
   // Ranks that have not committed, at most `limit`.
@@ -173,6 +178,9 @@ class PushSession {
     int64_t unopened_streams = 0;          // Of the group.
     int64_t uncommitted_streams = 0;       // Of the group.
     std::optional<uint32_t> digest;        // Once committed.
+    int64_t work_count = 0;                // As PushSession::work_count_.
+    bool saw_non_finite = false;           // Somewhere, as the device has told afterwards.
+    absl::Status device_status;
   };
   struct OpenedStream {
     int64_t rank = 0;
@@ -185,6 +193,14 @@ class PushSession {
     std::vector<std::shared_ptr<Block>> blocks;
     std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
   };
+  // Streams that have work queued; waited for.
+  struct Writers {
+    Writers() = default;
+    Writers(Writers&&) = default;
+    Writers& operator=(Writers&&) = default;
+    ~Writers();
+    std::vector<std::shared_ptr<DeviceStream>> streams;
+  };
   // What the folds work on.
   struct Memory {
     SnapshotRef base;
@@ -194,6 +210,11 @@ class PushSession {
     std::shared_ptr<Block> zeros;  // Stands for each block of an average that begins with zeros.
     // By track: an element of a frozen tensor is not what was pushed. Set by any stream.
     std::shared_ptr<std::atomic<bool>[]> frozen_differs;
+    Writers writers;  // Goes first.
+  };
+  struct NonFiniteElement {
+    int64_t tensor_index = 0;
+    int64_t element = 0;
   };
 
   PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
@@ -217,6 +238,24 @@ class PushSession {
   TrackRecord ScheduleRecord(const TrackPlan& plan, size_t i) const;
   // The blocks, if nobody needs them any more; to be destroyed without the lock.
   Memory TakeUnusedMemoryLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void BeginWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // As TakeUnusedMemoryLocked().
+  Memory EndWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Waits until what a stream has queued is done; without a stream, what all of the rank have.
+  // REQUIRES: nobody else uses them. INTERNAL: the device has failed, for one of the rank.
+  absl::Status Drain(int64_t rank, std::optional<int64_t> stream) ABSL_LOCKS_EXCLUDED(mu_);
+  // Looks at a commit message; true: with it all of the rank's bytes are there.
+  absl::StatusOr<bool> TakeCommit(int64_t rank, int64_t stream, uint32_t digest)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Does what the model says about elements (the first of each tensor). NON_FINITE.
+  absl::Status TakeNonFiniteLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The same of what the device has seen, which does not say where. REQUIRES: all of the rank's
+  // bytes are folded.
+  absl::Status CheckFinite(int64_t rank) ABSL_LOCKS_EXCLUDED(mu_);
+  // The first of each of the rank's tensors, as the next snapshot has them: what is pushed finite
+  // is there finite, and the reverse.
+  absl::StatusOr<std::vector<NonFiniteElement>> FindNonFinite(const RankLayout& layout) const;
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status FencedByNewerStream(int64_t rank) const;
@@ -234,7 +273,11 @@ class PushSession {
   int64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t committed_count_ ABSL_GUARDED_BY(mu_) = 0;
   std::chrono::steady_clock::time_point last_progress_ ABSL_GUARDED_BY(mu_);
-  int64_t fold_count_ ABSL_GUARDED_BY(mu_) = 0;                    // Running now.
+  // Folds that run now, and whoever else uses memory_ or a stream without the lock.
+  int64_t work_count_ ABSL_GUARDED_BY(mu_) = 0;
+  // By rank and stream: those that have folded since they were waited for.
+  absl::btree_map<std::pair<int64_t, int64_t>, std::shared_ptr<DeviceStream>> queued_
+      ABSL_GUARDED_BY(mu_);
   absl::btree_set<int64_t> skipped_tensors_ ABSL_GUARDED_BY(mu_);  // NonFinitePolicy::kSkipTensor.
   std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
 };

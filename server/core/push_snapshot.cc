@@ -139,13 +139,13 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
   {
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return nullptr;
-    ++fold_count_;  // So that an End() meanwhile does not free the memory.
+    ++work_count_;  // So that an End() meanwhile does not free the memory.
     skipped = skipped_tensors_;
   }
   const absl::Cleanup let_go = [this] {
     Memory unused;  // Destroyed without the lock.
     absl::MutexLock lock(&mu_);
-    --fold_count_;
+    --work_count_;
     unused = TakeUnusedMemoryLocked();
   };
   // All ranks have committed: nobody folds any more.

@@ -16,7 +16,7 @@ absl::Status RankPush::AddChunk(const ChunkHeader& header,
   total_bytes_ += header.data_bytes;
   if (session_ == nullptr)
     return absl::OkStatus();  // Nothing to fold: the commit compares digests.
-  absl::Status status = session_->AddChunk(rank_, stream_, header, pieces, *device_stream_);
+  absl::Status status = session_->AddChunk(rank_, stream_, header, pieces, device_stream_);
   if (GetErrorReason(status) == ErrorReason::kNonFinite) model_->FailSession(session_, status);
   return status;
 }
@@ -37,8 +37,7 @@ absl::Status RankPush::Commit(const PushEnd& end) {
     on_end_(committed_);
     return absl::OkStatus();
   }
-  const absl::StatusOr<bool> last =
-      session_->CommitRank(rank_, stream_, end.digest, *device_stream_);
+  const absl::StatusOr<bool> last = session_->CommitRank(rank_, stream_, end.digest);
   if (GetErrorReason(last.status()) == ErrorReason::kNonFinite) {
     model_->FailSession(session_, last.status());
   }

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions on a device that does its work later than it is asked to.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "server/device/accelerator_device.h"
+#include "tests/core/test_model.h"
+#include "tests/testutil/fake_accelerator.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int64_t kElements = 20'000;
+
+class LateDeviceTest : public testing::Test {
+ protected:
+  void Create(NonFinitePolicy non_finite = NonFinitePolicy::kReject) {
+    const auto created =
+        store_.Create({.name = "m",
+                       .manifest = MakeManifest({{"a", Dtype::kFloat32, {kElements}},
+                                                 {"b", Dtype::kFloat32, {kElements}}}),
+                       .tracks = {{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")},
+                                  {.name = "raw", .schedule = MakeSchedule("copy")}},
+                       .non_finite = non_finite});
+    ASSERT_THAT(created, IsOk());
+    model_ = created->model;
+    rank_ = std::make_unique<TestRank>(model_, "launch");
+    ASSERT_THAT(rank_->Join(), IsOk());
+  }
+
+  static std::vector<std::byte> Filled(float value) {
+    return BytesOf(std::vector<float>(2 * kElements, value));
+  }
+  std::vector<float> Read(const std::string& track) { return FloatsOf(*ReadAll(*model_, track)); }
+
+  // Slabs are filled several times by a chunk, so some of its work has begun, and some has not.
+  ModelStore store_{
+      MakeAcceleratorDevice(
+          std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 3'000}),
+          {.kept_free_bytes = int64_t{64} << 20, .slab_bytes = 16 << 10}),
+      SmallBlocks()};
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+};
+
+TEST_F(LateDeviceTest, AnAbandonedStepWritesNothingIntoTheNext) {
+  Create();
+  ASSERT_THAT(rank_->Push(1, Filled(1)), IsOk());
+  for (int step = 2; step < 40; step += 2) {
+    const std::vector<std::byte> wrong = Filled(-1000);
+    auto outcome = std::make_shared<PushOutcome>();
+    EMA_ASSERT_OK_AND_ASSIGN(auto push, rank_->Open(step, outcome));
+    ASSERT_THAT(TestRank::AddChunk(*push, wrong, 0, static_cast<int64_t>(wrong.size())), IsOk());
+    // It gets the memory of the step before, whose stream is still there.
+    ASSERT_THAT(rank_->Push(step + 1, Filled(static_cast<float>(step))), IsOk());
+    EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepAbandoned));
+    EXPECT_THAT(Read("raw"), Each(static_cast<float>(step)));
+  }
+}
+
+TEST_F(LateDeviceTest, WhatAFencedStreamHasFoldedIsInTheVersion) {
+  Create();
+  for (int step = 1; step < 20; ++step) {
+    const std::vector<std::byte> bytes = Filled(static_cast<float>(step));
+    const auto half = static_cast<int64_t>(bytes.size()) / 2;
+    EMA_ASSERT_OK_AND_ASSIGN(auto older, rank_->Open(step, std::make_shared<PushOutcome>()));
+    ASSERT_THAT(TestRank::AddChunk(*older, bytes, 0, half), IsOk());
+    auto outcome = std::make_shared<PushOutcome>();
+    EMA_ASSERT_OK_AND_ASSIGN(auto newer, rank_->Open(step, outcome));
+    ASSERT_THAT(TestRank::AddChunk(*newer, bytes, half, half), IsOk());
+    if (step % 2 == 0) older = nullptr;  // Or it goes later.
+    ASSERT_THAT(newer->Commit({1, half, Crc32c(0, bytes)}), IsOk());
+    ASSERT_THAT(outcome->result, IsOk());
+    EXPECT_THAT(Read("raw"), Each(static_cast<float>(step)));
+  }
+}
+
+TEST_F(LateDeviceTest, WhatAFencedStreamHasSeenThatIsNotFiniteEndsTheStep) {
+  Create();
+  ASSERT_THAT(rank_->Push(1, Filled(1)), IsOk());
+  std::vector<float> values(2 * kElements, 2);
+  values[17] = std::numeric_limits<float>::infinity();
+  const std::vector<std::byte> bytes = BytesOf(values);
+  const auto half = static_cast<int64_t>(bytes.size()) / 2;
+  EMA_ASSERT_OK_AND_ASSIGN(auto older, rank_->Open(2, std::make_shared<PushOutcome>()));
+  ASSERT_THAT(TestRank::AddChunk(*older, bytes, 0, half), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(auto newer, rank_->Open(2, std::make_shared<PushOutcome>()));
+  ASSERT_THAT(TestRank::AddChunk(*newer, bytes, half, half), IsOk());
+  EXPECT_THAT(newer->Commit({1, half, Crc32c(0, bytes)}),
+              AllOf(StatusIs(absl::StatusCode::kInvalidArgument,
+                             HasSubstr("tensor \"a\" holds NaN or infinity at element 17")),
+                    ReasonIs(ErrorReason::kNonFinite)));
+  EXPECT_EQ(model_->latest()->version, 1);
+  EXPECT_THAT(Read("ema"), Each(1.0f));
+}
+
+TEST_F(LateDeviceTest, ATensorThatIsNotFiniteIsSkippedAndNamed) {
+  Create(NonFinitePolicy::kSkipTensor);
+  ASSERT_THAT(rank_->Push(1, Filled(1)), IsOk());
+  std::vector<float> values(2 * kElements, 3);
+  values[2 * kElements - 1] = std::numeric_limits<float>::quiet_NaN();
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank_->Push(2, BytesOf(values)));
+  EXPECT_THAT(result.record.skipped_tensors, testing::ElementsAre("b"));
+  std::vector<float> expected(2 * kElements, 2);
+  std::fill(expected.begin() + kElements, expected.end(), 1.0f);
+  EXPECT_EQ(Read("ema"), expected);
+}
+
+}  // namespace
+}  // namespace ema
