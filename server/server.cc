@@ -88,12 +88,16 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
-  const absl::Time begin = absl::Now();
-  std::unique_ptr<Server> server(new Server(options));
-
   // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
                        MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
+  return Start(options, std::move(device));
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
+                                                      std::shared_ptr<Device> device) {
+  const absl::Time begin = absl::Now();
+  std::unique_ptr<Server> server(new Server(options));
   ModelStore::Options store_options;
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);

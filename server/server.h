@@ -26,6 +26,9 @@ class Server {
 
   // Loads the newest checkpoints and serves. The message of an error says what to do.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+  // On this device, whatever `options` say.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
+                                                       std::shared_ptr<Device> device);
 
   int port() const { return rpc_->port(); }
 

@@ -41,7 +41,8 @@ class RpcFixture : public testing::Test {
     ModelStore::Options store_options;
     store_options.memory_bytes = int64_t{1} << 30;
     store_options.model.incarnation = 7;
-    store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{64} << 20), store_options);
+    if (device_ == nullptr) device_ = NewTestDevice(int64_t{64} << 20);
+    store_ = std::make_shared<ModelStore>(device_, store_options);
     auto server = RpcServer::Start(store_, checkpoints_, options);
     ASSERT_THAT(server, IsOk());
     server_ = *std::move(server);
@@ -197,6 +198,7 @@ class RpcFixture : public testing::Test {
   };
   NoDisk no_disk_;
   Checkpoints* checkpoints_ = &no_disk_;  // What StartServer() gives the server.
+  std::shared_ptr<Device> device_;  // Null: StartServer() makes the one of tests.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<RpcServer> server_;
   std::string address_;

@@ -105,9 +105,10 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
  private:
   absl::Status Queue(std::function<void()> work) {
     const int64_t number = accelerator_.work_count_.fetch_add(1) + 1;
+    const bool fails = accelerator_.is_broken_ || number >= accelerator_.options_.failing_work;
     absl::MutexLock lock(&mu_);
     if (!status_.ok()) return status_;
-    work_.emplace_back(number >= accelerator_.options_.failing_work ? nullptr : std::move(work));
+    work_.emplace_back(fails ? nullptr : std::move(work));
     ++queued_count_;
     return absl::OkStatus();
   }

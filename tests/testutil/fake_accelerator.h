@@ -32,6 +32,9 @@ class FakeAccelerator : public Accelerator {
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override;
   int64_t total_memory_bytes() const override { return options_.memory_bytes; }
 
+  // From now on everything fails.
+  void Break() { is_broken_ = true; }
+
   // Pieces of work that have been queued so far: copies, folds, sums, zeros.
   int64_t work_count() const { return work_count_.load(); }
   // Of these, copies from the device.
@@ -43,6 +46,7 @@ class FakeAccelerator : public Accelerator {
   class HeapMemory;
 
   const Options options_;
+  std::atomic<bool> is_broken_ = false;
   std::atomic<int64_t> work_count_ = 0;
   std::atomic<int64_t> copies_to_host_ = 0;
   std::atomic<int64_t> bytes_to_host_ = 0;

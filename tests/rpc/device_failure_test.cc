@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What clients and whoever watches the server see of a device that has no memory, or is broken.
+#include <gmock/gmock.h>
+
+#include <memory>
+#include <vector>
+
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "server/device/accelerator_device.h"
+#include "server/server.h"
+#include "tests/rpc/rpc_fixture.h"
+#include "tests/testutil/fake_accelerator.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::shared_ptr<Device> DeviceOf(std::shared_ptr<FakeAccelerator> accelerator) {
+  return MakeAcceleratorDevice(std::move(accelerator),
+                               {.kept_free_bytes = 1 << 20, .slab_bytes = 16 << 10});
+}
+
+class DeviceFailureTest : public RpcFixture {
+ protected:
+  void SetUp() override {
+    device_ = DeviceOf(accelerator_);
+    StartServer();
+    CreateAndOpen();
+    v1::PushResponse pushed;
+    ASSERT_TRUE(PushFilled(1, 8, &pushed).status.ok());
+  }
+
+  bool IsServing(const std::string& service) {
+    const auto stub = grpc::health::v1::Health::NewStub(channel_);
+    grpc::health::v1::HealthCheckRequest request;
+    request.set_service(service);
+    grpc::health::v1::HealthCheckResponse response;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub->Check(&context, request, &response).ok());
+    return response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
+  }
+
+  // All memory that is left on the device.
+  std::vector<std::shared_ptr<Block>> TakeMemory() {
+    std::vector<std::shared_ptr<Block>> taken;
+    for (const int64_t size_bytes : {1 << 20, 4096, 64, 1}) {
+      while (true) {
+        absl::StatusOr<std::shared_ptr<Block>> block = device_->Allocate(size_bytes);
+        if (!block.ok()) break;
+        taken.push_back(*std::move(block));
+      }
+    }
+    return taken;
+  }
+
+  const std::shared_ptr<FakeAccelerator> accelerator_ =
+      std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.memory_bytes = 8 << 20});
+};
+
+TEST_F(DeviceFailureTest, APushThatFindsNoMemoryChangesNothingAndMayComeAgain) {
+  std::vector<std::shared_ptr<Block>> taken = TakeMemory();
+  v1::PushResponse pushed;
+  const CallResult refused = PushFilled(2, 4, &pushed);
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_MEMORY_BUDGET);
+  EXPECT_THAT(refused.status.error_message(), HasSubstr("device \"fake:0\": no memory"));
+  EXPECT_TRUE(IsServing(""));
+  EXPECT_EQ(Pull("ema").header.version().version(), 1);
+  EXPECT_EQ(Pull("ema").data, Filled(8));
+
+  taken.clear();
+  const CallResult accepted = PushFilled(2, 4, &pushed);
+  ASSERT_TRUE(accepted.status.ok()) << accepted.status.error_message();
+  EXPECT_EQ(Pull("ema").data, Filled(6));
+  EXPECT_EQ(Pull("raw").data, Filled(4));
+}
+
+TEST_F(DeviceFailureTest, ABrokenDeviceIsSaidAndWhatIsOnTheHostIsServed) {
+  EXPECT_TRUE(IsServing(""));
+  ASSERT_EQ(Pull("ema").data, Filled(8));
+  accelerator_->Break();
+  v1::PushResponse pushed;
+  const CallResult broken = PushFilled(2, 4, &pushed);
+  EXPECT_EQ(broken.status.error_code(), grpc::StatusCode::INTERNAL);
+  EXPECT_EQ(broken.detail.reason(), v1::ERROR_REASON_DEVICE);
+  EXPECT_THAT(broken.status.error_message(), HasSubstr("illegal memory access"));
+  EXPECT_FALSE(IsServing(""));
+  EXPECT_FALSE(IsServing("ema.v1.EmaService"));
+
+  // The copy that the first reader made.
+  const Pulled copied = Pull("ema");
+  EXPECT_TRUE(copied.complete);
+  EXPECT_EQ(copied.header.version().version(), 1);
+  EXPECT_EQ(copied.data, Filled(8));
+  // Nobody has read that one.
+  const Pulled lost = Pull("raw");
+  EXPECT_FALSE(lost.complete);
+  EXPECT_EQ(lost.result.detail.reason(), v1::ERROR_REASON_DEVICE);
+  // From then on the first error is told.
+  EXPECT_EQ(PushFilled(3, 4, &pushed).status.error_message(), broken.status.error_message());
+}
+
+TEST(ServerOnABrokenDeviceTest, TheDrainSaysWhatBrokeIt) {
+  const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
+  const std::shared_ptr<Device> device = DeviceOf(accelerator);
+  ServerOptions options;
+  options.listen = {"127.0.0.1:0"};
+  options.thread_count = 1;
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Server> server, Server::Start(options, device));
+  accelerator->Break();
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device->NewStream());
+  EXPECT_FALSE(stream->Synchronize().ok());
+  // main() exits with 1 for any error.
+  EXPECT_THAT(server->Drain(), StatusIs(absl::StatusCode::kInternal, HasSubstr("illegal memory")));
+}
+
+}  // namespace
+}  // namespace ema
