@@ -412,7 +412,7 @@ class AcceleratorDevice : public Device {
     const auto memory = [&](const Feed::Slab& slab) {
       return SumMemory{slab.host->data(), slab.device->data(), shared_->options.slab_bytes};
     };
-    const absl::StatusOr<SquareSums> sums =
+    absl::StatusOr<SquareSums> sums =
         SumOnQueue(*feed->queue, runs, memory(feed->slabs[0]), memory(feed->slabs[1]));
     EMA_RETURN_IF_ERROR(shared_->health.Check(sums.status()));
     shared_->GiveBack(std::move(feed));

@@ -18,7 +18,7 @@ namespace ema {
 inline constexpr int kSumThreads = 256;  // Of a block.
 // Elements of a tile that one thread adds: so many loads are on their way at once.
 inline constexpr int kSumUnroll = 8;
-inline constexpr int64_t kSumTileElements = kSumUnroll * kSumThreads;
+inline constexpr int64_t kSumTileElements = int64_t{kSumUnroll} * kSumThreads;
 
 // SumRun in device memory.
 struct DeviceSumRun {
@@ -55,7 +55,7 @@ EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, Sq
   Bits raws[kSumUnroll] = {};
   EMA_UNROLL
   for (int j = 0; j < kSumUnroll; ++j) {
-    const int64_t i = first + j * kSumThreads;
+    const int64_t i = first + int64_t{j} * kSumThreads;
     if (i < run.element_count) {
       averages[j] = run.average[i];
       if (kHasRaw) raws[j] = reinterpret_cast<const Bits*>(run.raw)[i];
