@@ -104,8 +104,7 @@ absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
     const grpc::health::v1::HealthCheckRequest& request) const {
   using Response = grpc::health::v1::HealthCheckResponse;
   const std::string& service = request.service();
-  bool is_serving =
-      serving_.load(std::memory_order_relaxed) && rpc_.store->device().health().ok();
+  bool is_serving = serving_.load(std::memory_order_relaxed) && rpc_.store->device().health().ok();
   if (service == kCheckpointsService) {
     const absl::Status health = rpc_.checkpoints->health();
     if (GetErrorReason(health) == ErrorReason::kNoDataDir) {

@@ -198,7 +198,7 @@ class RpcFixture : public testing::Test {
   };
   NoDisk no_disk_;
   Checkpoints* checkpoints_ = &no_disk_;  // What StartServer() gives the server.
-  std::shared_ptr<Device> device_;  // Null: StartServer() makes the one of tests.
+  std::shared_ptr<Device> device_;        // Null: StartServer() makes the one of tests.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<RpcServer> server_;
   std::string address_;
