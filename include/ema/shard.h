@@ -140,11 +140,16 @@ struct RankShare {
   int64_t frozen_shard_count = 0;  // As RankLayout::Create() takes it.
 };
 
-// An even split of a model among ranks that all hold all of it (data parallel): rank `rank`'s
-// shards, its bytes within one element of total / world_size, and those of the `frozen` tensors,
-// which come last, too. Tensors in `rank0_only` (buffers that differ between ranks) go to rank 0
-// whole and count in its share; they are not frozen. A tensor is cut at any element; a cut range
-// takes at most 2 x rank - 1 boxes, each contiguous. INVALID_ARGUMENT, BAD_LAYOUT.
+// An even split of `boxes` among ranks that all hold all of them: rank `rank`'s shards, its bytes
+// within one element of total / world_size, and those of the `frozen` tensors, which come last,
+// too. Boxes of tensors in `rank0_only` (buffers that differ between ranks) go to rank 0 whole and
+// count in its share; they are not frozen. A box is cut at any element; what a rank gets of it are
+// at most 2 x dimensions - 1 boxes, each contiguous in it. INVALID_ARGUMENT, BAD_LAYOUT.
+absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, absl::Span<const Shard> boxes,
+                                    TensorSet rank0_only, TensorSet frozen, int64_t rank,
+                                    int64_t world_size);
+
+// The same of the whole model (data parallel).
 absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_only,
                                     TensorSet frozen, int64_t rank, int64_t world_size);
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -224,21 +223,21 @@ std::pair<int64_t, int64_t> Reach(const Shard& shard, absl::Span<const int64_t> 
   return {first, first + distance};
 }
 
-// Appends the boxes that elements [begin, end) of a tensor make up, each as large as it can be:
-// rows up to the next whole slab, whole slabs, rows of the last one.
-void AppendBoxes(int64_t tensor_index, absl::Span<const int64_t> shape, int64_t begin, int64_t end,
-                 std::vector<Shard>& shards) {
+// Appends the boxes that elements [begin, end) of `whole` make up, in its row-major order, each as
+// large as it can be: rows up to the next whole slab, whole slabs, rows of the last one.
+void AppendBoxes(const Shard& whole, int64_t begin, int64_t end, std::vector<Shard>& shards) {
+  const std::vector<int64_t>& shape = whole.extents;
   const std::array<int64_t, kMaxRank> strides = Strides(shape);
   while (begin < end) {
     size_t d = 0;
     while (d < shape.size() && (begin % strides[d] != 0 || end - begin < strides[d])) ++d;
-    Shard shard{tensor_index, {}, {}};
+    Shard shard{whole.tensor_index, {}, {}};
     int64_t box_elements = 1;
     for (size_t i = 0; i < shape.size(); ++i) {
       const int64_t offset = i <= d ? begin / strides[i] % shape[i] : 0;
       int64_t extent = i < d ? 1 : shape[i];
       if (i == d) extent = std::min(shape[i] - offset, (end - begin) / strides[i]);
-      shard.offsets.push_back(offset);
+      shard.offsets.push_back(whole.offsets[i] + offset);
       shard.extents.push_back(extent);
       box_elements *= extent;
     }
@@ -252,15 +251,19 @@ int64_t Share(int64_t total, int64_t part, int64_t parts) {
   return total / parts * part + total % parts * part / parts;
 }
 
-// Appends rank `rank`'s part of an even split of `tensors`, of which the first `rank0_count` go to
+// Appends rank `rank`'s part of an even split of `boxes`, of which the first `rank0_count` go to
 // rank 0.
-void AppendShare(const Manifest& manifest, std::span<const int64_t> tensors, int64_t rank0_count,
+void AppendShare(const Manifest& manifest, std::span<const Shard* const> boxes, int64_t rank0_count,
                  int64_t rank, int64_t world_size, std::vector<Shard>& shards) {
+  const auto size_of = [&](const Shard& box) {
+    return DtypeSize(manifest.tensor(box.tensor_index).dtype);
+  };
   int64_t total = 0;
   int64_t rank0_bytes = 0;
-  for (const int64_t i : tensors) {
-    if (rank0_count-- > 0) rank0_bytes += manifest.tensor(i).byte_count();
-    total += manifest.tensor(i).byte_count();
+  for (const Shard* const box : boxes) {
+    const int64_t bytes = box->element_count() * size_of(*box);
+    if (rank0_count-- > 0) rank0_bytes += bytes;
+    total += bytes;
   }
   const bool rank0_is_full = rank0_bytes > Share(total, 1, world_size);
   const auto boundary = [&](int64_t r) {
@@ -270,12 +273,11 @@ void AppendShare(const Manifest& manifest, std::span<const int64_t> tensors, int
   const int64_t begin = boundary(rank);
   const int64_t end = boundary(rank + 1);
   int64_t start = 0;
-  for (const int64_t i : tensors) {
-    const TensorSpec& spec = manifest.tensor(i);
-    const int64_t bytes = spec.byte_count();
-    const int64_t size = DtypeSize(spec.dtype);
+  for (const Shard* const box : boxes) {
+    const int64_t size = size_of(*box);
+    const int64_t bytes = box->element_count() * size;
     // Rounded down to an element, at this rank's end as at the next rank's begin.
-    AppendBoxes(i, spec.shape, std::clamp<int64_t>(begin - start, 0, bytes) / size,
+    AppendBoxes(*box, std::clamp<int64_t>(begin - start, 0, bytes) / size,
                 std::clamp<int64_t>(end - start, 0, bytes) / size, shards);
     start += bytes;
   }
@@ -444,8 +446,9 @@ absl::Status LayoutCoverage::CheckComplete() const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_only,
-                                    TensorSet frozen, int64_t rank, int64_t world_size) {
+absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, absl::Span<const Shard> boxes,
+                                    TensorSet rank0_only, TensorSet frozen, int64_t rank,
+                                    int64_t world_size) {
   constexpr int64_t kMaxWorldSize = 65536;
   if (world_size < 1 || world_size > kMaxWorldSize || rank < 0 || rank >= world_size) {
     return Refuse(ErrorReason::kBadLayout,
@@ -459,14 +462,18 @@ absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_on
         ErrorReason::kBadLayout,
         absl::StrCat(name, " has ", set.size(), " entries; expected none or ", tensor_count));
   }
-  const auto is_rank0_only = [&](int64_t i) { return !rank0_only.empty() && rank0_only[i]; };
-  const auto is_frozen = [&](int64_t i) {
-    return !frozen.empty() && frozen[i] && !is_rank0_only(i);
+  std::vector<const Shard*> order;
+  for (const Shard& box : boxes) {
+    EMA_RETURN_IF_ERROR(ValidateShard(manifest, box));
+    order.push_back(&box);
+  }
+  const auto is_rank0_only = [&](const Shard* box) {
+    return !rank0_only.empty() && rank0_only[box->tensor_index];
   };
-  std::vector<int64_t> order(tensor_count);
-  std::iota(order.begin(), order.end(), 0);
-  const auto frozen_begin =
-      std::stable_partition(order.begin(), order.end(), [&](int64_t i) { return !is_frozen(i); });
+  const auto is_live = [&](const Shard* box) {
+    return frozen.empty() || !frozen[box->tensor_index] || is_rank0_only(box);
+  };
+  const auto frozen_begin = std::stable_partition(order.begin(), order.end(), is_live);
   const auto rest = std::stable_partition(order.begin(), frozen_begin, is_rank0_only);
   RankShare share;
   AppendShare(manifest, {order.begin(), frozen_begin}, rest - order.begin(), rank, world_size,
@@ -475,6 +482,15 @@ absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_on
   AppendShare(manifest, {frozen_begin, order.end()}, 0, rank, world_size, share.shards);
   share.frozen_shard_count = static_cast<int64_t>(share.shards.size() - live_count);
   return share;
+}
+
+absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, TensorSet rank0_only,
+                                    TensorSet frozen, int64_t rank, int64_t world_size) {
+  std::vector<Shard> tensors;
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    tensors.push_back(WholeTensor(manifest, i));
+  }
+  return EvenShare(manifest, tensors, rank0_only, frozen, rank, world_size);
 }
 
 }  // namespace ema

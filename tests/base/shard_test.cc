@@ -436,6 +436,38 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
   }
 }
 
+TEST(EvenShareTest, BoxesAreSplitAmongThoseWhoHoldThem) {
+  const Manifest manifest =
+      Make({{"w", Dtype::kFloat32, {6, 5}}, {"v", Dtype::kFloat64, {4}}, {"u", Dtype::kInt8, {9}}});
+  // Columns 1 to 3 of some rows, which are not contiguous in their tensor; some of another.
+  const std::vector<Shard> boxes = {{0, {2, 1}, {3, 3}}, {1, {1}, {2}}};
+  for (int64_t world_size = 1; world_size <= 4; ++world_size) {
+    LayoutCoverage coverage(&manifest);
+    int64_t elements = 0;
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      SCOPED_TRACE(absl::StrCat(rank, " of ", world_size));
+      EMA_ASSERT_OK_AND_ASSIGN(const RankShare share,
+                               EvenShare(manifest, boxes, {}, {}, rank, world_size));
+      EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, share.shards));
+      // No element twice; 36 + 16 bytes, evenly.
+      ASSERT_THAT(coverage.Add(rank, layout), IsOk());
+      EXPECT_NEAR(layout.total_bytes(), 52.0 / static_cast<double>(world_size), 8);
+      for (const Shard& shard : share.shards) {
+        elements += shard.element_count();
+        const Shard& box = boxes[shard.tensor_index];
+        for (size_t d = 0; d < box.offsets.size(); ++d) {
+          EXPECT_GE(shard.offsets[d], box.offsets[d]);
+          EXPECT_LE(shard.offsets[d] + shard.extents[d], box.offsets[d] + box.extents[d]);
+        }
+      }
+    }
+    EXPECT_EQ(elements, 9 + 2);
+  }
+  EXPECT_THAT(EvenShare(manifest, boxes, {}, {}, 0, 1)->shards, testing::ElementsAreArray(boxes));
+  EXPECT_THAT(EvenShare(manifest, {{1, {3}, {2}}}, {}, {}, 0, 1),
+              StatusIs(kInvalid, HasSubstr("tensor \"v\": shard with offsets [3]")));
+}
+
 TEST(EvenShareTest, WithoutFlagsNothingIsRankZerosOnly) {
   const Manifest manifest = Make({{"w", Dtype::kFloat32, {3, 4}}});
   EXPECT_THAT(EvenShare(manifest, {}, {}, 0, 2)->shards,

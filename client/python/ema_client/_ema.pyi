@@ -9,7 +9,9 @@ ShardTuple = tuple[int, Sequence[int], Sequence[int]]
 ResumeTuple = tuple[int, tuple[int, int] | None, dict[str, float] | None]
 
 class Array:
-    def __init__(self, name: str, object: object, dtype: str = "") -> None: ...
+    def __init__(
+        self, name: str, object: object, dtype: str = "", offsets: Sequence[int] | None = None
+    ) -> None: ...
     @property
     def spec(self) -> Spec: ...
     @property
@@ -93,6 +95,7 @@ def even_share(
     frozen: Sequence[str],
     rank: int,
     world_size: int,
+    boxes: Sequence[ShardTuple] | None = None,
 ) -> tuple[list[ShardTuple], int]: ...
 def fold_many(
     emas: Sequence[object],

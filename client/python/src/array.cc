@@ -57,16 +57,36 @@ bool IsContiguous(const nb::ndarray<nb::ro>& array) {
   return true;
 }
 
-// The shard's place in its tensor's row-major elements; nullopt if it is not one contiguous piece.
-std::optional<int64_t> FirstElement(const TensorSpec& spec, const Shard& shard) {
+// The shard's place in the row-major elements of `whole`; nullopt if it is not one contiguous piece
+// of that.
+std::optional<int64_t> FirstElement(const Shard& whole, const Shard& shard) {
+  const size_t rank = whole.extents.size();
   size_t dim = 0;
-  while (dim < spec.shape.size() && shard.extents[dim] == 1) ++dim;
-  for (size_t i = dim + 1; i < spec.shape.size(); ++i) {
-    if (shard.extents[i] != spec.shape[i]) return std::nullopt;
+  while (dim < rank && shard.extents[dim] == 1) ++dim;
+  for (size_t i = dim + 1; i < rank; ++i) {
+    if (shard.extents[i] != whole.extents[i]) return std::nullopt;
   }
   int64_t first = 0;
-  for (size_t i = 0; i < spec.shape.size(); ++i) first = first * spec.shape[i] + shard.offsets[i];
+  for (size_t i = 0; i < rank; ++i) {
+    const int64_t offset = shard.offsets[i] - whole.offsets[i];
+    if (offset < 0 || shard.extents[i] > whole.extents[i] - offset) return std::nullopt;
+    first = first * whole.extents[i] + offset;
+  }
   return first;
+}
+
+// The box of its tensor that an array is. `only_shard`: the one that the rank pushes; null: there
+// are more. nullopt: its shape is not the tensor's, nor the shard's.
+std::optional<Shard> BoxOf(const Array& array, const Manifest& manifest, int64_t tensor_index,
+                           const Shard* only_shard) {
+  const TensorSpec& spec = manifest.tensor(tensor_index);
+  if (array.offsets.has_value()) {
+    if (array.spec.shape.size() != spec.shape.size()) return std::nullopt;
+    return Shard{tensor_index, *array.offsets, array.spec.shape};
+  }
+  if (array.spec.shape == spec.shape) return WholeTensor(manifest, tensor_index);
+  if (only_shard != nullptr && array.spec.shape == only_shard->extents) return *only_shard;
+  return std::nullopt;
 }
 
 // "a, b and 3 more"
@@ -79,8 +99,8 @@ std::string ListNames(const std::vector<std::string>& names) {
 
 }  // namespace
 
-absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object,
-                                  std::string_view dtype) {
+absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std::string_view dtype,
+                                  std::optional<std::vector<int64_t>> offsets) {
   Array result;
   if (!nb::try_cast(nb::borrow(object), result.owner, /*convert=*/false)) {
     return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
@@ -110,6 +130,11 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object,
   for (size_t i = 0; i < array.ndim(); ++i) {
     result.spec.shape.push_back(static_cast<int64_t>(array.shape(i)));
   }
+  if (offsets.has_value() && offsets->size() != array.ndim()) {
+    return BadArray(name,
+                    absl::StrCat(offsets->size(), " offsets for ", array.ndim(), " dimensions"));
+  }
+  result.offsets = std::move(offsets);
   result.bytes = {static_cast<const std::byte*>(array.data()), array.nbytes()};
   return result;
 }
@@ -146,25 +171,21 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
       }
       continue;
     }
-    const bool is_whole = array->spec.shape == spec.shape;
-    const bool is_shard = shards_of[shard.tensor_index] == 1 && array->spec.shape == shard.extents;
-    if (array->spec.dtype != spec.dtype || (!is_whole && !is_shard)) {
+    const std::optional<Shard> box = BoxOf(*array, manifest, shard.tensor_index,
+                                           shards_of[shard.tensor_index] == 1 ? &shard : nullptr);
+    if (array->spec.dtype != spec.dtype || !box.has_value()) {
       if (first_of_tensor) {
         wrong.push_back(absl::StrCat("\"", spec.name, "\": ", spec.TypeString(), " in the model, ",
                                      array->spec.TypeString(), " given"));
       }
       continue;
     }
-    if (is_shard) {
-      result.push_back(array->bytes);
-      continue;
-    }
-    const auto first = FirstElement(spec, shard);
+    const auto first = FirstElement(*box, shard);
     if (!first.has_value()) {
-      wrong.push_back(absl::StrCat("\"", spec.name, "\": the shard at [",
-                                   absl::StrJoin(shard.offsets, ", "), "] of extents [",
-                                   absl::StrJoin(shard.extents, ", "),
-                                   "] is not contiguous in the tensor: give just the shard"));
+      wrong.push_back(
+          absl::StrCat("\"", spec.name, "\": the shard at [", absl::StrJoin(shard.offsets, ", "),
+                       "] of extents [", absl::StrJoin(shard.extents, ", "),
+                       "] is not a contiguous piece of what is given: give just the shard"));
       continue;
     }
     const int64_t size = DtypeSize(spec.dtype);

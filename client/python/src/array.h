@@ -24,23 +24,28 @@ namespace ema::python {
 // A named array in host memory, row-major and contiguous, and the reference that keeps its memory.
 // To be copied and destroyed with the GIL held.
 struct Array {
-  TensorSpec spec;
+  TensorSpec spec;  // Of the array itself.
+  // Where in its tensor it lies, if that has been said.
+  std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
   nanobind::ndarray<nanobind::ro> owner;
 
   // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
   // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
-  // INVALID_ARGUMENT: not such an array, not in host memory, not contiguous, or of a dtype that the
-  // server does not keep; the message names the array.
+  // INVALID_ARGUMENT: not such an array, not in host memory, not contiguous, of a dtype that the
+  // server does not keep, or of another number of dimensions than `offsets`; the message names the
+  // array.
   static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
-                                    std::string_view dtype);
+                                    std::string_view dtype,
+                                    std::optional<std::vector<int64_t>> offsets = std::nullopt);
 };
 
 // The bytes of a rank's shards, found in `arrays` by name, in the layout's order. An array is the
-// whole tensor (the shard is then a contiguous piece of it) or the one shard of it that the rank
-// holds. INVALID_ARGUMENT, BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype
-// and shape; frozen shards may be missing, and are empty then. Arrays of tensors that the rank does
-// not push are checked and left alone.
+// whole tensor, the box of it that the rank holds, if it says where that lies (a shard is then a
+// contiguous piece of it), or just the one shard that the rank pushes. INVALID_ARGUMENT,
+// BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype and shape; frozen shards
+// may be missing, and are empty then. Arrays of tensors that the rank does not push are checked and
+// left alone.
 absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
     const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays);
 

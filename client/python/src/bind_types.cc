@@ -154,14 +154,23 @@ class TensorFlags {
   const std::unique_ptr<bool[]> flags_;
 };
 
-// The shards, and how many of the last of them are frozen.
-std::tuple<std::vector<ShardTuple>, int64_t> Share(const std::vector<SpecTuple>& specs,
-                                                   const std::vector<std::string>& rank0_only,
-                                                   const std::vector<std::string>& frozen,
-                                                   int64_t rank, int64_t world_size) {
+// The shards, and how many of the last of them are frozen. No boxes: the whole model.
+std::tuple<std::vector<ShardTuple>, int64_t> Share(
+    const std::vector<SpecTuple>& specs, const std::vector<std::string>& rank0_only,
+    const std::vector<std::string>& frozen, int64_t rank, int64_t world_size,
+    const std::optional<std::vector<ShardTuple>>& boxes) {
   const Manifest manifest = ToManifest(specs);
-  RankShare share = Unwrap(EvenShare(manifest, TensorFlags(manifest, rank0_only).set(),
-                                     TensorFlags(manifest, frozen).set(), rank, world_size));
+  const TensorFlags rank0_flags(manifest, rank0_only);
+  const TensorFlags frozen_flags(manifest, frozen);
+  RankShare share;
+  if (boxes.has_value()) {
+    std::vector<Shard> held;
+    for (const auto& [index, offsets, extents] : *boxes) held.push_back({index, offsets, extents});
+    share =
+        Unwrap(EvenShare(manifest, held, rank0_flags.set(), frozen_flags.set(), rank, world_size));
+  } else {
+    share = Unwrap(EvenShare(manifest, rank0_flags.set(), frozen_flags.set(), rank, world_size));
+  }
   std::vector<ShardTuple> shards;
   for (Shard& shard : share.shards) {
     shards.emplace_back(shard.tensor_index, std::move(shard.offsets), std::move(shard.extents));
@@ -175,10 +184,11 @@ void BindTypes(nb::module_& module) {
   nb::class_<Array>(module, "Array")
       .def(
           "__init__",
-          [](Array* self, const std::string& name, nb::handle object, const std::string& dtype) {
-            new (self) Array(Unwrap(Array::Read(name, object, dtype)));
+          [](Array* self, const std::string& name, nb::handle object, const std::string& dtype,
+             std::optional<std::vector<int64_t>> offsets) {
+            new (self) Array(Unwrap(Array::Read(name, object, dtype, std::move(offsets))));
           },
-          "name"_a, "object"_a, "dtype"_a = "")
+          "name"_a, "object"_a, "dtype"_a = "", "offsets"_a = nb::none())
       .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); })
       .def_prop_ro("crc32c", [](const Array& array) {
         nb::gil_scoped_release release;
@@ -265,7 +275,8 @@ void BindTypes(nb::module_& module) {
           nb::is_operator())
       .def("__str__", &TrackText);
 
-  module.def("even_share", &Share, "specs"_a, "rank0_only"_a, "frozen"_a, "rank"_a, "world_size"_a);
+  module.def("even_share", &Share, "specs"_a, "rank0_only"_a, "frozen"_a, "rank"_a, "world_size"_a,
+             "boxes"_a = nb::none());
 }
 
 }  // namespace ema::python
