@@ -345,8 +345,8 @@ except Exception as error:
 @pytest.mark.parametrize(
     "how, error, message",
     [
-        ("value", "InvalidArgumentError", "1.weight (torch.float32[2, 4]) with other values"),
-        ("shape", "InvalidArgumentError", "1.weight (torch.float32[3, 4])"),
+        ("value", "InvalidArgumentError", '"1.weight" (float32[2, 4]): rank 1 has other values'),
+        ("shape", "InvalidArgumentError", '"1.weight": float32[3, 4] on rank 1, float32[2, 4]'),
         ("exception", "", "not picklable"),
     ],
 )
@@ -369,20 +369,19 @@ def test_what_is_wrong_on_one_rank_raises_on_all(server, model, tmp_path, how, e
         assert message in output
 
 
-def test_sharded_parameters_are_refused(server, model):
-    from torch.distributed.tensor import DTensor
+def test_fsdp1_is_refused_with_what_to_use(server, model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    class Part(DTensor):
-        """Stands for one: a real one needs a process group."""
+    class Part(FullyShardedDataParallel):
+        """Stands for one: a real one needs a GPU."""
 
-        @staticmethod
-        def __new__(cls):
-            return torch.Tensor._make_subclass(cls, torch.ones(2), True)
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self._modules["_fsdp_wrapped_module"] = torch.nn.Linear(3, 3)
 
-    module = torch.nn.Module()
-    module._parameters["part"] = Part()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ema_client.InvalidArgumentError, match="DTensor is not supported yet"):
+    module = torch.nn.Sequential(Part())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ema_client.InvalidArgumentError, match='module "0": .* use .*fully_shard'):
         ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
+from ema_client._pieces import is_dtensor, piece_of
 from ema_client._types import TensorSpec
 
 Framework = Literal["auto", "torch", "numpy"]
@@ -28,9 +29,14 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 
 def read(name: str, value: Any) -> _ema.Array:
-    """Reads `value` in place. What is not contiguous, or not in host memory, is copied first."""
+    """Reads `value` in place; of a DTensor, what is on this rank. What is not contiguous, or not in
+    host memory, is copied first."""
     dtype = ""
+    offsets: tuple[int, ...] | None = None
     if _is_instance(value, "torch", "Tensor"):
+        if is_dtensor(value):
+            piece = piece_of(name, value)
+            value, offsets = piece.local, piece.box.offsets
         value = value.detach().cpu().contiguous()
     elif _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):
         numpy = sys.modules["numpy"]
@@ -41,7 +47,7 @@ def read(name: str, value: Any) -> _ema.Array:
             value = value.view(numpy.uint16)
     elif hasattr(value, "block_until_ready"):
         value.block_until_ready()
-    return _ema.Array(name, value, dtype)
+    return _ema.Array(name, value, dtype, offsets)
 
 
 def read_all(weights: Mapping[str, Any]) -> list[_ema.Array]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ema_client import _ema
 from ema_client._client import Client
+from ema_client._due import DueTracks
 from ema_client._errors import (
     AbortedError,
     DeadlineExceededError,
@@ -23,10 +23,11 @@ from ema_client._errors import (
     FailedPreconditionError,
     UnavailableError,
 )
+from ema_client._pieces import pieces_of
 from ema_client._resume import State, save
 from ema_client._run import PendingPush, Run
-from ema_client._torch_model import NamedTensors, checksums, named_tensors
-from ema_client._types import TimeLike, Version, time_dict
+from ema_client._torch_model import NamedTensors, checksums
+from ema_client._types import TimeLike, Version
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,6 @@ _logger = logging.getLogger(__name__)
 # lies between two.
 _REJOIN_TIMEOUT_S = 2.0
 _REJOIN_INTERVAL_S = 0.25
-# How long a trainer whose tracks are all paused waits for an answer whether they still are.
-_REFRESH_TIMEOUT_S = 1.0
 # What a push ends with that has found the server restarted.
 _FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 # How long a reply is waited for after a push that failed: the ranks may have come back at different
@@ -92,8 +91,8 @@ class Attachment:
 
     Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
     while the next forward and backward run; `optimizer.step()` waits for it, at most
-    `max_wait_s`, before it changes them. Whoever else writes weights between steps
-    (load_state_dict, clipping of weights) must call `wait_released` first. A forked child (a
+    `max_wait_s`, before it changes them, and so does `load_state_dict`. Whoever else writes weights
+    between steps (clipping of weights) must call `wait_released` first. A forked child (a
     DataLoader worker) does nothing.
 
     When the server is away, a thread joins the run again, on every rank, and pushes start again when
@@ -108,7 +107,8 @@ class Attachment:
         join_at: Callable[[Mapping[str, Any]], Joined],
         model_name: str,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        tensors_of: Callable[[], NamedTensors],
+        optimizers: list[torch.optim.Optimizer],
         is_alone: bool,
         time_of: Callable[[int], TimeLike] | None,
         max_wait_s: float,
@@ -116,11 +116,13 @@ class Attachment:
         on_error: OnError,
         frozen: list[str],
         keep_resumable: int,
+        check: bool,
     ) -> None:
         self._client = client
         self._join_at = join_at  # Collective.
         self._model_name = model_name
         self._module = module
+        self._tensors_of = tensors_of
         # With other ranks a plan is adopted at the next step that is due by the old one.
         self._is_alone = is_alone
         self._time_of = time_of
@@ -160,11 +162,22 @@ class Attachment:
         self._frozen_sums: list[int] | None = None
         self._has_pushed = False
         self._pending_sums: list[int] = []
-        self._optimizer = optimizer
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
+        # For `check`: what the last push reads in place, and its checksums before it began.
+        self._checks = check
+        self._watched: dict[str, torch.Tensor] = {}
+        self._watched_sums: list[int] = []
+        self._optimizers = optimizers
+        # Optimizers that have not made their part of the next step.
+        self._awaited = {id(optimizer) for optimizer in optimizers}
+        self._hooks = [
+            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
+            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
+        ]
+        for part in module.modules():
+            hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                _BeforeLoad(self)
+            )
+            self._hooks.append(hook)
         live.add(self)
         atexit.register(_at_exit, weakref.ref(self))
 
@@ -175,13 +188,7 @@ class Attachment:
         self._launch_id = joined.launch_id
         self._step = joined.step
         self._version = joined.run.latest
-        # Where each track stands as far as this rank has tried. Counted here and not taken from the
-        # server's replies: all ranks must try at the same steps, whatever became of the pushes before.
-        self._states: dict[str, list[_ema.ScheduleState]] = {}
-        self._track_ids: dict[str, int] = {}
-        self._plan_revision = 0
-        self._tracks: list[_ema.Track] = []
-        self._adopt_plan()
+        self._due = DueTracks(joined.run, self._time_of)
         self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
 
     def __enter__(self) -> Attachment:
@@ -342,9 +349,11 @@ class Attachment:
             self._wait_seconds += time.monotonic() - start
             self._raise_error()
 
-    def _after_step(self, *_: Any) -> None:
-        if self._is_ours():
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._awaited.discard(id(optimizer))
+        if self._is_ours() and not self._awaited:
             start = time.monotonic()
+            self._awaited = {id(optimizer) for optimizer in self._optimizers}
             self._step += 1
             self._has_stepped = True
             self._harvest()
@@ -356,6 +365,20 @@ class Attachment:
             self._raise_error()
 
     def _wait_released(self, max_wait_s: float) -> None:
+        watched, self._watched = self._watched, {}
+        moved = [
+            name
+            for name, before, now in zip(
+                watched, self._watched_sums, checksums(_locals(watched).values())
+            )
+            if now != before
+        ]
+        if moved:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": written while they were pushed at step '
+                f"{self._pending_step}, without wait_released(): {', '.join(moved)}",
+                reason="BAD_REQUEST",
+            )
         if self._pending is None or os.getpid() != self._pid:
             return
         start = time.monotonic()
@@ -363,33 +386,37 @@ class Attachment:
             self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
 
     def _push_if_due(self) -> None:
-        now = self._now()
-        due = self._due(now)
+        now = self._due.time(self._step)
+        due = self._due.at(now)
         if not due:
             return
         can_push = not (self._away or self._is_fenced) and self._previous_has_ended()
         # All ranks have the reply to the push before by now, and go by its plan from this step on.
-        if can_push and self._adopt_plan():
-            due = self._due(now)
-        for track in due:
-            self._states[track.name] = track.next(self._states[track.name], now)
+        if can_push and self._due.adopt():
+            due = self._due.at(now)
+        self._due.count(due, now)
         if all(track.paused for track in due):
             if due and can_push:
-                self._refresh_plan()
+                self._due.refresh()
             return
         if not can_push:
             self._skipped += 1
             return
-        tensors = named_tensors(self._module)
-        sums = checksums(
-            tensors.parameters[name] for name in self._frozen if name in tensors.parameters
-        )
+        tensors = self._tensors_of()
+        frozen = {
+            name: tensors.parameters[name] for name in self._frozen if name in tensors.parameters
+        }
+        sums = checksums(_locals(frozen).values())
         frozen_changed = self._has_pushed and self._frozen_sums != sums
         # Until its reply says that the server has these values, it may have others.
         self._frozen_sums, self._pending_sums, self._has_pushed = None, sums, True
+        weights = self._weights(tensors, self._run.may_omit_frozen and not frozen_changed)
+        if self._checks:
+            self._watched = weights
+            self._watched_sums = checksums(_locals(weights).values())
         self._pending = self._run.start_push(
             step=self._step,
-            weights=self._weights(tensors, self._run.may_omit_frozen and not frozen_changed),
+            weights=weights,
             time=now,
             frozen_changed=frozen_changed,
             timeout_s=self._timeout_s,
@@ -421,47 +448,13 @@ class Attachment:
         self._harvest()
         return self._pending is None and not self._away
 
-    def _due(self, now: dict[str, float]) -> list[_ema.Track]:
-        """Tracks that a push would update; if all are paused, those that it would update else."""
-        active = [track for track in self._tracks if not track.paused] or self._tracks
-        return [
-            track
-            for track in active
-            if any(due for due, *_ in track.plan(self._states[track.name], now))
-        ]
-
-    def _adopt_plan(self) -> bool:
-        """Takes over what UpdateModel has changed, as far as this rank knows. True: something."""
-        revision, entries = self._run.plan
-        if revision == self._plan_revision:
-            return False
-        self._plan_revision = revision
-        self._tracks = [track for track, _, _ in entries]
-        ids = {track.name: track_id for track, _, track_id in entries}
-        self._states = {
-            track.name: (
-                self._states[track.name] if self._track_ids.get(track.name) == track_id else state
-            )
-            for track, state, track_id in entries
-        }
-        self._track_ids = ids
-        return True
-
-    def _refresh_plan(self) -> None:
-        """Asks for the plan: with every track paused, no reply to a push brings it."""
-        try:
-            self._run.refresh_plan(timeout_s=_REFRESH_TIMEOUT_S)
-        except EmaError as error:
-            _logger.debug('model "%s": no new plan: %s', self._model_name, error)
-
-    def _now(self) -> dict[str, float]:
-        time_like = None if self._time_of is None else self._time_of(self._step)
-        return time_dict(time_like, step=self._step)
-
     def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
         """What this rank pushes: parameters in place, copies of what may change before the next step."""
         optimized = {
-            id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         weights: dict[str, torch.Tensor] = {}
         omitted = frozenset(self._frozen if omits_frozen else ())
@@ -493,7 +486,7 @@ class Attachment:
         self._in_step = True
         self._frozen_sums = self._pending_sums
         if self._is_alone:
-            self._adopt_plan()
+            self._due.adopt()
         _logger.debug("step %d is version %d", self._pending_step, self._version.number)
 
     def _drop(self, problem: str) -> None:
@@ -561,7 +554,7 @@ class Attachment:
                 return
         self._run.close()
         self._run = run
-        self._plan_revision = 0  # The server may have been restarted, and counts anew.
+        self._due.go_on(run)
         _logger.info('model "%s": pushing again', self._model_name)
         self._away = False
 
@@ -571,6 +564,29 @@ class Attachment:
         if not self._pending.wait_done(max_wait_s=_EXIT_WAIT_S):
             self._pending.abandon()
         self._pending = None
+
+
+class _BeforeLoad:
+    """Lets a module's load_state_dict wait for the push that reads it.
+
+    A module that is copied or pickled takes its hooks along: theirs wait for nothing.
+    """
+
+    def __init__(self, attachment: Attachment | None = None) -> None:
+        self._attachment = None if attachment is None else weakref.ref(attachment)
+
+    def __call__(self, *_: Any) -> None:
+        attachment = None if self._attachment is None else self._attachment()
+        if attachment is not None and attachment._is_ours():
+            attachment.wait_released()
+
+    def __reduce__(self) -> tuple[type[_BeforeLoad], tuple[()]]:
+        return _BeforeLoad, ()
+
+
+def _locals(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is here of each."""
+    return {name: piece.local for name, piece in pieces_of(tensors).items()}
 
 
 def _at_exit(reference: weakref.ref[Attachment]) -> None:

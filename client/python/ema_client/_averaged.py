@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _attachment
 from ema_client._client import Client
-from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._torch_model import NamedTensors, named_tensors, specs_of, unwrap
+from ema_client._errors import (
+    AbortedError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from ema_client._pieces import Piece, is_dtensor, pieces_of, selection_of
+from ema_client._ranks import Ranks
+from ema_client._torch_model import NamedTensors, named_tensors, shard_again, specs_of, unwrap
 from ema_client._track import track_of
-from ema_client._types import ModelInfo, Version, VersionLike
+from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
     import torch
+
+# How often ranks try to read the newest version before it has gone.
+_ATTEMPTS = 20
 
 
 @contextlib.contextmanager
@@ -33,6 +43,9 @@ def averaged(
     The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
     keep the model's own values. The model's own values come back bit for bit, also
     after an exception. Costs a copy of the model while it lasts.
+
+    A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
+    the trainers have sharded it. All its ranks must call this together, and get the same version.
 
     Args:
         model: the model; DistributedDataParallel and torch.compile are looked through.
@@ -55,15 +68,31 @@ def averaged(
     address, model_name = split_url(url)
     module = unwrap(model)
     named = named_tensors(module)
+    is_sharded = any(map(is_dtensor, named.all().values()))
+    ranks = Ranks.current() if is_sharded else Ranks.alone()
     with Client(address, timeout_s=timeout_s) as client:
-        info = client.model(model_name)
-        if track is None:
-            track = _only_average(info)
-        weights = client.pull(model_name, track=track, version=version, framework="torch")
-    ignored = _ignored(info, track, named)
-    tensors = {name: tensor for name, tensor in named.all().items() if name not in ignored}
-    expected = [name for name in weights if name not in weights.aliases]
-    _arrays.check_names(f'model "{model_name}"', expected=expected, given=tensors)
+        failure: Exception | None = None
+        try:
+            info = client.model(model_name)
+            if track is None:
+                track = _only_average(info)
+            ignored = _ignored(info, track, named)
+            pieces = pieces_of(
+                {name: tensor for name, tensor in named.all().items() if name not in ignored}
+            )
+        except Exception as raised:
+            failure = raised
+        ranks.gather_or_raise(failure, None)
+        assert track is not None
+        weights: Mapping[str, torch.Tensor]
+        if is_sharded:
+            weights, pulled = _pull_pieces(client, ranks, info, track, version, pieces)
+        else:
+            whole = client.pull(model_name, track=track, version=version, framework="torch")
+            expected = [name for name in whole if name not in whole.aliases]
+            _arrays.check_names(f'model "{model_name}"', expected=expected, given=pieces)
+            weights, pulled = whole, whole.version
+    tensors = {name: piece.local for name, piece in pieces.items() if not piece.is_empty}
     wrong = [
         f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
         for name, tensor in tensors.items()
@@ -81,9 +110,51 @@ def averaged(
     own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         _write(tensors, weights)
-        yield weights.version
+        yield pulled
     finally:
+        shard_again(module)
         _write(tensors, own)
+
+
+def _pull_pieces(
+    client: Client,
+    ranks: Ranks,
+    info: ModelInfo,
+    track: str,
+    version: VersionLike,
+    pieces: Mapping[str, Piece],
+) -> tuple[Mapping[str, torch.Tensor], Version]:
+    """Each rank its pieces, all of them of one version. Collective."""
+    whole, boxes = selection_of(pieces)
+    for attempt in range(1, _ATTEMPTS + 1):
+        weights: Weights | None = None
+        failure: Exception | None = None
+        chosen = ranks.broadcast(version or info.latest or 0)
+        try:
+            if whole or boxes:
+                weights = client.pull(
+                    info.name,
+                    track=track,
+                    version=chosen,
+                    tensors=whole,
+                    slices=boxes,
+                    framework="torch",
+                )
+        except Exception as raised:
+            failure = raised
+        try:
+            of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
+        except OutOfRangeError:
+            # Commits have overtaken the pulls: the newest version has gone.
+            if version != 0 or attempt == _ATTEMPTS:
+                raise
+            info = client.model(info.name)
+            continue
+        pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
+        if len({version_id(of_rank) for of_rank in pulled}) == 1:
+            return {} if weights is None else weights, pulled[0]
+        # A label has moved.
+    raise AbortedError(f'model "{info.name}": label "{version}" moved during every pull')
 
 
 def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

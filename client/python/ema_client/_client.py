@@ -15,6 +15,7 @@ from ema_client import _arrays, _ema, _safetensors
 from ema_client._arrays import Framework
 from ema_client._checkpoint_calls import CheckpointCalls
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError, OutOfRangeError
+from ema_client._pieces import is_dtensor, pieces_of, selection_of
 from ema_client._run import Run
 from ema_client._track import TrackLike, track_of
 from ema_client._types import (
@@ -485,7 +486,9 @@ class Client(CheckpointCalls):
             slices: of these tensors only a box.
             dtype: what the server casts floats to before it sends them. None: as it keeps them.
             out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
-                dtypes; exactly the model's names. Untouched if the pull fails. The pulled bytes are
+                dtypes; exactly the names that are pulled. With DTensors among them these say what is
+                pulled: of each just the piece that is on this rank, however trainers have sharded the
+                model; ranks that shall get one version must name it. Untouched if the pull fails. The pulled bytes are
                 in memory beside them until they have been written.
             framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
             on_progress: called with the bytes so far.
@@ -503,6 +506,11 @@ class Client(CheckpointCalls):
                 `out` has other names or shapes, or dtypes that the values cannot
                 be cast to.
         """
+        given = out
+        if out is not None and any(map(is_dtensor, out.values())):
+            pieces = pieces_of(out)
+            tensors, slices = selection_of(pieces)
+            out = {tensor: piece.local for tensor, piece in pieces.items() if not piece.is_empty}
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
@@ -530,7 +538,8 @@ class Client(CheckpointCalls):
         # A tied tensor may be there under its other names, too.
         names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
         _arrays.copy_into(names, arrays)
-        arrays = {tensor: out[tensor] for tensor in arrays}
+        assert given is not None
+        arrays = {tensor: given[tensor] for tensor in arrays}
         return Weights(arrays, version=record, track=track, aliases=aliases)
 
     def refresh(self, weights: Weights, *, timeout_s: float | None = None) -> bool:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import pickle
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """Which rank this is, and small objects passed between all of them.
 
-    `broadcast` and `gather` are collective: every rank must call them, in the same order.
+    All but `alone` and `current` are collective: every rank must call them, in the same order.
     """
 
     rank: int
@@ -19,11 +22,15 @@ class Ranks:
     group: Any  # A torch.distributed process group; None: the default one.
 
     @classmethod
+    def alone(cls) -> Ranks:
+        return cls(rank=0, world_size=1, group=None)
+
+    @classmethod
     def current(cls, group: Any = None) -> Ranks:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
-            return cls(rank=0, world_size=1, group=None)
+            return cls.alone()
         return cls(rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
 
     def broadcast(self, value: Any) -> Any:
@@ -46,3 +53,20 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_or_raise(self, failure: Exception | None, item: Item) -> list[Item]:
+        """The items of all ranks, or raises the first rank's failure on all of them."""
+        outcomes: list[tuple[Exception | None, Item]] = self.gather((_portable(failure), item))
+        for failed, _ in outcomes:
+            if failed is not None:
+                raise failed
+        return [of_rank for _, of_rank in outcomes]
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or what can be said of it if it cannot be sent to another rank."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))
+    return error

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _ema
 from ema_client._errors import InvalidArgumentError
+from ema_client._pieces import is_dtensor
 
 if TYPE_CHECKING:
     import torch
 
-# torch.compile puts it before the names of what it has compiled.
-_COMPILED_PREFIX = "_orig_mod."
+# What torch.compile and activation checkpointing put into the names of what they wrap.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +28,12 @@ class NamedTensors:
     # The other names of tied ones, as state_dict has them.
     aliases: dict[str, tuple[str, ...]]
 
-    def without(self, names: set[str]) -> NamedTensors:
-        return NamedTensors(
-            {name: value for name, value in self.parameters.items() if name not in names},
-            {name: value for name, value in self.buffers.items() if name not in names},
-            self.aliases,
-        )
-
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
 
     def frozen(self) -> list[str]:
         """Parameters that are not trained."""
         return [name for name, value in self.parameters.items() if not value.requires_grad]
-
-    def fingerprints(self) -> list[tuple[str, str, int]]:
-        """Name, dtype, shape and whether it is trained, of each tensor; of parameters also a checksum."""
-        sums = dict(zip(self.parameters, checksums(self.parameters.values())))
-        return [
-            (
-                name,
-                f"{tensor.dtype}{list(tensor.shape)}"
-                f"{'' if name in self.buffers or tensor.requires_grad else ', frozen'}",
-                sums.get(name, 0),
-            )
-            for name, tensor in self.all().items()
-        ]
 
 
 # Words of 8 bytes that are multiplied with their weights at a time.
@@ -106,18 +87,13 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_whole(module: torch.nn.Module) -> None:
-    """Refuses modules whose parameters are in pieces on several ranks."""
-    for name, part in module.named_modules():
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
-            raise InvalidArgumentError(
-                f'module "{name}": FullyShardedDataParallel is not supported yet',
-                reason="BAD_LAYOUT",
-            )
+    """Refuses modules of which every rank has only a piece."""
     for name, parameter in module.named_parameters():
-        if any(cls.__name__ == "DTensor" for cls in type(parameter).__mro__):
+        if is_dtensor(parameter):
             raise InvalidArgumentError(
-                f'parameter "{name}": DTensor is not supported yet', reason="BAD_LAYOUT"
+                f'parameter "{name}": is a DTensor, of which only a piece is here; expected a whole '
+                "model",
+                reason="BAD_LAYOUT",
             )
 
 
@@ -137,26 +113,58 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
-def named_tensors(module: torch.nn.Module) -> NamedTensors:
-    """Collects the tensors of `module`, which is not wrapped."""
+def named_tensors(
+    module: torch.nn.Module, rename: Callable[[str], str] | None = None
+) -> NamedTensors:
+    """Collects the tensors of `module`, which is not wrapped. `rename`: as for `attach`.
+
+    Parameters that `fully_shard` has gathered are sharded again.
+
+    Raises:
+        InvalidArgumentError: part of the module is FSDP1's.
+    """
+
+    def clean_name(name: str) -> str:
+        for prefix in _WRAPPER_PREFIXES:
+            name = name.replace(prefix, "")
+        return name if rename is None else rename(name)
+
+    _refuse_fsdp1(module)
+    shard_again(module)
     state = module.state_dict(keep_vars=True)
-    parameters = {
-        name.replace(_COMPILED_PREFIX, ""): parameter
-        for name, parameter in module.named_parameters()
-    }
-    buffers = {
-        name.replace(_COMPILED_PREFIX, ""): buffer
-        for name, buffer in module.named_buffers()
-        if name in state
-    }
+    parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
+    buffers = {clean_name(name): buffer for name, buffer in module.named_buffers() if name in state}
     first_names = {id(tensor): name for name, tensor in {**parameters, **buffers}.items()}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, tensor in state.items():
-        clean = name.replace(_COMPILED_PREFIX, "")
+        clean = clean_name(name)
         first = first_names.get(id(tensor), clean)
         if first != clean:
             aliases[first] = (*aliases.get(first, ()), clean)
     return NamedTensors(parameters, buffers, aliases)
+
+
+def shard_again(module: torch.nn.Module) -> None:
+    """Drops what `fully_shard` has gathered: parameters are this rank's pieces, until the next forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
+def _refuse_fsdp1(module: torch.nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, fsdp.FullyShardedDataParallel):
+            raise InvalidArgumentError(
+                f'module "{name}": FullyShardedDataParallel (FSDP1) keeps its parameters in flat pieces '
+                "that have no names or shapes; use torch.distributed.fsdp.fully_shard (FSDP2)",
+                reason="BAD_LAYOUT",
+            )
 
 
 def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:

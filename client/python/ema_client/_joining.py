@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a trainer make the model, and join its run together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ema_client import _arrays, _ema
+from ema_client._attachment import Joined
+from ema_client._client import Client
+from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from ema_client._holdings import Layout
+from ema_client._ranks import Ranks
+from ema_client._resume import DISK_TIMEOUT_S, State
+from ema_client._run import Run
+from ema_client._types import NonFinite, Shard, WireDtype, model_from
+from ema_client._url import split_url
+
+
+def join(
+    ranks: Ranks,
+    plan: Plan | None,
+    failure: Exception | None,
+    resume: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Joined:
+    """Opens a run on all ranks, or raises on all of them. Collective.
+
+    `failure`: what this rank has failed with so far; then there may be no plan.
+    """
+    launch: Launch | None = None
+    state: State | None = None
+    try:
+        if plan is not None and resume is not None:
+            state = State.from_dict(resume, model=plan.model_name)
+        if plan is not None and failure is None and ranks.rank == 0:
+            plan.create(timeout_s, state)
+            launch = Launch(secrets.token_hex(16), state)
+    except Exception as raised:
+        failure = raised
+    launch = ranks.broadcast(launch)
+    try:
+        # Without a launch, rank 0 says below what is wrong.
+        if plan is not None and launch is not None and failure is None:
+            plan.check_state(launch, state)
+    except Exception as raised:
+        failure = raised
+    # No rank may have a reason left to fail when the first one ends the run of before.
+    ranks.gather_or_raise(failure, None)
+    assert plan is not None and launch is not None
+    run: Run | None = None
+    step = 0
+    # Rank 0 first, so that the model is where it shall be when the others join; all have joined when
+    # this returns, so the first push finds the run complete.
+    for is_next in (ranks.rank == 0, ranks.rank != 0):
+        try:
+            if is_next:
+                run = plan.open_run(launch, timeout_s)
+                step = 0 if run.latest is None else run.latest.step
+                step = step if state is None else state.step
+        except Exception as raised:
+            failure = raised
+        steps = ranks.gather_or_raise(failure, step)
+    assert run is not None
+    # The average goes on from where it is, should the server forget the run.
+    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
+    return Joined(run, anew, launch.id, steps[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What rank 0 tells the others."""
+
+    id: str
+    state: State | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one rank needs to make the model and to join its run."""
+
+    client: Client
+    model_name: str
+    ranks: Ranks
+    layout: Layout
+    shards: list[Shard]
+    tracks: list[_ema.Track]
+    max_pinned_versions: int
+    non_finite: NonFinite
+    wire_dtype: WireDtype
+    files: dict[str, bytes]
+
+    @classmethod
+    def make(
+        cls,
+        url: str,
+        ranks: Ranks,
+        layout: Layout,
+        tracks: list[_ema.Track],
+        max_pinned_versions: int,
+        non_finite: NonFinite,
+        wire_dtype: WireDtype,
+        files: dict[str, bytes],
+        timeout_s: float,
+    ) -> Plan:
+        address, model_name = split_url(url)
+        client = Client(address, timeout_s=timeout_s)
+        layout = layout.without(_ignored_by_all(layout.specs, tracks))
+        return cls(
+            client,
+            model_name,
+            ranks,
+            layout,
+            layout.shards(ranks.rank),
+            [track.without_idle_rules(layout.specs) for track in tracks],
+            max_pinned_versions,
+            non_finite,
+            wire_dtype,
+            files,
+        )
+
+    def create(self, timeout_s: float, state: State | None = None) -> None:
+        if state is not None and state.version != 0:
+            # A model that is gone cannot be resumed; it must not be made anew.
+            self.client.model(self.model_name, timeout_s=timeout_s)
+        try:
+            fields, _ = self.client._client.create_model(
+                self.model_name,
+                self.layout.specs,
+                self.tracks,
+                self.max_pinned_versions,
+                self.non_finite,
+                timeout_s,
+            )
+        except AlreadyExistsError:
+            fields = self.client._client.get_model(self.model_name, timeout_s)
+            if not self._is_imported(fields):
+                raise
+        if state is not None:
+            state.check_fresh(model_from(fields).latest)
+        if self.files:
+            self.client.attach_files(self.model_name, self.files, timeout_s=timeout_s)
+
+    def _is_imported(self, fields: dict[str, Any]) -> bool:
+        """Whether a model is ours but for what a file does not say: order, buffers, tied names."""
+
+        def key(specs: Iterable[_ema.Spec]) -> set[tuple[str, str, tuple[int, ...]]]:
+            return {(name, dtype, tuple(shape)) for name, dtype, shape, *_ in specs}
+
+        return key(fields["tensors"]) == key(self.layout.specs) and {
+            track.name: track for track in fields["tracks"]
+        } == {track.name: track for track in self.tracks}
+
+    def check_state(self, launch: Launch, state: State | None) -> None:
+        if launch.state != state:
+            raise InvalidArgumentError(
+                f'model "{self.model_name}": the ranks resume from different states: rank '
+                f"{self.ranks.rank} from {state}, rank 0 from {launch.state}",
+                reason="BAD_REQUEST",
+            )
+
+    def open_run(self, launch: Launch, timeout_s: float) -> Run:
+        resume = None if launch.state is None else launch.state.resume_point
+        if resume is not None:
+            timeout_s = max(timeout_s, DISK_TIMEOUT_S)
+        run = self.client.open_run(
+            self.model_name,
+            launch_id=launch.id,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            shards=self.shards,
+            frozen=self.layout.frozen,
+            wire_dtype=self.wire_dtype,
+            rejoins=False,
+            resume=resume,
+            timeout_s=timeout_s,
+        )
+        _arrays.check_names(
+            f'rank {self.ranks.rank}: model "{self.model_name}"',
+            expected=[spec.name for spec in run.tensors],
+            given=[spec[0] for spec in self.layout.specs],
+        )
+        return run
+
+    def open_run_anew(self, launch: Launch, timeout_s: float) -> Run:
+        """The same after the server was away. NotFoundError: rank 0 has not made the model yet."""
+        try:
+            return self.open_run(launch, timeout_s)
+        except NotFoundError:
+            # The server keeps no data, and was restarted.
+            if self.ranks.rank != 0:
+                raise
+        self.create(timeout_s)
+        return self.open_run(launch, timeout_s)
+
+
+def _ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
+    """Tensors that no track has."""
+    actions = [track.actions(specs) for track in tracks]
+    return {
+        spec[0]
+        for spec, *of_tracks in zip(specs, *actions)
+        if all(action == "ignore" for action, _ in of_tracks)
+    }

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which box of a tensor this rank has in its memory: all of it, or a DTensor's local shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ema_client._errors import InvalidArgumentError
+from ema_client._types import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What is here of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: where the piece lies in it; its name is the tensor's.
+        local: the piece itself: it shares the tensor's memory.
+    """
+
+    shape: tuple[int, ...]
+    box: Shard
+    local: Any
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box.extents == self.shape
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.box.extents
+
+
+def is_dtensor(value: object) -> bool:
+    # A value of a module that has not been imported cannot exist.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def piece_of(name: str, tensor: Any) -> Piece:
+    """What this rank has of `tensor`, a torch tensor.
+
+    Raises:
+        InvalidArgumentError: a DTensor whose values are spread as partial sums.
+    """
+    shape = tuple(tensor.shape)
+    if not is_dtensor(tensor):
+        return Piece(shape, Shard(name, (0,) * len(shape), shape), tensor)
+    local = tensor.detach().to_local()
+    if tensor.device_mesh.get_coordinate() is None:  # Other ranks have it.
+        return Piece(shape, Shard(name, (0,) * len(shape), (0,) * len(shape)), local)
+    try:
+        # As torch.distributed.checkpoint asks: one piece for each rank.
+        (chunk,) = tensor.__create_chunk_list__()
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f'tensor "{name}": no part of its values is on this rank: {error}', reason="BAD_LAYOUT"
+        ) from error
+    return Piece(shape, Shard(name, tuple(chunk.offsets), tuple(chunk.sizes)), local)
+
+
+def pieces_of(tensors: Mapping[str, Any]) -> dict[str, Piece]:
+    """By name; see `piece_of`."""
+    return {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+
+
+def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
+    """What to pull for these pieces: whole tensors by name, and boxes. Nothing for those that are empty."""
+    whole = [name for name, piece in pieces.items() if piece.is_whole]
+    return whole, [
+        piece.box for piece in pieces.values() if not piece.is_whole and not piece.is_empty
+    ]

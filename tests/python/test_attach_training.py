@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() beside what else a training loop does with weights and optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import signal
+import threading
+
+import ema_client
+import pytest
+import torch
+from testing import assert_same_bits, replay
+
+
+def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def test_two_optimizers_make_a_step_when_each_has_stepped(server, client, model):
+    """As a GAN trains: the critic three times for each step of the generator."""
+    module = torch.nn.ModuleDict(
+        {"generator": torch.nn.Linear(5, 3), "critic": torch.nn.Linear(3, 1)}
+    )
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.1) for part in module.values()]
+    logged = {}
+    with ema_client.attach(
+        module, optimizers, server.url(model), half_life="3ba", max_wait_s=300
+    ) as ema:
+        for step in range(1, 6):
+            for optimizer in [optimizers[1]] * 3 + [optimizers[0]]:
+                optimizer.zero_grad()
+                module["critic"](module["generator"](torch.randn(4, 5))).square().sum().backward()
+                optimizer.step()
+                assert ema.step == (step if optimizer is optimizers[0] else step - 1)
+            logged[step] = values_of(module)
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert [version.step for version, _ in pushes] == [1, 2, 3, 4, 5]
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
+def test_optimizers_that_step_inside_backward(server, client, model):
+    module = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in module.parameters()}
+
+    def step_now(parameter: torch.nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    logged = {}
+    with ema_client.attach(
+        module, list(optimizers.values()), server.url(model), half_life="3ba", max_wait_s=300
+    ) as ema:
+        for step in range(1, 6):
+            module(torch.randn(8, 6)).square().mean().backward()
+            assert ema.step == step
+            logged[step] = values_of(module)
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert len(pushes) == 5
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
+def test_no_optimizer_is_refused(server, model):
+    with pytest.raises(ema_client.InvalidArgumentError, match="optimizer: none given"):
+        ema_client.attach(torch.nn.Linear(2, 2), [], server.url(model))
+
+
+def test_steps_that_the_grad_scaler_skips_do_not_count(server, client, model):
+    module = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        for step in range(6):
+            optimizer.zero_grad()
+            scale = float("inf") if step % 3 == 1 else 1.0
+            scaler.scale(module(torch.randn(2, 4)).sum() * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert ema.step == 4
+    assert [entry.version.step for entry in client.versions(model)] == [1, 2, 3, 4]
+
+
+def test_accumulated_gradients_make_one_step(server, client, model):
+    module = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        for batch in range(1, 13):
+            module(torch.randn(2, 4)).sum().backward()
+            if batch % 4 == 0:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert ema.step == 3
+
+
+def test_a_compiled_model_has_its_own_names(server, client, model):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    compiled = torch.compile(module, backend="eager")
+    with ema_client.attach(compiled, optimizer, server.url(model), half_life="3ba"):
+        compiled(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert [spec.name for spec in client.model(model).tensors] == ["0.weight", "0.bias"]
+    with ema_client.averaged(compiled, server.url(model)) as version:
+        assert version.step == 1
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["module", "part"])
+def test_load_state_dict_waits_until_nobody_reads(server, client, model, is_part):
+    """While the server takes nothing, loading waits; what was pushed is what was there before."""
+    module = torch.nn.ModuleDict({"part": torch.nn.Linear(4 << 10, 4 << 10)})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    target = module["part"] if is_part else module
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in target.state_dict().items()}
+    has_loaded = threading.Event()
+    waited = []
+
+    def go_on() -> None:
+        waited.append(not has_loaded.wait(1))
+        os.kill(server.pid, signal.SIGCONT)
+
+    with ema_client.attach(
+        module, optimizer, server.url(model), tracks={"raw": "copy"}, max_wait_s=300
+    ):
+        before = values_of(module)
+        helper = threading.Thread(target=go_on)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()  # There are no gradients, so nothing changes.
+            helper.start()
+            target.load_state_dict(zeros)
+            has_loaded.set()
+        finally:
+            has_loaded.set()
+            os.kill(server.pid, signal.SIGCONT)
+            helper.join()
+    assert waited == [True]
+    assert_same_bits(before, client.pull(model, track="raw"))
+    assert not module["part"].weight.any()
+
+
+def test_check_names_what_was_written_while_it_was_pushed(server, client, model):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(
+        module, optimizer, server.url(model), half_life="3ba", update_interval="2ba", check=True
+    ) as ema:
+        for _ in range(4):
+            module(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+        ema.wait_released()
+        with torch.no_grad():
+            module[0].weight.clamp_(-0.1, 0.1)  # As it should be.
+        optimizer.step()
+        optimizer.step()
+        with torch.no_grad():
+            module[1].weight.clamp_(-0.1, 0.1)
+            module[1].bias.add_(1)
+        with pytest.raises(
+            ema_client.FailedPreconditionError, match=r"at step 6, .*: 1.weight, 1.bias \[BAD"
+        ):
+            optimizer.step()
+        optimizer.step()
+
+
+def test_an_attached_module_can_be_copied_and_saved(server, model):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba"):
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+            other.load_state_dict(module.state_dict())
+            assert_same_bits(other.state_dict(), module.state_dict())

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() and averaged() where no rank has the whole model."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import ema_client
+import numpy as np
+import pytest
+from server_process import ServerProcess
+from testing import Weights, assert_same_bits, replay
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 8
+
+
+def run_ranks(
+    folder: pathlib.Path, kind: str, world_size: int, url: str, steps: int = STEPS
+) -> list[dict[str, np.ndarray]]:
+    (folder / "init").unlink(missing_ok=True)
+    ranks = [
+        subprocess.Popen(
+            [
+                *[sys.executable, HERE / "sharded_rank.py", kind, str(rank), str(world_size)],
+                *[folder, url, str(steps)],
+            ]
+        )
+        for rank in range(world_size)
+    ]
+    assert [rank.wait(180) for rank in ranks] == [0] * world_size
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
+
+
+def whole_model(logs: list[dict[str, np.ndarray]], prefix: str) -> Weights:
+    """Of what several ranks have, the first one's."""
+    return {
+        name.removeprefix(f"{prefix}/"): value
+        for log in reversed(logs)
+        for name, value in log.items()
+        if name.startswith(f"{prefix}/")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("fsdp", 2),
+        ("fsdp", 3),
+        ("hsdp", 4),
+        ("tensor_parallel", 2),
+        ("fsdp_tensor_parallel", 4),
+        ("pipeline", 2),
+        ("experts", 3),
+    ],
+)
+def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, world_size):
+    logs = run_ranks(tmp_path, kind, world_size, server.url(model))
+    pushes = [
+        (entry.version, whole_model(logs, str(entry.version.step)))
+        for entry in client.versions(model)
+    ]
+    assert [version.step for version, _ in pushes] == [1, 3, 6]
+    specs = {spec.name: spec.shape for spec in client.model(model).tensors}
+    assert specs == {name: value.shape for name, value in pushes[0][1].items()}
+    for track in ("fast", "slow"):
+        assert_same_bits(replay(pushes, track), client.pull(model, track=track))
+    assert_same_bits(pushes[-1][1], client.pull(model, track="raw"))
+
+    assert [int(log["pushes"]) for log in logs] == [3] * world_size
+    # Nothing is sent twice: frozen tensors once, all else three times.
+    sizes = {name: value.nbytes for name, value in pushes[0][1].items()}
+    frozen = sum(
+        size for name, size in sizes.items() if name.endswith("frozen") or name.startswith("0.")
+    )
+    assert sum(int(log["sent_bytes"]) for log in logs) == 3 * sum(sizes.values()) - 2 * frozen
+
+    for log in logs:
+        if "averaged_step" in log:
+            assert int(log["averaged_step"]) == 6
+            assert_same_bits(client.pull(model, track="fast"), whole_model([log], "averaged"))
+
+
+def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_path, model):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            first = run_ranks(folder, "fsdp", 2, server.url(model))
+            second = run_ranks(folder, "fsdp", 4, server.url(model))
+            logs = [{**log, **other} for log, other in zip(first, second)]
+            pushes = [
+                (entry.version, whole_model(logs, str(entry.version.step)))
+                for entry in client.versions(model)
+            ]
+            assert [version.step for version, _ in pushes] == [1, 3, 6, 9, 12, 15]
+            fast = client.pull(model, track="fast")
+            assert_same_bits(replay(pushes, "fast"), fast)
+            for world_size in (1, 3):
+                for log in run_ranks(folder, "fsdp", world_size, server.url(model), steps=0):
+                    assert_same_bits(fast, whole_model([log], "averaged"))
+
+
+def test_pieces_are_pulled_into_dtensors_of_another_mesh(server, client, model, tmp_path):
+    run_ranks(tmp_path, "fsdp", 2, server.url(model))
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        out = {"up.weight": zeros(18, 9, device_mesh=mesh, placements=[Shard(1)])}
+        pulled = client.pull(model, track="fast", out=out)
+        assert pulled["up.weight"] is out["up.weight"]
+        expected = client.pull(model, track="fast", tensors=["up.weight"])
+        assert torch.equal(out["up.weight"].full_tensor(), expected["up.weight"])
+    finally:
+        dist.destroy_process_group()
