@@ -18,6 +18,8 @@ from ema_client._types import TensorSpec
 Framework = Literal["auto", "torch", "numpy"]
 # (name, dtype, shape, offset, length_bytes)
 Placed = tuple[str, str, Sequence[int], int, int]
+# kDLCPU
+_DLPACK_CPU = 1
 # What NumPy may do to pulled values that go into an array of another dtype.
 _CASTING: Literal["same_kind"] = "same_kind"
 
@@ -38,16 +40,24 @@ def read(name: str, value: Any) -> _ema.Array:
             piece = piece_of(name, value)
             value, offsets = piece.local, piece.box.offsets
         value = value.detach().cpu().contiguous()
-    elif _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):
+    elif hasattr(value, "block_until_ready"):
+        value = _jax_on_host(value)
+    if _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):
         numpy = sys.modules["numpy"]
         value = numpy.asarray(value, order="C")
         if value.dtype.name == "bfloat16":
             # ml_dtypes; NumPy itself has no name for it that DLPack or the buffer protocol knows.
             dtype = "bfloat16"
             value = value.view(numpy.uint16)
-    elif hasattr(value, "block_until_ready"):
-        value.block_until_ready()
     return _ema.Array(name, value, dtype, offsets)
+
+
+def _jax_on_host(value: Any) -> Any:
+    """A JAX array as it is, or a copy if it is not in host memory, or on several devices."""
+    value.block_until_ready()
+    if len(value.sharding.device_set) == 1 and value.__dlpack_device__()[0] == _DLPACK_CPU:
+        return value
+    return sys.modules["numpy"].asarray(value)
 
 
 def read_all(weights: Mapping[str, Any]) -> list[_ema.Array]:

@@ -15,6 +15,7 @@ from ema_client._files import FilesLike, small_files
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
 from ema_client._ranks import Ranks
+from ema_client._switch import Options
 from ema_client._torch_model import named_tensors, unwrap
 from ema_client._track import TrackLike, tracks_of
 from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
@@ -82,7 +83,9 @@ def attach(
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
         preset: the track "ema" as a library averages: its name ("diffusers"), or with arguments in
-            the library's own words {"preset": "diffusers", "decay": 0.999}; see `Track.preset`.
+            the library's own words {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With
+            ema_pytorch's `update_model_with_ema_every` the averages are written back into the model
+            (Switch-EMA): such a step waits for its whole push, and a pull of the model on each rank.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
             sent.
         non_finite: as for `Client.create_model`.
@@ -142,12 +145,16 @@ def attach(
                 f"start_step {start_step} and resume are both given: resume says the step",
                 reason="BAD_REQUEST",
             )
-        track_list = tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
+        options = Options.of(preset)
+        track_list = tracks_of(
+            half_life, smoothing, update_interval, ema_start, options.preset, tracks
+        )
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
             # Raises if a unit that it needs is not counted.
             track.plan([], now)
         module = unwrap(model)
+        options.check(module)
         tensors_of = functools.partial(named_tensors, module, rename)
         held = holdings_of(tensors_of())
     except Exception as raised:
@@ -178,7 +185,7 @@ def attach(
     assert plan is not None
     if start_step is not None:
         joined = dataclasses.replace(joined, step=start_step)
-    return Attachment(
+    attachment = Attachment(
         client=plan.client,
         joined=joined,
         join_at=functools.partial(join, ranks, plan, None, timeout_s=timeout_s),
@@ -195,3 +202,5 @@ def attach(
         keep_resumable=keep_resumable,
         check=check,
     )
+    options.apply(attachment, ranks)
+    return attachment

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ema_client._client import Client
 from ema_client._due import DueTracks
+from ema_client._ema_model import WithEmaModel
 from ema_client._errors import (
     AbortedError,
     DeadlineExceededError,
@@ -23,10 +24,10 @@ from ema_client._errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from ema_client._pieces import pieces_of
+from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of
 from ema_client._resume import State, save
 from ema_client._run import PendingPush, Run
-from ema_client._torch_model import NamedTensors, checksums
+from ema_client._torch_model import NamedTensors
 from ema_client._types import TimeLike, Version
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Joined:
     step: int
 
 
-class Attachment:
+class Attachment(WithEmaModel):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
     Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
@@ -162,20 +163,23 @@ class Attachment:
         self._frozen_sums: list[int] | None = None
         self._has_pushed = False
         self._pending_sums: list[int] = []
-        # For `check`: what the last push reads in place, and its checksums before it began.
-        self._checks = check
-        self._watched: dict[str, torch.Tensor] = {}
-        self._watched_sums: list[int] = []
+        # For `check`: what the last push reads in place.
+        self._watched = WatchedWeights() if check else None
         self._optimizers = optimizers
+        # Called when a step has been counted, and pushed if it was due.
+        self._followers: list[Callable[[], None]] = []
         # Optimizers that have not made their part of the next step.
         self._awaited = {id(optimizer) for optimizer in optimizers}
+        self._counting = [
+            optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers
+        ]
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
+            *self._counting,
         ]
         for part in module.modules():
             hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                _BeforeLoad(self)
+                BeforeLoad(self._before_load)
             )
             self._hooks.append(hook)
         live.add(self)
@@ -257,9 +261,7 @@ class Attachment:
             >>> ema = ema_client.attach(model, optimizer, url, resume=torch.load(path)["ema"])
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if self._pending is not None and not self._pending.wait_done(max_wait_s=timeout_s):
-            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
-        self._harvest()
+        self._settle(timeout_s)
         self._raise_error()
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
@@ -312,6 +314,16 @@ class Attachment:
         """Waits until no push reads the weights in place any more, at most `max_wait_s`."""
         self._wait_released(self._max_wait_s)
 
+    def count_by_hand(self) -> None:
+        """From now on `count` says which step it is, not each `optimizer.step()`: before the first step."""
+        for hook in self._counting:
+            hook.remove()
+
+    def count(self, step: int) -> None:
+        """Says that `step` steps are done, as many as before or more; pushes if an update is due."""
+        if self._is_ours():
+            self._advance(step)
+
     def close(self, *, timeout_s: float | None = None) -> None:
         """Waits for the last push, at most `timeout_s`, and lets the optimizer and the server go.
 
@@ -331,6 +343,8 @@ class Attachment:
                 self._harvest()
             else:
                 self._drop(f"it had not ended {timeout_s} s after the last step")
+        if self._copy is not None:
+            self._update_copy(raises=False, timeout_s=timeout_s)
         self._stop.set()
         if self._rejoining is not None:
             # One try may be under way.
@@ -349,34 +363,43 @@ class Attachment:
             self._wait_seconds += time.monotonic() - start
             self._raise_error()
 
+    def _before_load(self) -> None:
+        if self._is_ours():
+            self.wait_released()
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._awaited.discard(id(optimizer))
         if self._is_ours() and not self._awaited:
-            start = time.monotonic()
-            self._awaited = {id(optimizer) for optimizer in self._optimizers}
-            self._step += 1
-            self._has_stepped = True
-            self._harvest()
-            try:
-                self._push_if_due()
-            except EmaError as error:
-                self._skip(self._step, error)
-            self._wait_seconds += time.monotonic() - start
-            self._raise_error()
+            self._awaited = {id(other) for other in self._optimizers}
+            self._advance(self._step + 1)
+
+    def _advance(self, step: int) -> None:
+        start = time.monotonic()
+        self._step = step
+        self._has_stepped = True
+        self._harvest()
+        try:
+            self._push_if_due()
+        except EmaError as error:
+            self._skip(self._step, error)
+        self._wait_seconds += time.monotonic() - start
+        self._raise_error()
+        for follow in self._followers:
+            follow()
+
+    def _settle(self, timeout_s: float | None = None) -> Version | None:
+        timeout_s = self._max_wait_s if timeout_s is None else timeout_s
+        pending = self._pending if os.getpid() == self._pid else None
+        if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
+            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
+        return self.version
 
     def _wait_released(self, max_wait_s: float) -> None:
-        watched, self._watched = self._watched, {}
-        moved = [
-            name
-            for name, before, now in zip(
-                watched, self._watched_sums, checksums(_locals(watched).values())
-            )
-            if now != before
-        ]
-        if moved:
+        written = [] if self._watched is None else self._watched.take_written()
+        if written:
             raise FailedPreconditionError(
                 f'model "{self._model_name}": written while they were pushed at step '
-                f"{self._pending_step}, without wait_released(): {', '.join(moved)}",
+                f"{self._pending_step}, without wait_released(): {', '.join(written)}",
                 reason="BAD_REQUEST",
             )
         if self._pending is None or os.getpid() != self._pid:
@@ -406,14 +429,13 @@ class Attachment:
         frozen = {
             name: tensors.parameters[name] for name in self._frozen if name in tensors.parameters
         }
-        sums = checksums(_locals(frozen).values())
+        sums = checksums_of(frozen)
         frozen_changed = self._has_pushed and self._frozen_sums != sums
         # Until its reply says that the server has these values, it may have others.
         self._frozen_sums, self._pending_sums, self._has_pushed = None, sums, True
         weights = self._weights(tensors, self._run.may_omit_frozen and not frozen_changed)
-        if self._checks:
-            self._watched = weights
-            self._watched_sums = checksums(_locals(weights).values())
+        if self._watched is not None:
+            self._watched.watch(weights)
         self._pending = self._run.start_push(
             step=self._step,
             weights=weights,
@@ -564,29 +586,6 @@ class Attachment:
         if not self._pending.wait_done(max_wait_s=_EXIT_WAIT_S):
             self._pending.abandon()
         self._pending = None
-
-
-class _BeforeLoad:
-    """Lets a module's load_state_dict wait for the push that reads it.
-
-    A module that is copied or pickled takes its hooks along: theirs wait for nothing.
-    """
-
-    def __init__(self, attachment: Attachment | None = None) -> None:
-        self._attachment = None if attachment is None else weakref.ref(attachment)
-
-    def __call__(self, *_: Any) -> None:
-        attachment = None if self._attachment is None else self._attachment()
-        if attachment is not None and attachment._is_ours():
-            attachment.wait_released()
-
-    def __reduce__(self) -> tuple[type[_BeforeLoad], tuple[()]]:
-        return _BeforeLoad, ()
-
-
-def _locals(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is here of each."""
-    return {name: piece.local for name, piece in pieces_of(tensors).items()}
 
 
 def _at_exit(reference: weakref.ref[Attachment]) -> None:

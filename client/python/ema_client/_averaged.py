@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _attachment
@@ -17,6 +17,7 @@ from ema_client._errors import (
 )
 from ema_client._pieces import Piece, is_dtensor, pieces_of, selection_of
 from ema_client._ranks import Ranks
+from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import NamedTensors, named_tensors, shard_again, specs_of, unwrap
 from ema_client._track import track_of
 from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
@@ -36,6 +37,7 @@ def averaged(
     *,
     track: str | None = None,
     version: VersionLike = 0,
+    recalibrate: Recalibration | None = None,
     timeout_s: float = 60.0,
 ) -> Iterator[Version]:
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
@@ -52,13 +54,18 @@ def averaged(
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: a number, a record, or a label such as "best"; 0: the newest.
+        recalibrate: gives BatchNorm the statistics that the averaged weights have, which are not
+            the average of the statistics: a loader of input tensors, or of tuples that begin with one,
+            over which they are computed as by `torch.optim.swa_utils.update_bn`; or what does so,
+            called with `model`. Takes a pass over the loader. Each module is in the mode afterwards in
+            which it was; all buffers come back in the end.
         timeout_s: seconds for the pull.
 
     Yields:
         The version that is in the model.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match; nothing was changed.
+        InvalidArgumentError: names or shapes do not match; nothing was changed. The loader is empty.
         EmaError: the pull failed; nothing was changed.
 
     Example:
@@ -77,22 +84,39 @@ def averaged(
             if track is None:
                 track = _only_average(info)
             ignored = _ignored(info, track, named)
-            pieces = pieces_of(
-                {name: tensor for name, tensor in named.all().items() if name not in ignored}
-            )
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
         assert track is not None
         weights: Mapping[str, torch.Tensor]
         if is_sharded:
+            pieces = pieces_of(_without(named, ignored))
             weights, pulled = _pull_pieces(client, ranks, info, track, version, pieces)
         else:
             whole = client.pull(model_name, track=track, version=version, framework="torch")
-            expected = [name for name in whole if name not in whole.aliases]
-            _arrays.check_names(f'model "{model_name}"', expected=expected, given=pieces)
             weights, pulled = whole, whole.version
-    tensors = {name: piece.local for name, piece in pieces.items() if not piece.is_empty}
+    with swapped(model, model_name, weights, ignored=ignored):
+        with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
+            yield pulled
+
+
+@contextlib.contextmanager
+def swapped(
+    model: torch.nn.Module,
+    model_name: str,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    ignored: Collection[str] = (),
+) -> Iterator[None]:
+    """`averaged` with weights that have been pulled; the model keeps its own of `ignored`."""
+    module = unwrap(model)
+    pieces = pieces_of(_without(named_tensors(module), ignored))
+    tensors = {
+        name: piece.local for name, piece in pieces.items() if piece.is_whole or not piece.is_empty
+    }
+    aliases = weights.aliases if isinstance(weights, Weights) else {}
+    expected = [name for name in weights if name not in aliases]
+    _arrays.check_names(f'model "{model_name}"', expected=expected, given=tensors)
     wrong = [
         f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
         for name, tensor in tensors.items()
@@ -110,10 +134,14 @@ def averaged(
     own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         _write(tensors, weights)
-        yield pulled
+        yield
     finally:
         shard_again(module)
         _write(tensors, own)
+
+
+def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.all().items() if name not in ignored}
 
 
 def _pull_pieces(

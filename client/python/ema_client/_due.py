@@ -33,6 +33,10 @@ class DueTracks:
         self._tracks: list[_ema.Track] = []
         self.adopt()
 
+    @property
+    def tracks(self) -> list[_ema.Track]:
+        return self._tracks
+
     def go_on(self, run: Run) -> None:
         """By another run of the same trainer. The server may have been restarted, and counts anew."""
         self._run = run

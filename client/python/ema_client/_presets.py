@@ -124,7 +124,7 @@ def _ema_pytorch(
 
     Not as ema_pytorch: the decay is formed in float64 (there in float32); ignored tensors are not in
     the track (there they keep the weights of the last copy); integer buffers follow the model (there
-    never).
+    never). The arguments that are not about the average are `attach`'s to take.
     """
     _at_default(
         ema_model=(ema_model, None),

@@ -63,6 +63,11 @@ class State:
         return result
 
     @property
+    def label(self) -> str:
+        """Of the version on the server's disk."""
+        return _label(self.step, self.incarnation, self.version)
+
+    @property
     def resume_point(self) -> ResumePoint | None:
         """What the run is opened with; None: there was no version."""
         if self.version == 0:
@@ -84,10 +89,14 @@ def _refused(problem: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"state of an average: {problem}", reason="BAD_REQUEST")
 
 
+def _label(step: int, incarnation: int, number: int) -> str:
+    # With the version: a trainer that went back may come to that step again, by another way.
+    return f"resume-{step}-{incarnation}-{number}"
+
+
 def save(client: Client, model: str, version: Version, *, step: int, keep: int) -> None:
     """Saves `version` as what step `step` resumes from; keeps the newest `keep` such."""
-    # With the version: a trainer that went back may come to that step again, by another way.
-    label = f"resume-{step}-{version.incarnation}-{version.number}"
+    label = _label(step, version.incarnation, version.number)
     client.create_checkpoint(model, version=version, label=label, timeout_s=DISK_TIMEOUT_S)
     try:
         # By version first: a trainer that went back has newer labels of earlier steps.

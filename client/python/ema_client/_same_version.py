@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest average on every rank: the same version on all of them, or an error on all of them."""
+
+from __future__ import annotations
+
+from ema_client._attachment import Attachment
+from ema_client._errors import EmaError, FailedPreconditionError
+from ema_client._ranks import Ranks
+from ema_client._types import Version, Weights, version_id
+
+
+def pull_on_all_ranks(
+    attachment: Attachment, ranks: Ranks, *, track: str, least_batch: int = 0
+) -> Weights:
+    """Waits for the pending push, then pulls the version that it made. Collective.
+
+    Args:
+        least_batch: what the version must have come to, in batches.
+
+    Raises:
+        FailedPreconditionError: a rank has no version, an older one or another one than the others.
+        DeadlineExceededError: a push has not ended within `max_wait_s`.
+        EmaError: a pull failed. What fails on any rank raises on every rank.
+    """
+    failure: EmaError | None = None
+    version: Version | None = None
+    try:
+        version = attachment._settle()
+        if version is None or (version.time.batch or 0) < least_batch:
+            has = "no version" if version is None else f"version {version.number}, of an older step"
+            raise FailedPreconditionError(
+                f'model "{attachment._model_name}" has {has}', reason="NO_VERSION"
+            )
+    except EmaError as error:
+        failure = error
+    numbers = ranks.gather_or_raise(failure, version_id(version))
+    if len(set(numbers)) > 1:
+        raise FailedPreconditionError(
+            f'model "{attachment._model_name}": the ranks do not know of the same newest version: '
+            f"{', '.join(str(number) for number, _ in numbers)}",
+            reason="NO_VERSION",
+        )
+    weights: Weights | None = None
+    try:
+        weights = attachment._client.pull(
+            attachment._model_name, track=track, version=version or 0, framework="torch"
+        )
+    except EmaError as error:
+        failure = error
+    ranks.gather_or_raise(failure, None)
+    assert weights is not None
+    return weights

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MosaicML Composer's `EMA` with the average on an EMA Server. Imports composer.
+
+>>> from ema_client.composer import EMA
+>>> trainer = Trainer(..., algorithms=[EMA(half_life="1000ba", url="ema://host:50051/digits")])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from typing import Any
+
+from composer import algorithms
+from composer.core import Algorithm, Event, State, Time, TimeUnit
+from composer.loggers import Logger
+
+from ema_client import _presets
+from ema_client._attach import attach
+from ema_client._attachment import Attachment
+from ema_client._averaged import swapped
+from ema_client._client import Client
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._ranks import Ranks
+from ema_client._resume import State as ResumeState
+from ema_client._same_version import pull_on_all_ranks
+from ema_client._torch_model import unwrap
+from ema_client._track import Track
+from ema_client._types import TrainingTime, Weights
+from ema_client._url import split_url
+
+_logger = logging.getLogger(__name__)
+
+_TRACK = "ema"
+# What this class says to `attach` itself.
+_OWN = frozenset(
+    "model optimizer url half_life smoothing update_interval ema_start preset start_step time resume".split()
+)
+_CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
+
+
+class EMA(Algorithm):
+    """Streams the weights of a `composer.Trainer` to an EMA Server, and evaluates with their average.
+
+    The arguments and the counting of `composer.algorithms.EMA`: pushes at the end of a batch, or of an
+    epoch if update_interval is in epochs; what differs in the numbers is in the preset "composer"
+    (`Track.preset`). Evaluation, also `trainer.eval()` after training, is with the averaged weights once
+    ema_start has come: all ranks have the same version, that of this batch, and wait for it; if it cannot
+    be had, evaluation during training is with the training weights, with a warning, unless on_error is
+    "raise". The trainer's memory has the average only then.
+
+    Not as Composer: a checkpoint's model has the training weights. Beside them is which average belongs
+    to it; the server keeps that on its disk (one without a --data-dir cannot; then a warning says so), and
+    a trainer with `load_path` goes on from it.
+
+    Must not be combined with `composer.algorithms.SWA`, which averages the weights and writes them into
+    the model itself, nor with Composer's own EMA, which swaps them at the same events.
+
+    Args:
+        half_life, smoothing, ema_start, update_interval: as for `composer.algorithms.EMA`.
+        url: "ema://host:port/model".
+        options: of `ema_client.attach`, such as tracks (more averages), wire_dtype, on_error, max_wait_s.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+        TypeError: there is no such option.
+
+    Example:
+        >>> average = EMA(half_life="1000ba", update_interval="10ba", url="ema://host:50051/digits")
+        >>> trainer = Trainer(model=model, optimizers=optimizer, algorithms=[average], ...)
+    """
+
+    def __init__(
+        self,
+        half_life: str | None = _presets._UNSET,
+        smoothing: float | None = None,
+        ema_start: str = "0.0dur",
+        update_interval: str | None = None,
+        *,
+        url: str,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(options.keys() - (inspect.signature(attach).parameters.keys() - _OWN))
+        if unknown:
+            raise TypeError(f"EMA() got an unexpected keyword argument {unknown[0]!r}")
+        self._preset: dict[str, Any] = {
+            "preset": "composer",
+            "smoothing": smoothing,
+            "ema_start": ema_start,
+            "update_interval": update_interval,
+        }
+        if half_life is not _presets._UNSET:
+            self._preset["half_life"] = half_life
+        track = Track.preset(
+            "composer", **{name: self._preset[name] for name in self._preset if name != "preset"}
+        )
+        is_by_epoch = str(track.update_interval).endswith("ep")
+        self._update_event = Event.EPOCH_END if is_by_epoch else Event.BATCH_END
+        self._start = Time.from_timestring(ema_start)
+        self._address, self._model_name = split_url(url)
+        self._url = url
+        self._options = options
+        # Composer would evaluate with its average: ema_start has come.
+        self._started = False
+        self._resume: dict[str, Any] | None = None
+        self._attachment: Attachment | None = None
+        # Of an evaluation, for all its evaluators.
+        self._pulled: Weights | None = None
+        # Holds the model's own weights while it has the averaged ones.
+        self._swap: contextlib.ExitStack | None = None
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What `attach` has returned; None before `fit`."""
+        return self._attachment
+
+    def close(self) -> None:
+        """Waits for the last push and lets the server go. To be called after `trainer.fit`, or not at all."""
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def match(self, event: Event, state: State) -> bool:
+        if event in (Event.BATCH_START, Event.EVAL_END, *_CHECKPOINTS):
+            return self._swap is not None
+        if event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
+            return self._pulled is not None
+        return event in (
+            Event.INIT,
+            Event.FIT_START,
+            self._update_event,
+            Event.EVAL_START,
+            Event.FIT_END,
+        )
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            _check_others(state)
+        elif event == Event.FIT_START:
+            _check_others(state)
+            self._attach(state)
+        elif event == self._update_event:
+            self._started = self._started or self._should_start(state)
+            assert self._attachment is not None
+            self._attachment.count(state.timestamp.batch.value)
+        elif event == Event.EVAL_START:
+            self._swap_in(state)
+        elif event == Event.FIT_END:
+            self._end_fit()
+        elif event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
+            self._pulled = None
+        else:
+            self._swap_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which average belongs to the trainer's checkpoint; has the server keep it."""
+        state: dict[str, Any] = super().state_dict()
+        state |= {"started": self._started, "average": self._resume}
+        if self._attachment is not None:
+            try:
+                state["average"] = self._attachment.state_dict()
+            except EmaError as error:
+                if self._raises():
+                    raise
+                _logger.warning(
+                    'model "%s": the checkpoint does not say which average belongs to it: %s',
+                    self._model_name,
+                    error,
+                )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
+        """Takes what `state_dict` gave; training goes on from it at the next `fit`.
+
+        Raises:
+            InvalidArgumentError: it is of Composer's EMA.
+        """
+        if "ema_model" in state:
+            raise InvalidArgumentError(
+                "the checkpoint is of Composer's own EMA, and its model may have averaged weights: load "
+                "it with composer.algorithms.EMA, and save the training weights",
+                reason="BAD_REQUEST",
+            )
+        self._started = bool(state.get("started", False))
+        self._resume = state.get("average")
+
+    def _attach(self, state: State) -> None:
+        batch = state.timestamp.batch.value
+        attachment = self._attachment
+        if attachment is not None and attachment.module is not unwrap(state.model):
+            attachment.close()
+            self._attachment = attachment = None
+        if attachment is not None and attachment.step > batch:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the trainer is at batch {batch}, but has pushed batch '
+                f"{attachment.step}: the average cannot go back; use another model for each training",
+                reason="RESUME_MISMATCH",
+            )
+        if attachment is not None:
+            return
+        attachment = attach(
+            state.model,
+            state.optimizers[0],
+            self._url,
+            preset=self._preset,
+            start_step=batch if self._resume is None else None,
+            time=lambda _: _time_of(state),
+            resume=self._resume,
+            **self._options,
+        )
+        attachment.count_by_hand()
+        if attachment.version is not None and attachment.version.step > batch:
+            attachment.close()
+            raise FailedPreconditionError(
+                f'model "{self._model_name}" has step {attachment.version.step} already, and the trainer '
+                f"is at batch {batch}: load the trainer's checkpoint of then, delete the model, or choose "
+                "another name",
+                reason="RESUME_MISMATCH",
+            )
+        self._attachment, self._resume = attachment, None
+
+    def _should_start(self, state: State) -> bool:
+        if self._start.unit == TimeUnit.DURATION:
+            elapsed = state.get_elapsed_duration()
+            return elapsed is not None and bool(self._start <= elapsed)
+        return bool(self._start.value <= state.timestamp.get(self._start.unit).value)
+
+    def _raises(self) -> bool:
+        return self._attachment is None or self._options.get("on_error") == "raise"
+
+    def _swap_in(self, state: State) -> None:
+        if self._swap is not None or not self._started:
+            return
+        try:
+            if self._pulled is None:
+                self._pulled = self._pull()
+        except EmaError as error:
+            if self._raises():
+                raise
+            _logger.warning(
+                'model "%s": evaluating the training weights, without the average: %s',
+                self._model_name,
+                error,
+            )
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(swapped(state.model, self._model_name, self._pulled))
+            self._swap = stack.pop_all()
+
+    def _pull(self) -> Weights:
+        """What fails on any rank raises on every rank."""
+        ranks = Ranks.current(self._options.get("process_group"))
+        if self._attachment is not None:
+            return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
+        # Not trained yet since a checkpoint was loaded.
+        weights: Weights | None = None
+        failure: EmaError | None = None
+        try:
+            weights = self._pull_resumed()
+        except EmaError as error:
+            failure = error
+        ranks.gather_or_raise(failure, None)
+        assert weights is not None
+        return weights
+
+    def _pull_resumed(self) -> Weights:
+        if self._resume is None:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
+                reason="NO_VERSION",
+            )
+        label = ResumeState.from_dict(self._resume, model=self._model_name).label
+        timeout_s = self._options.get("timeout_s", 60.0)
+        with Client(self._address, timeout_s=timeout_s) as client:
+            return client.pull(self._model_name, track=_TRACK, version=label, framework="torch")
+
+    def _swap_out(self) -> None:
+        if self._swap is not None:
+            swap, self._swap = self._swap, None
+            swap.close()
+
+    def _end_fit(self) -> None:
+        """Waits for the last push, so that it is there when the program ends."""
+        assert self._attachment is not None
+        try:
+            self._attachment._settle(self._options.get("timeout_s", 60.0))
+        except EmaError as error:
+            _logger.warning('model "%s": %s', self._model_name, error)
+
+
+def _time_of(state: State) -> TrainingTime:
+    now = state.timestamp
+    progress = state.get_elapsed_duration()
+    return TrainingTime(
+        batch=now.batch.value,
+        epoch=now.epoch.value,
+        sample=now.sample.value,
+        token=now.token.value,
+        iteration=now.iteration.value,
+        progress=None if progress is None else min(1.0, progress.value),
+        seconds=now.total_wct.total_seconds(),
+    )
+
+
+def _check_others(state: State) -> None:
+    for other in state.algorithms:
+        if isinstance(other, (algorithms.SWA, algorithms.EMA)):
+            raise InvalidArgumentError(
+                f"algorithms: ema_client.composer.EMA cannot be combined with {type(other).__name__}, "
+                "which puts averaged weights into the model too; an average of all weights is "
+                'tracks={"swa": Track(uniform=True)} here',
+                reason="BAD_REQUEST",
+            )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for the leaves of a JAX pytree, so that they can be pushed, and the tree of what was pulled.
+
+    >>> run.push(step=step, weights=named_leaves(params))
+    >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
+
+Neither needs torch. Imports jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ema_client import _arrays
+from ema_client._errors import InvalidArgumentError
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by the keys and indices that lead to them, such as "layers.0.kernel".
+
+    The arrays themselves, in the tree's order. A push reads them in place where they are in host memory;
+    a step that donates them meanwhile takes new memory instead, as JAX does for all that others hold.
+
+    Raises:
+        InvalidArgumentError: two leaves have the same name; a leaf alone has none.
+
+    Example:
+        >>> client.create_model("m", named_leaves(params), tracks={"ema": "200ba"})
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if not name or name in leaves:
+            raise InvalidArgumentError(
+                f'tree: {"two leaves are" if name else "a leaf alone is"} named "{name}": give them '
+                "other keys",
+                reason="BAD_MANIFEST",
+            )
+        leaves[name] = leaf
+    return leaves
+
+
+def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """A tree like `tree` with new leaves, in the dtypes of its own: copies of `arrays`, on their devices.
+
+    Args:
+        tree: as for `named_leaves`.
+        arrays: by name, such as what was pulled.
+
+    Raises:
+        InvalidArgumentError: names or shapes do not match; lists all.
+
+    Example:
+        >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
+    """
+    leaves = named_leaves(tree)
+    _arrays.check_names("arrays", expected=leaves, given=arrays)
+    wrong = [
+        f"{name}: {tuple(arrays[name].shape)} for {tuple(leaf.shape)}"
+        for name, leaf in leaves.items()
+        if tuple(arrays[name].shape) != tuple(leaf.shape)
+    ]
+    if wrong:
+        raise InvalidArgumentError(
+            f"arrays: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
+        )
+    # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.
+    return jax.tree_util.tree_unflatten(
+        jax.tree_util.tree_structure(tree),
+        [
+            jax.numpy.array(arrays[name], dtype=leaf.dtype, copy=True, device=_device_of(leaf))
+            for name, leaf in leaves.items()
+        ],
+    )
+
+
+def _device_of(leaf: Any) -> Any:
+    """Where the leaf is, or how it is spread over devices; None: it is NumPy's."""
+    return getattr(leaf, "sharding", None)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings with composer.Trainer in its own environment, for test_composer_training.py.
+
+Takes jobs from stdin, a line of JSON each (see `do`), saves what happened and says "done".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import composer.algorithms
+import torch
+from composer import Callback, Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+from ema_client.composer import EMA
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCHES = 6
+
+
+class Model(ComposerModel):
+    """Float and integer statistics, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, batch):
+        return self.net(batch[0]) * self.scale.mean()
+
+    def loss(self, outputs, batch):
+        return (outputs - batch[1]).square().mean()
+
+    def eval_forward(self, batch, outputs=None):
+        return self(batch)
+
+    def get_metrics(self, is_train=False):
+        return {}
+
+    def update_metric(self, batch, outputs, metric) -> None:
+        raise AssertionError("there are no metrics")
+
+
+class Recorder(Callback):
+    """The weights after each batch, and in each evaluation. Kills a process after a batch."""
+
+    def __init__(self, kills: tuple[int, int] | None) -> None:
+        self._kills = kills
+        self.trained: dict[int, dict[str, torch.Tensor]] = {}
+        self.evaluated: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def batch_end(self, state, logger) -> None:
+        self.trained[state.timestamp.batch.value] = weights_of(state.model)
+        if self._kills is not None and self._kills[0] == state.timestamp.batch.value:
+            os.kill(self._kills[1], signal.SIGKILL)
+
+    def eval_start(self, state, logger) -> None:
+        self.evaluated.append((state.timestamp.batch.value, weights_of(state.model)))
+
+    def eval_end(self, state, logger) -> None:
+        batch = state.timestamp.batch.value
+        if batch in self.trained:
+            for name, value in weights_of(state.model).items():
+                assert torch.equal(value, self.trained[batch][name]), name
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    module = getattr(model, "module", model)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def loader() -> DataLoader:
+    x = torch.randn(8 * BATCHES, 4, generator=torch.Generator().manual_seed(2))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    # Each rank has a part of it.
+    sampler = dist.get_sampler(data) if dist.get_world_size() > 1 else None
+    return DataLoader(data, batch_size=8, sampler=sampler)
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Model()
+    recorder = Recorder(job.get("kills"))
+    algorithm = {"ours": EMA, "theirs": composer.algorithms.EMA}[job["kind"]](**job["options"])
+    others = [getattr(composer.algorithms, name)() for name in job.get("others", ())]
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
+        train_dataloader=loader(),
+        eval_dataloader=loader() if job.get("eval_interval") else None,
+        eval_interval=job.get("eval_interval") or 0,
+        max_duration=job.get("max_duration", "2ep"),
+        algorithms=[algorithm, *others],
+        callbacks=[recorder],
+        device="cpu",
+        progress_bar=False,
+        save_folder=job.get("save_folder"),
+        save_interval=job.get("save_interval", "1ep"),
+        load_path=job.get("load_path"),
+        run_name="run",
+    )
+    try:
+        for call in job.get("calls", ["fit"]):
+            if call == "fit again":
+                trainer.fit(duration="3ba")
+            else:
+                getattr(trainer, call)(*([loader()] if call == "eval" else []))
+        result = {"trained": recorder.trained, "evaluated": recorder.evaluated}
+        if job["kind"] == "ours":
+            algorithm.close()
+            result["stats"] = vars(algorithm.attachment.stats) if algorithm.attachment else None
+        return result
+    finally:
+        trainer.close()
+
+
+def do(job: dict[str, Any]) -> None:
+    """Saves to job["out"] what `train` returns, or the error."""
+    try:
+        result = train(job)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    torch.save(result, job["out"])
+
+
+def main() -> None:
+    # Composer's loggers shall not write where the answers go.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        do(json.loads(line))
+        print("done", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema.ema_model`: the averaged copy that an attachment evaluates with."""
+
+from __future__ import annotations
+
+import copy
+
+import ema_client
+import pytest
+import torch
+from server_process import ServerProcess
+from testing import assert_same_bits
+
+
+class Net(torch.nn.Module):
+    """BatchNorm, a tied weight, and a frozen one."""
+
+    def __init__(self, frozen_count: int = 7) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 11)
+        self.norm = torch.nn.BatchNorm1d(11)
+        self.last = torch.nn.Linear(6, 11)
+        self.last.weight = self.first.weight
+        self.frozen = torch.nn.Parameter(torch.randn(frozen_count), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)) + self.last(x) + self.frozen.mean()
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+class Trainer:
+    def __init__(self, dtype: torch.dtype = torch.float32, frozen_count: int = 7) -> None:
+        torch.manual_seed(0)
+        self.net = Net(frozen_count).to(dtype)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5)
+        self.x = torch.randn(8, 6, dtype=dtype)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.net(torch.randn(8, 6, dtype=self.x.dtype)).square().mean().backward()
+            self.optimizer.step()
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What is asked of the server for the copy."""
+    made = []
+    for name in ("pull", "refresh"):
+
+        def record(*args, name=name, call=getattr(ema_client.Client, name), **kwargs):
+            made.append(name)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(ema_client.Client, name, record)
+    return made
+
+
+def test_is_the_average_of_this_very_step(server, model, trainer):
+    local = ema_client.LocalEMA(trainer.net, half_life="4ba", update_interval="2ba")
+    with ema_client.attach(
+        trainer.net,
+        trainer.optimizer,
+        server.url(model),
+        half_life="4ba",
+        update_interval="2ba",
+        tracks={"raw": "copy"},
+    ) as ema:
+        modules = set()
+        for step in range(1, 20):
+            trainer.step()
+            local.update()
+            if step % 3 == 0:
+                modules.add(ema.ema_model)
+                assert_same_bits(local.weights(), ema.ema_model.state_dict())
+    assert len(modules) == 1
+    (averaged,) = modules
+    assert averaged.first.weight is averaged.last.weight
+    assert not averaged.training
+    assert not any(parameter.requires_grad for parameter in averaged.parameters())
+    # Closing brought it to the last version.
+    assert_same_bits(local.weights(), ema.ema_model.state_dict())
+
+
+def test_is_called_as_the_attachment(server, model, trainer):
+    local = ema_client.LocalEMA(trainer.net, half_life="4ba")
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), half_life="4ba"
+    ) as ema:
+        for _ in range(3):
+            trainer.step()
+            local.update()
+        expected = copy.deepcopy(trainer.net).eval()
+        local.copy_to(expected)
+        assert torch.equal(ema(trainer.x), expected(trainer.x))
+        # What a forward in train mode does to the statistics does not last.
+        ema.ema_model.train()(trainer.x)
+        trainer.step()
+        local.update()
+        assert_same_bits(local.weights(), ema.ema_model.state_dict())
+
+
+def test_costs_nothing_unless_used_and_then_what_has_changed(server, model, calls):
+    # With blocks of its own, so that it need not be sent with others.
+    trainer = Trainer(frozen_count=700_000)
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), half_life="4ba", update_interval="5ba"
+    ) as ema:
+        trainer.step(7)
+        assert calls == [] and ema._copy is None
+        averaged = ema.ema_model
+        assert calls == ["pull"]
+        weights = ema._copy._weights
+        whole = weights.received_bytes
+        # One copy: the module's parameters are the pulled memory.
+        for name, parameter in averaged.named_parameters():
+            assert parameter.data_ptr() == weights[name].data_ptr()
+        trainer.step(2)
+        ema(trainer.x)
+        assert calls == ["pull"], "no push has made a version"
+        trainer.step(1)
+        assert ema.update_ema_model().step == 10
+        assert calls == ["pull", "refresh"]
+        assert weights.received_bytes < whole / 2, "most is frozen"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def test_has_the_models_dtype(server, client, model, dtype):
+    """What has two bytes is cast by the server; float64 here, beside the pulled bytes."""
+    trainer = Trainer(dtype)
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), half_life="4ba"
+    ) as ema:
+        trainer.step(3)
+        state = ema.ema_model.state_dict()
+        pulled = ema._copy._weights["frozen"]
+        assert pulled.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
+    average = client.pull(model, track="ema")
+    assert average["first.weight"].dtype == torch.float32
+    for name, value in average.items():
+        assert state[name].dtype == trainer.net.state_dict()[name].dtype
+        assert torch.equal(state[name], value.to(state[name].dtype)), name
+
+
+def test_ignored_tensors_have_the_models_own_values(server, model, trainer):
+    track = ema_client.Track(half_life="4ba", tensor_rules={"first.*": "ignore"})
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), tracks={"body": track, "raw": "copy"}
+    ) as ema:
+        for _ in range(2):
+            trainer.step(2)
+            assert torch.equal(ema.ema_model.first.weight, trainer.net.first.weight)
+            assert not torch.equal(ema.ema_model.last.bias, trainer.net.last.bias)
+        trainer.step()
+        assert not torch.equal(ema._copy.module.first.weight, trainer.net.first.weight)
+
+
+def test_without_an_average(server, model, trainer):
+    ema = ema_client.attach(trainer.net, trainer.optimizer, server.url(model), half_life="4ba")
+    with pytest.raises(ema_client.FailedPreconditionError, match="no version yet"):
+        ema(trainer.x)
+    trainer.step()
+    ema.close()
+    with pytest.raises(ema_client.FailedPreconditionError, match="closed.*averaged"):
+        ema(trainer.x)
+
+
+def test_which_average_must_be_clear(server, model, trainer):
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), tracks={"a": "4ba", "b": "8ba"}
+    ) as ema:
+        trainer.step()
+        with pytest.raises(ema_client.NotFoundError, match="a, b"):
+            ema(trainer.x)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_when_the_server_is_away(model, trainer, tmp_path, caplog, on_error):
+    with ServerProcess(tmp_path) as server:
+        ema = ema_client.attach(
+            trainer.net,
+            trainer.optimizer,
+            server.url(model),
+            half_life="4ba",
+            on_error=on_error,
+            timeout_s=3,
+        )
+        trainer.step(2)
+        before = {name: value.clone() for name, value in ema.ema_model.state_dict().items()}
+        trainer.step()
+        assert ema._settle().step == 3
+        server.kill()
+        if on_error == "raise":
+            with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
+                ema(trainer.x)
+        else:
+            assert_same_bits(before, ema.ema_model.state_dict())
+            assert any("stays at step 2" in record.message for record in caplog.records)
+        ema.close()
+
+
+class Preset:
+    def __new__(cls, **arguments):
+        return {"preset": "ema_pytorch", "update_every": 1, "update_after_step": 0, **arguments}
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_ema_pytorchs_own_copy_and_forwarded_methods(server, client, model, trainer, how):
+    given = Net()
+    with ema_client.attach(
+        trainer.net,
+        trainer.optimizer,
+        server.url(model),
+        preset=Preset(
+            ema_model=given if how == "module" else lambda: given,
+            forward_method_names=("doubled",),
+        ),
+    ) as ema:
+        trainer.step(3)
+        assert torch.equal(ema.doubled(trainer.x), 2 * ema(trainer.x))
+        assert ema.ema_model is given
+    assert_same_bits(client.pull(model, track="ema"), given.state_dict())
+
+
+def test_another_modules_copy_is_refused(server, model, trainer):
+    with ema_client.attach(
+        trainer.net,
+        trainer.optimizer,
+        server.url(model),
+        preset=Preset(ema_model=torch.nn.Linear(6, 11)),
+    ) as ema:
+        trainer.step()
+        with pytest.raises(ema_client.InvalidArgumentError, match="missing: first.bias"):
+            ema(trainer.x)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"forward_method_names": ("twice",)}, '"twice": must be a method of the model'),
+        ({"forward_method_names": ("close",)}, '"close": must be a method of the model'),
+        ({"forward_method_names": "doubled"}, "must be names of methods"),
+        ({"ema_model": 3}, "ema_model 3: must be a module"),
+        ({"coerce_dtype": "yes"}, "coerce_dtype 'yes': must be True or False"),
+    ],
+    ids=["no method", "taken", "text", "no module", "no flag"],
+)
+def test_wrong_arguments(server, model, trainer, arguments, message):
+    with pytest.raises(ema_client.InvalidArgumentError, match=message):
+        ema_client.attach(
+            trainer.net, trainer.optimizer, server.url(model), preset=Preset(**arguments)
+        )
+
+
+def test_what_has_no_numbers_is_accepted(server, model, trainer):
+    ema_client.attach(
+        trainer.net,
+        trainer.optimizer,
+        server.url(model),
+        preset=Preset(
+            include_online_model=False,
+            allow_different_devices=True,
+            use_foreach=True,
+            move_ema_to_online_device=True,
+            coerce_dtype=True,
+            lazy_init_ema=True,
+        ),
+    ).close()
