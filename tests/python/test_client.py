@@ -176,7 +176,7 @@ def test_a_rank_may_give_just_its_shard(client, model, rng):
         run = client.open_run(model, launch_id="x", rank=rank, world_size=2, shards=[columns])
         half = np.ascontiguousarray(matrix[:, 3 * rank : 3 * rank + 3])
         pushes.append((run, half))
-    with pytest.raises(ema_client.InvalidArgumentError, match="not contiguous"):
+    with pytest.raises(ema_client.InvalidArgumentError, match="not a contiguous piece"):
         pushes[0][0].start_push(step=1, weights={"m": matrix})
     pending = [run.start_push(step=1, weights={"m": half}) for run, half in pushes]
     for push in pending:

@@ -195,7 +195,7 @@ def test_when_the_server_is_away(model, trainer, tmp_path, caplog, on_error):
         trainer.step(2)
         before = {name: value.clone() for name, value in ema.ema_model.state_dict().items()}
         trainer.step()
-        assert ema._settle().step == 3
+        assert ema.wait_pushed().step == 3
         server.kill()
         if on_error == "raise":
             with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):

@@ -15,13 +15,15 @@ Anywhere else:
     >>> for version in ema_client.watch("ema://host:50051/digits"):
     ...     ...
 
+In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`.
+
 Without a server, with the same numbers: `LocalEMA` and `compute_ema`.
 
 One level lower, for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
 """
 
 from ema_client._attach import attach
-from ema_client._attachment import Attachment, Stats
+from ema_client._attachment import Attachment
 from ema_client._averaged import averaged
 from ema_client._client import Client
 from ema_client._errors import (
@@ -56,6 +58,7 @@ from ema_client._types import (
     PushStats,
     ResumePoint,
     Shard,
+    Stats,
     Synthesis,
     SynthesisSource,
     TensorSpec,

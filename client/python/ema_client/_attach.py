@@ -14,6 +14,7 @@ from ema_client._errors import InvalidArgumentError
 from ema_client._files import FilesLike, small_files
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
+from ema_client._optimizers import unwrap_optimizers
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._torch_model import named_tensors, unwrap
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def attach(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     url: str,
     *,
     half_life: str | None = None,
@@ -73,8 +74,10 @@ def attach(
             FullyShardedDataParallel (FSDP1) is not supported.
         optimizer: the one that changes the parameters, or all of them: then a step is complete when each
             has stepped since the last (a GAN's two; one for each parameter, in backward hooks).
+            accelerate's wrapper is looked through. Steps that a grad scaler skips do not count.
             Parameters that none of them holds are copied before they are sent, because someone else
-            may change them: another optimizer, or the forward pass (a momentum encoder).
+            may change them: another optimizer, or the forward pass (a momentum encoder). None: for a
+            loop that steps in another way; call the attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
@@ -131,15 +134,14 @@ def attach(
     ranks = Ranks.current(process_group)
     # A rank that raised at once would let the others wait for it, so failures are passed on.
     failure: Exception | None = None
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
     try:
         if keep_resumable < 1:
             raise InvalidArgumentError(
                 f"keep_resumable {keep_resumable}: must be 1 or more", reason="BAD_REQUEST"
             )
-        if not optimizers:
-            raise InvalidArgumentError("optimizer: none given", reason="BAD_REQUEST")
+        optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
             raise InvalidArgumentError(
                 f"start_step {start_step} and resume are both given: resume says the step",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import threading
@@ -25,10 +24,11 @@ from ema_client._errors import (
     UnavailableError,
 )
 from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of
+from ema_client._optimizers import after_closure, parameter_ids, was_skipped
 from ema_client._resume import State, save
-from ema_client._run import PendingPush, Run
+from ema_client._run import Joined, PendingPush
 from ema_client._torch_model import NamedTensors
-from ema_client._types import TimeLike, Version
+from ema_client._types import Stats, TimeLike, Version
 
 if TYPE_CHECKING:
     import torch
@@ -53,40 +53,6 @@ OnError = Literal["skip", "raise"]
 live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """What an attachment has done, on this rank.
-
-    Attributes:
-        pushes: steps that became a version.
-        skipped: steps that were due and did not: the server was away, or another rank was.
-        sent_bytes: handed to the network, resends included.
-        wait_seconds: how long our hooks have held up the training loop.
-    """
-
-    pushes: int
-    skipped: int
-    sent_bytes: int
-    wait_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """A run that all ranks have joined.
-
-    Attributes:
-        run: this rank of it.
-        open_run: takes a time-out; joins again after the server was away, from another thread.
-        launch_id: names the run.
-        step: the trainer's steps so far.
-    """
-
-    run: Run
-    open_run: Callable[[float], Run]
-    launch_id: str
-    step: int
-
-
 class Attachment(WithEmaModel):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
@@ -109,7 +75,7 @@ class Attachment(WithEmaModel):
         model_name: str,
         module: torch.nn.Module,
         tensors_of: Callable[[], NamedTensors],
-        optimizers: list[torch.optim.Optimizer],
+        optimizers: list[torch.optim.Optimizer] | None,
         is_alone: bool,
         time_of: Callable[[int], TimeLike] | None,
         max_wait_s: float,
@@ -124,7 +90,7 @@ class Attachment(WithEmaModel):
         self._model_name = model_name
         self._module = module
         self._tensors_of = tensors_of
-        # With other ranks a plan is adopted at the next step that is due by the old one.
+        # With other ranks a plan is adopted at the next step that is due.
         self._is_alone = is_alone
         self._time_of = time_of
         self._max_wait_s = max_wait_s
@@ -169,12 +135,15 @@ class Attachment(WithEmaModel):
         # Called when a step has been counted, and pushed if it was due.
         self._followers: list[Callable[[], None]] = []
         # Optimizers that have not made their part of the next step.
-        self._awaited = {id(optimizer) for optimizer in optimizers}
+        self._awaited = set(map(id, optimizers or ()))
         self._counting = [
-            optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers
+            optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers or ()
         ]
-        self._hooks = [
-            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
+        self._hooks: list[Any] = [
+            *(
+                optimizer.register_step_pre_hook(self._before_step)
+                for optimizer in optimizers or ()
+            ),
             *self._counting,
         ]
         for part in module.modules():
@@ -261,7 +230,7 @@ class Attachment(WithEmaModel):
             >>> ema = ema_client.attach(model, optimizer, url, resume=torch.load(path)["ema"])
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._settle(timeout_s)
+        self.wait_pushed(timeout_s=timeout_s)
         self._raise_error()
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
@@ -277,16 +246,17 @@ class Attachment(WithEmaModel):
                 f"{self._step}",
                 reason="RESUME_MISMATCH",
             )
-        if latest is not None and self._run.rank == 0:
-            save(self._client, self._model_name, latest, step=self._step, keep=self._keep_resumable)
-        return State(
+        state = State(
             model=self._model_name,
             launch_id=self._launch_id,
             step=self._step,
             version=0 if latest is None else latest.number,
             incarnation=0 if latest is None else latest.incarnation,
             version_step=0 if latest is None else latest.step,
-        ).to_dict()
+        )
+        if latest is not None and self._run.rank == 0:
+            save(self._client, state, latest, keep=self._keep_resumable)
+        return state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
@@ -309,6 +279,46 @@ class Attachment(WithEmaModel):
         old_run = self._run
         self._take(self._join_at(state))
         old_run.close()
+
+    def after_step(self, *, wait_released: bool = True) -> None:
+        """Counts a step, and pushes the weights if it is due: of an attachment without an optimizer.
+
+        To be called on every rank, after each step.
+
+        Args:
+            wait_released: waits until the bytes have left, at most `max_wait_s`. False: whoever changes
+                the weights next calls the method `wait_released` first.
+
+        Raises:
+            EmaError: with on_error "raise": a step could not be pushed.
+        """
+        if self._is_ours():
+            self._budget_s = self._max_wait_s
+            try:
+                self._advance(self._step + 1)
+            finally:
+                if wait_released:
+                    start = time.monotonic()
+                    self._wait_released(self._budget_s)
+                    self._wait_seconds += time.monotonic() - start
+
+    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
+        """Waits for the end of the running push, if there is one.
+
+        Args:
+            timeout_s: seconds. None: those of `attach`.
+
+        Returns:
+            As `version`: the same on all ranks, unless the reply to one was lost.
+
+        Raises:
+            DeadlineExceededError: the push has not ended. It goes on.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        pending = self._pending if os.getpid() == self._pid else None
+        if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
+            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
+        return self.version
 
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place any more, at most `max_wait_s`."""
@@ -355,7 +365,15 @@ class Attachment(WithEmaModel):
     def _is_ours(self) -> bool:
         return not self._closed and os.getpid() == self._pid
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        with_wait = after_closure(optimizer, args, kwargs, self._before_change)
+        if with_wait is None:
+            self._before_change()
+        return with_wait
+
+    def _before_change(self) -> None:
         if self._is_ours():
             start = time.monotonic()
             self._wait_released(self._max_wait_s)
@@ -368,9 +386,11 @@ class Attachment(WithEmaModel):
             self.wait_released()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_ours() or was_skipped(optimizer):
+            return
         self._awaited.discard(id(optimizer))
-        if self._is_ours() and not self._awaited:
-            self._awaited = {id(other) for other in self._optimizers}
+        if not self._awaited:
+            self._awaited = set(map(id, self._optimizers or ()))
             self._advance(self._step + 1)
 
     def _advance(self, step: int) -> None:
@@ -386,13 +406,6 @@ class Attachment(WithEmaModel):
         self._raise_error()
         for follow in self._followers:
             follow()
-
-    def _settle(self, timeout_s: float | None = None) -> Version | None:
-        timeout_s = self._max_wait_s if timeout_s is None else timeout_s
-        pending = self._pending if os.getpid() == self._pid else None
-        if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
-            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
-        return self.version
 
     def _wait_released(self, max_wait_s: float) -> None:
         written = [] if self._watched is None else self._watched.take_written()
@@ -472,20 +485,16 @@ class Attachment(WithEmaModel):
 
     def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
         """What this rank pushes: parameters in place, copies of what may change before the next step."""
-        optimized = {
-            id(parameter)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
         weights: dict[str, torch.Tensor] = {}
         omitted = frozenset(self._frozen if omits_frozen else ())
         for name, parameter in tensors.parameters.items():
             if name in self._pushed_names and name not in omitted:
                 weights[name] = parameter.detach()
                 # Somebody else may change it, without asking us: another optimizer, or the forward
-                # pass (a key encoder that follows the model).
-                if id(parameter) not in optimized:
+                # pass (a key encoder that follows the model). Without an optimizer, whoever calls
+                # `after_step` sees to it that nothing does.
+                if optimized is not None and id(parameter) not in optimized:
                     weights[name] = weights[name].clone()
         for name, buffer in tensors.buffers.items():
             if name in self._pushed_names:

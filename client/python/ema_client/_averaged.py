@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`averaged`: a model with its averaged weights, for as long as a `with` statement."""
+"""`averaged`: a model with its averaged weights, for as long as a `with` statement; and for good."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _attachment
@@ -72,6 +73,41 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
+    read = _read(model, url, track, version, timeout_s)
+    record = read.version
+    swap = swapped(model, read.model_name, read.weights, ignored=read.ignored)
+    del read  # As large as the model.
+    with swap:
+        with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
+            yield record
+
+
+def copy_average(
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike = 0,
+    timeout_s: float = 60.0,
+) -> Version:
+    """Puts averaged values into a model's parameters and buffers for good. As `averaged` else."""
+    read = _read(model, url, track, version, timeout_s)
+    _write(_targets(model, read.model_name, read.weights, read.ignored), read.weights)
+    return read.version
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    model_name: str
+    weights: Mapping[str, torch.Tensor]
+    ignored: set[str]
+    version: Version
+
+
+def _read(
+    model: torch.nn.Module, url: str, track: str | None, version: VersionLike, timeout_s: float
+) -> _Read:
+    """The averages of what this rank has of a model."""
     address, model_name = split_url(url)
     module = unwrap(model)
     named = named_tensors(module)
@@ -95,9 +131,7 @@ def averaged(
         else:
             whole = client.pull(model_name, track=track, version=version, framework="torch")
             weights, pulled = whole, whole.version
-    with swapped(model, model_name, weights, ignored=ignored):
-        with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
-            yield pulled
+    return _Read(model_name, weights, ignored, pulled)
 
 
 @contextlib.contextmanager
@@ -109,8 +143,27 @@ def swapped(
     ignored: Collection[str] = (),
 ) -> Iterator[None]:
     """`averaged` with weights that have been pulled; the model keeps its own of `ignored`."""
+    tensors = _targets(model, model_name, weights, ignored)
+    own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    try:
+        _write(tensors, weights)
+        del weights
+        yield
+    finally:
+        shard_again(unwrap(model))
+        _write(tensors, own)
+
+
+def _targets(
+    model: torch.nn.Module,
+    model_name: str,
+    weights: Mapping[str, torch.Tensor],
+    ignored: Collection[str],
+) -> dict[str, torch.Tensor]:
+    """Where the weights go, which nobody reads any more. InvalidArgumentError: they do not fit."""
     module = unwrap(model)
-    pieces = pieces_of(_without(named_tensors(module), ignored))
+    named = _without(named_tensors(module), ignored)
+    pieces = pieces_of(named)
     tensors = {
         name: piece.local for name, piece in pieces.items() if piece.is_whole or not piece.is_empty
     }
@@ -126,18 +179,16 @@ def swapped(
         raise InvalidArgumentError(
             f'model "{model_name}": shapes do not match; {"; ".join(wrong)}', reason="BAD_LAYOUT"
         )
-    for attachment in list(_attachment.live):
-        if attachment.module is module:
-            # A push reads the weights where they lie.
-            attachment.wait_released()
+    release(named.values())
+    return tensors
 
-    own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    try:
-        _write(tensors, weights)
-        yield
-    finally:
-        shard_again(module)
-        _write(tensors, own)
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits until no attachment's push reads any of these where they lie."""
+    ids = set(map(id, tensors))
+    for attachment in list(_attachment.live):
+        if not ids.isdisjoint(map(id, attachment.module.parameters())):
+            attachment.wait_released()
 
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:

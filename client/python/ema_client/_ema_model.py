@@ -147,6 +147,7 @@ class WithEmaModel:
     _module: torch.nn.Module
     _on_error: str
     _due: DueTracks
+    _max_wait_s: float
     _copy: AveragedCopy | None = None
     # What holds the averages in place of a deep copy.
     _given_ema_model: ModuleLike | None = None
@@ -205,7 +206,7 @@ class WithEmaModel:
     def _update_copy(self, *, raises: bool, timeout_s: float | None = None) -> None:
         """`raises` False: what fails is a warning, if there is a copy already."""
         try:
-            newest = self._settle()
+            newest = self.wait_pushed(timeout_s=self._max_wait_s)
             if newest is None:
                 raise FailedPreconditionError(
                     f'model "{self._model_name}" has no version yet', reason="NO_VERSION"
@@ -245,6 +246,6 @@ class WithEmaModel:
             reason="TRACK_NOT_FOUND",
         )
 
-    def _settle(self, timeout_s: float | None = None) -> Version | None:
-        """Waits for the pending push, `max_wait_s` by default; the newest version then."""
+    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
+        """Of `Attachment`."""
         raise NotImplementedError

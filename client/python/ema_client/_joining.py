@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ema_client import _arrays, _ema
-from ema_client._attachment import Joined
 from ema_client._client import Client
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from ema_client._holdings import Layout
 from ema_client._ranks import Ranks
 from ema_client._resume import DISK_TIMEOUT_S, State
-from ema_client._run import Run
+from ema_client._run import Joined, Run
 from ema_client._types import NonFinite, Shard, WireDtype, model_from
 from ema_client._url import split_url
 

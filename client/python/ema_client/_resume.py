@@ -64,8 +64,9 @@ class State:
 
     @property
     def label(self) -> str:
-        """Of the version on the server's disk."""
-        return _label(self.step, self.incarnation, self.version)
+        """What the server calls the version, if there was one."""
+        # With the version: a trainer that went back may come to that step again, by another way.
+        return f"resume-{self.step}-{self.incarnation}-{self.version}"
 
     @property
     def resume_point(self) -> ResumePoint | None:
@@ -89,15 +90,10 @@ def _refused(problem: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"state of an average: {problem}", reason="BAD_REQUEST")
 
 
-def _label(step: int, incarnation: int, number: int) -> str:
-    # With the version: a trainer that went back may come to that step again, by another way.
-    return f"resume-{step}-{incarnation}-{number}"
-
-
-def save(client: Client, model: str, version: Version, *, step: int, keep: int) -> None:
-    """Saves `version` as what step `step` resumes from; keeps the newest `keep` such."""
-    label = _label(step, version.incarnation, version.number)
-    client.create_checkpoint(model, version=version, label=label, timeout_s=DISK_TIMEOUT_S)
+def save(client: Client, state: State, version: Version, *, keep: int) -> None:
+    """Saves the state's version as what its step resumes from; keeps the newest `keep` such."""
+    model = state.model
+    client.create_checkpoint(model, version=version, label=state.label, timeout_s=DISK_TIMEOUT_S)
     try:
         # By version first: a trainer that went back has newer labels of earlier steps.
         labels = [

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -226,3 +227,20 @@ class Run:
             timeout_s=timeout_s,
         )
         return push.wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A run that all ranks have joined.
+
+    Attributes:
+        run: this rank of it.
+        open_run: takes a time-out; joins again after the server was away, from another thread.
+        launch_id: names the run.
+        step: the trainer's steps so far.
+    """
+
+    run: Run
+    open_run: Callable[[float], Run]
+    launch_id: str
+    step: int

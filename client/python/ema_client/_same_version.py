@@ -25,7 +25,7 @@ def pull_on_all_ranks(
     failure: EmaError | None = None
     version: Version | None = None
     try:
-        version = attachment._settle()
+        version = attachment.wait_pushed(timeout_s=attachment._max_wait_s)
         if version is None or (version.time.batch or 0) < least_batch:
             has = "no version" if version is None else f"version {version.number}, of an older step"
             raise FailedPreconditionError(

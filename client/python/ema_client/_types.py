@@ -336,6 +336,23 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an attachment has done, on this rank.
+
+    Attributes:
+        pushes: steps that became a version.
+        skipped: steps that were due and did not: the server was away, or another rank was.
+        sent_bytes: handed to the network, resends included.
+        wait_seconds: how long our hooks have held up the training loop.
+    """
+
+    pushes: int
+    skipped: int
+    sent_bytes: int
+    wait_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class PushStats:
     """What a push has done so far.
 

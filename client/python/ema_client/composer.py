@@ -283,7 +283,7 @@ class EMA(Algorithm):
         """Waits for the last push, so that it is there when the program ends."""
         assert self._attachment is not None
         try:
-            self._attachment._settle(self._options.get("timeout_s", 60.0))
+            self._attachment.wait_pushed(timeout_s=self._options.get("timeout_s", 60.0))
         except EmaError as error:
             _logger.warning('model "%s": %s', self._model_name, error)
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the callbacks of training frameworks share."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client._attach import attach
+from ema_client._attachment import Attachment
+from ema_client._averaged import averaged
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._ranks import Ranks
+from ema_client._track import tracks_of
+from ema_client._types import Version
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+
+_SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset", "tracks")
+
+
+def check_options(
+    caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
+) -> None:
+    """Refuses what is no argument of `attach`, or one that the caller, a class, sets itself: TypeError."""
+    known = [
+        name
+        for name, parameter in inspect.signature(attach).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in own
+    ]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f'{caller} got an unexpected argument "{name}"; of attach\'s there are '
+                f'{", ".join(known)}'
+            )
+
+
+def check_tracks(options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError where `attach` would for its tracks: before there is a training."""
+    tracks_of(*(options.get(name) for name in _SCHEDULE))
+
+
+def needs_only_batches(options: Mapping[str, Any]) -> bool:
+    """Whether no track has times in other units.
+
+    Then no others are told: with a new training of a model they would begin anew, and a training time
+    that goes back is refused.
+    """
+    for track in tracks_of(*(options.get(name) for name in _SCHEDULE)):
+        try:
+            track.plan([], {"batch": 0})
+        except InvalidArgumentError:
+            return False
+    return True
+
+
+def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
+    """The average's entry in a trainer's checkpoint. None: there is none, and a warning says why.
+
+    Raises:
+        EmaError: the same, with on_error "raise".
+    """
+    try:
+        return attachment.state_dict()
+    except EmaError as error:
+        if options.get("on_error") == "raise":
+            raise
+        _logger.warning(
+            "the trainer's checkpoint of step %d has no average to resume from: %s",
+            attachment.step,
+            error,
+        )
+        return None
+
+
+@contextlib.contextmanager
+def averaged_or_own(
+    module: torch.nn.Module,
+    url: str,
+    attachment: Attachment | None,
+    options: Mapping[str, Any],
+    *,
+    track: str | None,
+) -> Iterator[Version | None]:
+    """A model with its averages; with its own weights and a warning if these cannot be had.
+
+    With an attachment, collective: waits for its running push, and all ranks get rank 0's version.
+
+    Yields:
+        The version that is in the model. None: its own weights are.
+
+    Raises:
+        EmaError: there is no average to be had, with on_error "raise".
+    """
+    with contextlib.ExitStack() as stack:
+        record: Version | None = None
+        try:
+            version = 0 if attachment is None else _newest(attachment, options)
+            swap = averaged(
+                module, url, track=track, version=version, timeout_s=options.get("timeout_s", 60.0)
+            )
+            record = stack.enter_context(swap)
+        except EmaError as error:
+            if options.get("on_error") == "raise":
+                raise
+            _logger.warning("evaluating the trainer's own weights, not their average: %s", error)
+        yield record
+
+
+def _newest(attachment: Attachment, options: Mapping[str, Any]) -> Version:
+    failure: EmaError | None = None
+    version: Version | None = None
+    try:
+        version = attachment.wait_pushed()
+    except EmaError as error:
+        failure = error
+    version = Ranks.current(options.get("process_group")).broadcast(version)
+    if version is None:
+        raise failure or FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
+    return version

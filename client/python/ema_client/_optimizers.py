@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers in wrappers, steps that a grad scaler skips, and steps that run the model themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ema_client._errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+# Wrappers that change no weights themselves, and may leave a step out: by module and class.
+_WRAPPERS = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"),
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+}
+
+
+def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several, without wrappers.
+
+    Raises:
+        InvalidArgumentError: there is none, or one that is none of PyTorch's.
+    """
+    given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    if not given:
+        raise InvalidArgumentError("optimizer: none given", reason="BAD_REQUEST")
+    return [_unwrap(optimizer) for optimizer in given]
+
+
+def _unwrap(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's and Lightning's wrappers, whose step() may do nothing."""
+    import torch
+
+    inner = optimizer
+    while any((cls.__module__, cls.__name__) in _WRAPPERS for cls in type(inner).__mro__):
+        inner = getattr(inner, "optimizer")
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: must be a "
+            "torch.optim.Optimizer, or accelerate's wrapper of one",
+            reason="BAD_REQUEST",
+        )
+    return inner
+
+
+def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    """Of the parameters that they change."""
+    return {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that has just ended changed nothing, because gradients were not finite.
+
+    Of most optimizers a torch.amp.GradScaler does not call step() then. Fused ones find it out in
+    their kernel, from `found_inf`, which the scaler lends them for the time of the step; of these, a
+    step on a GPU is waited for here.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found.item())
+
+
+def after_closure(
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wait: Callable[[], None],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step() that runs forward and backward itself, with `wait` called after these.
+
+    None: there is no closure, or it is not known that the weights do not change before it has run:
+    PyTorch's optimizers begin with it, others (SAM) may not.
+    """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def closure_then_wait() -> Any:
+        result = closure()
+        wait()
+        return result
+
+    if len(args) > 1:
+        return (args[0], closure_then_wait, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_then_wait}

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EMAModel` in place of diffusers' own: the same calls and the same decays, the average on a server.
+
+>>> from ema_client.diffusers import EMAModel  # not: from diffusers.training_utils
+>>> ema = EMAModel(unet.parameters(), decay=0.9999, url="ema://host:50051/unet", model=unet)
+>>> ...
+>>> ema.step(unet.parameters())
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ema_client._attach import attach
+from ema_client._attachment import Attachment
+from ema_client._averaged import release
+from ema_client._callbacks import check_options, check_tracks, saved_state
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError
+from ema_client._optimizers import parameter_ids, unwrap_optimizers
+from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
+from ema_client._read import pull
+from ema_client._resume import State
+from ema_client._types import VersionLike
+from ema_client._url import split_url
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+
+# What makes the schedule, as diffusers' state_dict names it.
+_SCHEDULE = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
+# Our entry in a state_dict.
+_STATE = "ema_server"
+# Of `attach`: given by the schedule and by the state.
+_OWN = ("half_life", "smoothing", "update_interval", "ema_start", "preset", "resume")
+
+
+class EMAModel:
+    """diffusers.training_utils.EMAModel, whose average is the track "ema" of a model on an EMA Server.
+
+    The model is made, and its run begins, at the first `step`; there, on every rank, all must hold the
+    same parameters. The decay of each step is diffusers' own bit for bit; the average is formed in
+    float32, with one rounding less, also of half-precision parameters. Parameters that are not trained
+    count as others do: their average is their value unless that changes.
+
+    diffusers gives no names to parameters. They come from `model`; else they are "0", "1", and so on, in
+    order, which is all that is known.
+
+    Args:
+        parameters: those that will be averaged; only their number and shapes count here.
+        decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power: as diffusers'.
+        foreach: does nothing.
+        model_cls, model_config: for `save_pretrained`.
+        url: "ema://host:port/model". None: only to hold a state, as `from_pretrained` makes.
+        model: gives the parameters their names; they must be its, or like all of its.
+        optimizer: the one that changes the parameters. With it they are read while training goes on, and
+            its next step waits for bytes that have not left. Without it `step` itself waits:
+            nobody would tell when the weights change, and a copy would take the memory of
+            the average that is saved here.
+        options: of `ema_client.attach`, such as tracks (more averages of the same weights), wire_dtype
+            or on_error; and diffusers' old names max_value (decay), min_value (min_decay) and
+            device, which does nothing.
+
+    Raises:
+        TypeError: an option that `attach` has not.
+        InvalidArgumentError: an argument is wrong.
+
+    Example:
+        >>> ema = EMAModel(unet.parameters(), url="ema://host:50051/unet", model=unet)
+        >>> for batch in batches:
+        ...     train(unet, batch)
+        ...     ema.step(unet.parameters())
+        >>> ema.store(unet.parameters())
+        >>> ema.copy_to(unet.parameters())
+        >>> evaluate(unet)
+        >>> ema.restore(unet.parameters())
+        >>> ema.close()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        decay: float = 0.9999,
+        min_decay: float = 0.0,
+        update_after_step: int = 0,
+        use_ema_warmup: bool = False,
+        inv_gamma: float = 1.0,
+        power: float = 2 / 3,
+        foreach: bool = False,
+        model_cls: Any = None,
+        model_config: Mapping[str, Any] | None = None,
+        *,
+        url: str | None = None,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **options: Any,
+    ) -> None:
+        import torch
+
+        if isinstance(parameters, torch.nn.Module):
+            raise InvalidArgumentError(
+                "parameters is a module, which diffusers' EMAModel turns use_ema_warmup on for, and will "
+                "not take for long: give module.parameters(), and model=module",
+                reason="BAD_REQUEST",
+            )
+        options.pop("device", None)
+        max_value, min_value = options.pop("max_value", None), options.pop("min_value", None)
+        self.decay = decay if max_value is None else max_value
+        self.min_decay = min_decay if min_value is None else min_value
+        self.update_after_step = update_after_step
+        self.use_ema_warmup = use_ema_warmup
+        self.inv_gamma = inv_gamma
+        self.power = power
+        self.foreach = foreach
+        self.model_cls = model_cls
+        self.model_config = model_config
+        #: The decay of the last step.
+        self.cur_decay_value: float | None = None
+        check_options(type(self).__name__, options, own=_OWN)
+        check_tracks({**options, "preset": self._preset()})
+        self._model_name = None if url is None else split_url(url)[1]
+        self._url = url
+        self._options = options
+        # Not themselves: they may be a copy that takes memory.
+        given = list(parameters)
+        self._shapes, self._names = shapes_of(given), names_of(given, model)
+        self._optimizer = None if optimizer is None else unwrap_optimizers(optimizer)[0]
+        # Holds what `step` was given last, by name.
+        self._module = torch.nn.Module()
+        self._attachment: Attachment | None = None
+        # Of a state that was loaded: what to go on from at the first step.
+        self._loaded_step = 0
+        self._resume: Mapping[str, Any] | None = None
+        self._stored: list[torch.Tensor] | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> EMAModel:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What pushes, from the first step on: its `stats`, its newest `version`."""
+        return self._attachment
+
+    @property
+    def optimization_step(self) -> int:
+        """Steps so far. At the first one it goes on after the model's newest version, if there is one."""
+        return self._loaded_step if self._attachment is None else self._attachment.step
+
+    @property
+    def shadow_params(self) -> list[torch.Tensor]:
+        """The averages, in the order of the parameters; pulled from the server at each use."""
+        weights = pull(self._needed_url(), track="ema", version=self._version(), framework="torch")
+        return [weights[name] for name in self._names]
+
+    def get_decay(self, optimization_step: int) -> float:
+        """The share of the average that is kept at this step, from 1."""
+        age = optimization_step - self.update_after_step - 1
+        if age <= 0:
+            return 0.0
+        if self.use_ema_warmup:
+            decay = 1 - (1 + age / self.inv_gamma) ** -self.power
+        else:
+            decay = (1 + age) / (10 + age)
+        return float(max(min(decay, self.decay), self.min_decay))
+
+    def step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Takes the parameters into the average, after an optimizer's step. On every rank.
+
+        Raises:
+            InvalidArgumentError: not as many parameters as at first, or of other shapes.
+            EmaError: at the first step: as `attach`. Later, with on_error "raise": a step could not
+                be pushed.
+        """
+        checked = self._checked(parameters)
+        hold(self._module, dict(zip(self._names, checked)))
+        if self._attachment is None:
+            self._attachment = self._attach()
+        self._attachment.after_step(wait_released=not self._tells_of_changes(checked))
+        self.cur_decay_value = self.get_decay(self.optimization_step)
+
+    def store(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Keeps a copy of the parameters in host memory, for `restore`."""
+        self._stored = [parameter.detach().cpu().clone() for parameter in parameters]
+
+    def copy_to(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Writes the averages, those of the last step, into parameters, cast to their dtypes.
+
+        Raises:
+            FailedPreconditionError: there has been no step.
+            EmaError: the pull failed; nothing was changed.
+        """
+        _write(self._checked(parameters), self.shadow_params)
+
+    def restore(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Writes what `store` has kept back into parameters, once.
+
+        Raises:
+            FailedPreconditionError: nothing is stored.
+        """
+        if self._stored is None:
+            raise FailedPreconditionError("restore: call store() first", reason="BAD_REQUEST")
+        _write(self._checked(parameters), self._stored)
+        self._stored = None
+
+    def to(self, device: Any = None, dtype: Any = None, non_blocking: bool = False) -> None:
+        """Does nothing: averages are float32, on the server.
+
+        Raises:
+            InvalidArgumentError: another dtype.
+        """
+        if str(dtype).removeprefix("torch.") not in ("None", "float32"):
+            raise InvalidArgumentError(
+                f"dtype {dtype}: the averages are float32; pull them with dtype= to have others",
+                reason="BAD_REQUEST",
+            )
+
+    def pin_memory(self) -> None:
+        """Does nothing: no average is in this process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule, the steps so far, and which average is that of this step; no tensors.
+
+        Returns when that average is on the server's disk. As `Attachment.state_dict`: on rank 0 or on
+        all ranks. With on_error "skip", a server that cannot keep it costs a warning.
+        """
+        average = self._resume
+        if self._attachment is not None:
+            average = saved_state(self._attachment, self._options)
+        return {
+            **self._schedule(),
+            "optimization_step": self.optimization_step,
+            _STATE: None if average is None else dict(average),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave: before the first step, on every rank.
+
+        Raises:
+            InvalidArgumentError: the state is wrong, of another model, or diffusers' own.
+            FailedPreconditionError: steps have been made.
+        """
+        state = dict(state_dict)
+        step = state.get("optimization_step", self.optimization_step)
+        if _STATE not in state and step != 0:
+            raise InvalidArgumentError(
+                f"the state at step {step} has no {_STATE!r}: it is of diffusers' own EMAModel. Make a "
+                "file of it by `python -m ema_client.convert`, a model of that by "
+                f"Client.import_weights(..., step={step}), and load no state: the first step goes on "
+                "from there",
+                reason="BAD_REQUEST",
+            )
+        if self._attachment is not None:
+            raise FailedPreconditionError(
+                f"load_state_dict comes before the first step, and this is step "
+                f"{self.optimization_step}",
+                reason="BAD_REQUEST",
+            )
+        schedule = {name: state.get(name, value) for name, value in self._schedule().items()}
+        check_tracks({"preset": {"preset": "diffusers", **schedule}})
+        average = state.get(_STATE)
+        if average is not None and self._model_name is not None:
+            State.from_dict(average, model=self._model_name)  # Raises if it is none.
+        if average is None and step != 0:
+            _logger.warning(
+                "the state at step %d says nothing of the average, which goes on from its newest version",
+                step,
+            )
+        for name, value in schedule.items():
+            setattr(self, name, value)
+        self._loaded_step, self._resume = step, average
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """Writes a folder with the averages, which `model_cls.from_pretrained` reads, and the state.
+
+        Raises:
+            InvalidArgumentError: model_cls or model_config was not given.
+            EmaError: as `copy_to` and `state_dict`.
+        """
+        if self.model_cls is None or self.model_config is None:
+            raise InvalidArgumentError(
+                "save_pretrained needs EMAModel(..., model_cls=, model_config=)",
+                reason="BAD_REQUEST",
+            )
+        model = self.model_cls.from_config(self.model_config)
+        self.copy_to(model.parameters())
+        model.register_to_config(**self.state_dict())
+        model.save_pretrained(path)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], model_cls: Any, foreach: bool = False, **options: Any
+    ) -> EMAModel:
+        """Reads the state that `save_pretrained` has written, not the averages: those are on the server.
+
+        Args:
+            options: of the class, such as url; without one, the result is good for its `state_dict`.
+
+        Example:
+            >>> ema.load_state_dict(EMAModel.from_pretrained("out/unet_ema", UNet2DModel).state_dict())
+        """
+        model = model_cls.from_pretrained(path)
+        ema = cls(
+            model.parameters(),
+            foreach=foreach,
+            model_cls=model_cls,
+            model_config=model.config,
+            **options,
+        )
+        ema.load_state_dict(model_cls.load_config(path))
+        return ema
+
+    def close(self) -> None:
+        """Waits for the last push and lets the server go. Else the interpreter's end waits a second."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def _schedule(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SCHEDULE}
+
+    def _preset(self) -> dict[str, Any]:
+        return {"preset": "diffusers", **self._schedule()}
+
+    def _needed_url(self) -> str:
+        if self._url is None:
+            raise InvalidArgumentError(
+                "url: needed to step and to read averages, such as ema://host:50051/unet",
+                reason="BAD_REQUEST",
+            )
+        return self._url
+
+    def _attach(self) -> Attachment:
+        attachment = attach(
+            self._module,
+            None,
+            self._needed_url(),
+            preset=self._preset(),
+            resume=self._resume,
+            **self._options,
+        )
+        if self._optimizer is not None:
+            self._hook = self._optimizer.register_step_pre_hook(
+                lambda *_: attachment.wait_released()
+            )
+        return attachment
+
+    def _tells_of_changes(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether our optimizer is who changes these."""
+        if self._optimizer is None:
+            return False
+        ids = parameter_ids([self._optimizer])
+        return all(id(one) in ids or not one.requires_grad for one in parameters)
+
+    def _version(self) -> VersionLike:
+        """Which one `copy_to` reads: that of the last step, or of the state, or the newest."""
+        if self._attachment is not None:
+            version = self._attachment.wait_pushed()
+            if version is None:
+                raise FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
+            return version
+        if self._resume is not None and self._resume["version"] and self._model_name is not None:
+            return State.from_dict(self._resume, model=self._model_name).label
+        return 0
+
+    def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        result = list(parameters)
+        check_shapes("parameters that EMAModel was made with", self._shapes, result)
+        return result
+
+
+def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    import torch
+
+    release(targets)
+    with torch.no_grad():
+        for target, value in zip(targets, values):
+            target.copy_(value)

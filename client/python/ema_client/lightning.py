@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EMAWeightAveraging` for Lightning's Trainer, with the arguments of Lightning's own callback.
+
+    >>> from ema_client.lightning import EMAWeightAveraging
+    >>> averaging = EMAWeightAveraging("ema://host:50051/digits", decay=0.999)
+    >>> trainer = lightning.Trainer(callbacks=[averaging])
+
+Works with `lightning.pytorch` and with `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client._attach import attach
+from ema_client._attachment import Attachment
+from ema_client._averaged import copy_average
+from ema_client._callbacks import (
+    averaged_or_own,
+    check_options,
+    check_tracks,
+    needs_only_batches,
+    saved_state,
+)
+from ema_client._errors import EmaError, InvalidArgumentError
+from ema_client._track import Track
+from ema_client._url import split_url
+
+_logger = logging.getLogger(__name__)
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+# Arguments of `attach` for the track "ema", in place of Lightning's.
+_SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset")
+
+
+def _callback_class() -> type:
+    """Lightning's base of callbacks: of the package that is imported, or of both."""
+    names = [name for name in _PACKAGES if name in sys.modules] or [
+        name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])
+    ][:1]
+    if not names:
+        raise ImportError("ema_client.lightning needs Lightning: pip install lightning")
+    return type("_Callback", tuple(importlib.import_module(name).Callback for name in names), {})
+
+
+if TYPE_CHECKING:
+    _Callback = object
+else:
+    _Callback = _callback_class()
+
+
+class EMAWeightAveraging(_Callback):
+    """Keeps the average of a fit on an EMA Server, and validates and tests with it.
+
+    The arguments after `url`, up to `update_starting_at_epoch`, are those of Lightning's
+    EMAWeightAveraging, and make the track "ema" as that averages: the first update copies, and each
+    one after it keeps the share `decay`. Instead of them, half_life, smoothing, preset and whatever else
+    `ema_client.attach` takes can be given; times may be in batches ("200ba": optimizer steps), epochs
+    ("2ep") and shares of the whole training ("0.1dur"). Steps are counted as the optimizer makes them:
+    not batches that only accumulate gradients, nor steps that AMP's grad scaler skips.
+
+    Not as Lightning's: the average needs no memory here, and is not in the trainer's checkpoint. That
+    says which average belongs to it, which the server keeps on its disk; a fit with `ckpt_path` goes on
+    from there. One optimizer; weights whole on every rank (one process, DDP).
+
+    Args:
+        url: "ema://host:port/model".
+        decay: share of the average that each update keeps. None: 0.999.
+        update_every_n_steps: optimizer steps between updates. 0: none but those at epochs' ends.
+        update_starting_at_step: the first step, from 0, that is averaged.
+        update_starting_at_epoch: an update at the end of each epoch from this one on, from 0. Needs
+            update_every_n_steps=0: else Lightning's takes the last weights of an epoch twice, and the
+            steps before it, too.
+        use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
+        device: only None: nothing is stored here.
+        validate_with_average: the model has averaged weights in each validation and test; in those of
+            a fit, the average of its last push. False: its own.
+        copy_at_end: the model has averaged weights after the fit, as with Lightning's. False: its own.
+        track: which average the model gets. None: the only one that is not a copy, else "ema".
+        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
+            on_error "skip", the default, a server that is away costs a warning: the model then
+            is validated with its own weights.
+
+    Raises:
+        TypeError: an option that `attach` has not.
+        InvalidArgumentError: an argument is wrong. In the fit also: there is not one optimizer.
+        EmaError: in the fit: as `attach`.
+
+    Example:
+        >>> averaging = EMAWeightAveraging("ema://host:50051/digits", decay=0.99)
+        >>> trainer = lightning.Trainer(max_epochs=10, callbacks=[averaging])
+        >>> trainer.fit(module, batches)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        decay: float | None = None,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        use_buffers: bool = True,
+        device: Any = None,
+        validate_with_average: bool = True,
+        copy_at_end: bool = True,
+        track: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_options(type(self).__name__, options)
+        theirs = _given(
+            decay=(decay, None),
+            update_every_n_steps=(update_every_n_steps, 1),
+            update_starting_at_step=(update_starting_at_step, None),
+            update_starting_at_epoch=(update_starting_at_epoch, None),
+            use_buffers=(use_buffers, True),
+        )
+        ours = [name for name in _SCHEDULE if options.get(name) is not None]
+        if theirs and ours:
+            raise _bad(
+                f"{' and '.join(theirs)} and {' and '.join(ours)} are both given: give Lightning's "
+                'arguments, such as decay=0.999, or ours, such as half_life="200ba"'
+            )
+        ema = _track(
+            decay,
+            update_every_n_steps,
+            update_starting_at_step,
+            update_starting_at_epoch,
+            use_buffers,
+            device,
+        )
+        tracks = options.get("tracks") or {}
+        if theirs or not (ours or tracks):
+            if "ema" in tracks:
+                raise _bad(f'{" and ".join(theirs)}: for the track "ema", which is in tracks too')
+            options = {**options, "tracks": {"ema": ema, **tracks}}
+        check_tracks(options)
+        self._model_name = split_url(url)[1]
+        self._url = url
+        self._options = options
+        self._validates = validate_with_average
+        self._copies_at_end = copy_at_end
+        self._track = track
+        self._attachment: Attachment | None = None
+        # What a checkpoint said, until the fit begins.
+        self._resume: Mapping[str, Any] | None = None
+        # Puts the model's own weights back.
+        self._swapped = contextlib.ExitStack()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What pushes, while a fit runs: its `stats`, its newest `version`."""
+        return self._attachment
+
+    @property
+    def state_key(self) -> str:
+        """The name of this callback's state in the trainer's checkpoint; one for each model."""
+        return f"ema_client.EMAWeightAveraging({self._model_name})"
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if len(trainer.optimizers) != 1:
+            raise InvalidArgumentError(
+                f"the module has {len(trainer.optimizers)} optimizers: an average follows one; with "
+                "several, call ema_client.attach(module, None, url), and its after_step() in "
+                "training_step, in place of this callback",
+                reason="BAD_REQUEST",
+            )
+        self._close()  # After a fit that an exception has ended.
+        options = dict(self._options)
+        if not needs_only_batches(options):
+            options.setdefault("time", _time_of(trainer))
+        self._attachment = attach(
+            trainer.model,
+            trainer.optimizers[0],
+            self._url,
+            resume=self._resume,
+            **options,
+        )
+        self._resume = None
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        # The sanity check comes before the first push.
+        if not trainer.sanity_checking:
+            self._swap_in(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._swapped.close()
+
+    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._swap_in(pl_module)
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._swapped.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # Still attached: callbacks that save a checkpoint now come after this one.
+        self._swapped.close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self._copies_at_end or self._attachment is None:
+            return
+        try:
+            version = self._attachment.wait_pushed()
+            timeout_s = self._options.get("timeout_s", 60.0)
+            copy_average(
+                pl_module, self._url, track=self._track, version=version or 0, timeout_s=timeout_s
+            )
+        except EmaError as error:
+            if self._options.get("on_error") == "raise":
+                raise
+            _logger.warning("the model keeps its own weights, not their average: %s", error)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which average is that of this step. Returns when it is on the server's disk. {}: no fit runs."""
+        if self._attachment is None:
+            return {}
+        return dict(saved_state(self._attachment, self._options) or {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What the next fit goes on from."""
+        self._resume = dict(state_dict)
+
+    def _swap_in(self, module: Any) -> None:
+        if self._validates:
+            swap = averaged_or_own(
+                module, self._url, self._attachment, self._options, track=self._track
+            )
+            self._swapped.enter_context(swap)
+
+    def _close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+
+def _given(**arguments: tuple[object, object]) -> list[str]:
+    """Names of arguments that are not at their defaults."""
+    return [name for name, (value, default) in arguments.items() if value != default]
+
+
+def _track(
+    decay: float | None,
+    every: int,
+    first_step: int | None,
+    first_epoch: int | None,
+    use_buffers: bool,
+    device: Any,
+) -> Track:
+    """The average that Lightning's callback makes of these arguments."""
+    track = Track.preset(
+        "torch", decay=0.999 if decay is None else decay, use_buffers=use_buffers, device=device
+    )
+    _check_count("update_every_n_steps", every)
+    _check_count("update_starting_at_step", first_step)
+    _check_count("update_starting_at_epoch", first_epoch)
+    if first_epoch is None:
+        if every == 0:
+            raise _bad(
+                "update_every_n_steps 0: averages nothing; give update_starting_at_epoch, such as 0"
+            )
+        # Lightning's steps count from 0, and it starts at the first that is a multiple.
+        start = None if first_step is None else f"{math.ceil(first_step / every) * every + 1}ba"
+        return dataclasses.replace(
+            track, update_interval=f"{every}ba", interval_phase=1, ema_start=start
+        )
+    if every != 0 or first_step is not None:
+        raise _bad(
+            f"update_starting_at_epoch {first_epoch} with updates at steps: for an update at each "
+            "epoch's end give update_every_n_steps=0; for one at each step from that epoch on give, in "
+            f'place of these, smoothing=0.999, ema_start="{first_epoch}ep"'
+        )
+    return dataclasses.replace(track, update_interval="1ep", ema_start=f"{first_epoch + 1}ep")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise _bad(f"{name} {value!r}: must be a whole number, 0 or more, such as 1")
+
+
+def _bad(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, reason="BAD_SCHEDULE")
+
+
+def _time_of(trainer: Any) -> Callable[[int], dict[str, float]]:
+    """The training time, as known in the optimizer's step, before the trainer has counted that."""
+    total = trainer.estimated_stepping_batches
+
+    def time(step: int) -> dict[str, float]:
+        now = {"batch": step, "epoch": trainer.current_epoch + trainer.is_last_batch}
+        if 0 < total < math.inf:
+            now["progress"] = min(1.0, (trainer.global_step + 1) / total)
+        return now
+
+    return time

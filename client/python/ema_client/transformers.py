@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EmaCallback` for Hugging Face's Trainer.
+
+    >>> from ema_client.transformers import EmaCallback
+    >>> average = EmaCallback("ema://host:50051/gpt", half_life="200ba")
+    >>> trainer = transformers.Trainer(model, arguments, callbacks=[average], ...)
+
+With accelerate alone, `ema_client.attach` takes what `Accelerator.prepare` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ema_client import _averaged
+from ema_client._attach import attach
+from ema_client._attachment import Attachment
+from ema_client._callbacks import (
+    averaged_or_own,
+    check_options,
+    check_tracks,
+    needs_only_batches,
+    saved_state,
+)
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError
+from ema_client._files import small_files
+from ema_client._ranks import Ranks
+from ema_client._types import Version
+from ema_client._url import split_url
+
+if TYPE_CHECKING:
+    _TrainerCallback = object
+else:
+    from transformers import TrainerCallback as _TrainerCallback
+
+_logger = logging.getLogger(__name__)
+
+# In the trainer's checkpoint: the trainer's step, and what `Attachment.state_dict` gave.
+STATE_FILE = "ema_state.json"
+
+
+class EmaCallback(_TrainerCallback):
+    """Keeps the average of a training on an EMA Server.
+
+    Each checkpoint of the trainer has a file ema_state.json, which says which average belongs to it;
+    the server keeps that on its disk. A training that resumes from the checkpoint brings the average back
+    to there. The server's checkpoints have the model's config and the tokenizer beside the weights, so
+    that `from_pretrained` reads each track's folder.
+
+    Times may be in batches ("200ba": optimizer steps), shares of the whole training ("0.1dur") and, if
+    the data has a length, epochs ("2ep"). Weights whole on every rank: one process or DDP.
+
+    Args:
+        url: "ema://host:port/model".
+        evaluate_with_average: the model has averaged weights, those of its last push, in evaluations
+            that the training makes, and its own again before it saves a checkpoint. False: its own.
+            Not with several eval_datasets: there, override the trainer's `evaluate` with one that calls
+            it within `averaged()`.
+        track: which average the model gets. None: the only one that is not a copy, else "ema".
+        resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
+            args.resume_from_checkpoint nor in args.output_dir.
+        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. `files`: {}:
+            none beside the weights. With on_error "skip", the default, a server that is away
+            costs a warning: the model is evaluated with its own weights then.
+
+    Raises:
+        TypeError: an option that `attach` has not.
+        InvalidArgumentError: an argument is wrong.
+        EmaError: in the training: as `attach`.
+
+    Example:
+        >>> average = EmaCallback("ema://host:50051/gpt", half_life="200ba", tracks={"raw": "copy"})
+        >>> trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[average])
+        >>> trainer.train()
+        >>> with average.averaged():
+        ...     trainer.evaluate()
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        evaluate_with_average: bool = False,
+        track: str | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_options(type(self).__name__, options)
+        check_tracks(options)
+        split_url(url)  # Raises if it is none.
+        self._url = url
+        self._options = options
+        self._evaluates = evaluate_with_average
+        self._track = track
+        self._resume_folder = resume_from_checkpoint
+        self._model: Any = None
+        self._attachment: Attachment | None = None
+        # Puts the model's own weights back.
+        self._swapped = contextlib.ExitStack()
+        self._is_evaluating = False
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What pushes, while a training runs: its `stats`, its newest `version`."""
+        return self._attachment
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[Version]:
+        """The trainer's model with averaged weights, as `ema_client.averaged`.
+
+        Raises:
+            FailedPreconditionError: no training has begun.
+            EmaError: there is no average to be had; nothing was changed.
+        """
+        if self._model is None:
+            raise FailedPreconditionError(
+                "no training has begun: use ema_client.averaged(model, url)", reason="BAD_REQUEST"
+            )
+        if self._attachment is not None:
+            self._attachment.wait_pushed()
+        with _averaged.averaged(self._model, self._url, track=self._track) as version:
+            yield version
+
+    def close(self) -> None:
+        """After a training that an exception has ended: lets the server go, puts own weights back."""
+        self._swapped.close()
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 0:
+            # The trainer has loaded its weights over those of a training that an exception has ended.
+            self._swapped.pop_all()
+        self.close()
+        self._model = kwargs["model"]
+        defaults: dict[str, Any] = {}
+        if not needs_only_batches(self._options):
+            defaults["time"] = _time_of(args, state, kwargs.get("train_dataloader"))
+        if "files" not in self._options:
+            defaults["files"] = _files_of(self._model, kwargs.get("processing_class"))
+        self._attachment = attach(
+            self._model,
+            kwargs["optimizer"],
+            self._url,
+            resume=self._saved(args, state),
+            **{**defaults, **self._options},
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # After an evaluation that another callback has called off.
+        self._swapped.close()
+        self._is_evaluating = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._swap_in_before_evaluation(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._attachment is not None and args.load_best_model_at_end:
+            # After the last epoch, the trainer writes into the weights without asking.
+            self._attachment.wait_released()
+        self._swap_in_before_evaluation(control)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._swapped.close()
+        is_ours, self._is_evaluating = self._is_evaluating, False
+        if is_ours and "eval_runtime" not in metrics:
+            raise InvalidArgumentError(
+                "evaluate_with_average: not with several eval_datasets, as all but the first would be "
+                "evaluated with the model's own weights: override Trainer.evaluate with one that calls it "
+                "within EmaCallback.averaged()",
+                reason="BAD_REQUEST",
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._attachment is None or not state.is_world_process_zero:
+            return
+        folder = _checkpoint_folder(args, state)
+        if not folder.is_dir():
+            _logger.warning(
+                "%s: no such checkpoint of the trainer, so %s is not saved", folder, STATE_FILE
+            )
+            return
+        average = saved_state(self._attachment, self._options)
+        if average is not None:
+            text = json.dumps({"global_step": state.global_step, "average": average}, indent=2)
+            new = folder / f"{STATE_FILE}.new"
+            new.write_text(text + "\n")
+            new.replace(folder / STATE_FILE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def _swap_in_before_evaluation(self, control: Any) -> None:
+        if self._evaluates and control.should_evaluate:
+            swap = averaged_or_own(
+                self._model, self._url, self._attachment, self._options, track=self._track
+            )
+            self._swapped.enter_context(swap)
+            self._is_evaluating = True
+
+    def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
+        """What the checkpoint says that the trainer resumes from: rank 0's, on all ranks."""
+        if state.global_step == 0:
+            return None
+        ranks = Ranks.current(self._options.get("process_group"))
+        average: dict[str, Any] | None = ranks.broadcast(
+            self._read_saved(args, state) if ranks.rank == 0 else None
+        )
+        return average
+
+    def _read_saved(self, args: Any, state: Any) -> dict[str, Any] | None:
+        folders = [_checkpoint_folder(args, state)]
+        if args.resume_from_checkpoint is not None:
+            folders.insert(0, pathlib.Path(args.resume_from_checkpoint))
+        if self._resume_folder is not None:
+            folders = [pathlib.Path(self._resume_folder)]
+        for folder in folders:
+            try:
+                saved = json.loads((folder / STATE_FILE).read_text())
+            except (OSError, ValueError):
+                continue
+            if saved["global_step"] == state.global_step:
+                average: dict[str, Any] = saved["average"]
+                return average
+        _logger.warning(
+            "the trainer resumes at step %d, but there is no %s of that step in %s: the average goes on "
+            "from its newest version",
+            state.global_step,
+            STATE_FILE,
+            " or ".join(map(str, folders)),
+        )
+        return None
+
+
+def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:
+    return pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
+    """What lies beside the weights in a folder that `from_pretrained` reads."""
+    with tempfile.TemporaryDirectory() as folder:
+        if hasattr(getattr(model, "config", None), "save_pretrained"):
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        if hasattr(processing_class, "save_pretrained"):
+            processing_class.save_pretrained(folder)
+        return small_files(folder)
+
+
+def _time_of(args: Any, state: Any, batches: Any) -> Callable[[int], dict[str, float]]:
+    """The training time, as known in the optimizer's step, before the trainer has counted that."""
+    steps_per_epoch = 0
+    with contextlib.suppress(TypeError):  # An iterable without a length.
+        steps_per_epoch = max(1, math.ceil(len(batches) / args.gradient_accumulation_steps))
+
+    def time(step: int) -> dict[str, float]:
+        done = state.global_step + 1
+        now: dict[str, float] = {"batch": step}
+        if state.max_steps > 0:
+            now["progress"] = min(1.0, done / state.max_steps)
+        if steps_per_epoch > 0:
+            now["epoch"] = done // steps_per_epoch
+        return now
+
+    return time

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the scripts of deploy/examples, as their users do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from server_process import ROOT
+
+
+def run_example(name: str, *arguments: object, ranks: int = 1) -> str:
+    """The last line that the script prints; it must end well."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*command, ROOT / "deploy/examples" / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            # accelerate's ranks find each other only on GPUs, unless told so.
+            "ACCELERATE_USE_CPU": "true",
+        },
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    assert lines, result.stderr
+    return lines[-1]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() on what accelerate has prepared."""
+
+from __future__ import annotations
+
+import ema_client
+import pytest
+import torch
+from examples import run_example
+from testing import assert_same_bits
+
+pytestmark = pytest.mark.framework
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_of_before():
+    """accelerate keeps one state for a process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def test_steps_are_the_optimizers_not_the_batches(server, client, model):
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.BatchNorm1d(11))
+    prepared, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
+    assert isinstance(optimizer, accelerate.optimizer.AcceleratedOptimizer)
+    local = ema_client.LocalEMA(net, half_life="4ba", update_interval="2ba")
+    with ema_client.attach(
+        prepared, optimizer, server.url(model), half_life="4ba", update_interval="2ba"
+    ) as ema:
+        for batch in range(30):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(torch.randn(8, 6)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if batch % 3 == 2:
+                local.update()
+            assert ema.step == local.batch == (batch + 1) // 3
+    assert [entry.version.step for entry in client.versions(model)] == [1, 2, 4, 6, 8, 10]
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+def test_steps_that_its_scaler_skips_do_not_count(server, client, model):
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = torch.nn.Linear(6, 2)
+    # What accelerate makes of an optimizer with mixed_precision="fp16", for which it needs a GPU.
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(
+        torch.optim.Adam(net.parameters(), lr=0.05), scaler=torch.amp.GradScaler("cpu")
+    )
+    local = ema_client.LocalEMA(net, half_life="4ba")
+    made = 0
+    with ema_client.attach(
+        accelerator.prepare(net), optimizer, server.url(model), half_life="4ba"
+    ) as ema:
+        for index in range(20):
+            loss = net(torch.randn(8, 6)).square().mean()
+            optimizer.zero_grad()
+            optimizer.scaler.scale(loss * float("inf") if index % 4 == 1 else loss).backward()
+            optimizer.step()
+            assert optimizer.step_was_skipped == (index % 4 == 1)
+            if not optimizer.step_was_skipped:
+                local.update()
+                made += 1
+            assert ema.step == made
+    assert made == 15
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks, steps", [(1, 32), (2, 16)])
+def test_the_example(server, client, model, ranks, steps):
+    output = run_example("accelerate_train.py", server.url(model), ranks=ranks)
+    assert output.startswith(f"step {steps}: ")
+    latest = client.model(model).latest
+    assert (latest.step, latest.number) == (steps, steps)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's Trainer with our callback, beside an average in the process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import ema_client
+import pytest
+import torch
+from examples import run_example
+from server_process import ServerProcess
+from testing import assert_same_bits
+
+pytestmark = pytest.mark.framework
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+EmaCallback = pytest.importorskip("ema_client.transformers").EmaCallback
+
+SAMPLES = 40
+
+
+def make_model():
+    config = transformers.GPT2Config(
+        **{"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32, "n_positions": 8},
+        **{"bos_token_id": 0, "eos_token_id": 0},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def make_data(count=SAMPLES):
+    generator = torch.Generator().manual_seed(7)
+    lines = torch.randint(32, (count, 8), generator=generator)
+    return [{"input_ids": line, "labels": line} for line in lines]
+
+
+class Recorder(transformers.TrainerCallback):
+    """Averages in the process, after each step; notes what evaluations see."""
+
+    def __init__(self, **schedule) -> None:
+        self._schedule = schedule
+        self._local = None
+        self.own = {}
+        self.averages = {}
+        self.evaluated = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._local = ema_client.LocalEMA(model, **self._schedule)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self._local.update({"batch": state.global_step})
+        self.own[state.global_step] = weights_of(model)
+        self.averages[state.global_step] = self._local.weights()
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        self.evaluated[state.global_step] = weights_of(model)
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def make_trainer(folder, *callbacks, data=None, processing_class=None, **options):
+    arguments = transformers.TrainingArguments(
+        folder,
+        **{
+            **{"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.01},
+            **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
+            **options,
+        },
+    )
+    return transformers.Trainer(
+        model=make_model(),
+        args=arguments,
+        train_dataset=make_data(),
+        eval_dataset=make_data(8) if data is None else data,
+        callbacks=list(callbacks),
+        processing_class=processing_class,
+        data_collator=transformers.default_data_collator,
+    )
+
+
+def steps_of(client, model):
+    return [entry.version.step for entry in client.versions(model)]
+
+
+def test_the_average_is_that_in_the_process(server, client, model, tmp_path):
+    schedule = {"half_life": "4ba", "update_interval": "3ba"}
+    # First, so that its steps end before ours begin to evaluate.
+    recorder = Recorder(**schedule)
+    callback = EmaCallback(server.url(model), **schedule, tracks={"raw": "copy"})
+    trainer = make_trainer(tmp_path, recorder, callback, gradient_accumulation_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 10
+    assert steps_of(client, model) == [1, 3, 6, 9]
+    assert callback.attachment is None
+    names = recorder.averages[9].keys()
+    assert "lm_head.weight" in names and "transformer.wte.weight" in names
+    assert_same_bits(recorder.averages[10], client.pull(model, track="ema"))
+    assert_same_bits(recorder.own[9], client.pull(model, track="raw"))
+
+
+@pytest.mark.parametrize("averages", [True, False], ids=["average", "own weights"])
+def test_evaluations_of_the_training(server, client, model, tmp_path, averages):
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=averages)
+    trainer = make_trainer(
+        tmp_path,
+        recorder,
+        callback,
+        eval_strategy="steps",
+        eval_steps=5,
+        save_strategy="steps",
+        save_steps=5,
+    )
+    trainer.train()
+    assert recorder.evaluated.keys() == {5, 10, 15, 20}
+    for step, evaluated in recorder.evaluated.items():
+        assert_same_bits((recorder.averages if averages else recorder.own)[step], evaluated)
+        # A checkpoint has the trainer's own weights.
+        saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{step}")
+        assert_same_bits(recorder.own[step], saved.state_dict())
+    # All went on with its own weights.
+    assert_same_bits(recorder.own[20], trainer.model.state_dict())
+    with callback.averaged() as version:
+        assert version.step == 20
+        trainer.evaluate()
+    assert_same_bits(recorder.averages[20], recorder.evaluated[20])
+    assert_same_bits(recorder.own[20], trainer.model.state_dict())
+
+
+def test_evaluations_at_the_ends_of_epochs(server, client, model, tmp_path):
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    trainer = make_trainer(
+        tmp_path,
+        recorder,
+        callback,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    assert recorder.evaluated.keys() == {10, 20}
+    for step, evaluated in recorder.evaluated.items():
+        assert_same_bits(recorder.averages[step], evaluated)
+    # The last push read the weights before the trainer loaded the best ones over them.
+    assert_same_bits(recorder.averages[20], client.pull(model, track="ema"))
+
+
+def test_several_sets_to_evaluate_on_are_refused(server, model, tmp_path):
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    data = {"one": make_data(4), "other": make_data(8)}
+    trainer = make_trainer(tmp_path, callback, data=data, eval_strategy="steps", eval_steps=5)
+    with pytest.raises(ema_client.InvalidArgumentError, match="several eval_datasets"):
+        trainer.train()
+    callback.close()
+
+    class Averaging(transformers.Trainer):
+        def evaluate(self, *arguments, **options):
+            with callback.averaged():
+                return super().evaluate(*arguments, **options)
+
+    callback = EmaCallback(server.url(f"{model[:60]}-2"), half_life="4ba")
+    recorder = Recorder(half_life="4ba")
+    trainer = make_trainer(
+        tmp_path, recorder, callback, data=data, eval_strategy="steps", eval_steps=5
+    )
+    trainer.__class__ = Averaging
+    trainer.train()
+    for step, evaluated in recorder.evaluated.items():
+        assert_same_bits(recorder.averages[step], evaluated)
+    assert_same_bits(recorder.own[20], trainer.model.state_dict())
+
+
+def test_a_training_resumes_with_its_average(server, client, model, tmp_path, caplog):
+    """Gone further than its checkpoint, and resumed: as never interrupted."""
+    options = {"half_life": "4ba", "update_interval": "3ba"}
+    saving = {"save_strategy": "steps", "save_steps": 8, "num_train_epochs": 3}
+    never = f"{model[:60]}-never"
+    make_trainer(tmp_path / "never", EmaCallback(server.url(never), **options), **saving).train()
+    make_trainer(tmp_path / "killed", EmaCallback(server.url(model), **options), **saving).train()
+    folder = tmp_path / "killed/checkpoint-16"
+    state = json.loads((folder / "ema_state.json").read_text())
+    assert state["global_step"] == state["average"]["step"] == 16
+    assert state["average"]["version_step"] == 15
+    assert client.model(model).latest.step == 30
+
+    callback = EmaCallback(server.url(model), **options)
+    make_trainer(tmp_path / "killed", callback, **saving).train(resume_from_checkpoint=str(folder))
+    assert_same_bits(client.pull(never, track="ema"), client.pull(model, track="ema"))
+    counts = [client.model(name).latest.tracks["ema"].update_count for name in (never, model)]
+    assert counts == [11, 11]
+
+    # From a folder elsewhere: named, or it says that it has found nothing.
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    caplog.set_level(logging.WARNING)
+    callback = EmaCallback(server.url(model), resume_from_checkpoint=moved, **options)
+    make_trainer(tmp_path / "other", callback, **saving).train(resume_from_checkpoint=str(moved))
+    assert_same_bits(client.pull(never, track="ema"), client.pull(model, track="ema"))
+    assert not any("there is no ema_state.json" in r.getMessage() for r in caplog.records)
+    callback = EmaCallback(server.url(model), **options)
+    make_trainer(tmp_path / "third", callback, **saving).train(resume_from_checkpoint=str(moved))
+    assert any("there is no ema_state.json of that step" in r.getMessage() for r in caplog.records)
+    assert client.model(model).latest.step == 42
+
+
+def test_from_pretrained_reads_the_servers_checkpoints(tmp_path, model):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    data_dir = tmp_path / "data"
+    with ServerProcess(tmp_path / "server", data_dir=data_dir) as server:
+        callback = EmaCallback(server.url(model), half_life="4ba")
+        trainer = make_trainer(tmp_path / "out", callback, processing_class=tokenizer, max_steps=5)
+        trainer.train()
+        with ema_client.Client(server.address) as client:
+            checkpoint = client.create_checkpoint(model)
+            pulled = client.pull(model, track="ema")
+    folder = data_dir / "models" / model / "checkpoints" / checkpoint.name / "tracks/ema"
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert read.config.architectures == ["GPT2LMHeadModel"]
+    assert_same_bits(pulled, read.state_dict())
+    assert transformers.AutoTokenizer.from_pretrained(folder).get_vocab() == {"a": 0, "b": 1}
+    assert (folder / "generation_config.json").exists()
+
+
+def test_epochs_and_shares_of_the_training_are_times(server, client, model, tmp_path):
+    callback = EmaCallback(
+        server.url(model),
+        half_life="2ep",
+        update_interval="1ep",
+        tracks={"late": {"smoothing": 0.5, "ema_start": "0.5dur", "update_interval": "1ba"}},
+        files={},
+    )
+    make_trainer(tmp_path, callback, num_train_epochs=3, gradient_accumulation_steps=3).train()
+    versions = [entry.version for entry in client.versions(model)]
+    updates = {
+        track: [version.step for version in versions if version.tracks[track].updated]
+        for track in ("ema", "late")
+    }
+    # 10 batches an epoch are 4 steps.
+    assert updates["ema"] == [1, 4, 8, 12]
+    starts = [v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].weight == 1]
+    assert starts == [1, 6]
+
+
+def test_a_server_without_a_disk(tmp_path, model, caplog):
+    with ServerProcess(tmp_path / "server") as server:
+        saving = {"save_strategy": "epoch", "num_train_epochs": 1}
+        callback = EmaCallback(server.url(model), half_life="4ba")
+        make_trainer(tmp_path / "out", callback, **saving).train()
+        assert any("no average to resume from" in r.getMessage() for r in caplog.records)
+        assert not (tmp_path / "out/checkpoint-10/ema_state.json").exists()
+        strict = EmaCallback(server.url(model), half_life="4ba", on_error="raise")
+        with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
+            make_trainer(tmp_path / "out", strict, **saving).train()
+        strict.close()
+
+
+def test_an_exception_in_an_evaluation(server, model, tmp_path):
+    class Failing(Recorder):
+        def on_prediction_step(self, *arguments, **options):
+            super().on_prediction_step(*arguments, **options)
+            raise RuntimeError("in the middle")
+
+    recorder = Failing(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    trainer = make_trainer(tmp_path, recorder, callback, eval_strategy="steps", eval_steps=5)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.train()
+    assert_same_bits(recorder.averages[5], trainer.model.state_dict())
+    callback.close()
+    assert_same_bits(recorder.own[5], trainer.model.state_dict())
+
+
+def test_wrong_arguments_are_refused_at_once():
+    with pytest.raises(TypeError, match='unexpected argument "halflife"'):
+        EmaCallback("ema://localhost/m", halflife="4ba")
+    with pytest.raises(TypeError, match='unexpected argument "resume"'):
+        EmaCallback("ema://localhost/m", resume={})
+    with pytest.raises(ema_client.InvalidArgumentError, match="must be like ema://"):
+        EmaCallback("localhost/m")
+    with pytest.raises(ema_client.InvalidArgumentError, match="1000"):
+        EmaCallback("ema://localhost/m", half_life="1000")
+    with pytest.raises(ema_client.FailedPreconditionError, match="no training has begun"):
+        with EmaCallback("ema://localhost/m").averaged():
+            raise AssertionError("not reached")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks, steps", [(1, 32), (2, 16)])
+def test_the_example(server, client, model, tmp_path, ranks, steps):
+    """Again after its last checkpoint is lost: it makes the last epoch anew, and the same average."""
+    output = run_example("transformers_train.py", server.url(model), tmp_path, ranks=ranks)
+    assert output.startswith(f"step {steps}: ")
+    latest = client.model(model).latest
+    assert latest.step == latest.number == steps
+    shutil.rmtree(tmp_path / f"checkpoint-{steps}")
+    again = run_example("transformers_train.py", server.url(model), tmp_path, ranks=ranks)
+    assert again == output
+    assert client.model(model).latest.tracks["ema"].update_count == steps
+    assert client.model(model).latest.number > steps

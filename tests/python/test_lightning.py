@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning's Trainer with our callback, beside an average in the process and Lightning's own."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+
+import ema_client
+import pytest
+import torch
+from ema_client._optimizers import unwrap_optimizers
+from examples import run_example
+from server_process import ServerProcess
+from testing import assert_same_bits
+
+pytestmark = [
+    pytest.mark.framework,
+    # Of Lightning itself: advice, and what its pinned version calls of torch's.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="it is not installed")
+# After both, so that it is a callback of both.
+EMAWeightAveraging = importlib.import_module("ema_client.lightning").EMAWeightAveraging
+
+BATCHES = 10
+
+
+def make_module(package=lightning, fails_in_validation=False, optimizers=1, bad_batches=()):
+    """A small module that logs what it is validated and tested with."""
+
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.BatchNorm1d(11))
+            self.automatic_optimization = optimizers == 1
+            self.validated = []
+            self.tested = []
+
+        def weights(self):
+            return {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+        def training_step(self, batch, index):
+            loss = self.net(batch[0]).square().mean()
+            return loss * float("inf") if index in bad_batches else loss
+
+        def validation_step(self, batch, index):
+            if index == 0:
+                self.validated.append(self.weights())
+            if fails_in_validation and not self.trainer.sanity_checking:
+                raise RuntimeError("in the middle")
+
+        def test_step(self, batch, index):
+            self.tested.append(self.weights())
+
+        def configure_optimizers(self):
+            made = [torch.optim.Adam(self.parameters(), lr=0.05) for _ in range(optimizers)]
+            return made if optimizers != 1 else made[0]
+
+    return Module()
+
+
+class Recorder(lightning.Callback):
+    """Averages in the process, after each step of the optimizer."""
+
+    def __init__(self, **schedule) -> None:
+        self._schedule = schedule
+        self._local = None
+        self.steps = 0
+        self.weights = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self._local = ema_client.LocalEMA(pl_module, **self._schedule)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step > self.steps:
+            self.steps = trainer.global_step
+            self._local.update({"batch": self.steps, "epoch": self._epoch(trainer)})
+            self.weights = self._local.weights("ema")
+
+    def _epoch(self, trainer):
+        return trainer.current_epoch + trainer.is_last_batch
+
+
+def loader(count=BATCHES):
+    generator = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(torch.randn(8 * count, 6, generator=generator))
+    return torch.utils.data.DataLoader(data, batch_size=8)
+
+
+def make_trainer(*callbacks, package=lightning, **options):
+    options = {
+        **{"max_epochs": 3, "accelerator": "cpu", "logger": False},
+        **{"enable_checkpointing": False, "enable_progress_bar": False},
+        **{"enable_model_summary": False, "num_sanity_val_steps": 1},
+        **options,
+    }
+    return package.Trainer(callbacks=list(callbacks), **options)
+
+
+def steps_of(client, model):
+    return [entry.version.step for entry in client.versions(model)]
+
+
+@pytest.mark.parametrize(
+    "package", [lightning, pytorch_lightning], ids=lambda package: package.__name__
+)
+def test_the_average_is_that_in_the_process(server, client, model, package):
+    recorder = Recorder(smoothing=0.9, update_interval="1ba")
+    trainer = make_trainer(
+        EMAWeightAveraging(server.url(model), decay=0.9),
+        recorder,
+        package=package,
+        accumulate_grad_batches=3,
+    )
+    module = make_module(package)
+    trainer.fit(module, loader())
+    assert trainer.global_step == recorder.steps == 12
+    assert steps_of(client, model) == list(range(1, 13))
+    pulled = client.pull(model, track="ema")
+    assert_same_bits(recorder.weights, pulled)
+    assert_same_bits(pulled, module.state_dict())
+
+
+SCHEDULES = {
+    "defaults": ({}, {"smoothing": 0.999}),
+    "every 3": (
+        {"decay": 0.9, "update_every_n_steps": 3},
+        {"smoothing": 0.9, "update_interval": "3ba", "interval_phase": 1},
+    ),
+    "from 4": (
+        {"decay": 0.9, "update_starting_at_step": 4},
+        {"smoothing": 0.9, "update_interval": "1ba", "ema_start": "5ba"},
+    ),
+    "every 3 from 4, buffers copied": (
+        {
+            **{"decay": 0.8, "use_buffers": False},
+            **{"update_every_n_steps": 3, "update_starting_at_step": 4},
+        },
+        {
+            **{"smoothing": 0.8, "buffers": "copy", "ema_start": "7ba"},
+            **{"update_interval": "3ba", "interval_phase": 1},
+        },
+    ),
+    "epochs from 1": (
+        {"decay": 0.9, "update_every_n_steps": 0, "update_starting_at_epoch": 1},
+        {"smoothing": 0.9, "update_interval": "1ep", "ema_start": "2ep"},
+    ),
+}
+
+
+class Theirs(lightning.callbacks.EMAWeightAveraging):
+    """Lightning's own; notes when it updates, and leaves the module alone."""
+
+    def __init__(self, **arguments) -> None:
+        super().__init__(**{"decay": 0.999, **arguments})
+        self.updates = []
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        updates = super().should_update(step_idx, epoch_idx)
+        if updates:
+            self.updates.append(step_idx if epoch_idx is None else (epoch_idx + 1) * BATCHES - 1)
+        return updates
+
+    def on_train_end(self, trainer, pl_module):
+        pass
+
+    def tensors(self):
+        return self._average_model.module.state_dict()
+
+
+@pytest.mark.parametrize("theirs, ours", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_updates_are_those_of_lightnings_own(server, client, model, theirs, ours):
+    own = Theirs(**theirs)
+    recorder = Recorder(tracks={"ema": ema_client.Track(**ours)})
+    callback = EMAWeightAveraging(server.url(model), **theirs, copy_at_end=False)
+    make_trainer(callback, own, recorder).fit(make_module(), loader())
+    # The first push of ours stands for the weights from before training, which Lightning begins with.
+    first, start = own.updates[0], [] if own.updates[0] == 0 else [1]
+    assert steps_of(client, model) == start + [step + 1 for step in own.updates]
+    weights = {
+        entry.version.step - 1: entry.version.tracks["ema"].weight
+        for entry in client.versions(model)
+    }
+    assert weights[first] == 1
+    decay = torch.tensor(1 - theirs.get("decay", 0.999)).item()
+    assert all(weights[step] == decay for step in own.updates[1:])
+    pulled = client.pull(model, track="ema")
+    assert_same_bits(recorder.weights, pulled)
+    for name, tensor in own.tensors().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(pulled[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_attachs_own_arguments(server, client, model):
+    """Epochs and shares of the training are times, too."""
+    callback = EMAWeightAveraging(
+        server.url(model),
+        half_life="2ep",
+        update_interval="1ep",
+        tracks={"late": {"smoothing": 0.5, "ema_start": "0.5dur"}, "raw": "copy"},
+        copy_at_end=False,
+    )
+    module = make_module()
+    make_trainer(callback).fit(module, loader())
+    versions = [entry.version for entry in client.versions(model)]
+    updates = {
+        track: [version.step for version in versions if version.tracks[track].updated]
+        for track in ("ema", "late")
+    }
+    assert updates["ema"] == [1, 10, 20, 30]
+    starts = [v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].weight == 1]
+    assert starts[-1] == 15
+    assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
+
+
+@pytest.mark.parametrize("validates", [True, False], ids=["average", "own weights"])
+def test_validation_and_test_have_averaged_weights(server, client, model, validates):
+    class Averages(lightning.Callback):
+        """What must be in the model: the newest average, or the model's own weights."""
+
+        def __init__(self) -> None:
+            self.expected = []
+            self.own = []
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.is_last_batch:
+                self.own.append(pl_module.weights())
+                callback.attachment.wait_pushed()
+                pulled = client.pull(model, track="ema")
+                self.expected.append(pulled if validates else pl_module.weights())
+
+    module = make_module()
+    averages = Averages()
+    callback = EMAWeightAveraging(
+        server.url(model), decay=0.9, validate_with_average=validates, copy_at_end=False
+    )
+    trainer = make_trainer(averages, callback)
+    own = averages.own
+    trainer.fit(module, loader(), loader(2))
+    sanity, *validated = module.validated
+    assert len(validated) == len(averages.expected) == 3
+    for expected, got in zip(averages.expected, validated):
+        assert_same_bits(expected, got)
+    assert not torch.equal(sanity["net.0.weight"], validated[0]["net.0.weight"])
+    # The model's own came back: bit for bit what the last step had left.
+    assert_same_bits(own[-1], module.weights())
+    assert callback.attachment is None
+
+    trainer.test(module, loader(1), verbose=False)
+    assert_same_bits(client.pull(model, track="ema") if validates else own[-1], module.tested[0])
+    assert_same_bits(own[-1], module.weights())
+    trainer.validate(module, loader(1), verbose=False)
+    assert_same_bits(module.tested[0], module.validated[-1])
+
+
+def test_an_exception_in_a_validation_gives_the_weights_back(server, client, model):
+    module = make_module(fails_in_validation=True)
+    callback = EMAWeightAveraging(server.url(model), decay=0.9)
+    own = []
+    module.on_validation_start = lambda: own.append(module.weights())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        make_trainer(callback).fit(module, loader(), loader(1))
+    assert_same_bits(own[-1], module.weights())
+    assert not torch.equal(module.validated[-1]["net.0.weight"], own[-1]["net.0.weight"])
+    # Callbacks that save a checkpoint now have what it resumes from.
+    assert callback.state_dict()["step"] == BATCHES
+    # The next fit attaches anew.
+    make_trainer(callback, max_epochs=1).fit(make_module(), loader())
+    assert steps_of(client, model)[-1] == 2 * BATCHES
+
+
+def test_a_fit_resumes_with_its_average(server, client, model, tmp_path):
+    """Interrupted, gone further than its checkpoint, and resumed: as never interrupted."""
+
+    def fit(name, epochs, ckpt_path=None):
+        callback = EMAWeightAveraging(
+            server.url(name), decay=0.9, update_every_n_steps=3, copy_at_end=False
+        )
+        saver = lightning.callbacks.ModelCheckpoint(
+            tmp_path / name, save_top_k=-1, filename="{epoch}"
+        )
+        module = make_module()
+        trainer = make_trainer(callback, saver, max_epochs=epochs, enable_checkpointing=True)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        return module.weights()
+
+    never = f"{model[:60]}-never"
+    expected = fit(never, 4)
+    fit(model, 3)
+    assert client.model(model).latest.step == 28
+    got = fit(model, 4, ckpt_path=tmp_path / model / "epoch=1.ckpt")
+    assert_same_bits(expected, got)
+    assert_same_bits(client.pull(never, track="ema"), client.pull(model, track="ema"))
+    latest = client.model(model).latest
+    assert latest.step == 40
+    counts = [client.model(name).latest.tracks["ema"].update_count for name in (never, model)]
+    assert counts == [14, 14]
+
+
+def test_a_checkpoint_of_a_server_without_a_disk(tmp_path, model, caplog):
+    with ServerProcess(tmp_path / "server") as server:
+
+        def fit(**options):
+            saver = lightning.callbacks.ModelCheckpoint(tmp_path / "saved")
+            callback = EMAWeightAveraging(server.url(model), decay=0.9, **options)
+            trainer = make_trainer(callback, saver, max_epochs=1, enable_checkpointing=True)
+            trainer.fit(make_module(), loader())
+
+        fit()
+        assert any("no average to resume from" in record.message for record in caplog.records)
+        assert any((tmp_path / "saved").iterdir())
+        with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
+            fit(on_error="raise")
+
+
+def test_without_the_server_the_model_is_validated_as_it_is(tmp_path, model, caplog):
+    caplog.set_level(logging.WARNING)
+    with ServerProcess(tmp_path) as server:
+        module = make_module()
+
+        class Killer(lightning.Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
+                if trainer.global_step == 5:
+                    server.kill()
+
+        callback = EMAWeightAveraging(server.url(model), decay=0.9, max_wait_s=2, timeout_s=2)
+        own = []
+        module.on_validation_start = lambda: own.append(module.weights())
+        make_trainer(callback, Killer(), max_epochs=1, num_sanity_val_steps=0).fit(
+            module, loader(), loader(1)
+        )
+    assert_same_bits(own[0], module.validated[0])
+    assert_same_bits(own[0], module.weights())
+    messages = " ".join(record.getMessage() for record in caplog.records)
+    assert "evaluating the trainer's own weights" in messages
+    assert "the model keeps its own weights" in messages
+
+
+def test_steps_that_amp_skips_do_not_count(server, client, model):
+    precision = lightning.plugins.MixedPrecision(
+        "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0)
+    )
+    callback = EMAWeightAveraging(server.url(model), decay=0.9, copy_at_end=False)
+    trainer = make_trainer(callback, plugins=[precision], max_epochs=2)
+    module = make_module(bad_batches=(2, 5))
+    trainer.fit(module, loader())
+    assert trainer.global_step == 2 * BATCHES
+    assert steps_of(client, model) == list(range(1, 2 * BATCHES - 4 + 1))
+
+
+def test_forward_and_backward_run_while_a_push_reads_the_weights(server, client, model):
+    """They run inside optimizer.step(closure) here: the push must be waited for after them."""
+    order = []
+    module = make_module()
+    training_step = module.training_step
+
+    def logged_step(batch):
+        order.append("forward")
+        return training_step(batch, 0)
+
+    module.training_step = logged_step
+    callback = EMAWeightAveraging(server.url(model), decay=0.9, copy_at_end=False)
+
+    class Watcher(lightning.Callback):
+        def on_train_start(self, trainer, pl_module):
+            attachment = callback.attachment
+            wait = attachment._wait_released
+            attachment._wait_released = lambda max_wait_s: (order.append("wait"), wait(max_wait_s))
+
+    make_trainer(callback, Watcher(), max_steps=3).fit(module, loader())
+    assert order == ["forward", "wait"] * 3
+
+
+def test_several_optimizers_are_refused(server, model):
+    callback = EMAWeightAveraging(server.url(model), decay=0.9)
+    with pytest.raises(ema_client.InvalidArgumentError, match="2 optimizers"):
+        make_trainer(callback).fit(make_module(optimizers=2), loader())
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ({"decay": 1.5}, "decay 1.5: must be"),
+        ({"device": "cpu"}, "device 'cpu': does nothing here"),
+        ({"decay": 0.9, "half_life": "20ba"}, "decay and half_life are both given"),
+        ({"update_every_n_steps": 3, "preset": "diffusers"}, "update_every_n_steps and preset"),
+        ({"update_every_n_steps": -1}, "update_every_n_steps -1: must be a whole number"),
+        ({"update_every_n_steps": 0}, "averages nothing"),
+        ({"update_starting_at_epoch": 5}, 'ema_start="5ep"'),
+        ({"update_starting_at_step": 1.5}, "update_starting_at_step 1.5"),
+        ({"decay": 0.9, "tracks": {"ema": "copy"}}, 'the track "ema", which is in tracks too'),
+        ({"half_life": "1000"}, "1000"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_at_once(arguments, problem):
+    with pytest.raises(ema_client.InvalidArgumentError) as error:
+        EMAWeightAveraging("ema://localhost/m", **arguments)
+    assert problem in str(error.value)
+
+
+def test_arguments_that_attach_has_not_are_refused_at_once():
+    with pytest.raises(TypeError, match='unexpected argument "halflife".*half_life'):
+        EMAWeightAveraging("ema://localhost/m", halflife="20ba")
+    with pytest.raises(ema_client.InvalidArgumentError, match="must be like ema://"):
+        EMAWeightAveraging("localhost", decay=0.9)
+
+
+def test_each_model_has_its_own_state():
+    keys = {EMAWeightAveraging(f"ema://localhost/{name}").state_key for name in "ab"}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_one_package_alone_is_enough(package):
+    program = f"""
+import sys
+import {package} as package
+from ema_client.lightning import EMAWeightAveraging
+callback = EMAWeightAveraging("ema://localhost/m")
+assert isinstance(callback, package.Callback)
+assert package.Trainer(callbacks=callback, logger=False).callbacks[0] is callback
+print([name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == str([package])
+
+
+TWO_RANKS = """
+import sys
+import lightning.pytorch, torch
+from ema_client.lightning import EMAWeightAveraging
+
+class Module(lightning.pytorch.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.BatchNorm1d(11))
+        self.validated = None
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+    def validation_step(self, batch, index):
+        self.validated = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+torch.manual_seed(0)
+batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(80, 6)), 8)
+module = Module()
+trainer = lightning.pytorch.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
+    enable_checkpointing=False, callbacks=[EMAWeightAveraging(sys.argv[1], decay=0.9)],
+)
+trainer.fit(module, batches, batches)
+torch.save([module.validated, module.state_dict()], f"{sys.argv[2]}/{trainer.global_rank}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks(server, client, model, tmp_path):
+    (tmp_path / "program.py").write_text(TWO_RANKS)
+    command = [sys.executable, tmp_path / "program.py", server.url(model), tmp_path]
+    subprocess.run(command, check=True, timeout=250)
+    # 5 batches a rank and epoch.
+    assert steps_of(client, model) == list(range(1, 11))
+    pulled = client.pull(model, track="ema")
+    for rank in (0, 1):
+        for weights in torch.load(tmp_path / f"{rank}.pt"):
+            assert_same_bits(pulled, weights)
+
+
+@pytest.mark.parametrize(
+    "package", [lightning, pytorch_lightning], ids=lambda package: package.__name__
+)
+def test_lightnings_wrapper_of_an_optimizer(package):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert unwrap_optimizers(package.core.optimizer.LightningOptimizer(optimizer))[0] is optimizer
+
+
+def test_manual_optimization(server, client, model):
+    module = make_module()
+    module.automatic_optimization = False
+
+    def training_step(batch):
+        optimizer = module.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.manual_backward(module.net(batch[0]).square().mean())
+            optimizer.step()
+
+    module.training_step = training_step
+    callback = EMAWeightAveraging(server.url(model), decay=0.9, tracks={"raw": "copy"})
+    own = []
+    module.on_train_end = lambda: own.append(module.weights())
+    make_trainer(callback, max_epochs=1).fit(module, loader())
+    assert steps_of(client, model) == list(range(1, 2 * BATCHES + 1))
+    assert_same_bits(own[0], client.pull(model, track="raw"))
+
+
+@pytest.mark.timeout(300)
+def test_the_example(server, client, model):
+    assert run_example("lightning_train.py", server.url(model)).startswith("step 32: ")
+    assert client.model(model).latest.step == 32

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps of an optimizer count, and what they wait for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+
+import ema_client
+import pytest
+import torch
+from ema_client import _optimizers
+from testing import assert_same_bits
+
+
+def loss_of(module: torch.nn.Module) -> torch.Tensor:
+    return module(torch.randn(8, 6)).square().mean()
+
+
+@pytest.fixture
+def module() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 11)
+
+
+# Of a fused optimizer, the scaler calls step() also when there is nothing to do.
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_steps_that_a_grad_scaler_skips_do_not_count(server, client, model, module, fused):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    local = ema_client.LocalEMA(module, half_life="4ba")
+    made = 0
+    with ema_client.attach(module, optimizer, server.url(model), half_life="4ba") as ema:
+        for index in range(20):
+            before = module.weight.detach().clone()
+            is_bad = index % 3 == 1
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module) * (float("inf") if is_bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, module.weight) == is_bad
+            if not is_bad:
+                made += 1
+                local.update()
+            assert ema.step == made
+    assert client.model(model).latest.step == made == 13
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+def torch_optimizers() -> list[type[torch.optim.Optimizer]]:
+    return [
+        value
+        for _, value in inspect.getmembers(torch.optim, inspect.isclass)
+        if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    ]
+
+
+@pytest.mark.parametrize("kind", torch_optimizers(), ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_run_the_closure_before_weights_change(kind):
+    parameter = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = kind([parameter], lr=0.1)
+    calls = []
+
+    def closure():
+        calls.append(parameter.detach().clone())
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        if kind is torch.optim.SparseAdam:
+            parameter.grad = torch.ones(3, 3).to_sparse()
+        else:
+            loss.backward()
+        return loss
+
+    waits = []
+    handle = optimizer.register_step_pre_hook(
+        lambda *step: _optimizers.after_closure(*step, lambda: waits.append(len(calls)))
+    )
+    optimizer.step(closure)
+    assert torch.equal(calls[0], torch.ones(3, 3))
+    assert waits == list(range(1, len(calls) + 1))
+    assert not torch.equal(parameter, torch.ones(3, 3))
+    waits.clear()
+    calls.clear()
+    optimizer.step(closure=closure)
+    assert waits == list(range(1, len(calls) + 1))
+    handle.remove()
+
+
+class Sharpness(torch.optim.Optimizer):
+    """One that changes weights before it runs the closure, as SAM does."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        return closure()
+
+
+def test_before_other_optimizers_closures_it_waits_at_once(module):
+    optimizer = Sharpness(module.parameters())
+    assert _optimizers.after_closure(optimizer, (optimizer, lambda: 1), {}, lambda: None) is None
+    adam = torch.optim.Adam(module.parameters())
+    assert _optimizers.after_closure(adam, (adam,), {}, lambda: None) is None
+    assert _optimizers.after_closure(adam, (adam, None), {}, lambda: None) is None
+
+
+def test_a_closure_runs_while_a_push_reads_the_weights(server, client, model):
+    """A server that takes nothing until the closure runs: were it waited for before, it would not come."""
+    weights = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(24 << 20))})
+    optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
+
+    def closure():
+        os.kill(server.pid, signal.SIGCONT)
+        assert torch.equal(weights["w"], torch.zeros(24 << 20))
+
+    with ema_client.attach(
+        weights,
+        optimizer,
+        server.url(model),
+        tracks={"raw": "copy"},
+        update_interval="10ba",
+        max_wait_s=20,
+    ) as ema:
+        weights["w"].grad = torch.ones_like(weights["w"])
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()
+            optimizer.step(closure)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert (ema.stats.pushes, ema.stats.skipped) == (1, 0)
+    assert torch.equal(weights["w"], -torch.ones(24 << 20))
+    assert torch.equal(client.pull(model, track="raw")["w"], torch.zeros(24 << 20))
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "waits later"])
+def test_without_an_optimizer_the_loop_counts(server, client, model, module, waits):
+    local = ema_client.LocalEMA(module, half_life="4ba", update_interval="3ba")
+    with ema_client.attach(
+        module, None, server.url(model), half_life="4ba", update_interval="3ba"
+    ) as ema:
+        for _ in range(14):
+            if not waits:
+                ema.wait_released()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn(parameter.shape))
+            local.update()
+            ema.after_step(wait_released=waits)
+        latest = ema.wait_pushed()
+    assert ema.step == 14
+    assert latest == ema.version == client.model(model).latest
+    assert [entry.version.step for entry in client.versions(model)] == [1, 3, 6, 9, 12]
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+def test_what_is_no_optimizer_is_refused(server, model, module):
+    with pytest.raises(ema_client.InvalidArgumentError, match="builtins.object.*torch.optim"):
+        ema_client.attach(module, object(), server.url(model), half_life="4ba")
+
+
+def test_a_part_of_an_attached_model_is_not_averaged_while_it_is_read(server, client, model):
+    """averaged() on a submodule waits for the push of the whole, which reads it in place."""
+    whole = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))
+    part = whole[0]
+    part_model = f"{model}-part"
+    state = {name: torch.zeros_like(tensor) for name, tensor in part.state_dict().items()}
+    client.create_model(part_model, state, tracks={"ema": "4ba"})
+    with client.open_run(part_model) as run:
+        run.push(step=1, weights=state)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with ema_client.attach(whole, optimizer, server.url(model), tracks={"raw": "copy"}):
+        for _ in range(6):
+            optimizer.zero_grad()
+            whole(torch.randn(3, 600)).square().mean().backward()
+            optimizer.step()
+            with ema_client.averaged(part, server.url(part_model)):
+                assert not part.weight.any()
+    assert_same_bits(whole.state_dict(), client.pull(model, track="raw"))
