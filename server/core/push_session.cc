@@ -310,6 +310,11 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
                      ": its CRC32C is ", crc32c, ", expected ", header.crc32c));
   };
 
+  const auto checksum = [&pieces] {
+    uint32_t crc32c = 0;
+    for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
+    return crc32c;
+  };
   Coverage::ClaimResult claim;
   {
     absl::MutexLock lock(&mu_);
@@ -322,19 +327,30 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
     if (header.is_undamaged) return absl::OkStatus();
-    uint32_t crc32c = 0;
-    for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
+    const uint32_t crc32c = checksum();
     return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
   }
 
+  bool is_undamaged = header.is_undamaged;
+  if (!is_undamaged && !model_.device->is_host()) {
+    // What has been queued cannot be taken back.
+    if (const uint32_t crc32c = checksum(); crc32c != header.crc32c) {
+      Memory unused;
+      absl::MutexLock lock(&mu_);
+      unused = EndWorkLocked(rank);
+      ranks_[rank].coverage.Release(range);
+      return corrupt(crc32c);
+    }
+    is_undamaged = true;
+  }
   const absl::StatusOr<Folder::Result> folded =
-      Folder(*this, *device_stream).Fold(layout, range, pieces, !header.is_undamaged);
+      Folder(*this, *device_stream).Fold(layout, range, pieces, !is_undamaged);
 
   Memory unused;
   absl::MutexLock lock(&mu_);
   unused = EndWorkLocked(rank);
   Coverage& coverage = ranks_[rank].coverage;
-  const bool is_damaged = folded.ok() && !header.is_undamaged && folded->crc32c != header.crc32c;
+  const bool is_damaged = folded.ok() && !is_undamaged && folded->crc32c != header.crc32c;
   if (!folded.ok() || is_damaged) {
     coverage.Release(range);
     return is_damaged ? corrupt(folded->crc32c) : folded.status();

@@ -5,6 +5,15 @@
 #include "server/core/model.h"
 
 namespace ema {
+namespace {
+
+// The step is lost for all ranks: none is to wait for this one.
+bool EndsStep(const absl::Status& status) {
+  const ErrorReason reason = GetErrorReason(status);
+  return reason == ErrorReason::kNonFinite || reason == ErrorReason::kDevice;
+}
+
+}  // namespace
 
 RankPush::~RankPush() {
   if (session_ != nullptr) session_->CloseStream(rank_, stream_);
@@ -17,7 +26,7 @@ absl::Status RankPush::AddChunk(const ChunkHeader& header,
   if (session_ == nullptr)
     return absl::OkStatus();  // Nothing to fold: the commit compares digests.
   absl::Status status = session_->AddChunk(rank_, stream_, header, pieces, device_stream_);
-  if (GetErrorReason(status) == ErrorReason::kNonFinite) model_->FailSession(session_, status);
+  if (EndsStep(status)) model_->FailSession(session_, status);
   return status;
 }
 
@@ -38,7 +47,7 @@ absl::Status RankPush::Commit(const PushEnd& end) {
     return absl::OkStatus();
   }
   const absl::StatusOr<bool> last = session_->CommitRank(rank_, stream_, end.digest);
-  if (GetErrorReason(last.status()) == ErrorReason::kNonFinite) {
+  if (EndsStep(last.status())) {
     model_->FailSession(session_, last.status());
   }
   EMA_RETURN_IF_ERROR(last.status());

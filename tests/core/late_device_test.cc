@@ -82,6 +82,28 @@ TEST_F(LateDeviceTest, WhatAFencedStreamHasFoldedIsInTheVersion) {
   }
 }
 
+TEST_F(LateDeviceTest, ADamagedChunkNeverReachesTheDevice) {
+  Create();
+  for (int step = 1; step < 10; ++step) {
+    const std::vector<std::byte> bytes = Filled(static_cast<float>(step));
+    const auto total = static_cast<int64_t>(bytes.size());
+    // Its infinities would end the step, too.
+    const std::vector<std::byte> wrong = Filled(std::numeric_limits<float>::infinity());
+    EMA_ASSERT_OK_AND_ASSIGN(auto older, rank_->Open(step, std::make_shared<PushOutcome>()));
+    // Less than a slab, so that nothing is launched by itself.
+    const std::span<const std::byte> piece(wrong.data(), 1000);
+    EXPECT_THAT(older->AddChunk(
+                    {0, Crc32c(0, std::span<const std::byte>(bytes.data(), 1000)), 1000}, {piece}),
+                ReasonIs(ErrorReason::kChunkCorrupt));
+    auto outcome = std::make_shared<PushOutcome>();
+    EMA_ASSERT_OK_AND_ASSIGN(auto newer, rank_->Open(step, outcome));
+    ASSERT_THAT(TestRank::AddChunk(*newer, bytes, 0, total), IsOk());
+    ASSERT_THAT(newer->Commit({1, total, Crc32c(0, bytes)}), IsOk());
+    ASSERT_THAT(outcome->result, IsOk());
+    EXPECT_THAT(Read("raw"), Each(static_cast<float>(step)));
+  }
+}
+
 TEST_F(LateDeviceTest, WhatAFencedStreamHasSeenThatIsNotFiniteEndsTheStep) {
   Create();
   ASSERT_THAT(rank_->Push(1, Filled(1)), IsOk());
