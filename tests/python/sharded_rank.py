@@ -109,6 +109,26 @@ def log_model(
         log[f"{prefix}/{name if rename is None else rename(name)}"] = whole(tensor)
 
 
+def check_exception(model: torch.nn.Module, url: str) -> None:
+    """What an exception in the middle of an evaluation leaves is the model's own."""
+    model.eval()
+    x = torch.randn(16, 9, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = model(x)
+
+        def fail(*_: object) -> None:
+            raise ValueError("in the middle of a forward")
+
+        handle = model.norm.register_forward_pre_hook(fail)
+        try:
+            with ema_client.averaged(model, url, track="fast"):
+                model(x)
+        except ValueError:
+            pass
+        handle.remove()
+        assert torch.equal(model(x), expected)
+
+
 def main() -> None:
     kind, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     folder, url, steps = pathlib.Path(sys.argv[4]), sys.argv[5], int(sys.argv[6])
@@ -164,6 +184,7 @@ def main() -> None:
             log["averaged_step"] = np.array(version.step)
         for name, tensor in model.state_dict().items():
             assert np.array_equal(before[name], whole(tensor)), name
+        check_exception(model, url)
     np.savez(folder / f"{rank}.npz", **log)
     dist.destroy_process_group()
 

@@ -64,6 +64,40 @@ def test_optimizers_that_step_inside_backward(server, client, model):
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
+def test_a_skipped_optimizer_does_not_shift_the_steps(server, client, model):
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+    first, last = (torch.optim.SGD(part.parameters(), lr=0.1) for part in module)
+    with ema_client.attach(module, [first, last], server.url(model), half_life="3ba") as ema:
+        for step in range(1, 6):
+            if step != 3:  # As a grad scaler does.
+                first.step()
+                assert ema.step == step - 1
+            last.step()
+            assert ema.step == step
+
+
+def test_buffers_under_activation_checkpointing_are_kept(server, client, model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module = torch.nn.Sequential(
+        checkpoint_wrapper(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba"):
+        pass
+    names = {spec.name for spec in client.model(model).tensors}
+    assert {"0.0.weight", "0.1.running_mean", "0.1.num_batches_tracked"} <= names
+
+
+def test_names_that_rename_makes_equal_are_refused(server, model):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ema_client.InvalidArgumentError, match="one name.*: bias, weight"):
+        ema_client.attach(
+            module, optimizer, server.url(model), rename=lambda name: name.partition(".")[2]
+        )
+
+
 def test_no_optimizer_is_refused(server, model):
     with pytest.raises(ema_client.InvalidArgumentError, match="optimizer: none given"):
         ema_client.attach(torch.nn.Linear(2, 2), [], server.url(model))

@@ -72,8 +72,9 @@ def attach(
         model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are
             looked through. Ranks that have a parameter, or a piece of it, must have the same values.
             FullyShardedDataParallel (FSDP1) is not supported.
-        optimizer: the one that changes the parameters, or all of them: then a step is complete when each
-            has stepped since the last (a GAN's two; one for each parameter, in backward hooks).
+        optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
+            parameter, in backward hooks): a step is complete when each has stepped, and from then on
+            whenever the one has that was last.
             accelerate's wrapper is looked through. Steps that a grad scaler skips do not count.
             Parameters that none of them holds are copied before they are sent, because someone else
             may change them: another optimizer, or the forward pass (a momentum encoder). None: for a

@@ -134,8 +134,9 @@ class Attachment(WithEmaModel):
         self._optimizers = optimizers
         # Called when a step has been counted, and pushed if it was due.
         self._followers: list[Callable[[], None]] = []
-        # Optimizers that have not made their part of the next step.
+        # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
+        self._closing: int | None = None
         self._counting = [
             optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers or ()
         ]
@@ -389,8 +390,11 @@ class Attachment(WithEmaModel):
         if not self._is_ours() or was_skipped(optimizer):
             return
         self._awaited.discard(id(optimizer))
-        if not self._awaited:
-            self._awaited = set(map(id, self._optimizers or ()))
+        if self._awaited:
+            return
+        # The one that ends the first step ends all: the others may be skipped now and then.
+        self._closing = self._closing or id(optimizer)
+        if id(optimizer) == self._closing:
             self._advance(self._step + 1)
 
     def _advance(self, step: int) -> None:

@@ -120,6 +120,8 @@ def _read(
             if track is None:
                 track = _only_average(info)
             ignored = _ignored(info, track, named)
+            if is_sharded:
+                _check_pieces(info, pieces_of(_without(named, ignored)))
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
@@ -150,8 +152,10 @@ def swapped(
         del weights
         yield
     finally:
-        shard_again(unwrap(model))
-        _write(tensors, own)
+        try:
+            shard_again(unwrap(model))
+        finally:
+            _write(tensors, own)
 
 
 def _targets(
@@ -193,6 +197,20 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.all().items() if name not in ignored}
+
+
+def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
+    """A box of a tensor fits into a larger one: the whole tensors must be the same."""
+    shapes = {spec.name: tuple(spec.shape) for spec in info.tensors}
+    wrong = [
+        f"{name}: {piece.shape} here, {shapes.get(name, 'nothing')} there"
+        for name, piece in pieces.items()
+        if piece.shape != shapes.get(name)
+    ]
+    if wrong:
+        raise InvalidArgumentError(
+            f'model "{info.name}": shapes do not match; {"; ".join(wrong)}', reason="BAD_LAYOUT"
+        )
 
 
 def _pull_pieces(

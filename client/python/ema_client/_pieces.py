@@ -56,7 +56,7 @@ def piece_of(name: str, tensor: Any) -> Piece:
     try:
         # As torch.distributed.checkpoint asks: one piece for each rank.
         (chunk,) = tensor.__create_chunk_list__()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise InvalidArgumentError(
             f'tensor "{name}": no part of its values is on this rank: {error}', reason="BAD_LAYOUT"
         ) from error

@@ -132,8 +132,19 @@ def named_tensors(
     _refuse_fsdp1(module)
     shard_again(module)
     state = module.state_dict(keep_vars=True)
-    parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
-    buffers = {clean_name(name): buffer for name, buffer in module.named_buffers() if name in state}
+    # By identity: wrappers clean the names of the state, but not of buffers.
+    kept = set(map(id, state.values()))
+    of_parameters = [(clean_name(name), tensor) for name, tensor in module.named_parameters()]
+    of_buffers = [
+        (clean_name(name), tensor) for name, tensor in module.named_buffers() if id(tensor) in kept
+    ]
+    parameters, buffers = dict(of_parameters), dict(of_buffers)
+    names = [name for name, _ in [*of_parameters, *of_buffers]]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidArgumentError(
+            f"tensors of one name, after `rename`: {', '.join(twice)}", reason="BAD_LAYOUT"
+        )
     first_names = {id(tensor): name for name, tensor in {**parameters, **buffers}.items()}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, tensor in state.items():
@@ -147,11 +158,9 @@ def named_tensors(
 def shard_again(module: torch.nn.Module) -> None:
     """Drops what `fully_shard` has gathered: parameters are this rank's pieces, until the next forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for part in module.modules():
-        if isinstance(part, fsdp.FSDPModule):
-            part.reshard()
+    if fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules()):
+        # Its hooks do it, also in the middle of a forward that an exception has ended: reshard() does not.
+        module.state_dict()
 
 
 def _refuse_fsdp1(module: torch.nn.Module) -> None:
