@@ -98,7 +98,8 @@ def attach(
         time: gives the training time after so many steps, the same on all ranks; needed for tracks in
             units other than batches. None: steps are batches.
         rename: gives the name that a tensor has on the server, for parts of a model whose tensors have
-            the same names on several ranks: experts, for example.
+            the same names on several ranks: experts, for example. Without it, tensors of one name
+            that have equal values now count as replicas, which are assumed to stay equal.
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most.
