@@ -322,7 +322,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     EMA_ASSIGN_OR_RETURN(claim, ranks_[rank].coverage.Claim(range, header.crc32c));
     if (claim == Coverage::ClaimResult::kClaimed) {
       BeginWorkLocked(rank);
-      queued_[{rank, stream}] = device_stream;
+      queued_.try_emplace({rank, stream}, device_stream);
     }
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {

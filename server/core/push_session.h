@@ -253,8 +253,10 @@ class PushSession {
   // The same of what the device has seen, which does not say where. REQUIRES: all of the rank's
   // bytes are folded.
   absl::Status CheckFinite(int64_t rank) ABSL_LOCKS_EXCLUDED(mu_);
-  // The first of each of the rank's tensors, as the next snapshot has them: what is pushed finite
-  // is there finite, and the reverse.
+  // The first of each of the rank's tensors, as the next snapshot has them in a track that takes
+  // them at this step: what is pushed as NaN or infinity is there so, but for a float64 that only
+  // its rounding to float32 makes infinite; an average that has overflowed by itself is found as
+  // well.
   absl::StatusOr<std::vector<NonFiniteElement>> FindNonFinite(const RankLayout& layout) const;
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);

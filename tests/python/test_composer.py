@@ -20,10 +20,10 @@ import pytest
 import torch
 from libraries import UPDATES, Agreement, Net, Ours, Step, Tensors, floats, run_ours
 from ours import LocalOurs, ServerOurs, make_ours  # noqa: F401
+from testing import composer_python
 
 pytestmark = pytest.mark.framework
 
-COMPOSER_PYTHON = pathlib.Path(__file__).parents[2] / "build/venv-composer/bin/python"
 
 COMPOSER = {
     "defaults": {},
@@ -47,7 +47,7 @@ class Composer:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            [COMPOSER_PYTHON, pathlib.Path(__file__).with_name("composer_side.py")],
+            [composer_python(), pathlib.Path(__file__).with_name("composer_side.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -73,8 +73,6 @@ class Composer:
 
 @pytest.fixture(scope="module")
 def composer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composer]:
-    if not COMPOSER_PYTHON.exists():
-        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
     process = Composer(tmp_path_factory.mktemp("composer"))
     yield process
     process.close()

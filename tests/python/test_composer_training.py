@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 import torch
 from server_process import ROOT, ServerProcess
-from testing import assert_same_bits
+from testing import assert_same_bits, composer_python
 
 # Importing Composer takes long where much else runs.
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(300)]
 
-COMPOSER_PYTHON = ROOT / "build/venv-composer/bin/python"
 HERE = pathlib.Path(__file__).parent
 # As in composer_training.py.
 BATCHES, EPOCHS = 6, 2
@@ -43,10 +42,8 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[subprocess.Popen[str]]:
-    if not COMPOSER_PYTHON.exists():
-        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
     trainings = subprocess.Popen(
-        [COMPOSER_PYTHON, HERE / "composer_training.py"],
+        [composer_python(), HERE / "composer_training.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -150,8 +147,6 @@ def test_evaluates_with_the_average(server, client, model, train, options, first
 
 
 def test_two_ranks_evaluate_the_same(server, client, model, tmp_path):
-    if not COMPOSER_PYTHON.exists():
-        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks = []
@@ -166,7 +161,7 @@ def test_two_ranks_evaluate_the_same(server, client, model, tmp_path):
         numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
         ranks.append(
             subprocess.Popen(
-                [COMPOSER_PYTHON, HERE / "composer_training.py"],
+                [composer_python(), HERE / "composer_training.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -315,10 +310,8 @@ def test_nothing_is_imported_before_it_is_asked_for():
 
 
 def test_the_example(server, model):
-    if not COMPOSER_PYTHON.exists():
-        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
     result = subprocess.run(
-        [COMPOSER_PYTHON, ROOT / "deploy/examples/composer_train.py", server.url(model)],
+        [composer_python(), ROOT / "deploy/examples/composer_train.py", server.url(model)],
         env=environment(),
         capture_output=True,
         text=True,

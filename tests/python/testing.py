@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +15,18 @@ from replay import Replay, differing_bits
 
 Weights = dict[str, np.ndarray]
 
+_COMPOSER_PYTHON = pathlib.Path(__file__).parents[2] / "build/venv-composer/bin/python"
+
 # HealthCheckResponse{status}
 SERVING = b"\x08\x01"
 NOT_SERVING = b"\x08\x02"
+
+
+def composer_python() -> pathlib.Path:
+    """The Python that has MosaicML Composer, which `--all` installs; skips the test without it."""
+    if not _COMPOSER_PYTHON.exists():
+        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
+    return _COMPOSER_PYTHON
 
 
 def random_weights(rng: np.random.Generator, scale: float = 1.0) -> Weights:

@@ -23,8 +23,8 @@ from ema_client._errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of
-from ema_client._optimizers import after_closure, parameter_ids, was_skipped
+from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of, weights_to_push
+from ema_client._optimizers import after_closure, was_skipped
 from ema_client._resume import State, save
 from ema_client._run import Joined, PendingPush
 from ema_client._torch_model import NamedTensors
@@ -488,22 +488,8 @@ class Attachment(WithEmaModel):
         return self._pending is None and not self._away
 
     def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
-        """What this rank pushes: parameters in place, copies of what may change before the next step."""
-        optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
-        weights: dict[str, torch.Tensor] = {}
-        omitted = frozenset(self._frozen if omits_frozen else ())
-        for name, parameter in tensors.parameters.items():
-            if name in self._pushed_names and name not in omitted:
-                weights[name] = parameter.detach()
-                # Somebody else may change it, without asking us: another optimizer, or the forward
-                # pass (a key encoder that follows the model). Without an optimizer, whoever calls
-                # `after_step` sees to it that nothing does.
-                if optimized is not None and id(parameter) not in optimized:
-                    weights[name] = weights[name].clone()
-        for name, buffer in tensors.buffers.items():
-            if name in self._pushed_names:
-                weights[name] = buffer.detach().clone()
-        return weights
+        names = self._pushed_names.difference(self._frozen if omits_frozen else ())
+        return weights_to_push(tensors, names, self._optimizers)
 
     def _harvest(self) -> None:
         """Takes the result of the pending push if there is one."""

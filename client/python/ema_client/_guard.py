@@ -3,15 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
+from ema_client._optimizers import parameter_ids
 from ema_client._pieces import pieces_of
-from ema_client._torch_model import checksums
+from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
     import torch
+
+
+def weights_to_push(
+    tensors: NamedTensors,
+    names: Collection[str],
+    optimizers: Sequence[torch.optim.Optimizer] | None,
+) -> dict[str, torch.Tensor]:
+    """Those of `names`: parameters in place, copies of what may change before the next step."""
+    optimized = None if optimizers is None else parameter_ids(optimizers)
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in tensors.parameters.items():
+        if name in names:
+            weights[name] = parameter.detach()
+            # Somebody else may change it, without asking us: another optimizer, or the forward pass (a
+            # key encoder that follows the model). Without an optimizer, whoever calls `after_step`
+            # sees to it that nothing does.
+            if optimized is not None and id(parameter) not in optimized:
+                weights[name] = weights[name].clone()
+    for name, buffer in tensors.buffers.items():
+        if name in names:
+            weights[name] = buffer.detach().clone()
+    return weights
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
