@@ -141,6 +141,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   rpc_options.same_host_lane = options.same_host_lane == "on";
   rpc_options.session_timeout = options.session_timeout;
   rpc_options.stall_timeout = options.stream_timeout;
+  if (!options.auth_tokens.empty()) {
+    EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
+    server->tokens_->on_change = [](const absl::Status& status) {
+      status.ok() ? LogInfo("the token file has changed, and is taken over")
+                  : LogError(absl::StrCat("the token file has changed, and is not taken over: ",
+                                          status.message()));
+    };
+    rpc_options.authenticator = server->tokens_.get();
+  }
   Checkpoints* checkpoints = &server->no_checkpoints_;
   if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
   EMA_ASSIGN_OR_RETURN(server->rpc_, RpcServer::Start(server->store_, checkpoints, rpc_options));

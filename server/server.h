@@ -14,6 +14,7 @@
 #include "server/core/model_store.h"
 #include "server/core/no_checkpoints.h"
 #include "server/ops/options.h"
+#include "server/ops/token_file.h"
 #include "server/rpc/rpc_server.h"
 
 namespace ema {
@@ -43,6 +44,7 @@ class Server {
 
   const ServerOptions options_;
   NoCheckpoints no_checkpoints_;
+  std::unique_ptr<TokenFile> tokens_;  // Null: callers need none.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<CommitStatistics> statistics_;    // Null if they are only asked for.

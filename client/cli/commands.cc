@@ -194,8 +194,14 @@ absl::Status Synthesize(const Session& session, const SynthesizeOptions& options
   return absl::OkStatus();
 }
 
-absl::Status Delete(const Session& session, const std::string& model) {
-  EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, session.timeout));
+absl::Status Delete(const Session& session, const DeleteOptions& options) {
+  const std::string& model = options.model;
+  if (options.confirm != model) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("--confirm: \"", options.confirm, "\" given, expected \"", model,
+                                  "\", the model that is to be deleted"));
+  }
+  EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
   if (session.json) {
     PrintJson(Json::object({{"deleted", model}}));
   } else {

@@ -75,7 +75,13 @@ struct SynthesizeOptions {
 };
 absl::Status Synthesize(const Session& session, const SynthesizeOptions& options);
 
-absl::Status Delete(const Session& session, const std::string& model);
+struct DeleteOptions {
+  std::string model;
+  std::string confirm;  // The name again.
+  bool purge = false;
+};
+// INVALID_ARGUMENT: `confirm` is another name.
+absl::Status Delete(const Session& session, const DeleteOptions& options);
 
 // To stderr: "emactl: message", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);

@@ -74,10 +74,12 @@ std::string CheckDuration(const std::string& text) {
 struct Options {
   std::string server = "127.0.0.1:50051";
   ema::Client::Tls tls;
+  std::string token_file;
   bool json = false;
   std::string timeout = "60s";
   std::string model;
   bool yes = false;
+  ema::cli::DeleteOptions remove;
   std::vector<std::string> tracks;
   ema::cli::CreateOptions create;
   ema::cli::ImportOptions import;
@@ -373,10 +375,14 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Track to build from, repeatable (default: all that fit together)")
       ->take_all();
 
-  sub = add("delete", "Forget a model; its checkpoints stay on the disk",
-            [&](const Session& session) { return ema::cli::Delete(session, options.model); });
-  add_model(sub, options.model);
-  sub->add_flag("--yes", options.yes, "Really")->required();
+  sub = add("delete", "Forget a model; its checkpoints stay on the disk, unless purged",
+            [&](const Session& session) { return ema::cli::Delete(session, options.remove); });
+  add_model(sub, options.remove.model);
+  sub->add_option("--confirm", options.remove.confirm, "The model's name again")
+      ->type_name("MODEL")
+      ->required();
+  sub->add_flag("--purge", options.remove.purge,
+                "Remove its checkpoints, too, also those of models of that name deleted before");
 
   sub = Add(
       app, chosen, "explain",
@@ -415,6 +421,8 @@ int main(int argc, char** argv) {
   add_file("--tls-cert", "EMA_TLS_CERT", options.tls.certificate_file,
            "PEM file of our certificate, for a server that asks for one");
   add_file("--tls-key", "EMA_TLS_KEY", options.tls.key_file, "PEM file of our certificate's key");
+  add_file("--token-file", "EMA_TOKEN_FILE", options.token_file,
+           "File of a bearer token, for a server that asks for one; or EMA_TOKEN has the token");
   app.add_flag("--json", options.json, "Print JSON");
   const CLI::Option* const timeout =
       app.add_option("--timeout", options.timeout, "How long a call may take")
@@ -434,9 +442,14 @@ int main(int argc, char** argv) {
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
   if (command.needs_server) {
+    // Not a flag: everybody on a host sees those.
+    const char* const token = std::getenv("EMA_TOKEN");
     auto created = ema::Client::Create(
-        options.server,
-        {.timeout = session.timeout, .tls = options.tls, .is_interrupted = session.is_interrupted});
+        options.server, {.timeout = session.timeout,
+                         .tls = options.tls,
+                         .token = token == nullptr || !options.token_file.empty() ? "" : token,
+                         .token_file = options.token_file,
+                         .is_interrupted = session.is_interrupted});
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
       return ema::cli::kExitUsage;

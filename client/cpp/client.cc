@@ -68,6 +68,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
         absl::StrCat("tls.certificate_file \"", options.tls.certificate_file, "\", tls.key_file \"",
                      options.tls.key_file, "\": expected both or none"));
   }
+  EMA_RETURN_IF_ERROR(client_internal::Token(options.token, options.token_file).Check());
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
   KeepFreedMemory();
   auto impl = std::make_shared<Impl>(std::move(parsed), options);
@@ -137,9 +138,11 @@ absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout
   return models;
 }
 
-absl::Status Client::DeleteModel(std::string_view model, absl::Duration timeout) {
+absl::Status Client::DeleteModel(std::string_view model, bool purge, absl::Duration timeout) {
   v1::DeleteModelRequest request;
   request.set_model(std::string(model));
+  request.set_confirm_model(std::string(model));
+  request.set_purge(purge);
   v1::DeleteModelResponse response;
   return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteModel, request, &response, timeout);
 }

@@ -36,7 +36,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
     dialing_ = true;
   }
   absl::StatusOr<std::shared_ptr<Connection>> opened =
-      Connection::Open(dialer_, options_.tls, deadline, interrupt);
+      Connection::Open(dialer_, options_.tls, token_, deadline, interrupt);
   absl::MutexLock lock(&mu_);
   dialing_ = false;
   if (opened.ok()) connection_ = *opened;
@@ -63,7 +63,7 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
   const absl::Time give_up = absl::Now() + kMaxWait;
   while (!has_enough()) {
     absl::StatusOr<std::shared_ptr<Connection>> opened =
-        Connection::Open(dialer, options_.tls, give_up, interrupt);
+        Connection::Open(dialer, options_.tls, token_, give_up, interrupt);
     if (!opened.ok()) return;
     absl::MutexLock lock(&mu_);
     more_connections_.push_back(*opened);

@@ -20,6 +20,7 @@
 #include "client/cpp/fork_guard.h"
 #include "client/cpp/interrupt.h"
 #include "client/cpp/lanes.h"
+#include "client/cpp/token.h"
 #include "ema/client.h"
 
 namespace ema {
@@ -32,9 +33,10 @@ class Client::Impl {
   using Interrupt = client_internal::Interrupt;
 
   Impl(client_internal::Address address, const Options& options)
-      : options_(options), dialer_(std::move(address)) {}
+      : options_(options), token_(options.token, options.token_file), dialer_(std::move(address)) {}
 
   const Options& options() const { return options_; }
+  const client_internal::Token& token() const { return token_; }
   // `timeout` from now; zero: the default one.
   absl::Time Deadline(absl::Duration timeout) const {
     return absl::Now() + (timeout == absl::ZeroDuration() ? options_.timeout : timeout);
@@ -109,6 +111,7 @@ class Client::Impl {
  private:
   const client_internal::ForkGuard fork_guard_;
   const Options options_;
+  const client_internal::Token token_;
 
   absl::Mutex mu_;  // Not held while dialing.
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;

@@ -86,13 +86,14 @@ absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, absl::
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, const Client::Tls& tls,
+                                                             const Token& token,
                                                              absl::Time deadline,
                                                              Interrupt* interrupt) {
   const std::string text = dialer.address().ToString();
   if (dialer.address().is_tls) {
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, TlsChannel(dialer.address(), tls));
     EMA_RETURN_IF_ERROR(AwaitTls(*channel, text, deadline, interrupt));
-    return std::shared_ptr<Connection>(new Connection(text, /*fd=*/-1, std::move(channel)));
+    return std::shared_ptr<Connection>(new Connection(text, token, /*fd=*/-1, std::move(channel)));
   }
   absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
   if (!fd.ok()) {
@@ -108,11 +109,13 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
   // Takes *fd.
   std::shared_ptr<grpc::Channel> channel =
       grpc::CreateCustomInsecureChannelFromFd(text, *fd, ChannelSettings(dialer.address()));
-  return std::shared_ptr<Connection>(new Connection(text, own_fd, std::move(channel)));
+  return std::shared_ptr<Connection>(new Connection(text, token, own_fd, std::move(channel)));
 }
 
-Connection::Connection(std::string address, int fd, std::shared_ptr<grpc::Channel> channel)
+Connection::Connection(std::string address, const Token& token, int fd,
+                       std::shared_ptr<grpc::Channel> channel)
     : address_(std::move(address)),
+      token_(token),
       fd_(fd),
       channel_(std::move(channel)),
       stub_(channel_),
@@ -171,6 +174,8 @@ Call::Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrup
       deadline_(deadline),
       interrupt_(interrupt) {
   context_->set_deadline(absl::ToChronoTime(deadline));
+  const std::string authorization = connection_->token_.Authorization();
+  if (!authorization.empty()) context_->AddMetadata("authorization", authorization);
   connection_->Add(context_);
   interrupt_->AddCall(context_);
 }

@@ -21,6 +21,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/dial.h"
 #include "client/cpp/interrupt.h"
+#include "client/cpp/token.h"
 #include "ema/client.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 
@@ -34,10 +35,11 @@ namespace ema::client_internal {
 // Thread-safe.
 class Connection {
  public:
-  // `tls`: for a dialer whose address says so. Errors as Dialer::Dial(), and INVALID_ARGUMENT,
-  // BAD_REQUEST: a file of `tls` cannot be read. If a TLS handshake fails, the first call says why.
+  // `tls`: for a dialer whose address says so. `token`: of all its calls. Errors as Dialer::Dial(),
+  // and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read. If a TLS handshake fails,
+  // the first call says why.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
-                                                          absl::Time deadline,
+                                                          const Token& token, absl::Time deadline,
                                                           Interrupt* interrupt);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -60,13 +62,15 @@ class Connection {
  private:
   friend class Call;
 
-  Connection(std::string address, int fd, std::shared_ptr<grpc::Channel> channel);
+  Connection(std::string address, const Token& token, int fd,
+             std::shared_ptr<grpc::Channel> channel);
 
   // The running calls, so that Break() can end them. Once a call, not once a message.
   void Add(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
   void Remove(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string address_;
+  const Token token_;
   // A duplicate of the socket's descriptor: the number stays ours when gRPC has closed its own. -1:
   // the socket is gRPC's.
   const int fd_;

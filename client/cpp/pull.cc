@@ -90,7 +90,8 @@ class Puller {
   // One call, from where the last one ended.
   absl::Status Attempt(Call& call);
   // The same through a lane.
-  absl::Status AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop);
+  absl::Status AttemptByLane(LanePipe& lane, const std::string& authorization,
+                             const LanePipe::Stop& stop);
   // Begins anew with the newest version, or the label's. False: a certain one was asked for, or
   // nothing has come yet.
   bool StartOver();
@@ -143,10 +144,12 @@ void Puller::Begin(Lane lane) {
   request_.set_offset(position_);
 }
 
-absl::Status Puller::AttemptByLane(LanePipe& lane, const LanePipe::Stop& stop) {
+absl::Status Puller::AttemptByLane(LanePipe& lane, const std::string& authorization,
+                                   const LanePipe::Stop& stop) {
   Begin(Lane::kSharedMemory);
   v1::LaneRequest request;
   *request.mutable_pull() = request_;
+  request.set_authorization(authorization);
   EMA_RETURN_IF_ERROR(client_internal::SendRequest(lane, request, stop));
   while (!has_trailer_) {
     EMA_ASSIGN_OR_RETURN(const LanePipe::Frame frame, lane.Receive(stop));
@@ -336,8 +339,9 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
   const absl::Time deadline = impl_->Deadline(timeout);
   if (std::unique_ptr<LanePipe> lane = impl_->TakeLane(deadline, &interrupt)) {
-    const absl::Status attempt =
-        puller.AttemptByLane(*lane, [&] { return interrupt.fired() || absl::Now() >= deadline; });
+    const absl::Status attempt = puller.AttemptByLane(*lane, impl_->token().Authorization(), [&] {
+      return interrupt.fired() || absl::Now() >= deadline;
+    });
     EMA_RETURN_IF_ERROR(puller.target_error());
     if (attempt.ok()) {
       impl_->GiveBackLane(std::move(lane));

@@ -26,6 +26,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
 
   v1::LaneRequest message;
   *message.mutable_push() = BeginStream(Lane::kSharedMemory);
+  message.set_authorization(run_->client().token().Authorization());
   absl::Status sent = client_internal::SendRequest(*lane, message, stop);
   if (!sent.ok()) return failure(sent);
   for (const int64_t chunk : chunks_to_send_) {

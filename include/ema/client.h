@@ -168,6 +168,10 @@ class Client {
     // them if these were faster.
     int64_t max_connections = 0;
     Tls tls = {};
+    // A bearer token for a server that asks for one: itself, or a file of it, which is read for
+    // each call. It is sent as it is: over a network, use TLS.
+    std::string token = {};
+    std::string token_file = {};
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
     // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
@@ -175,9 +179,9 @@ class Client {
   };
 
   // `address`: "host:port", "[v6]:port", both also after "tls:", or "unix:/path". INVALID_ARGUMENT:
-  // none of these, or an option out of its range. Does not connect. The first client of a process
-  // lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an array
-  // of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
+  // none of these, an option out of its range, or no token. Does not connect. The first client of a
+  // process lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an
+  // array of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
   // bounds itself is left alone.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
@@ -226,8 +230,10 @@ class Client {
                                      absl::Duration timeout = absl::ZeroDuration());
   // All models, by name, without their tensors.
   absl::StatusOr<std::vector<ModelInfo>> ListModels(absl::Duration timeout = absl::ZeroDuration());
-  // Forgets a model; one that is not there is OK. Its pushes and watches end; its checkpoints stay.
-  absl::Status DeleteModel(std::string_view model, absl::Duration timeout = absl::ZeroDuration());
+  // Forgets a model; one that is not there is OK. Its pushes and watches end, running pulls finish.
+  // Its checkpoints stay on the disk, for nobody to load; `purge` removes them.
+  absl::Status DeleteModel(std::string_view model, bool purge = false,
+                           absl::Duration timeout = absl::ZeroDuration());
 
   // Puts a small file, such as config.json, beside the model's weights: checkpoints have it from
   // the next one on, in each track's folder. It takes the place of one of its name. At most 64 MiB,

@@ -50,6 +50,8 @@ enum class ErrorReason : int {
   kStalled = 44,
   kVersionNotKept = 50,
   kVersionNotYet = 51,
+  kBadToken = 55,
+  kNotAllowed = 56,
   kMemoryBudget = 60,
   kTooManyStreams = 61,
   kTooManyPins = 62,

@@ -108,6 +108,10 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "VERSION_NOT_KEPT";
     case ErrorReason::kVersionNotYet:
       return "VERSION_NOT_YET";
+    case ErrorReason::kBadToken:
+      return "BAD_TOKEN";
+    case ErrorReason::kNotAllowed:
+      return "NOT_ALLOWED";
     case ErrorReason::kMemoryBudget:
       return "MEMORY_BUDGET";
     case ErrorReason::kTooManyStreams:

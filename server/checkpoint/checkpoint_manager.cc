@@ -380,12 +380,13 @@ absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
   return absl::OkStatus();
 }
 
-absl::Status CheckpointManager::Forget(std::string_view model_name) {
+absl::Status CheckpointManager::Forget(std::string_view model_name, bool purge) {
   {
     absl::MutexLock lock(&mu_);
     if (const auto it = failed_.find(model_name); it != failed_.end()) failed_.erase(it);
   }
-  return store_->DeleteModel(model_name);
+  EMA_RETURN_IF_ERROR(store_->DeleteModel(model_name));
+  return purge ? store_->PurgeDeleted(model_name) : absl::OkStatus();
 }
 
 absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindStored(

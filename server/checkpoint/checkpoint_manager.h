@@ -106,7 +106,7 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override
       ABSL_LOCKS_EXCLUDED(label_mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
-  absl::Status Forget(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status health() const override { return store_->health(); }
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,

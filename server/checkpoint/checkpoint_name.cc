@@ -80,6 +80,19 @@ std::optional<StoredName> ParseSetAsideName(std::string_view name) {
   return ParseStoredName(name.substr(0, name.rfind('-')));
 }
 
+std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model) {
+  return absl::StrFormat("%s%d-%d-%s", std::string(kDeletedPrefix), incarnation, count,
+                         std::string(model));
+}
+
+std::string_view DeletedModelName(std::string_view name) {
+  if (!TakeNumber(kDeletedPrefix, name).has_value() || !TakeNumber("-", name).has_value() ||
+      !name.starts_with('-')) {
+    return "";
+  }
+  return name.substr(1);
+}
+
 std::string EncodeLatest(const std::string& name) {
   return absl::StrFormat("%s %08x\n", name, Crc32c(0, std::as_bytes(std::span(name))));
 }

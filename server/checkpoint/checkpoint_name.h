@@ -55,6 +55,11 @@ std::optional<StoredName> ParseStoredName(std::string_view name);
 // perhaps "-1" or so behind.
 std::optional<StoredName> ParseSetAsideName(std::string_view name);
 
+// ".deleted-1760000000-1-gpt": of a model that an incarnation has deleted, as its `count`th of that
+// name. Of which model such a name is: "" if it is none.
+std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model);
+std::string_view DeletedModelName(std::string_view name);
+
 // Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
 std::string EncodeLatest(const std::string& name);
 std::optional<std::string> ParseLatest(std::string_view text);

@@ -290,6 +290,17 @@ absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
   return AsSaveError(DeleteLocked(std::string(model_name), *folder));
 }
 
+absl::Status CheckpointStore::PurgeDeleted(std::string_view model_name) {
+  EMA_RETURN_IF_ERROR(latch_.status());
+  absl::StatusOr<std::vector<DirectoryEntry>> entries = file_system_.ListDirectory(ModelsPath());
+  if (!entries.ok()) return AsSaveError(entries.status());
+  for (const DirectoryEntry& entry : *entries) {
+    if (DeletedModelName(entry.name) != model_name) continue;
+    EMA_RETURN_IF_ERROR(AsSaveError(file_system_.RemoveTree(ModelPath(entry.name))));
+  }
+  return AsSaveError(Sync(ModelsPath()));
+}
+
 absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder& folder) {
   {
     absl::MutexLock lock(&folder.state_mu);
@@ -307,9 +318,7 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
     int64_t count = 0;
     do {
       ++count;
-      status = file_system_.Rename(
-          path, ModelPath(absl::StrCat(std::string(kDeletedPrefix), incarnation_, "-", count, "-",
-                                       model_name)));
+      status = file_system_.Rename(path, ModelPath(DeletedName(incarnation_, count, model_name)));
     } while (absl::IsAlreadyExists(status));
     EMA_RETURN_IF_ERROR(status);
   }

@@ -268,6 +268,10 @@ class CheckpointStore {
   // Save() of that name, or they are loaded at the next start.
   absl::Status DeleteModel(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Removes what DeleteModel() has set aside of models of that name. Errors as Save(); then some of
+  // it is still there.
+  absl::Status PurgeDeleted(std::string_view model_name);
+
   // OK, or the failed sync that has latched the store: UNAVAILABLE, STORE_READ_ONLY. Never blocks.
   absl::Status health() const { return latch_.status(); }
 

@@ -105,8 +105,9 @@ class Checkpoints {
   virtual absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) = 0;
 
   virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
-  // After a model has been deleted, so that a restart does not bring it back.
-  virtual absl::Status Forget(std::string_view model_name) = 0;
+  // After a model has been deleted, so that a restart does not bring it back. `purge`: removes its
+  // checkpoints, also those of models of that name that were deleted before.
+  virtual absl::Status Forget(std::string_view model_name, bool purge) = 0;
 
   // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: not any more, until the server is
   // started again. Never blocks.

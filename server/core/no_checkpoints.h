@@ -41,7 +41,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
     return NoDataDir();
   }
-  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+  absl::Status Forget(std::string_view, bool) override { return absl::OkStatus(); }
   absl::Status health() const override { return NoDataDir(); }
   absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,

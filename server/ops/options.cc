@@ -206,6 +206,11 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
           "PEM file: clients must have a certificate that this signs. Empty: they need none")
       ->type_name("FILE")
       ->needs(cert);
+  AddText(app, "--auth-tokens", o.auth_tokens,
+          "File of bearer tokens: each line a role (evaluator, trainer, admin), a token, and the "
+          "models that it is for, such as vision-*. Calls without one are refused. A changed file "
+          "is read again; replace it by a rename. Empty: whoever reaches the server may do all")
+      ->type_name("FILE");
   AddText(app, "--same-host-lane", o.same_host_lane,
           "Let clients of this host and user push and pull through shared memory: on or off")
       ->type_name("on|off")

@@ -51,6 +51,7 @@ struct ServerOptions {
   std::string tls_cert;
   std::string tls_key;
   std::string tls_client_ca;
+  std::string auth_tokens;            // Empty: no authentication by tokens.
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
   absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
   absl::Duration stream_timeout =

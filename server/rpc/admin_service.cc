@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -51,7 +52,10 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
             grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
             grpc::ServerCompletionQueue* q,                                                    \
             void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
-      [this](const v1::method##Request& request) { return method(request); }, choose_executor)
+      [this](const v1::method##Request& request, const Access& access) {                       \
+        return Answer(&AdminService::method, request, access);                                 \
+      },                                                                                       \
+      choose_executor)
   Executor here;
   const auto holding = [this](const Executor& executor) {
     return [this, executor](const auto& request) {
@@ -113,9 +117,11 @@ absl::StatusOr<v1::GetModelResponse> AdminService::GetModel(const v1::GetModelRe
   return response;
 }
 
-absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListModelsRequest&) {
+absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListModelsRequest&,
+                                                                const Access& access) {
   v1::ListModelsResponse response;
   for (const std::shared_ptr<Model>& model : store_->List()) {
+    if (!access.Covers(model->config().name)) continue;
     *response.add_models() = ToProto(*model, /*with_manifest=*/false);
   }
   return response;
@@ -134,9 +140,14 @@ absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
 absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
+  if (request.confirm_model() != request.model()) {
+    return BadMessage(absl::StrCat("confirm_model: \"", absl::CHexEscape(request.confirm_model()),
+                                   "\" given, expected \"", request.model(),
+                                   "\", the model that is to be deleted"));
+  }
   // Also if it is not there: a call before may have failed at its checkpoints.
-  EMA_RETURN_IF_ERROR(
-      store_->Delete(request.model(), [&] { return checkpoints_.Forget(request.model()); }));
+  EMA_RETURN_IF_ERROR(store_->Delete(
+      request.model(), [&] { return checkpoints_.Forget(request.model(), request.purge()); }));
   return v1::DeleteModelResponse();
 }
 

@@ -42,7 +42,9 @@ class AdminService {
  private:
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
   absl::StatusOr<v1::GetModelResponse> GetModel(const v1::GetModelRequest& request);
-  absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request);
+  // Those that the caller may know of.
+  absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request,
+                                                    const Access& access);
   absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::AttachFileResponse> AttachFile(const v1::AttachFileRequest& request);
@@ -63,6 +65,18 @@ class AdminService {
   absl::StatusOr<v1::SetLabelResponse> SetLabel(const v1::SetLabelRequest& request);
   absl::StatusOr<v1::ReportMetricResponse> ReportMetric(const v1::ReportMetricRequest& request);
   absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (AdminService::*method)(const Request&),
+                                  const Request& request, const Access&) {
+    return (this->*method)(request);
+  }
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (AdminService::*method)(const Request&,
+                                                                                   const Access&),
+                                  const Request& request, const Access& access) {
+    return (this->*method)(request, access);
+  }
 
   const std::shared_ptr<ModelStore> store_;
   Checkpoints& checkpoints_;

@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -26,6 +28,7 @@
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
+#include "server/rpc/authorization.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/grpc_status.h"
 
@@ -196,7 +199,8 @@ struct RpcContext {
   StreamAdmission pushes;
   StreamAdmission pulls;
   CallsInFlight calls;
-  Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
+  Checkpoints* checkpoints = nullptr;            // Outlives this. Never null in a server.
+  const Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
   // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
   std::function<void(std::function<void()>)> disk_reader;
 };
@@ -209,7 +213,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   // Asks gRPC for the next call of this method.
   using Accept = std::function<void(grpc::ServerContext*, Request*, Writer*,
                                     grpc::ServerCompletionQueue*, void* tag)>;
-  using Handler = std::function<absl::StatusOr<Response>(const Request&)>;
+  using Handler = std::function<absl::StatusOr<Response>(const Request&, const Access&)>;
   // Runs a handler that may block somewhere else than on the queue's thread; null: here.
   using Executor = std::function<void(std::function<void()>)>;
   // Which one a request needs.
@@ -235,24 +239,32 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     if (!ok) return;  // Shutting down.
     in_flight_ = rpc_->calls.Enter();
     Listen(rpc_, queue_, accept_, handler_, choose_executor_);
+    access_ = Authorize();
+    if (!access_.ok()) return Finish(access_.status());
     const Executor executor = choose_executor_(request_);
     auto answer = [self = this->shared_from_this(), is_deferred = executor != nullptr] {
       self->Answer(is_deferred);
     };
     executor != nullptr ? executor(std::move(answer)) : answer();
   }
+  absl::StatusOr<Access> Authorize() const {
+    std::string_view method = Request::descriptor()->name();
+    method.remove_suffix(std::string_view("Request").size());
+    std::optional<std::string_view> model;
+    if constexpr (requires { request_.model(); }) model = request_.model();
+    return ema::Authorize(rpc_->authenticator, method, AuthorizationOf(context_), model);
+  }
   void Answer(bool is_deferred) {
     // A call that has waited for its executor may have nobody left who waits for it.
     const absl::StatusOr<Response> response =
         is_deferred && context_.deadline() < std::chrono::system_clock::now()
             ? absl::DeadlineExceededError("the deadline was over before the call's turn came")
-            : handler_(request_);
-    void* const tag = finished_.Arm(this->shared_from_this());
-    if (response.ok()) {
-      writer_.Finish(*response, grpc::Status::OK, tag);
-    } else {
-      writer_.FinishWithError(ToGrpcStatus(response.status(), context_), tag);
-    }
+            : handler_(request_, *access_);
+    if (!response.ok()) return Finish(response.status());
+    writer_.Finish(*response, grpc::Status::OK, finished_.Arm(this->shared_from_this()));
+  }
+  void Finish(const absl::Status& error) {
+    writer_.FinishWithError(ToGrpcStatus(error, context_), finished_.Arm(this->shared_from_this()));
   }
   void OnFinished(bool) {}
 
@@ -264,6 +276,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   const ChooseExecutor choose_executor_;
   grpc::ServerContext context_;
   Request request_;
+  absl::StatusOr<Access> access_;
   Writer writer_{&context_};
   MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};
   MemberTag<UnaryCall> finished_{&UnaryCall::OnFinished};

@@ -74,14 +74,15 @@ void LaneConnection::Run(int fd) {
 absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
   const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   is_stalled_.store(false, std::memory_order_relaxed);
-  switch (request.message_case()) {
-    case v1::LaneRequest::kPush:
-      return ServePush(request.push());
-    case v1::LaneRequest::kPull:
-      return ServePull(request.pull());
-    default:
-      return BadMessage("a LaneRequest that begins neither a push nor a pull");
+  const bool is_push = request.has_push();
+  if (!is_push && !request.has_pull()) {
+    return BadMessage("a LaneRequest that begins neither a push nor a pull");
   }
+  EMA_RETURN_IF_ERROR(Authorize(rpc_->authenticator, is_push ? "Push" : "Pull",
+                                request.authorization(),
+                                is_push ? request.push().model() : request.pull().model())
+                          .status());
+  return is_push ? ServePush(request.push()) : ServePull(request.pull());
 }
 
 absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {

@@ -48,12 +48,14 @@ void PullCall::OnAccepted(bool ok) {
 }
 
 absl::Status PullCall::Start() {
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   v1::PullRequest request;
   grpc::ProtoBufferReader reader(&request_);
   if (!request.ParseFromZeroCopyStream(&reader)) {
     return BadMessage("a message that is no PullRequest");
   }
+  EMA_RETURN_IF_ERROR(
+      Authorize(rpc_->authenticator, "Pull", AuthorizationOf(context_), request.model()).status());
+  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   return handler_.Open(request);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,7 +27,11 @@ void PushCall::OnAccepted(bool ok) {
   if (!ok) return;  // Shutting down.
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
-  if (absl::Status status = rpc_->pushes.Enter(this); !status.ok()) return Finish(status);
+  authorization_ = AuthorizationOf(context_);
+  absl::Status status =
+      Authorize(rpc_->authenticator, "Push", authorization_, /*model=*/std::nullopt).status();
+  if (status.ok()) status = rpc_->pushes.Enter(this);
+  if (!status.ok()) return Finish(status);
   Read();
 }
 
@@ -85,6 +90,9 @@ absl::Status PushCall::HandleMessage() {
     return BadMessage("a message that is no PushRequest");
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
+      EMA_RETURN_IF_ERROR(
+          Authorize(rpc_->authenticator, "Push", authorization_, request.header().model())
+              .status());
       return handler_.OnHeader(request.header(), [self = shared_from_this()](const auto& result) {
         self->Finish(result);
       });

@@ -95,6 +95,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
            .checkpoints = checkpoints,
+           .authenticator = options.authenticator,
            .disk_reader = ExecutorOf(&disk_reads_)},
       admin_(store, checkpoints) {}
 
@@ -166,7 +167,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
       [this](grpc::ServerContext* context, auto* request, auto* writer,
              grpc::ServerCompletionQueue* q,
              void* call) { rpc_.health.RequestCheck(context, request, writer, q, q, call); },
-      [this](const auto& request) { return CheckHealth(request); },
+      [this](const auto& request, const Access&) { return CheckHealth(request); },
       [](const auto&) { return nullptr; });
   queue->Run();
 }
@@ -204,6 +205,7 @@ void RpcServer::CheckStalled() {
     rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.session_timeout));
     rpc_.pushes.CheckStalled(now);
     rpc_.pulls.CheckStalled(now);
+    if (options_.authenticator != nullptr) options_.authenticator->Refresh();
   }
 }
 

@@ -56,6 +56,8 @@ class RpcServer {
     int64_t max_pull_streams = 64;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
+    // Who may call what; outlives the server. Null: everybody everything.
+    Authenticator* authenticator = nullptr;
     // A step's session ends when nothing has arrived for so long; must exceed the ranks'
     // differences in speed.
     absl::Duration session_timeout = absl::Seconds(30);

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
 
 namespace ema {
@@ -21,7 +22,7 @@ void WatchCall::OnAccepted(bool ok) {
   if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
-  absl::StatusOr<std::shared_ptr<Model>> model = rpc_->store->Get(request_.model());
+  absl::StatusOr<std::shared_ptr<Model>> model = FindModel();
   if (!model.ok()) {
     absl::MutexLock lock(&mu_);
     return FinishLocked(model.status());
@@ -49,6 +50,13 @@ void WatchCall::OnAccepted(bool ok) {
     writer_.SendInitialMetadata(written_.Arm(shared_from_this()));
   }
   watcher_ = model_->Watch([this] { Advance(); });
+}
+
+absl::StatusOr<std::shared_ptr<Model>> WatchCall::FindModel() const {
+  EMA_RETURN_IF_ERROR(
+      Authorize(rpc_->authenticator, "Watch", AuthorizationOf(context_), request_.model())
+          .status());
+  return rpc_->store->Get(request_.model());
 }
 
 void WatchCall::Advance() {

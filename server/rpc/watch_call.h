@@ -30,6 +30,7 @@ class WatchCall final : public std::enable_shared_from_this<WatchCall> {
   void OnFinished(bool ok);
   void OnDone(bool ok);
 
+  absl::StatusOr<std::shared_ptr<Model>> FindModel() const;
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);

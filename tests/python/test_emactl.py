@@ -116,8 +116,9 @@ def test_pull_writes_a_file_that_others_read(emactl, client, pushed, tmp_path, t
 
 def test_delete_and_checkpoint(emactl, client, pushed):
     assert emactl("checkpoint", "create", pushed).returncode == 0
-    assert emactl("delete", pushed).returncode == 2, "it wants --yes"
-    assert emactl("delete", pushed, "--yes").returncode == 0
+    assert emactl("delete", pushed).returncode == 2, "it wants --confirm"
+    assert emactl("delete", pushed, "--confirm", "another").returncode == 4
+    assert emactl("delete", pushed, "--confirm", pushed).returncode == 0
     assert pushed not in [info.name for info in client.models()]
 
 

@@ -243,6 +243,7 @@ TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
   for (int i = 0; i < 2; ++i) {
     v1::DeleteModelRequest request;
     request.set_model("m");
+    request.set_confirm_model("m");
     grpc::ClientContext context;
     v1::DeleteModelResponse response;
     EXPECT_TRUE(stub_->DeleteModel(&context, request, &response).ok());
@@ -255,6 +256,7 @@ TEST_F(RpcTest, ADeletionThatFailedOnTheDiskIsTriedAgainByTheNext) {
   const auto delete_model = [&] {
     v1::DeleteModelRequest request;
     request.set_model("m");
+    request.set_confirm_model("m");
     v1::DeleteModelResponse response;
     grpc::ClientContext context;
     return stub_->DeleteModel(&context, request, &response).error_code();

@@ -58,6 +58,10 @@ class Client(CheckpointCalls):
         max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
             begins with one, and keeps more if its large pushes are faster with them.
         tls: PEM files for an `emas://` address; None: those that the environment names, as `Tls` says.
+        token: a bearer token, for a server that asks for one. It is sent as it is: over a network, use
+            TLS. "": that of the environment, EMA_TOKEN, unless a file is named.
+        token_file: a file of the token, read for each call. "": the one that EMA_TOKEN_FILE names,
+            unless a token is given.
 
     Example:
         >>> with ema_client.Client("host:50051") as client:
@@ -75,8 +79,13 @@ class Client(CheckpointCalls):
         same_host_lane: bool = True,
         max_connections: int = 0,
         tls: Tls | None = None,
+        token: str = "",
+        token_file: str = "",
     ) -> None:
         self._timeout_s = timeout_s
+        if not token and not token_file:
+            token_file = os.environ.get("EMA_TOKEN_FILE", "")
+            token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
         self._client = _ema.Client(
             with_port(address),
@@ -84,6 +93,8 @@ class Client(CheckpointCalls):
             same_host_lane,
             max_connections,
             (files.ca_file, files.certificate_file, files.key_file),
+            token,
+            token_file,
         )
 
     def __enter__(self) -> Client:
@@ -268,9 +279,14 @@ class Client(CheckpointCalls):
         """All models, without their tensors."""
         return tuple(map(model_from, self._client.list_models(self._timeout(timeout_s))))
 
-    def delete_model(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Forgets a model; one that is not there is OK. Its checkpoints stay on the disk."""
-        self._client.delete_model(name, self._timeout(timeout_s))
+    def delete_model(
+        self, name: str, *, purge: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Forgets a model; one that is not there is OK. Pushes end, running pulls finish.
+
+        Its checkpoints stay on the disk, for nobody to load; `purge` removes them.
+        """
+        self._client.delete_model(name, purge, self._timeout(timeout_s))
 
     def versions(
         self, name: str, *, after: int = 0, timeout_s: float | None = None

@@ -108,13 +108,16 @@ nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
 class PyClient {
  public:
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
-           int64_t max_connections, const std::tuple<std::string, std::string, std::string>& tls)
+           int64_t max_connections, const std::tuple<std::string, std::string, std::string>& tls,
+           const std::string& token, const std::string& token_file)
       : address_(address) {
     Client::Options options;
     options.timeout = ToDuration(timeout_s);
     options.same_host_lane = same_host_lane;
     options.max_connections = max_connections;
     std::tie(options.tls.ca_file, options.tls.certificate_file, options.tls.key_file) = tls;
+    options.token = token;
+    options.token_file = token_file;
     options.is_interrupted = SignalRaised;
     client_ = Unwrap(Client::Create(address, options));
   }
@@ -168,10 +171,10 @@ class PyClient {
     return result;
   }
 
-  void DeleteModel(const std::string& model, double timeout_s) {
+  void DeleteModel(const std::string& model, bool purge, double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
-    CallWithoutGil([&] { return client->DeleteModel(model, timeout); });
+    CallWithoutGil([&] { return client->DeleteModel(model, purge, timeout); });
   }
 
   void AttachFile(const std::string& model, const std::string& name, const nb::bytes& data,
@@ -450,8 +453,10 @@ void BindClient(nb::module_& module) {
 
   nb::class_<PyClient>(module, "Client")
       .def(nb::init<const std::string&, double, bool, int64_t,
-                    const std::tuple<std::string, std::string, std::string>&>(),
-           "address"_a, "timeout_s"_a, "same_host_lane"_a, "max_connections"_a, "tls"_a)
+                    const std::tuple<std::string, std::string, std::string>&, const std::string&,
+                    const std::string&>(),
+           "address"_a, "timeout_s"_a, "same_host_lane"_a, "max_connections"_a, "tls"_a, "token"_a,
+           "token_file"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)
@@ -459,7 +464,7 @@ void BindClient(nb::module_& module) {
            "resume"_a, "timeout_s"_a)
       .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
-      .def("delete_model", &PyClient::DeleteModel, "model"_a, "timeout_s"_a)
+      .def("delete_model", &PyClient::DeleteModel, "model"_a, "purge"_a, "timeout_s"_a)
       .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
       .def("remove_file", &PyClient::RemoveFile, "model"_a, "name"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/base/authenticator.h"
+
+#include <algorithm>
+
+namespace ema {
+
+std::string_view RoleName(Role role) {
+  switch (role) {
+    case Role::kNobody:
+      return "nobody";
+    case Role::kEvaluator:
+      return "evaluator";
+    case Role::kTrainer:
+      return "trainer";
+    case Role::kAdmin:
+      return "admin";
+  }
+  return "unknown";
+}
+
+bool Access::Covers(std::string_view model) const {
+  const auto matches = [model](std::string_view pattern) {
+    if (!pattern.ends_with('*')) return model == pattern;
+    pattern.remove_suffix(1);
+    return model.starts_with(pattern);
+  };
+  return models.empty() || std::any_of(models.begin(), models.end(), matches);
+}
+
+}  // namespace ema

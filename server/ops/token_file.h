@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Bearer tokens, and what their bearers may do.
+#ifndef EMA_SERVER_OPS_TOKEN_FILE_H_
+#define EMA_SERVER_OPS_TOKEN_FILE_H_
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/base/authenticator.h"
+
+namespace ema {
+
+// A text file with one token a line:
+//
+//   # role    token                             models that it is for; none: all
+//   trainer   6f1d2c70b4e94b0f9b9d6b0c8a4c1e52  vision-* gpt
+//   evaluator 0d0f6f0c0b3a4a8c9e1d2f3a4b5c6d7e
+//
+// Tokens are of 16 to 512 printable characters, without blanks. Kept as SHA-256; compared in a time
+// that says nothing of them. Thread-safe, but Refresh() is for one thread.
+class TokenFile final : public Authenticator {
+ public:
+  // INVALID_ARGUMENT: the file cannot be read, or a line of it; the message has no token.
+  static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path);
+
+  absl::StatusOr<Access> Authenticate(std::string_view authorization) const override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes over a file that has changed. One that is wrong: those before stay, `on_change` says so.
+  void Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Is told of changes: OK, or why one was not taken over. Set before the first Refresh().
+  std::function<void(const absl::Status&)> on_change;
+
+ private:
+  struct Entry {
+    std::array<unsigned char, 32> token_sha256;
+    Access access;
+  };
+
+  explicit TokenFile(std::string path) : path_(std::move(path)) {}
+  static absl::StatusOr<std::vector<Entry>> Parse(std::string_view text);
+
+  const std::string path_;
+  std::string text_;  // As it was last read: Refresh()'s own.
+  mutable absl::Mutex mu_;
+  std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_OPS_TOKEN_FILE_H_

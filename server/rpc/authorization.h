@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which role each RPC needs: the one place where it is written.
+#ifndef EMA_SERVER_RPC_AUTHORIZATION_H_
+#define EMA_SERVER_RPC_AUTHORIZATION_H_
+
+#include <grpcpp/server_context.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/base/authenticator.h"
+
+namespace ema {
+
+// The least role that may call `method`, such as "Push"; absent: nobody may, for there is no rule.
+std::optional<Role> RoleFor(std::string_view method);
+
+// What the caller may do, who may call `method` about `model`, if it is about one. `authorization`
+// is the value of that header. Null `authenticator`: everybody may do everything. UNAUTHENTICATED,
+// BAD_TOKEN. PERMISSION_DENIED, NOT_ALLOWED: the role does not do, or the model, there or not, is
+// none of the caller's.
+absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
+                                 std::string_view authorization,
+                                 std::optional<std::string_view> model);
+
+// The value of the header "authorization"; "": there is none.
+std::string AuthorizationOf(const grpc::ServerContext& context);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_AUTHORIZATION_H_

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ops/token_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <optional>
+#include <string>
+
+#include "ema/error_reason.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+
+constexpr char kTrainer[] = "trainer-6f1d2c70b4e94b0f";
+constexpr char kEvaluator[] = "evaluator-0d0f6f0c0b3a";
+
+class TokenFileTest : public testing::Test {
+ protected:
+  // As an operator should: by a rename.
+  void Write(const std::string& text) const {
+    std::ofstream(path_ + ".tmp") << text;
+    ASSERT_EQ(std::rename((path_ + ".tmp").c_str(), path_.c_str()), 0);
+  }
+  absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& text) const {
+    Write(text);
+    return TokenFile::Open(path_);
+  }
+  static std::string Bearer(const std::string& token) { return "Bearer " + token; }
+
+  const std::string path_ = testing::TempDir() + "/tokens";
+};
+
+TEST_F(TokenFileTest, SaysWhatTheBearerOfEachTokenMayDo) {
+  const auto file = Open(std::string("# who   token\n\n trainer\t") + kTrainer +
+                         " vision-* gpt\r\nevaluator " + kEvaluator);
+  ASSERT_THAT(file, IsOk());
+  const auto trainer = (*file)->Authenticate(Bearer(kTrainer));
+  ASSERT_THAT(trainer, IsOk());
+  EXPECT_EQ(trainer->role, Role::kTrainer);
+  EXPECT_THAT(trainer->models, ElementsAre("vision-*", "gpt"));
+  EXPECT_TRUE(trainer->Covers("vision-7"));
+  EXPECT_TRUE(trainer->Covers("vision-"));
+  EXPECT_TRUE(trainer->Covers("gpt"));
+  EXPECT_FALSE(trainer->Covers("gpt2"));
+  EXPECT_FALSE(trainer->Covers("vision"));
+  const auto evaluator = (*file)->Authenticate(Bearer(kEvaluator));
+  ASSERT_THAT(evaluator, IsOk());
+  EXPECT_EQ(evaluator->role, Role::kEvaluator);
+  EXPECT_THAT(evaluator->models, IsEmpty());
+  EXPECT_TRUE(evaluator->Covers("anything"));
+}
+
+TEST_F(TokenFileTest, RefusesWhatIsNoKnownToken) {
+  const auto file = Open(std::string("admin ") + kTrainer);
+  ASSERT_THAT(file, IsOk());
+  const std::string known = kTrainer;
+  for (const std::string& authorization :
+       {std::string(), known, Bearer(""), Bearer(known + "x"), Bearer(known.substr(1)),
+        "bearer " + known, "Basic " + known, Bearer(known + " "), Bearer(" " + known)}) {
+    EXPECT_THAT((*file)->Authenticate(authorization),
+                AllOf(StatusIs(absl::StatusCode::kUnauthenticated, Not(HasSubstr(known))),
+                      ReasonIs(ErrorReason::kBadToken)))
+        << authorization;
+  }
+}
+
+struct BadFile {
+  const char* name;
+  const char* text;
+  const char* problem;
+};
+class BadTokenFileTest : public TokenFileTest, public testing::WithParamInterface<BadFile> {};
+
+TEST_P(BadTokenFileTest, IsRefusedWithoutItsTokens) {
+  EXPECT_THAT(Open(GetParam().text).status(),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr(GetParam().problem), Not(HasSubstr("secret")))));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Files, BadTokenFileTest,
+    testing::Values(
+        BadFile{"Empty", "", "line 1: there is no token"},
+        BadFile{"OnlyComments", "# secret\n", "there is no token"},
+        BadFile{"NoRole", "secret-6f1d2c70b4e94b0f", "line 1: the first word is no role"},
+        BadFile{"NoToken", "\nadmin\n", "line 2: the token is not of 16 to 512"},
+        BadFile{"ShortToken", "admin secret", "line 1: the token is not of 16 to 512"},
+        BadFile{"NotPrintable", "admin secret-6f1d2c70\xff-b4e94b0f", "printable"},
+        BadFile{"Twice", "admin secret-6f1d2c70b4e94b0f\ntrainer secret-6f1d2c70b4e94b0f",
+                "line 2: a token that was there before"},
+        BadFile{"StarInTheMiddle", "trainer secret-6f1d2c70b4e94b0f a*b",
+                "models \"a*b\": \"*\" may only be the last character"}),
+    [](const auto& suite) { return suite.param.name; });
+
+TEST_F(TokenFileTest, AMissingFileIsRefused) {
+  EXPECT_THAT(TokenFile::Open(path_ + ".none"),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("cannot be read")));
+}
+
+TEST_F(TokenFileTest, AChangedFileIsTakenOverUnlessItIsWrong) {
+  const auto file = Open(std::string("admin ") + kTrainer);
+  ASSERT_THAT(file, IsOk());
+  std::optional<absl::Status> told;
+  (*file)->on_change = [&](const absl::Status& status) { told = status; };
+  (*file)->Refresh();
+  EXPECT_FALSE(told.has_value());
+
+  Write("admin");
+  (*file)->Refresh();
+  ASSERT_TRUE(told.has_value());
+  EXPECT_THAT(*told, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("line 1")));
+  EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
+  told.reset();
+  (*file)->Refresh();
+  EXPECT_FALSE(told.has_value()) << "said once";
+
+  Write(std::string("evaluator ") + kEvaluator);
+  (*file)->Refresh();
+  EXPECT_THAT(told.value_or(absl::UnknownError("not told")), IsOk());
+  EXPECT_THAT((*file)->Authenticate(Bearer(kEvaluator)), IsOk());
+  EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), ReasonIs(ErrorReason::kBadToken));
+
+  std::remove(path_.c_str());
+  (*file)->Refresh();
+  EXPECT_THAT((*file)->Authenticate(Bearer(kEvaluator)), IsOk());
+}
+
+}  // namespace
+}  // namespace ema

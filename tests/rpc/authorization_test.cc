@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/authorization.h"
+
+#include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ema/client.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+
+// Tokens are the roles' names; those that end with "-of-m" are only for models that begin with m.
+class FakeAuthenticator final : public Authenticator {
+ public:
+  absl::StatusOr<Access> Authenticate(std::string_view authorization) const override {
+    for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
+      const std::string token = "Bearer " + std::string(RoleName(role));
+      if (authorization == token) return Access{.role = role, .models = {}};
+      if (authorization == token + "-of-m") return Access{.role = role, .models = {"m*"}};
+    }
+    return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "unknown");
+  }
+  void Refresh() override {}
+};
+
+std::vector<const google::protobuf::MethodDescriptor*> AllMethods() {
+  const google::protobuf::ServiceDescriptor* const service =
+      v1::CreateModelRequest::descriptor()->file()->FindServiceByName("EmaService");
+  std::vector<const google::protobuf::MethodDescriptor*> methods;
+  for (int i = 0; i < service->method_count(); ++i) methods.push_back(service->method(i));
+  return methods;
+}
+
+// A request of `method` that has nothing but the model's name, if it has one.
+std::unique_ptr<google::protobuf::Message> RequestOf(
+    const google::protobuf::MethodDescriptor& method, const std::string& model) {
+  std::unique_ptr<google::protobuf::Message> request(
+      google::protobuf::MessageFactory::generated_factory()
+          ->GetPrototype(method.input_type())
+          ->New());
+  google::protobuf::Message* named = request.get();
+  if (const auto* header = request->GetDescriptor()->FindFieldByName("header")) {
+    named = request->GetReflection()->MutableMessage(request.get(), header);
+  }
+  if (const auto* field = named->GetDescriptor()->FindFieldByName("model")) {
+    named->GetReflection()->SetString(named, field, model);
+  }
+  return request;
+}
+
+class AuthorizationTest : public RpcFixture {
+ protected:
+  void SetUp() override { StartServer({.authenticator = &authenticator_}); }
+
+  // How a call of `method` ends that has just this request.
+  CallResult Call(const google::protobuf::MethodDescriptor& method, const std::string& token,
+                  const std::string& model) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
+    grpc::GenericStub stub(channel_);
+    grpc::CompletionQueue queue;
+    const auto stream = stub.PrepareCall(&context, "/ema.v1.EmaService/" + method.name(), &queue);
+    const auto next = [&] {
+      void* tag = nullptr;
+      bool ok = false;
+      return queue.Next(&tag, &ok) && ok;
+    };
+    stream->StartCall(nullptr);
+    next();
+    grpc::ByteBuffer message;
+    bool owns = false;
+    grpc::GenericSerialize<grpc::ProtoBufferWriter, google::protobuf::Message>(
+        *RequestOf(method, model), &message, &owns);
+    stream->WriteLast(message, grpc::WriteOptions(), nullptr);
+    next();
+    grpc::ByteBuffer response;
+    // A watch that was let in says so, and then nothing.
+    stream->ReadInitialMetadata(nullptr);
+    next();
+    if (method.name() == "Watch" && !context.GetServerInitialMetadata().empty()) {
+      context.TryCancel();
+    }
+    grpc::Status status;
+    do {
+      stream->Read(&response, nullptr);
+    } while (next());
+    stream->Finish(&status, nullptr);
+    next();
+    queue.Shutdown();
+    while (next()) {
+    }
+    return Result(status, context);
+  }
+
+  static bool IsRefused(const CallResult& result) {
+    return result.detail.reason() == v1::ERROR_REASON_BAD_TOKEN ||
+           result.detail.reason() == v1::ERROR_REASON_NOT_ALLOWED;
+  }
+
+  FakeAuthenticator authenticator_;
+};
+
+TEST_F(AuthorizationTest, EveryRpcHasARuleAndRefusesWhoHasNoToken) {
+  for (const auto* method : AllMethods()) {
+    EXPECT_TRUE(RoleFor(method->name()).has_value()) << method->name();
+    EXPECT_NE(RoleFor(method->name()), Role::kNobody) << method->name();
+    for (const char* token : {"", "unknown", "admi", "admin2"}) {
+      const CallResult result = Call(*method, token, "m");
+      EXPECT_EQ(result.status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << method->name();
+      EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_TOKEN) << method->name();
+    }
+  }
+}
+
+TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
+  for (const auto* method : AllMethods()) {
+    const Role needed = RoleFor(method->name()).value_or(Role::kNobody);
+    for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
+      const CallResult result = Call(*method, std::string(RoleName(role)), "m");
+      EXPECT_EQ(IsRefused(result), role < needed) << method->name() << " " << RoleName(role);
+      if (role < needed) {
+        EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
+        EXPECT_THAT(result.status.error_message(),
+                    HasSubstr(absl::StrCat(method->name(), ": the token is of role ",
+                                           std::string(RoleName(role)), ", expected ",
+                                           std::string(RoleName(needed)))));
+      }
+    }
+  }
+}
+
+TEST_F(AuthorizationTest, EveryRpcAboutAModelRefusesOneThatTheTokenIsNotFor) {
+  const std::set<std::string> of_no_model = {"ListModels", "GetLane"};
+  for (const auto* method : AllMethods()) {
+    EXPECT_FALSE(IsRefused(Call(*method, "admin-of-m", "m2"))) << method->name();
+    const CallResult result = Call(*method, "admin-of-m", "other");
+    EXPECT_EQ(IsRefused(result), !of_no_model.contains(method->name())) << method->name();
+    // Nor says whether there is such a model.
+    if (IsRefused(result)) {
+      EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
+      EXPECT_EQ(result.status.error_message(),
+                "model \"other\": not one of those that the token is for");
+    }
+  }
+}
+
+TEST_F(AuthorizationTest, ProbesNeedNoToken) {
+  const auto health = grpc::health::v1::Health::NewStub(channel_);
+  grpc::ClientContext context;
+  grpc::health::v1::HealthCheckResponse response;
+  ASSERT_TRUE(health->Check(&context, {}, &response).ok());
+  EXPECT_EQ(response.status(), grpc::health::v1::HealthCheckResponse::SERVING);
+}
+
+TEST_F(AuthorizationTest, ModelsAreListedToThoseWhoMayReadThem) {
+  const auto names = [&](const std::string& token) {
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", "Bearer " + token);
+    v1::ListModelsResponse response;
+    EXPECT_TRUE(stub_->ListModels(&context, {}, &response).ok());
+    std::vector<std::string> result;
+    for (const v1::Model& model : response.models()) result.push_back(model.name());
+    return result;
+  };
+  for (const char* model : {"m", "other"}) {
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", "Bearer trainer");
+    v1::CreateModelResponse created;
+    ASSERT_TRUE(stub_->CreateModel(&context, CreateRequest(model), &created).ok());
+  }
+  EXPECT_THAT(names("evaluator"), ElementsAre("m", "other"));
+  EXPECT_THAT(names("evaluator-of-m"), ElementsAre("m"));
+}
+
+// Our own client, by gRPC and through shared memory.
+class AuthorizedClientTest : public AuthorizationTest, public testing::WithParamInterface<bool> {};
+
+TEST_P(AuthorizedClientTest, PushesAndPullsWithItsToken) {
+  const auto client_of = [&](const std::string& token) {
+    auto client = Client::Create(address_, {.same_host_lane = GetParam(), .token = token});
+    EXPECT_THAT(client, IsOk());
+    return *std::move(client);
+  };
+  const auto trainer = client_of("trainer-of-m");
+  const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kElements}}});
+  const std::vector<TrackConfig> tracks = {{.name = "ema", .schedule = *Schedule::Parse("1ba")}};
+  EXPECT_THAT(trainer->CreateModel("other", manifest, tracks), ReasonIs(ErrorReason::kNotAllowed));
+  ASSERT_THAT(trainer->CreateModel("m", manifest, tracks), IsOk());
+  const auto run = trainer->OpenRun("m", Client::RunOptions());
+  ASSERT_THAT(run, IsOk());
+  const std::vector<float> weights(kElements, 1.0F);
+  TrainingTime time;
+  time.Set(TimeUnit::kBatch, 1);
+  const auto push =
+      (*run)->StartPush(1, time, {std::as_bytes(std::span(weights))}, absl::Seconds(30));
+  ASSERT_THAT(push, IsOk());
+  ASSERT_THAT((*push)->Wait(), IsOk());
+  EXPECT_EQ((*push)->stats().lane == Lane::kSharedMemory, GetParam());
+
+  std::vector<float> pulled(kElements);
+  const auto pull = [&](Client& client) {
+    return client.Pull(
+        "m", "ema", Client::PullOptions(),
+        [&](const PullInfo&) { return std::as_writable_bytes(std::span(pulled)); },
+        absl::Seconds(30));
+  };
+  EXPECT_THAT(pull(*client_of("evaluator")), IsOk());
+  EXPECT_EQ(pulled, weights);
+  EXPECT_THAT(pull(*client_of("somebody")), ReasonIs(ErrorReason::kBadToken));
+  EXPECT_THAT(client_of("evaluator")->OpenRun("m", Client::RunOptions()),
+              ReasonIs(ErrorReason::kNotAllowed));
+}
+
+INSTANTIATE_TEST_SUITE_P(Lanes, AuthorizedClientTest, testing::Bool(),
+                         [](const auto& suite) { return suite.param ? "SharedMemory" : "Grpc"; });
+
+}  // namespace
+}  // namespace ema
