@@ -24,6 +24,14 @@ def test_runs(name: str) -> None:
     assert "loop" in result.stdout
 
 
+@pytest.mark.framework
+def test_train_bench_runs() -> None:
+    command = [sys.executable, FOLDER / "train_bench.py", "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "| ours, four tracks, every 10 |" in result.stdout
+
+
 @pytest.mark.parametrize(
     "line",
     [
