@@ -138,6 +138,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   rpc_options.thread_count = static_cast<int>(options.thread_count);
   rpc_options.max_push_streams = options.max_push_streams;
   rpc_options.max_pull_streams = options.max_pull_streams;
+  rpc_options.max_calls_per_second = options.max_calls_per_second;
   rpc_options.same_host_lane = options.same_host_lane == "on";
   rpc_options.session_timeout = options.session_timeout;
   rpc_options.stall_timeout = options.stream_timeout;

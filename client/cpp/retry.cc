@@ -13,7 +13,8 @@ bool IsRetryable(const absl::Status& status) {
   if (status.code() == absl::StatusCode::kUnavailable) {
     return reason != ErrorReason::kStoreReadOnly;
   }
-  return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kTooManyPins;
+  return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kTooManyPins ||
+         reason == ErrorReason::kTooManyCalls;
 }
 
 absl::Duration Backoff::Next(const absl::Status& last_error) {

@@ -57,6 +57,7 @@ enum class ErrorReason : int {
   kTooManyPins = 62,
   kDiskFull = 63,
   kTooManyModels = 64,
+  kTooManyCalls = 65,
   kDraining = 70,
   kRangeBusy = 71,
   kStoreReadOnly = 72,

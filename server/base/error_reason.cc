@@ -122,6 +122,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "DISK_FULL";
     case ErrorReason::kTooManyModels:
       return "TOO_MANY_MODELS";
+    case ErrorReason::kTooManyCalls:
+      return "TOO_MANY_CALLS";
     case ErrorReason::kDraining:
       return "DRAINING";
     case ErrorReason::kRangeBusy:

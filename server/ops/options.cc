@@ -171,6 +171,9 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
       ->type_name("N");
   AddCount(app, "--max-pull-streams", o.max_pull_streams, 1, "Pulls that may run at once")
       ->type_name("N");
+  AddCount(app, "--max-calls-per-second", o.max_calls_per_second, 0,
+           "Calls that one address may begin in a second, but health probes. 0: any number")
+      ->type_name("N");
   AddCount(app, "--max-connections", o.max_connections, 1, "Connections that may be open at once")
       ->type_name("N");
   AddCount(app, "--max-connections-per-peer", o.max_connections_per_peer, 1,

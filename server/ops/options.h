@@ -37,6 +37,7 @@ struct ServerOptions {
   int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;
+  int64_t max_calls_per_second = 10'000;  // Of one address; 0: any number.
   int64_t max_connections = 1024;
   int64_t max_connections_per_peer = 64;  // Of one IP address that is not loopback.
   int64_t max_streams_per_connection = 1024;

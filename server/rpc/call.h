@@ -31,6 +31,7 @@
 #include "server/rpc/authorization.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/grpc_status.h"
+#include "server/rpc/rate_limit.h"
 
 namespace ema {
 
@@ -193,11 +194,24 @@ class CallsInFlight {
 
 // What calls need of their server; outlives them.
 struct RpcContext {
+  // What the caller may do, if the call may begin. RESOURCE_EXHAUSTED, TOO_MANY_CALLS; and as
+  // Authorize().
+  absl::StatusOr<Access> Admit(std::string_view method, const grpc::ServerContext& context,
+                               std::optional<std::string_view> model) {
+    // Probes must get through whatever else an address does.
+    if (RoleFor(method) != Role::kNobody) {
+      absl::Status status = rate.Take(context.peer(), std::chrono::steady_clock::now());
+      if (!status.ok()) return status;
+    }
+    return Authorize(authenticator, method, AuthorizationOf(context), model);
+  }
+
   AsyncService service;
   grpc::health::v1::Health::AsyncService health;
   std::shared_ptr<ModelStore> store;
   StreamAdmission pushes;
   StreamAdmission pulls;
+  RateLimit rate;
   CallsInFlight calls;
   Checkpoints* checkpoints = nullptr;            // Outlives this. Never null in a server.
   const Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
@@ -239,7 +253,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     if (!ok) return;  // Shutting down.
     in_flight_ = rpc_->calls.Enter();
     Listen(rpc_, queue_, accept_, handler_, choose_executor_);
-    access_ = Authorize();
+    access_ = Admit();
     if (!access_.ok()) return Finish(access_.status());
     const Executor executor = choose_executor_(request_);
     auto answer = [self = this->shared_from_this(), is_deferred = executor != nullptr] {
@@ -247,12 +261,12 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     };
     executor != nullptr ? executor(std::move(answer)) : answer();
   }
-  absl::StatusOr<Access> Authorize() const {
+  absl::StatusOr<Access> Admit() const {
     std::string_view method = Request::descriptor()->name();
     method.remove_suffix(std::string_view("Request").size());
     std::optional<std::string_view> model;
     if constexpr (requires { request_.model(); }) model = request_.model();
-    return ema::Authorize(rpc_->authenticator, method, AuthorizationOf(context_), model);
+    return rpc_->Admit(method, context_, model);
   }
   void Answer(bool is_deferred) {
     // A call that has waited for its executor may have nobody left who waits for it.

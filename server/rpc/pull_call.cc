@@ -53,8 +53,7 @@ absl::Status PullCall::Start() {
   if (!request.ParseFromZeroCopyStream(&reader)) {
     return BadMessage("a message that is no PullRequest");
   }
-  EMA_RETURN_IF_ERROR(
-      Authorize(rpc_->authenticator, "Pull", AuthorizationOf(context_), request.model()).status());
+  EMA_RETURN_IF_ERROR(rpc_->Admit("Pull", context_, request.model()).status());
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   return handler_.Open(request);
 }

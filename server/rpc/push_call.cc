@@ -28,8 +28,7 @@ void PushCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
   authorization_ = AuthorizationOf(context_);
-  absl::Status status =
-      Authorize(rpc_->authenticator, "Push", authorization_, /*model=*/std::nullopt).status();
+  absl::Status status = rpc_->Admit("Push", context_, /*model=*/std::nullopt).status();
   if (status.ok()) status = rpc_->pushes.Enter(this);
   if (!status.ok()) return Finish(status);
   Read();

@@ -94,6 +94,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
+           .rate = RateLimit(options.max_calls_per_second),
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .disk_reader = ExecutorOf(&disk_reads_)},

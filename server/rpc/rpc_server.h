@@ -54,6 +54,8 @@ class RpcServer {
     // Each may hold a receive window of up to kMaxWindowBytes.
     int64_t max_push_streams = 32;
     int64_t max_pull_streams = 64;
+    // Calls that one address may begin in a second; 0: any number. Lanes and probes do not count.
+    int64_t max_calls_per_second = 10'000;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
     // Who may call what; outlives the server. Null: everybody everything.

@@ -53,9 +53,7 @@ void WatchCall::OnAccepted(bool ok) {
 }
 
 absl::StatusOr<std::shared_ptr<Model>> WatchCall::FindModel() const {
-  EMA_RETURN_IF_ERROR(
-      Authorize(rpc_->authenticator, "Watch", AuthorizationOf(context_), request_.model())
-          .status());
+  EMA_RETURN_IF_ERROR(rpc_->Admit("Watch", context_, request_.model()).status());
   return rpc_->store->Get(request_.model());
 }
 

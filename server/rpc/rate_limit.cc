@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/rate_limit.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+
+namespace ema {
+namespace {
+
+// Above so many, peers that have been silent for a second are forgotten.
+constexpr size_t kManyPeers = 1024;
+
+// Without the port.
+std::string_view AddressOf(std::string_view peer) { return peer.substr(0, peer.rfind(':')); }
+
+}  // namespace
+
+double RateLimit::CallsAt(const Bucket& bucket, Time now) const {
+  const std::chrono::duration<double> passed = now - bucket.since;
+  return std::min<double>(static_cast<double>(calls_per_second_),
+                          bucket.calls + passed.count() * static_cast<double>(calls_per_second_));
+}
+
+absl::Status RateLimit::Take(std::string_view peer, Time now) {
+  if (calls_per_second_ == 0) return absl::OkStatus();
+  const std::string address(AddressOf(peer));
+  absl::MutexLock lock(&mu_);
+  if (buckets_.size() >= kManyPeers && !buckets_.contains(address)) DropFull(now);
+  Bucket& bucket =
+      buckets_.try_emplace(address, Bucket{static_cast<double>(calls_per_second_), now})
+          .first->second;
+  bucket = {CallsAt(bucket, now), now};
+  if (bucket.calls >= 1) {
+    bucket.calls -= 1;
+    return absl::OkStatus();
+  }
+  absl::Status status =
+      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
+                absl::StrCat("more than ", calls_per_second_, " calls a second from this address"));
+  SetRetryDelay(status, absl::Seconds((1 - bucket.calls) / static_cast<double>(calls_per_second_)) +
+                            absl::Milliseconds(1));
+  return status;
+}
+
+void RateLimit::DropFull(Time now) {
+  absl::erase_if(buckets_, [&](const auto& entry) {
+    return CallsAt(entry.second, now) >= static_cast<double>(calls_per_second_);
+  });
+}
+
+size_t RateLimit::peer_count() const {
+  absl::MutexLock lock(&mu_);
+  return buckets_.size();
+}
+
+}  // namespace ema
