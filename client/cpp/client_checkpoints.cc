@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The calls about versions on the server's disk, and the files beside them.
+#include <span>
+#include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/convert.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
 
 namespace ema {
 
@@ -17,6 +21,8 @@ namespace {
 
 // A message has at most 8 MiB.
 constexpr size_t kFilePartBytes = size_t{4} << 20;
+// To get a file that somebody replaces meanwhile.
+constexpr int kFileTries = 4;
 
 }  // namespace
 
@@ -54,6 +60,34 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
     offset += part.size();
   } while (offset < bytes.size());
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std::string_view name,
+                                                    absl::Duration timeout) {
+  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
+  const absl::Time deadline = impl_->Deadline(timeout);
+  v1::GetAttachedFileRequest request;
+  request.set_model(std::string(model));
+  request.set_name(std::string(name));
+  for (int tries = 0; tries < kFileTries; ++tries) {
+    std::string bytes;
+    while (true) {
+      request.set_offset(static_cast<int64_t>(bytes.size()));
+      v1::GetAttachedFileResponse part;
+      const absl::Status status = impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetAttachedFile,
+                                               request, &part, deadline, &interrupt);
+      // A shorter one has taken its place.
+      if (absl::IsOutOfRange(status)) break;
+      EMA_RETURN_IF_ERROR(status);
+      bytes += part.data();
+      const int64_t left = part.total_bytes() - static_cast<int64_t>(bytes.size());
+      if (left > 0 && !part.data().empty()) continue;
+      if (left == 0 && Crc32c(0, std::as_bytes(std::span(bytes))) == part.crc32c()) return bytes;
+      break;
+    }
+  }
+  return absl::AbortedError(absl::StrCat("file \"", std::string(name), "\" of model \"",
+                                         std::string(model), "\" changes while it is read"));
 }
 
 absl::Status Client::RemoveFile(std::string_view model, std::string_view name,

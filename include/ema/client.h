@@ -242,6 +242,10 @@ class Client {
   // RESOURCE_EXHAUSTED.
   absl::Status AttachFile(std::string_view model, std::string_view name, std::string_view bytes,
                           absl::Duration timeout = absl::ZeroDuration());
+  // What has been put there; ModelInfo lists it. NOT_FOUND: MODEL_NOT_FOUND, FILE_NOT_FOUND.
+  // ABORTED: somebody keeps putting other bytes there meanwhile.
+  absl::StatusOr<std::string> GetAttachedFile(std::string_view model, std::string_view name,
+                                              absl::Duration timeout = absl::ZeroDuration());
   // Takes it away; one that is not there is OK.
   absl::Status RemoveFile(std::string_view model, std::string_view name,
                           absl::Duration timeout = absl::ZeroDuration());

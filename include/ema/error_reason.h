@@ -33,6 +33,7 @@ enum class ErrorReason : int {
   kModelDiffers = 22,
   kCheckpointNotFound = 23,
   kLabelNotFound = 24,
+  kFileNotFound = 25,
   kNoVersion = 30,
   kRunIncomplete = 31,
   kLayoutMismatch = 32,

@@ -74,6 +74,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "CHECKPOINT_NOT_FOUND";
     case ErrorReason::kLabelNotFound:
       return "LABEL_NOT_FOUND";
+    case ErrorReason::kFileNotFound:
+      return "FILE_NOT_FOUND";
     case ErrorReason::kNoVersion:
       return "NO_VERSION";
     case ErrorReason::kRunIncomplete:

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
@@ -98,6 +100,19 @@ void AttachedFiles::Remove(const std::string& name) {
   absl::MutexLock lock(&mu_);
   attached_.erase(name);
   unfinished_.erase(name);
+}
+
+absl::StatusOr<std::shared_ptr<const AttachedFile>> AttachedFiles::Find(
+    const std::string& name) const {
+  absl::MutexLock lock(&mu_);
+  const auto it = attached_.find(name);
+  if (it != attached_.end()) return std::shared_ptr<const AttachedFile>(it->second.file);
+  const std::string names = absl::StrJoin(attached_, ", ", [](std::string* out, const auto& entry) {
+    absl::StrAppend(out, entry.first);
+  });
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
+                   absl::StrCat("no file \"", absl::CHexEscape(name), "\" is attached; there is ",
+                                names.empty() ? "none" : names));
 }
 
 std::vector<std::shared_ptr<const AttachedFile>> AttachedFiles::files() const {

@@ -14,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/core/memory_budget.h"
 
@@ -50,6 +51,10 @@ class AttachedFiles {
                        std::string_view data) ABSL_LOCKS_EXCLUDED(mu_);
   // One that is not there is OK.
   void Remove(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // NOT_FOUND, FILE_NOT_FOUND: none of that name is attached; lists those that are.
+  absl::StatusOr<std::shared_ptr<const AttachedFile>> Find(const std::string& name) const
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // By name.
   std::vector<std::shared_ptr<const AttachedFile>> files() const ABSL_LOCKS_EXCLUDED(mu_);

@@ -4,6 +4,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,7 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
 #include "server/base/lane_pipe.h"
+#include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
 #include "server/rpc/convert.h"
 
@@ -20,6 +23,8 @@ namespace ema {
 namespace {
 
 constexpr int64_t kDefaultMaxPinnedVersions = 2;
+// A message has at most 8 MiB.
+constexpr size_t kFilePartBytes = size_t{4} << 20;
 
 // The version that `request` names, so that it is not evicted before the call's turn comes. Null:
 // it names none, or the call itself will say why that cannot be pinned.
@@ -75,6 +80,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(UpdateModel, here);
   EMA_LISTEN(DeleteModel, workers.saving);
   EMA_LISTEN(AttachFile, here);
+  EMA_LISTEN(GetAttachedFile, workers.quick);
   EMA_LISTEN_BY(OpenRun, [workers](const v1::OpenRunRequest& request) {
     return request.has_resume() ? workers.slow : Executor();
   });
@@ -161,6 +167,25 @@ absl::StatusOr<v1::AttachFileResponse> AdminService::AttachFile(
                                                         request.offset(), request.data()));
   }
   return v1::AttachFileResponse();
+}
+
+absl::StatusOr<v1::GetAttachedFileResponse> AdminService::GetAttachedFile(
+    const v1::GetAttachedFileRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<const AttachedFile> file,
+                       model->attached_files().Find(request.name()));
+  const int64_t total_bytes = static_cast<int64_t>(file->bytes.size());
+  const int64_t offset = request.offset();
+  if (offset < 0 || offset > total_bytes) {
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
+                     absl::StrCat("offset: ", offset, " given, file \"", request.name(), "\" has ",
+                                  total_bytes, " bytes"));
+  }
+  v1::GetAttachedFileResponse response;
+  response.set_total_bytes(total_bytes);
+  response.set_crc32c(Crc32c(0, std::as_bytes(std::span(file->bytes))));
+  response.set_data(file->bytes.substr(static_cast<size_t>(offset), kFilePartBytes));
+  return response;
 }
 
 absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunRequest& request) {

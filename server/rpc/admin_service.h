@@ -48,6 +48,8 @@ class AdminService {
   absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::AttachFileResponse> AttachFile(const v1::AttachFileRequest& request);
+  absl::StatusOr<v1::GetAttachedFileResponse> GetAttachedFile(
+      const v1::GetAttachedFileRequest& request);
   absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
   absl::StatusOr<v1::GetLaneResponse> GetLane(const v1::GetLaneRequest&) { return lane_; }

@@ -53,7 +53,8 @@ using AsyncCheckpoints = v1::EmaService::WithAsyncMethod_CreateCheckpoint<
             v1::EmaService::WithAsyncMethod_RestoreCheckpoint<
                 v1::EmaService::WithAsyncMethod_SetLabel<
                     v1::EmaService::WithAsyncMethod_ReportMetric<
-                        v1::EmaService::WithAsyncMethod_AttachFile<Base>>>>>>>>;
+                        v1::EmaService::WithAsyncMethod_AttachFile<
+                            v1::EmaService::WithAsyncMethod_GetAttachedFile<Base>>>>>>>>>;
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
 using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
     v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<AsyncCheckpoints<v1::EmaService::Service>>>>>;

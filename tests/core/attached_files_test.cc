@@ -89,6 +89,21 @@ TEST_F(AttachedFilesTest, BadPartsAreNamedAndChangeNothing) {
   EXPECT_EQ(Files(), (std::vector<AttachedFile>{{"f", "abc"}}));
 }
 
+TEST_F(AttachedFilesTest, AreFoundByNameOnceTheyAreWhole) {
+  ASSERT_THAT(Attach("f", "abc"), IsOk());
+  ASSERT_THAT(files_.AddPart("unfinished", 2, 0, "x"), IsOk());
+  const auto found = files_.Find("f");
+  ASSERT_THAT(found, IsOk());
+  EXPECT_EQ((*found)->bytes, "abc");
+  EXPECT_THAT(files_.Find("unfinished"),
+              AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("there is f")),
+                    ReasonIs(ErrorReason::kFileNotFound)));
+  // Who has it keeps it.
+  files_.Remove("f");
+  EXPECT_THAT(files_.Find("f"), ReasonIs(ErrorReason::kFileNotFound));
+  EXPECT_EQ((*found)->bytes, "abc");
+}
+
 TEST_F(AttachedFilesTest, TakesNoMoreThanThereIsRoomFor) {
   const auto exhausted = [](const char* text) {
     return AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr(text)),

@@ -62,6 +62,15 @@ class CheckpointCalls:
             self._client.attach_file(name, file, data, self._timeout(timeout_s))
         return tuple(contents)
 
+    def attached_files(self, name: str, *, timeout_s: float | None = None) -> dict[str, bytes]:
+        """What `attach_files` has put there, by name. NotFoundError: no such model.
+
+        AbortedError: somebody keeps putting other contents there.
+        """
+        timeout = self._timeout(timeout_s)
+        names: dict[str, int] = self._client.get_model(name, timeout)["attached_files"]
+        return {file: self._client.get_attached_file(name, file, timeout) for file in names}
+
     def remove_file(self, name: str, file: str, *, timeout_s: float | None = None) -> None:
         """Takes away what `attach_files` has put there; one that is not there is OK."""
         self._client.remove_file(name, file, self._timeout(timeout_s))

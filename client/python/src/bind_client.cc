@@ -185,6 +185,14 @@ class PyClient {
     CallWithoutGil([&] { return client->AttachFile(model, name, bytes, timeout); });
   }
 
+  nb::bytes GetAttachedFile(const std::string& model, const std::string& name, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    const std::string bytes =
+        CallWithoutGil([&] { return client->GetAttachedFile(model, name, timeout); });
+    return nb::bytes(bytes.data(), bytes.size());
+  }
+
   void RemoveFile(const std::string& model, const std::string& name, double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
@@ -466,6 +474,7 @@ void BindClient(nb::module_& module) {
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "purge"_a, "timeout_s"_a)
       .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
+      .def("get_attached_file", &PyClient::GetAttachedFile, "model"_a, "name"_a, "timeout_s"_a)
       .def("remove_file", &PyClient::RemoveFile, "model"_a, "name"_a, "timeout_s"_a)
       .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
       .def("get_statistics", &PyClient::GetStatistics, "model"_a, "version"_a, "incarnation"_a,
