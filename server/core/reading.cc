@@ -60,8 +60,9 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
   const int64_t total_bytes = reading->total_bytes();
   const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
   reading->checksums_ = std::make_unique<ChunkChecksum[]>(chunk_count);
-  if (reading->selection_.dtype.has_value() || !reading->selection_.slices.empty()) {
-    auto reserved = budget.Reserve("what readers have cast or cut out", total_bytes);
+  if (reading->is_stored() || reading->selection_.dtype.has_value() ||
+      !reading->selection_.slices.empty()) {
+    auto reserved = budget.Reserve("what is read, cast or cut out for readers", total_bytes);
     if (reserved.ok()) {
       reading->reservation_ = *std::move(reserved);
       reading->made_chunks_ = std::make_unique<MadeChunk[]>(chunk_count);
@@ -202,6 +203,21 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
   return std::shared_ptr<const std::byte>(bytes, bytes.get());
 }
 
+absl::StatusOr<std::shared_ptr<const std::byte>> Reading::ReadChunk(int64_t offset,
+                                                                    int64_t length_bytes) const {
+  EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
+                       ReadTrack(device_, track_, offset, length_bytes));
+  if (pieces.size() == 1) {
+    return std::shared_ptr<const std::byte>(pieces[0].owner, pieces[0].bytes.data());
+  }
+  const std::shared_ptr<std::byte[]> bytes(new std::byte[length_bytes]);
+  std::byte* to = bytes.get();
+  for (const HostPiece& piece : pieces) {
+    to = std::copy(piece.bytes.begin(), piece.bytes.end(), to);
+  }
+  return std::shared_ptr<const std::byte>(bytes, bytes.get());
+}
+
 absl::StatusOr<std::vector<HostPiece>> Reading::CastOnDevice(const Run& run) const {
   if (device_.is_host() || run.stored_dtype != Dtype::kFloat32 || DtypeSize(run.dtype) != 2) {
     return std::vector<HostPiece>();
@@ -251,7 +267,9 @@ absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) co
 }
 
 absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
-  if (is_as_stored()) return ReadTrack(device_, track_, offset, length_bytes);
+  if (is_as_stored() && made_chunks_ == nullptr) {
+    return ReadTrack(device_, track_, offset, length_bytes);
+  }
   const int64_t chunk = offset / kChunkBytes;
   const int64_t start = chunk * kChunkBytes;
   const int64_t end = ChunkEnd(offset);
@@ -263,7 +281,8 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
     MadeChunk& made = made_chunks_[chunk];
     absl::MutexLock lock(&made.mu);
     if (made.bytes == nullptr) {
-      EMA_ASSIGN_OR_RETURN(made.bytes, MakeChunk(chunk, RunsIn(start, end)));
+      EMA_ASSIGN_OR_RETURN(made.bytes, is_as_stored() ? ReadChunk(start, end - start)
+                                                      : MakeChunk(chunk, RunsIn(start, end)));
     }
     return of_made(made.bytes);
   }

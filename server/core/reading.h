@@ -27,9 +27,9 @@
 namespace ema {
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Where that is how they are stored, the snapshot's own memory (or what its StoredTrack gives) is
-// given; what is cast or cut out is made on demand, a chunk at a time, and once for all who hold
-// this object, if the memory budget has room for it (else for each anew). Holds the snapshot, so
+// Where that is how they are stored, the snapshot's own memory is given; what is cast, cut out, or
+// read from a StoredTrack is made on demand, a chunk at a time, and once for all who hold this
+// object, if the memory budget has room for all of it (else for each anew). Holds the snapshot, so
 // the version stays pinned. Thread-safe.
 class Reading {
  public:
@@ -118,6 +118,9 @@ class Reading {
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
+  // One chunk of what is as it is stored.
+  absl::StatusOr<std::shared_ptr<const std::byte>> ReadChunk(int64_t offset,
+                                                             int64_t length_bytes) const;
   // Tells of the elements of each run, in order, in pieces that cut none: as they are stored, or
   // cast already; `dtype` says which.
   using RunVisitor =
