@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/rpc_server.h"
 
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -22,6 +24,10 @@ namespace {
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
+// gRPC's reflection service is its only one that is not on our queues: each of its streams has a
+// thread while it lasts, and so many may. Others are told RESOURCE_EXHAUSTED.
+constexpr int kMaxReflectionThreads = 4;
+
 // What health checks call the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
 
@@ -41,7 +47,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->admin_.OfferLane(rpc->lanes_->socket_name());
   }
 
+  // Before the builder is made; what is registered stays in the process.
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
+  grpc::ResourceQuota quota("ema");
+  quota.SetMaxThreads(kMaxReflectionThreads);
+  builder.SetResourceQuota(quota);
   const auto set = [&builder](const char* name, int64_t value) {
     builder.AddChannelArgument(name, static_cast<int>(value));
   };
