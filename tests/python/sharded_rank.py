@@ -129,6 +129,25 @@ def check_exception(model: torch.nn.Module, url: str) -> None:
         assert torch.equal(model(x), expected)
 
 
+def log_loaded(log: dict[str, np.ndarray], kind: str, world_size: int, url: str) -> None:
+    """What a model of the same layout has that had no memory before its averages came."""
+    module = Net
+
+    def on_meta() -> torch.nn.Module:
+        with torch.device("meta"):
+            return module()
+
+    globals()["Net"] = on_meta
+    model, _ = globals()[f"make_{kind}"](world_size)
+    globals()["Net"] = module
+    loaded = ema_client.load_into(model, url, track="fast")
+    assert loaded.missing_keys == loaded.unexpected_keys == loaded.meta_buffers == ()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(16, 9))
+    log_model(log, "loaded", model, None)
+
+
 def main() -> None:
     kind, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     folder, url, steps = pathlib.Path(sys.argv[4]), sys.argv[5], int(sys.argv[6])
@@ -185,6 +204,7 @@ def main() -> None:
         for name, tensor in model.state_dict().items():
             assert np.array_equal(before[name], whole(tensor)), name
         check_exception(model, url)
+        log_loaded(log, kind, world_size, url)
     np.savez(folder / f"{rank}.npz", **log)
     dist.destroy_process_group()
 

@@ -81,6 +81,7 @@ def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, wor
         if "averaged_step" in log:
             assert int(log["averaged_step"]) == 6
             assert_same_bits(client.pull(model, track="fast"), whole_model([log], "averaged"))
+            assert_same_bits(client.pull(model, track="fast"), whole_model([log], "loaded"))
 
 
 def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_path, model):

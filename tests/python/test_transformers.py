@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's folders as Hugging Face Transformers read them."""
+"""A checkpoint's folders, and saved ones, as Hugging Face Transformers read them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,56 @@ import ema_client
 import pytest
 import torch
 from server_process import ServerProcess
+from test_emactl import emactl  # noqa: F401
 
 pytestmark = pytest.mark.framework
 
 transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("how", ["python", "emactl", "other config"])
+def test_from_pretrained_reads_what_is_saved(
+    server, client, emactl, tmp_path, model, how
+):  # noqa: F811
+    config = transformers.BertConfig(
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        vocab_size=40,
+    )
+    torch.manual_seed(3)
+    module = transformers.BertModel(config)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    described = tmp_path / "described"
+    module.save_pretrained(described)
+    with ema_client.attach(
+        module,
+        optimizer,
+        server.url(model),
+        tracks={"ema": "2ba"},
+        files=None if how == "other config" else described,
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.arange(12).reshape(2, 6)).pooler_output.sum().backward()
+            optimizer.step()
+    folder = tmp_path / "saved"
+    if how == "emactl":
+        assert emactl("pull", model, "--track", "ema", "-o", f"{folder}/").returncode == 0
+    else:
+        files = described if how == "other config" else None
+        client.save(model, f"{folder}/", track="ema", files=files)
+
+    read, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert isinstance(read, transformers.BertModel)
+    average = client.pull(model, track="ema")
+    state = read.state_dict()
+    assert {
+        name: torch.equal(state[name], value) for name, value in average.items()
+    } == dict.fromkeys(state, True)
+    assert not torch.equal(state["pooler.dense.weight"], module.pooler.dense.weight)
 
 
 @pytest.mark.parametrize("flags", [[], ["--max-file-bytes", "20000"]], ids=["one file", "split"])

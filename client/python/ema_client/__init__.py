@@ -44,6 +44,7 @@ from ema_client._errors import (
     UnavailableError,
     UnimplementedError,
 )
+from ema_client._load import Loaded, load_into
 from ema_client._local import LocalEMA, compute_ema
 from ema_client._read import pull, watch
 from ema_client._run import PendingPush, Run
@@ -88,6 +89,7 @@ __all__ = [
     "InvalidArgumentError",
     "Label",
     "ListedVersion",
+    "Loaded",
     "LocalEMA",
     "MetricResult",
     "ModelInfo",
@@ -117,6 +119,7 @@ __all__ = [
     "attach",
     "averaged",
     "compute_ema",
+    "load_into",
     "pull",
     "watch",
 ]

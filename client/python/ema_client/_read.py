@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, Literal
 
 from ema_client._arrays import Framework
@@ -22,6 +22,7 @@ def pull(
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     out: Mapping[str, Any] | None = None,
     framework: Framework = "auto",
+    device: Any = None,
     timeout_s: float = 60.0,
 ) -> Weights:
     """Reads one track of one version of the model at `url`, or a part of it; see `Client.pull`.
@@ -41,12 +42,13 @@ def pull(
             dtype=dtype,
             out=out,
             framework=framework,
+            device=device,
         )
 
 
 def watch(
     url: str, *, after: int | None = None, timeout_s: float | None = None
-) -> Iterator[Version]:
+) -> Generator[Version, None, None]:
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
 
     Example:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ema_client._arrays import Placed
 from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._types import TensorSpec
 
@@ -134,28 +136,55 @@ def write(
     import torch
 
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in ordered
+    ]
+
+    def flat(tensor: torch.Tensor) -> Any:
+        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    replace(path, itertools.chain([_header(specs, metadata)], (flat(t) for _, t in ordered)))
+
+
+def write_placed(
+    path: pathlib.Path, placed: Sequence[Placed], buffer: Any, metadata: Mapping[str, str]
+) -> None:
+    """Writes tensors that lie in one buffer, in their order; the file takes its name when it is whole."""
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _, _ in placed]
+    data = memoryview(buffer).cast("B")
+    pieces = (data[offset : offset + length] for _, _, _, offset, length in placed)
+    replace(path, itertools.chain([_header(specs, metadata)], pieces))
+
+
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file: the tensors' follow, end to end. InvalidArgumentError: a dtype."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, tensor in ordered:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _NAMES:
-            raise InvalidArgumentError(f'tensor "{name}": dtype {dtype}', reason="BAD_MANIFEST")
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(tensor.shape),
+    for spec in specs:
+        if spec.dtype not in _NAMES:
+            raise InvalidArgumentError(
+                f'tensor "{spec.name}": dtype {spec.dtype}', reason="BAD_MANIFEST"
+            )
+        size = _length_bytes(spec)
+        header[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes a file that takes its name when it is on the disk."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in ordered:
-                flat = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(flat.view(torch.uint8).numpy().data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What evaluators ask of a `Client`: weights, in memory and as files, and to be told of new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, Literal
+
+from ema_client import _arrays, _ema, _safetensors
+from ema_client._arrays import Framework
+from ema_client._checkpoint_calls import CheckpointCalls
+from ema_client._errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfRangeError,
+)
+from ema_client._files import FilesLike, small_files
+from ema_client._pieces import is_dtensor, pieces_of, selection_of
+from ema_client._types import (
+    ModelInfo,
+    Shard,
+    Version,
+    VersionLike,
+    Weights,
+    version_from,
+    version_id,
+)
+
+# How often tracks are pulled anew because a newer version has pushed theirs out.
+_STACKED_ATTEMPTS = 20
+_WEIGHTS_NAME = "model.safetensors"
+
+
+class EvaluatorCalls(CheckpointCalls):
+    """A part of `Client`, which has the calls that these are made of."""
+
+    def pull(
+        self,
+        name: str,
+        *,
+        track: str,
+        version: VersionLike = 0,
+        tensors: Collection[str] = (),
+        slices: Collection[Shard] = (),
+        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        out: Mapping[str, Any] | None = None,
+        framework: Framework = "auto",
+        device: Any = None,
+        on_progress: Callable[[int], object] | None = None,
+        timeout_s: float | None = None,
+    ) -> Weights:
+        """Reads one track of one version, or a part of it, checked by its digest.
+
+        Args:
+            name: the model.
+            track: which average.
+            version: a number, a record, or a label such as "best"; 0: the newest. One that is only on
+                the server's disk is read from there.
+            tensors: names, or patterns such as "encoder.*": only these, and those of `slices`.
+            slices: of these tensors only a box.
+            dtype: what the server casts floats to before it sends them. None: as it keeps them.
+            out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
+                dtypes; exactly the names that are pulled. With DTensors among them these say what is
+                pulled: of each just the piece that is on this rank, however trainers have sharded the
+                model; ranks that shall get one version must name it. Untouched if the pull fails. The pulled bytes are
+                in memory beside them until they have been written.
+            framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
+            device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
+                None: in host memory.
+            on_progress: called with the bytes so far.
+            timeout_s: seconds.
+
+        Returns:
+            Tensors by name, which share one buffer that is theirs alone; its `version` says what was
+            pulled. With `out`, that dict's tensors.
+
+        Raises:
+            NotFoundError: no such model, track or label.
+            FailedPreconditionError: nothing has been committed yet.
+            OutOfRangeError: the version is not kept any more, or not committed yet.
+            InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
+                `out` has other names or shapes, or dtypes that the values cannot
+                be cast to.
+        """
+        if device is not None and (out is not None or framework == "numpy"):
+            raise InvalidArgumentError(
+                f'device: {device} given with {"out" if out is not None else "NumPy arrays"}: it is '
+                "for new torch tensors",
+                reason="BAD_REQUEST",
+            )
+        given = out
+        if out is not None and any(map(is_dtensor, out.values())):
+            pieces = pieces_of(out)
+            tensors, slices = selection_of(pieces)
+            out = {tensor: piece.local for tensor, piece in pieces.items() if not piece.is_empty}
+        label = version if isinstance(version, str) else ""
+        number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
+        pulled = self._client.pull(
+            name,
+            track,
+            number,
+            incarnation,
+            label,
+            list(tensors),
+            [(box.name, box.offsets, box.extents) for box in slices],
+            dtype,
+            self._timeout(timeout_s),
+            on_progress,
+        )
+        record = version_from(pulled.version)
+        aliases = pulled.aliases
+        if out is None and device is not None:
+            arrays = _arrays.build(pulled.tensors, pulled.bytes, framework="torch")
+            arrays = {tensor: value.to(device, copy=True) for tensor, value in arrays.items()}
+            return Weights(arrays, version=record, track=track, aliases=aliases)
+        if out is None:
+            arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
+            return Weights(arrays, version=record, track=track, aliases=aliases, pulled=pulled)
+        # The server's bytes are one piece; they are scattered from there.
+        is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
+        arrays = _arrays.build(
+            pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
+        )
+        # A tied tensor may be there under its other names, too.
+        names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
+        _arrays.copy_into(names, arrays)
+        assert given is not None
+        arrays = {tensor: given[tensor] for tensor in arrays}
+        return Weights(arrays, version=record, track=track, aliases=aliases)
+
+    def refresh(self, weights: Weights, *, timeout_s: float | None = None) -> bool:
+        """Brings pulled weights to the newest version, in place: only what has changed is sent.
+
+        Args:
+            weights: what `pull` of any client of this server has given, without `out`.
+            timeout_s: seconds.
+
+        Returns:
+            False: they are the newest version.
+
+        Raises:
+            InvalidArgumentError: the weights were pulled into `out`, or are of several tracks.
+            FailedPreconditionError: the model has been made anew with other tensors.
+            EmaError: as `pull`. Some of the values may be the newer version's already; once a call
+                succeeds, all are.
+
+        Example:
+            >>> weights = client.pull("m", track="ema", dtype="bfloat16")
+            >>> while training:
+            ...     if client.refresh(weights):
+            ...         evaluate(weights, weights.version.step)
+        """
+        pulled = weights._pulled
+        if pulled is None:
+            raise InvalidArgumentError(
+                "weights: not the memory of one pull; pull without `out`", reason="BAD_REQUEST"
+            )
+        is_newer = self._client.refresh(pulled, self._timeout(timeout_s))
+        if is_newer:
+            weights.version = version_from(pulled.version)
+            weights.received_bytes = pulled.received_bytes
+            weights.lane = pulled.lane
+        return is_newer
+
+    def pull_stacked(
+        self,
+        name: str,
+        *,
+        tracks: Sequence[str],
+        version: VersionLike = 0,
+        framework: Framework = "auto",
+        timeout_s: float | None = None,
+    ) -> Weights:
+        """Reads several tracks of one version, each tensor stacked along a new first dimension.
+
+        What `torch.func.functional_call` under `vmap`, or `bmm`, takes to evaluate all of them at once.
+
+        Args:
+            name: the model.
+            tracks: which averages, in the order of the first dimension; they must have the same tensors.
+            version: as for `pull`.
+            framework: as for `pull`.
+            timeout_s: seconds for each track.
+
+        Returns:
+            Tensors of shape [len(tracks), ...] by name, in the first track's dtypes; its `track` is all
+            names, joined by commas.
+
+        Raises:
+            InvalidArgumentError: no tracks, or they have not the same tensors.
+            OutOfRangeError: the version was let go between the tracks; with 0, many times over. More
+                `max_pinned_versions` keep it longer.
+            EmaError: as `pull`.
+        """
+        if not tracks:
+            raise InvalidArgumentError("tracks: at least one is needed", reason="BAD_REQUEST")
+        for attempt in itertools.count(1):
+            try:
+                return self._pull_stacked(name, tracks, version, framework, timeout_s)
+            except OutOfRangeError:
+                # Commits have overtaken the pulls.
+                if version != 0 or attempt == _STACKED_ATTEMPTS:
+                    raise
+        raise AssertionError  # Not reached.
+
+    def _pull_stacked(
+        self,
+        name: str,
+        tracks: Sequence[str],
+        version: VersionLike,
+        framework: Framework,
+        timeout_s: float | None,
+    ) -> Weights:
+        first = self.pull(
+            name, track=tracks[0], version=version, framework=framework, timeout_s=timeout_s
+        )
+        names = [tensor for tensor in first if tensor not in first.aliases]
+        stacked = {tensor: _arrays.stack_like(first[tensor], len(tracks)) for tensor in names}
+        for index, track in enumerate(tracks[1:], 1):
+            out = {tensor: stacked[tensor][index, ...] for tensor in names}
+            self.pull(name, track=track, version=first.version, out=out, timeout_s=timeout_s)
+        return Weights(
+            stacked, version=first.version, track=",".join(tracks), aliases=first.aliases
+        )
+
+    def watch(
+        self, name: str, *, after: int | None = None, timeout_s: float | None = None
+    ) -> Generator[Version, None, None]:
+        """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
+
+        Args:
+            name: the model.
+            after: a version's number; 0: with the oldest record. None: from now on.
+            timeout_s: seconds without a commit after which DeadlineExceededError is raised. None:
+                waits for ever.
+
+        Raises:
+            NotFoundError: no such model, or it was deleted.
+        """
+        watcher = self._client.watch(name, after, math.inf if timeout_s is None else timeout_s)
+        return _iterate(watcher)
+
+    def wait_for(self, name: str, *, step: int, timeout_s: float | None = None) -> Version:
+        """Waits until the model has come to a step.
+
+        Args:
+            name: the model.
+            step: of the trainer.
+            timeout_s: seconds in all. None: waits for ever. 0: only looks.
+
+        Returns:
+            The newest version, if its step is not before `step`; else the first commit that is not.
+            Its weights can be pulled until later commits have pushed it out.
+
+        Raises:
+            NotFoundError: no such model, or it was deleted.
+            DeadlineExceededError: it has not come so far in time.
+
+        Example:
+            >>> version = client.wait_for("m", step=10_000)
+            >>> weights = client.pull("m", track="ema", version=version)
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        latest = self.model(name).latest
+        while latest is None or latest.step < step:
+            left = None if deadline is None else deadline - time.monotonic()
+            after = 0 if latest is None else latest.number
+            found: Version | None = None
+            if left is None or left > 0:
+                found = self._first_commit(name, after=after, step=step, timeout_s=left)
+            if found is None:
+                at = "no version" if latest is None else f"step {latest.step}"
+                raise DeadlineExceededError(
+                    f'model "{name}": is at {at}, not at step {step}, after {timeout_s} s'
+                )
+            latest = found
+        return latest
+
+    def _first_commit(
+        self, name: str, *, after: int, step: int, timeout_s: float | None
+    ) -> Version | None:
+        """The first that is not before `step`; with a time, the first: the time is not one commit's."""
+        with contextlib.closing(self.watch(name, after=after, timeout_s=timeout_s)) as versions:
+            try:
+                return next(
+                    found for found in versions if timeout_s is not None or found.step >= step
+                )
+            except DeadlineExceededError:
+                return None
+
+    def save(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        track: str,
+        version: VersionLike = 0,
+        tensors: Collection[str] = (),
+        slices: Collection[Shard] = (),
+        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        files: FilesLike | None = None,
+        timeout_s: float | None = None,
+    ) -> Version:
+        """Pulls averages into a safetensors file, or a folder that Hugging Face's tools read.
+
+        Args:
+            name: the model.
+            path: a file, or a folder if it is one or ends in "/". A folder is made if need be, and
+                gets model.safetensors and small files beside it, so that `from_pretrained` reads it
+                if a config.json is among them. What is there of the same names is replaced.
+            track: which average.
+            version, tensors, slices, dtype: as for `pull`.
+            files: of a folder: contents by name, or a folder of which is taken what describes a model,
+                as for `attach_files`. None: those that are attached to the model.
+            timeout_s: seconds for each call.
+
+        Returns:
+            The version that is in the file. Of a tied tensor only the first name is.
+
+        Raises:
+            FailedPreconditionError: the folder has weights in pieces (model.safetensors.index.json),
+                which tools would read in place of these.
+            EmaError: as `pull`; no file has changed.
+            OSError: the disk; the file of weights is the old one, or complete.
+
+        Example:
+            >>> client.save("m", "averaged/", track="ema", files="described/")
+            >>> transformers.AutoModel.from_pretrained("averaged/")
+        """
+        target = pathlib.Path(path)
+        beside: dict[str, bytes] = {}
+        is_folder = target.is_dir() or os.fspath(path).endswith(os.sep)
+        if is_folder:
+            index = target / f"{_WEIGHTS_NAME}.index.json"
+            if index.exists():
+                raise FailedPreconditionError(
+                    f"{index}: the folder has weights in pieces; take another, or remove them"
+                )
+            if files is None:
+                beside = self.attached_files(name, timeout_s=timeout_s)
+            else:
+                beside = small_files(files)
+        weights = self.pull(
+            name,
+            track=track,
+            version=version,
+            tensors=tensors,
+            slices=slices,
+            dtype=dtype,
+            timeout_s=timeout_s,
+        )
+        if is_folder:
+            target.mkdir(parents=True, exist_ok=True)
+            for file, data in beside.items():
+                _safetensors.replace(target / file, [data])
+            target /= _WEIGHTS_NAME
+        pulled = weights._pulled
+        assert pulled is not None
+        # transformers insists on "format".
+        metadata = {"format": "pt", "model": name, "track": track}
+        metadata |= {
+            "step": str(weights.version.step),
+            "version": str(weights.version.number),
+        }
+        _safetensors.write_placed(target, pulled.tensors, pulled.bytes, metadata)
+        return weights.version
+
+    def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """Of `Client`."""
+        raise NotImplementedError
+
+
+def _iterate(watcher: _ema.Watcher) -> Generator[Version, None, None]:
+    try:
+        while True:
+            version, skipped = watcher.next()
+            yield version_from(version, skipped=skipped)
+    finally:
+        watcher.stop()

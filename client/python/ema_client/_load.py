@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_into`: averaged weights for a module that is there to keep them, also one without memory yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client import _arrays
+from ema_client._averaged import _only_average, _pull_pieces, release
+from ema_client._client import Client
+from ema_client._ema_model import _half_of
+from ema_client._errors import InvalidArgumentError
+from ema_client._pieces import is_dtensor, pieces_of
+from ema_client._ranks import Ranks
+from ema_client._torch_model import NamedTensors, named_tensors, unwrap
+from ema_client._track import track_of
+from ema_client._types import ModelInfo, Version, VersionLike
+from ema_client._url import split_url
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What `load_into` has done.
+
+    Attributes:
+        version: that is in the module.
+        missing_keys: tensors of the module that the track does not have; they are as they were.
+        unexpected_keys: tensors of the track that the module does not have.
+        meta_buffers: buffers that no state_dict has, and no server, and that have no memory yet: their
+            values are for the caller to compute.
+    """
+
+    version: Version
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    meta_buffers: tuple[str, ...]
+
+
+def load_into(
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike = 0,
+    strict: bool = True,
+    device: Any = "cpu",
+    timeout_s: float = 60.0,
+) -> Loaded:
+    """Puts averaged values into a module's parameters and buffers for good.
+
+    Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device are
+    replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Of a model of DTensors
+    each rank gets its own pieces, as with `averaged`; all ranks must call this together.
+
+    Args:
+        model: the module; DistributedDataParallel and torch.compile are looked through.
+        url: "ema://host:port/model".
+        track: which average. None: the only track that is not a copy, else "ema".
+        version: a number, a record, or a label such as "best"; 0: the newest.
+        strict: the module and the track must have the same tensors. False: what both have is loaded,
+            and only that is sent, for example an encoder's.
+        device: where tensors that have no memory get it.
+        timeout_s: seconds for each call.
+
+    Returns:
+        What was loaded, and what was not.
+
+    Raises:
+        InvalidArgumentError: shapes differ; or, if `strict`, names, all of which the message lists.
+        EmaError: the pull failed. After any error the module is as it was.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = Net()
+        >>> ema_client.load_into(model, "ema://host:50051/digits", device="cuda")
+    """
+    address, model_name = split_url(url)
+    module = unwrap(model)
+    named = named_tensors(module)
+    is_sharded = any(map(is_dtensor, named.all().values()))
+    ranks = Ranks.current() if is_sharded else Ranks.alone()
+    with Client(address, timeout_s=timeout_s) as client:
+        failure: Exception | None = None
+        try:
+            info = client.model(model_name)
+            track = _only_average(info) if track is None else track
+            match = _match(info, track, named)
+            match.check(info.name, strict)
+        except Exception as raised:
+            failure = raised
+        ranks.gather_or_raise(failure, None)
+        assert track is not None
+        wanted = {match.names[name]: named.all()[name] for name in match.names}
+        values: Mapping[str, torch.Tensor] = {}
+        if is_sharded:
+            values, pulled = _pull_pieces(client, ranks, info, track, version, pieces_of(wanted))
+        else:
+            weights = client.pull(
+                model_name,
+                track=track,
+                version=version,
+                tensors=() if match.is_all else list(wanted),
+                dtype=_half_of(wanted),
+                framework="torch",
+            )
+            values, pulled = weights, weights.version
+            # Of a version from before the track has changed.
+            lacking = [name for name in match.names if match.names[name] not in weights]
+            _refuse(model_name, missing=lacking if strict else [], unexpected=[], wrong=[])
+            for name in lacking:
+                match.missing.append(name)
+                del match.names[name]
+    loaded = {id(named.all()[name]) for name in match.names}
+    release(named.all().values())
+    _give_memory(module, loaded, device)
+    _write(named_tensors(module), match.names, values)
+    return Loaded(
+        pulled,
+        tuple(match.missing),
+        tuple(match.unexpected),
+        tuple(
+            name
+            for name, buffer in module.named_buffers()
+            if buffer.is_meta and name not in named.buffers
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Match:
+    """Which tensor of the track is which of the module.
+
+    Attributes:
+        names: the server's, by the module's, both the first ones of tied tensors.
+        is_all: the track has no others.
+    """
+
+    names: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+    wrong_shapes: list[str]
+    is_all: bool
+
+    def check(self, model_name: str, strict: bool) -> None:
+        _refuse(
+            model_name,
+            missing=self.missing if strict else [],
+            unexpected=self.unexpected if strict else [],
+            wrong=self.wrong_shapes,
+        )
+
+
+def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
+    specs = {spec.name: spec for spec in info.tensors}
+    if track in info.tracks:  # Else it is synthesized, or was removed since.
+        actions = track_of(track, info.tracks[track]).actions(
+            [_arrays.spec_of(name, spec) for name, spec in specs.items()]
+        )
+        kept = [spec for spec, (action, _) in zip(info.tensors, actions) if action != "ignore"]
+        specs = {spec.name: spec for spec in kept}
+    first_names = {alias: spec.name for spec in specs.values() for alias in spec.aliases}
+    first_names |= {name: name for name in specs}
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    known: set[str] = set()
+    for name, tensor in named.all().items():
+        all_names = (name, *named.aliases.get(name, ()))
+        known.update(all_names)
+        found = next((first_names[one] for one in all_names if one in first_names), None)
+        if found is None:
+            missing.append(name)
+            continue
+        names[name] = found
+        if tuple(tensor.shape) != tuple(specs[found].shape):
+            wrong.append(f"{name}: {tuple(tensor.shape)} here, {tuple(specs[found].shape)} there")
+    unexpected = [
+        spec.name
+        for spec in specs.values()
+        if spec.name not in names.values() and known.isdisjoint((spec.name, *spec.aliases))
+    ]
+    is_all = len(set(names.values())) == len(specs)
+    return _Match(names, missing, unexpected, wrong, is_all)
+
+
+def _refuse(
+    model_name: str, *, missing: list[str], unexpected: list[str], wrong: list[str]
+) -> None:
+    parts = [
+        f"{what}: {separator.join(names)}"
+        for what, separator, names in (
+            ("missing", ", ", missing),
+            ("unexpected", ", ", unexpected),
+            ("shapes do not match", "; ", wrong),
+        )
+        if names
+    ]
+    if parts:
+        raise InvalidArgumentError(f'model "{model_name}": {"; ".join(parts)}', reason="BAD_LAYOUT")
+
+
+def _give_memory(module: torch.nn.Module, loaded: set[int], device: Any) -> None:
+    """Puts tensors with memory in the place of those of `loaded`, by id, that have none."""
+    import torch
+
+    made: dict[int, torch.Tensor] = {}
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in loaded or not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, tensor.requires_grad)
+            made[id(tensor)] = empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        own: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in own:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = with_memory(tensor)
+
+
+def _write(
+    named: NamedTensors, names: Mapping[str, str], values: Mapping[str, torch.Tensor]
+) -> None:
+    import torch
+
+    pieces = pieces_of({name: named.all()[name] for name in names})
+    with torch.no_grad():
+        for name, piece in pieces.items():
+            if names[name] in values and not piece.is_empty:
+                piece.local.copy_(values[names[name]])

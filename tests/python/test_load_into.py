@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""load_into(): averages for good, into modules with memory and without."""
+
+from __future__ import annotations
+
+import contextlib
+
+import ema_client
+import pytest
+import torch
+from testing import assert_same_bits
+
+TRACKS = {"ema": "4ba", "raw": "copy"}
+
+
+class Net(torch.nn.Module):
+    """With BatchNorm, tied weights, a frozen parameter, and a buffer that no state_dict has."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width))
+        self.body[0].bias.requires_grad_(False)
+        self.head = torch.nn.Linear(width, 4, bias=False)
+        self.tied = torch.nn.Linear(width, 4, bias=False)
+        self.tied.weight = self.head.weight
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.body(x)) * self.mask + self.head(self.body(x))
+
+
+def on_meta(make=Net, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    with torch.device("meta"):
+        return make().to(dtype)
+
+
+@pytest.fixture
+def average(client, server, model):
+    """The average of a network that was trained for a step, as its state."""
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), tracks=TRACKS) as ema:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        ema.wait_pushed()
+    pulled = client.pull(model, track="ema")
+    assert not torch.equal(pulled["head.weight"], net.head.weight)
+    return pulled
+
+
+def test_tensors_stay_the_same_objects(server, model, average):
+    net = Net()
+    before = dict(net.named_parameters())
+    loaded = ema_client.load_into(net, server.url(model))
+    assert loaded.version == average.version
+    assert (loaded.missing_keys, loaded.unexpected_keys, loaded.meta_buffers) == ((), (), ())
+    assert_same_bits(average, net.state_dict())
+    assert all(net.get_parameter(name) is parameter for name, parameter in before.items())
+    assert not net.body[0].bias.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_meta_module_gets_memory(server, model, average, dtype):
+    net = on_meta(dtype=dtype)
+    loaded = ema_client.load_into(net, server.url(model))
+    # As after load_state_dict: what no state has is for the caller to make.
+    assert loaded.meta_buffers == ("mask",)
+    net.mask = torch.ones(4, dtype=dtype)
+    assert net.tied.weight is net.head.weight
+    assert net.head.weight.requires_grad and not net.body[0].bias.requires_grad
+    for name, value in net.state_dict().items():
+        expected = average[name]
+        assert value.dtype == (dtype if expected.is_floating_point() else expected.dtype)
+        assert torch.equal(value, expected.to(value.dtype)), name
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    net(torch.randn(8, 4, dtype=dtype)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(net.head.weight, average["head.weight"].to(dtype))
+
+
+def test_tensors_with_memory_stay_where_others_get_it(server, model, average):
+    net = on_meta()
+    net.head = net.tied = torch.nn.Linear(5, 4, bias=False)
+    weight = net.head.weight
+    ema_client.load_into(net, server.url(model), device=torch.device("cpu"))
+    assert net.head.weight is weight is net.tied.weight
+    assert_same_bits(average, net.state_dict())
+
+
+class Other(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Linear(2, 2)
+        del self.head, self.tied
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_strict_names_all_that_differs_and_changes_nothing(server, model, average, place):
+    with torch.device(place):
+        net = Other()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    tensors = dict(net.named_parameters())
+    with pytest.raises(ema_client.InvalidArgumentError) as error:
+        ema_client.load_into(net, server.url(model))
+    for name in ("missing: extra.weight, extra.bias", "unexpected: head.weight"):
+        assert name in str(error.value)
+    assert all(net.get_parameter(name) is tensor for name, tensor in tensors.items())
+    if place == "cpu":
+        assert_same_bits(before, net.state_dict())
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_not_strict_loads_what_both_have(server, model, average, place):
+    with torch.device(place):
+        net = Other()
+    extra = net.extra.weight
+    loaded = ema_client.load_into(net, server.url(model), strict=False)
+    assert loaded.missing_keys == ("extra.weight", "extra.bias")
+    assert loaded.unexpected_keys == ("head.weight",)
+    assert net.extra.weight is extra
+    assert_same_bits({k: v for k, v in average.items() if k.startswith("body")}, net.body_state())
+
+
+Other.body_state = lambda self: {  # type: ignore[attr-defined]
+    f"body.{name}": tensor for name, tensor in self.body.state_dict().items()
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_shapes_must_match(server, model, average, strict):
+    net = Net(width=6)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"body.0.weight: \(6, 4\) here"):
+        ema_client.load_into(net, server.url(model), strict=strict)
+    assert_same_bits(before, net.state_dict())
+
+
+def test_a_tensor_that_the_track_ignores_is_missing(server, client, model):
+    net = torch.nn.Linear(3, 2)
+    client.create_model(
+        model, net.state_dict(), tracks={"ema": ema_client.Track(tensor_rules={"bias": "ignore"})}
+    )
+    with client.open_run(model) as run:
+        run.push(step=1, weights={name: p.detach() for name, p in net.named_parameters()})
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing: bias"):
+        ema_client.load_into(net, server.url(model))
+    bias = net.bias.detach().clone()
+    loaded = ema_client.load_into(net, server.url(model), strict=False)
+    assert loaded.missing_keys == ("bias",)
+    assert torch.equal(net.bias, bias)
+
+
+def test_a_pull_that_fails_leaves_the_module_without_memory(server, model, average):
+    net = on_meta()
+    with pytest.raises(ema_client.NotFoundError):
+        ema_client.load_into(net, server.url(model), version="nobody")
+    assert all(tensor.is_meta for tensor in net.state_dict().values())
+
+
+def test_a_pull_onto_a_device(server, client, model, average):
+    pulled = client.pull(model, track="ema", device="cpu")
+    assert_same_bits(average, pulled)
+    with pytest.raises(ema_client.InvalidArgumentError, match="one pull"):
+        client.refresh(pulled)
+    assert client.pull(model, track="ema", device="meta")["head.weight"].is_meta
+    with pytest.raises(ema_client.InvalidArgumentError, match="device"):
+        client.pull(model, track="ema", device="cpu", framework="numpy")
+    with pytest.raises(ema_client.InvalidArgumentError, match="device"):
+        client.pull(model, track="ema", device="cpu", out=dict(average))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+def test_a_meta_module_of_fully_shard(server, model, average, alone):
+    from torch.distributed.fsdp import fully_shard
+
+    net = on_meta()
+    del net.tied  # Of which fully_shard makes no secret either.
+    net.tied = net.head
+    fully_shard(net.body)
+    fully_shard(net)
+    loaded = ema_client.load_into(net, server.url(model))
+    assert loaded.meta_buffers == ("mask",)
+    net.mask = torch.ones(4)
+    state = {
+        name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in net.state_dict().items()
+    }
+    assert_same_bits(average, state)
+    plain = Net()
+    plain.load_state_dict(average)
+    x = torch.randn(8, 4)
+    assert torch.equal(net.eval()(x), plain.eval()(x))

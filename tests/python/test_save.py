@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages as files and folders, by Client.save and by emactl."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import ema_client
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from test_emactl import emactl  # noqa: F401
+from testing import assert_same_bits
+
+FILES = {
+    "config.json": b'{"layers": 2}',
+    "vocab.txt": b"",
+    "large.json": bytes(range(256)) * 40_000,
+}
+
+
+@pytest.fixture
+def weights(rng):
+    return {
+        # Between them is a gap in what is pulled, and none in a file.
+        "scalar": np.float32(1.5).reshape(()),
+        "mask": rng.integers(0, 2, 9).astype(np.bool_),
+        "empty": np.zeros((0, 4), np.float32),
+        "w": rng.standard_normal((10, 7)).astype(np.float32),
+        "double": rng.standard_normal(3),
+    }
+
+
+@pytest.fixture
+def pushed(client, model, weights):
+    client.create_model(model, weights, tracks={"ema": "4ba", "raw": "copy"})
+    with client.open_run(model) as run:
+        for step in (1, 2):
+            run.push(step=step, weights=weights)
+    return weights
+
+
+@pytest.fixture(params=["python", "emactl"])
+def save(request, client, model, emactl):  # noqa: F811
+    """Writes what is pulled to a path; returns what went wrong."""
+
+    def by_python(path, *, slices=(), **options):
+        boxes = [
+            ema_client.Shard(name, tuple(begin for begin, _ in box), tuple(e - b for b, e in box))
+            for name, box in slices
+        ]
+        try:
+            client.save(model, path, slices=boxes, **options)
+        except (ema_client.EmaError, OSError) as error:
+            return str(error)
+        return None
+
+    def by_emactl(path, *, slices=(), tensors=(), files=None, **options):
+        flags = [f"--tensors={name}" for name in tensors]
+        flags += [f"--{name}={value}" for name, value in options.items()]
+        flags += [
+            f"--slice={name}[{','.join(f'{begin}:{end}' for begin, end in box)}]"
+            for name, box in slices
+        ]
+        flags += ["--config-from", files] if files is not None else []
+        result = emactl("pull", model, *flags, "-o", path)
+        return None if result.returncode == 0 else result.stderr
+
+    return by_python if request.param == "python" else by_emactl
+
+
+def test_a_file(client, model, pushed, save, tmp_path):
+    path = tmp_path / "out.safetensors"
+    path.write_bytes(b"old")
+    assert save(path, track="ema") is None
+    assert os.listdir(tmp_path) == ["out.safetensors"]
+    assert_same_bits(client.pull(model, track="ema", framework="numpy"), load_file(path))
+    with safe_open(path, "np") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "model": model,
+            "track": "ema",
+            "step": "2",
+            "version": "2",
+        }
+
+
+def test_a_part_of_it(client, model, pushed, save, tmp_path):
+    path = tmp_path / "part.safetensors"
+    part = {"tensors": ["mask"], "slices": [("w", [(2, 5), (1, 7)])], "dtype": "float16"}
+    assert save(path, track="raw", **part) is None
+    expected = {"mask": pushed["mask"], "w": pushed["w"][2:5, 1:].astype(np.float16)}
+    assert_same_bits(expected, load_file(path))
+
+
+def test_a_folder_has_the_attached_files(client, model, pushed, save, tmp_path):
+    client.attach_files(model, FILES)
+    assert client.attached_files(model) == FILES
+    folder = tmp_path / "made" / "here"
+    assert save(f"{folder}/", track="ema", version=1) is None
+    got = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {name: got[name] for name in FILES} == FILES
+    assert got.keys() == {*FILES, "model.safetensors"}
+    # Again, into the folder that is there now: by its name alone.
+    client.attach_files(model, {"config.json": b"{}"})
+    client.remove_file(model, "vocab.txt")
+    assert save(folder, track="ema") is None
+    assert (folder / "config.json").read_bytes() == b"{}"
+    assert {path.name for path in folder.iterdir()} == got.keys()
+
+
+def test_a_folder_with_the_files_of_another(client, model, pushed, save, tmp_path):
+    client.attach_files(model, FILES)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"x": np.ones(2)}, other / "model.safetensors")
+    (other / "config.json").write_bytes(b'{"other": 1}')
+    (other / "training_args.bin").write_bytes(b"no")
+    assert save(f"{tmp_path}/out/", track="raw", files=other) is None
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "out/config.json").read_bytes()) == {"other": 1}
+    assert_same_bits(
+        client.pull(model, track="raw", framework="numpy"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+
+
+def test_what_is_refused_changes_nothing(client, model, pushed, save, tmp_path):
+    client.attach_files(model, {"config.json": b"{}"})
+    assert "nothing" in save(f"{tmp_path}/out/", track="nothing")
+    assert os.listdir(tmp_path) == []
+    # Weights in pieces would be read in place of ours.
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_bytes(b"{}")
+    assert "in pieces" in save(folder, track="ema")
+    assert os.listdir(folder) == ["model.safetensors.index.json"]
+
+
+def test_a_file_that_is_not_attached(client, model, pushed):
+    assert client.attached_files(model) == {}
+    with pytest.raises(ema_client.NotFoundError):
+        client.attached_files("nobody")
+    with pytest.raises(ema_client.NotFoundError, match="there is none") as error:
+        client._client.get_attached_file(model, "config.json", 5)
+    assert error.value.reason == "FILE_NOT_FOUND"
