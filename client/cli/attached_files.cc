@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -43,23 +44,32 @@ absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
-                                                     const std::string& model,
-                                                     const std::vector<std::string>& paths) {
-  std::vector<std::string> names;
+absl::StatusOr<std::map<std::string, std::string>> ReadDescribingFiles(
+    const std::vector<std::string>& paths) {
+  std::map<std::string, std::string> contents;
   for (const std::string& path : paths) {
     EMA_ASSIGN_OR_RETURN(const std::vector<std::string> files, FilesOf(path));
     for (const std::string& file : files) {
-      const absl::StatusOr<std::string> bytes =
+      absl::StatusOr<std::string> bytes =
           PosixFileSystem().ReadSmallFile(RealPath(file), kMaxAttachedFileBytes);
       if (!bytes.ok()) {
         return absl::Status(bytes.status().code(),
                             absl::StrCat(file, ": ", bytes.status().message()));
       }
-      const std::string name = std::filesystem::path(file).filename().string();
-      EMA_RETURN_IF_ERROR(session.client->AttachFile(model, name, *bytes, session.timeout));
-      names.push_back(name);
+      contents[std::filesystem::path(file).filename().string()] = *std::move(bytes);
     }
+  }
+  return contents;
+}
+
+absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
+                                                     const std::string& model,
+                                                     const std::vector<std::string>& paths) {
+  EMA_ASSIGN_OR_RETURN(const auto contents, ReadDescribingFiles(paths));
+  std::vector<std::string> names;
+  for (const auto& [name, bytes] : contents) {
+    EMA_RETURN_IF_ERROR(session.client->AttachFile(model, name, bytes, session.timeout));
+    names.push_back(name);
   }
   return names;
 }

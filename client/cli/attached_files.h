@@ -4,6 +4,7 @@
 #ifndef EMA_CLIENT_CLI_ATTACHED_FILES_H_
 #define EMA_CLIENT_CLI_ATTACHED_FILES_H_
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,9 +14,14 @@
 
 namespace ema::cli {
 
-// Puts files beside the model's weights, under their own names; of a folder those that describe a
-// model: .json (but no index of weights), .txt, .model and .jinja. Their names. NOT_FOUND: no such
-// file. INVALID_ARGUMENT: larger than 64 MiB, or a name that is refused.
+// Contents by name; of a folder of the files that describe a model: .json (but no index of
+// weights), .txt, .model and .jinja. NOT_FOUND: no such file. FAILED_PRECONDITION: larger than 64
+// MiB.
+absl::StatusOr<std::map<std::string, std::string>> ReadDescribingFiles(
+    const std::vector<std::string>& paths);
+
+// Puts what ReadDescribingFiles() finds beside the model's weights. The names. INVALID_ARGUMENT: a
+// name that is refused.
 absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
                                                      const std::string& model,
                                                      const std::vector<std::string>& paths);

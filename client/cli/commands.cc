@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
-#include "client/cli/pulled_file.h"
 #include "client/cli/weights_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -115,44 +114,6 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
   };
   return session.client->Watch(options.model, options.after, on_version,
                                session.has_timeout ? session.timeout : absl::InfiniteDuration());
-}
-
-absl::Status Pull(const Session& session, const PullOptions& options) {
-  Client::PullOptions request = options.request;
-  if (!options.dtype.empty()) {
-    EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
-  }
-  PulledFile file(options.file);
-  int64_t total_bytes = 0;
-  absl::StatusOr<PullInfo> info;
-  {
-    ProgressBar bar(!session.json);
-    info = session.client->Pull(
-        options.model, options.track, request,
-        [&](const PullInfo& coming) {
-          total_bytes = coming.total_bytes;
-          return file.Reserve(coming, {{"model", options.model},
-                                       {"track", options.track},
-                                       {"step", absl::StrCat(coming.version.step)},
-                                       {"version", absl::StrCat(coming.version.number)}});
-        },
-        session.timeout, [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
-  }
-  EMA_RETURN_IF_ERROR(info.status());
-  EMA_RETURN_IF_ERROR(file.Commit());
-  if (session.json) {
-    PrintJson({{"file", options.file},
-               {"model", options.model},
-               {"track", options.track},
-               {"version", ToJson(info->version)},
-               {"tensor_count", info->tensors.size()},
-               {"total_bytes", info->total_bytes}});
-  } else {
-    Print(absl::StrCat(options.file, ": version ", info->version.number, " (step ",
-                       info->version.step, ") of ", options.model, "/", options.track, ", ",
-                       info->tensors.size(), " tensors, ", FormatBytes(info->total_bytes), "\n"));
-  }
-  return absl::OkStatus();
 }
 
 absl::Status Statistics(const Session& session, const StatisticsOptions& options) {

@@ -54,15 +54,6 @@ struct WatchOptions {
 // Waits for ever, or as long as the user's time-out for each commit.
 absl::Status Watch(const Session& session, const WatchOptions& options);
 
-struct PullOptions {
-  std::string model;
-  std::string track;
-  Client::PullOptions request;
-  std::string dtype;  // Empty: as the server keeps them.
-  std::string file;
-};
-absl::Status Pull(const Session& session, const PullOptions& options);
-
 struct StatisticsOptions {
   std::string model;
   Client::StatisticsOptions request;

@@ -19,6 +19,7 @@
 #include "client/cli/exit_code.h"
 #include "client/cli/explain.h"
 #include "client/cli/import.h"
+#include "client/cli/pull_command.h"
 #include "client/cli/track_option.h"
 #include "ema/client.h"
 
@@ -333,7 +334,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("--count", options.watch.count, "End after so many commits")
       ->check(CLI::PositiveNumber);
 
-  sub = add("pull", "Write the weights of a track to a safetensors file",
+  sub = add("pull", "Write the weights of a track to a safetensors file, or a Hugging Face folder",
             [&](const Session& session) {
               if (!options.pull_version.empty()) {
                 const auto version = *ema::cli::ParseVersionOrLabel(options.pull_version);
@@ -352,7 +353,17 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option(
       "--dtype", options.pull.dtype,
       "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
-  sub->add_option("-o,--output", options.pull.file, "File to write")->required();
+  sub->add_option(
+         "--slice", options.pull.slices,
+         "A box of a tensor, such as 'head.weight[0:10,5:]', repeatable; besides, only what "
+         "--tensors says")
+      ->take_all();
+  sub->add_option("-o,--output", options.pull.output,
+                  "File to write, or folder/: model.safetensors and the model's attached files")
+      ->required()
+      ->check([](const std::string& path) { return path.empty() ? "must not be empty" : ""; });
+  sub->add_option("--config-from", options.pull.config_from,
+                  "Into the output folder, not the attached files but this Hugging Face folder's");
 
   AddCheckpointCommands(app, options, chosen);
 

@@ -27,6 +27,8 @@ class PulledFile {
   PulledFile(const PulledFile&) = delete;
   PulledFile& operator=(const PulledFile&) = delete;
 
+  const std::string& path() const { return path_; }
+
   // Makes the file, with room for all, and returns the memory for the pulled bytes. REQUIRES:
   // called once. UNKNOWN: the system's error, such as a full disk.
   absl::StatusOr<std::span<std::byte>> Reserve(const PullInfo& info,

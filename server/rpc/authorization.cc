@@ -26,6 +26,7 @@ constexpr Rule kRules[] = {
     {"Watch", Role::kEvaluator},
     {"ListVersions", Role::kEvaluator},
     {"GetStatistics", Role::kEvaluator},
+    {"GetAttachedFile", Role::kEvaluator},
     {"GetCheckpoint", Role::kEvaluator},
     {"ListCheckpoints", Role::kEvaluator},
     {"ReportMetric", Role::kEvaluator},

@@ -13,6 +13,7 @@
 #include "client/cli/exit_code.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
+#include "client/cli/pull_command.h"
 #include "client/cli/pulled_file.h"
 #include "client/cli/track_option.h"
 #include "client/cli/weights_file.h"
@@ -171,6 +172,32 @@ TEST_F(PulledFileTest, ReportsAFolderThatIsNotThere) {
   PulledFile file(Path("none/out"));
   EXPECT_THAT(file.Reserve(info_, {}),
               StatusIs(absl::StatusCode::kUnknown, HasSubstr("No such file")));
+}
+
+TEST(SliceTest, IsReadAsNumPyWritesIt) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      Manifest::Create({{"w[0]", Dtype::kFloat32, {10, 7, 3}}, {"s", Dtype::kFloat32, {}}}));
+  struct Case {
+    const char* text;
+    std::vector<int64_t> offsets;
+    std::vector<int64_t> extents;
+  };
+  for (const Case& slice : std::vector<Case>{{"w[0][2:5]", {2, 0, 0}, {3, 7, 3}},
+                                             {"w[0][:,6:7]", {0, 6, 0}, {10, 1, 3}},
+                                             {"w[0][9:,:2,1:3]", {9, 0, 1}, {1, 2, 2}}}) {
+    EMA_ASSERT_OK_AND_ASSIGN(const TensorSlice got, ParseSlice(slice.text, manifest));
+    EXPECT_EQ(got.tensor, "w[0]");
+    EXPECT_EQ(got.offsets, slice.offsets) << slice.text;
+    EXPECT_EQ(got.extents, slice.extents) << slice.text;
+  }
+  for (const char* text :
+       {"", "w[0]", "w", "w[0][3]", "w[0][3:3]", "w[0][0:11]", "w[0][-1:2]", "w[0][0:1:2]",
+        "w[0][a:b]", "w[0][:,:,:,:]", "x[0:1]", "s[0:1]", "w[0][1:2"}) {
+    EXPECT_THAT(ParseSlice(text, manifest),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(text)))
+        << text;
+  }
 }
 
 TEST(VersionOrLabelTest, NumbersAreVersionsAndNamesAreLabels) {
