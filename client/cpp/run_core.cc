@@ -18,13 +18,6 @@ namespace {
 // Less is not worth a connection.
 constexpr int64_t kMinBytesOfConnection = int64_t{16} << 20;
 
-std::string RandomLaunchId() {
-  std::random_device random;
-  std::string id;
-  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
-  return id;
-}
-
 void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
   proto->set_step(point.step);
   if (point.version.has_value()) {
@@ -35,6 +28,13 @@ void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
 }
 
 }  // namespace
+
+std::string RandomLaunchId() {
+  std::random_device random;
+  std::string id;
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
+  return id;
+}
 
 absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
                                                        std::string_view model,

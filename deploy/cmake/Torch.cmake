@@ -21,6 +21,7 @@ if(NOT EXISTS "${torch_dir}/lib/libtorch_cpu.so")
                       "or set EMA_TORCH_DIR to the folder of an installed torch package.")
 endif()
 message(STATUS "LibTorch: ${torch_dir}")
+set(EMA_TORCH_FOUND_DIR "${torch_dir}")
 
 foreach(name IN ITEMS c10 torch_cpu)
   add_library(ema::${name} SHARED IMPORTED)
@@ -31,6 +32,11 @@ add_library(ema::dep_torch INTERFACE IMPORTED)
 target_link_libraries(ema::dep_torch INTERFACE ema::torch_cpu ema::c10)
 # Last in the search order: the wheel carries old fmt and protobuf headers, which must not win.
 target_compile_options(ema::dep_torch INTERFACE "SHELL:-idirafter ${torch_dir}/include")
+# For programs that train: torch::nn and torch::optim, as include/ema/torch.h needs them.
+add_library(ema::dep_torch_api INTERFACE IMPORTED)
+target_link_libraries(ema::dep_torch_api INTERFACE ema::dep_torch)
+target_compile_options(
+  ema::dep_torch_api INTERFACE "SHELL:-idirafter ${torch_dir}/include/torch/csrc/api/include")
 set(cudart ${torch_dir}/../nvidia/cu13/lib/libcudart.so.13)
 if(EXISTS ${cudart} AND EXISTS ${torch_dir}/lib/libc10_cuda.so)
   foreach(path IN ITEMS ${cudart} ${torch_dir}/lib/libc10_cuda.so)

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Follows a training loop and pushes the steps that are due, whatever happens to the server. Knows
+// no framework; ema/torch.h puts it beside a torch::nn::Module.
+#ifndef EMA_STEP_PUSHER_H_
+#define EMA_STEP_PUSHER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ema/client.h"
+#include "ema/manifest.h"
+#include "ema/shard.h"
+#include "ema/tensor_spec.h"
+#include "ema/time.h"
+#include "ema/track.h"
+
+namespace ema {
+
+// One rank of a trainer: counts its steps and pushes the weights of those that are due, in the
+// background. As `attach` of the Python package. For one thread, the one that trains:
+//
+//   while (training) {
+//     ... forward, backward: the weights are still read ...
+//     pusher->WaitReleased();
+//     ... change the weights ...
+//     pusher->AfterStep(read);
+//   }
+//
+// Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait. A
+// step that cannot be pushed is skipped and counted: the next update counts the longer time, so the
+// half-life stays right. When the server is away, a thread joins the run again, on every rank, and
+// pushes start again when all have; a server that has forgotten the model gets it made anew. A
+// forked child must not use or destroy it.
+class StepPusher {
+ public:
+  struct Options {
+    std::vector<TrackConfig> tracks;  // Tensors that all of them ignore are not sent.
+    Client::ModelOptions model;
+    // Of several ranks that all hold the same parameters (data parallel), see Client::RunOptions.
+    // Each sends an even share of the bytes; rank 0 the buffers, which count in its share.
+    std::string launch_id;
+    int64_t rank = 0;
+    int64_t world_size = 1;
+    WireDtype wire_dtype = WireDtype::kAsPushed;
+    // Steps done before. Absent: goes on after the model's newest version.
+    std::optional<int64_t> start_step;
+    // Instead: brings the model back to where the trainer stands, the same on all ranks. What a
+    // trainer's checkpoint needs for it: step(), and number and incarnation of what WaitPushed()
+    // gave, which Client::CreateCheckpoint() makes durable.
+    std::optional<Client::ResumePoint> resume;
+    // The training time after so many steps, the same on all ranks. Null: steps are batches.
+    std::function<TrainingTime(int64_t step)> time;
+    absl::Duration max_wait = absl::Seconds(30);
+    absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call of the set-up.
+    // Told of each push that fails, in the thread that trains. Null: stats() has the last error.
+    std::function<void(int64_t step, const absl::Status& error)> on_skip;
+  };
+
+  // Some weights in host memory, row-major. They must stay as they are until WaitReleased() has
+  // returned, and valid as long as `keep_alive` lives (null: until then).
+  struct Weights {
+    std::span<const std::byte> bytes;
+    std::shared_ptr<const void> keep_alive;
+  };
+  // Gives the elements [first, first + count), in row-major order, of a tensor of the manifest.
+  using ReadWeights =
+      std::function<absl::StatusOr<Weights>(int64_t tensor_index, int64_t first, int64_t count)>;
+
+  // Makes the model on `client`'s server if it is not there, joins its run, and waits until all
+  // ranks have. `client` outlives the result. `frozen`: tensors that do not change, or seldom: they
+  // are sent until every track has their values, then only when a checksum, taken at each push,
+  // says that they have changed. INVALID_ARGUMENT: an option is wrong; or as
+  // Client::CreateModel(). Other errors as CreateModel(), OpenRun() and Run::WaitReady().
+  static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
+                                                            const Manifest& manifest,
+                                                            TensorSet frozen, Options options);
+  ~StepPusher();  // Close().
+  StepPusher(const StepPusher&) = delete;
+  StepPusher& operator=(const StepPusher&) = delete;
+
+  // Waits until no push reads the weights any more; then they may be written. A push whose bytes
+  // have not left in time is given up.
+  void WaitReleased();
+
+  // A step is done: counts it, and starts a push if one is due. `read` is called now only; where it
+  // fails, the step is skipped.
+  void AfterStep(const ReadWeights& read);
+
+  // Waits for the end of the running push, at most `timeout`; zero: the options'. As version().
+  // DEADLINE_EXCEEDED: it has not ended, and goes on.
+  absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration());
+
+  // Waits for the last push, at most Options::timeout, and leaves the run. After this nothing is
+  // pushed or counted. May be called again.
+  void Close();
+
+  struct Stats {
+    int64_t pushes = 0;       // Steps that became a version.
+    int64_t skipped = 0;      // Steps that were due and did not.
+    int64_t sent_bytes = 0;   // By this rank.
+    absl::Duration waited;    // That the training has waited, in all.
+    bool is_away = false;     // Not joined now.
+    absl::Status last_error;  // Of the last push that failed, or of joining again. OK: none has.
+  };
+  Stats stats();
+  int64_t step() const;  // Steps so far.
+  // The last version that came of this rank's pushes; before the first, the model's newest.
+  std::optional<Version> version();
+
+  class Impl;
+
+ private:
+  explicit StepPusher(std::unique_ptr<Impl> impl);
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_STEP_PUSHER_H_

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// For trainers and evaluators in C++: the weights of a torch::nn::Module, pushed while it trains,
+// and pulled into it. The one header here that needs LibTorch; ema::client knows nothing of it, so
+// link both (README.md says how).
+#ifndef EMA_TORCH_H_
+#define EMA_TORCH_H_
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "absl/container/fixed_array.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+#include "ema/step_pusher.h"
+
+namespace ema {
+
+// INVALID_ARGUMENT, BAD_MANIFEST: one that the server does not keep, such as a complex one.
+inline absl::StatusOr<Dtype> DtypeOf(torch::Dtype dtype) {
+  return ParseDtype(c10::getDtypeNames(dtype).first);
+}
+
+// Of one that the server keeps.
+inline torch::Dtype TorchDtypeOf(Dtype dtype) {
+  return c10::getStringToDtypeMap().at(std::string(DtypeName(dtype)));
+}
+
+// A module's parameters and buffers, in its order; a tensor that has several names (tied weights)
+// once, under the first.
+struct NamedTensors {
+  std::vector<at::Tensor> tensors;
+  std::vector<TensorSpec> specs;  // As `tensors`.
+
+  // INVALID_ARGUMENT, BAD_MANIFEST: a tensor that has no plain elements (sparse, meta), or as
+  // DtypeOf(); the message names it.
+  static absl::StatusOr<NamedTensors> Of(const torch::nn::Module& module);
+};
+
+inline absl::StatusOr<NamedTensors> NamedTensors::Of(const torch::nn::Module& module) {
+  NamedTensors result;
+  std::unordered_map<const void*, size_t> seen;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor,
+                       bool is_buffer) -> absl::Status {
+    if (!tensor.defined()) return absl::OkStatus();
+    const auto [found, is_new] = seen.emplace(tensor.unsafeGetTensorImpl(), result.specs.size());
+    if (!is_new) {
+      result.specs[found->second].aliases.push_back(name);
+      return absl::OkStatus();
+    }
+    const absl::StatusOr<Dtype> dtype = DtypeOf(tensor.scalar_type());
+    if (!dtype.ok() || tensor.layout() != at::kStrided || tensor.is_meta()) {
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
+                       absl::StrCat("tensor \"", name, "\": is ", tensor.toString(),
+                                    "; expected a dense one of a dtype that the server keeps"));
+    }
+    result.specs.push_back({name, *dtype, tensor.sizes().vec(), is_buffer, {}});
+    result.tensors.push_back(tensor);
+    return absl::OkStatus();
+  };
+  for (const auto& item : module.named_parameters()) {
+    EMA_RETURN_IF_ERROR(add(item.key(), item.value(), /*is_buffer=*/false));
+  }
+  for (const auto& item : module.named_buffers()) {
+    EMA_RETURN_IF_ERROR(add(item.key(), item.value(), /*is_buffer=*/true));
+  }
+  return result;
+}
+
+// Streams a module's weights to an EMA Server while it trains; see StepPusher for how long it
+// waits, and what becomes of it when the server is away. For the thread that trains:
+//
+//   ema->Step(optimizer);  // Instead of optimizer.step().
+//
+// A push reads the parameters in place while the next forward and backward run, and the next Step()
+// waits until their bytes have left. Copied first: buffers; parameters that the optimizer does not
+// hold, as someone else may change them; and what is not in host memory, or not contiguous.
+// Parameters without requires_grad when it is made are frozen. Whoever else writes weights between
+// steps (torch::load, PullInto, clipping of weights) must call WaitReleased() first.
+class Attachment {
+ public:
+  using Options = StepPusher::Options;
+
+  // Makes the model if it is not there, and joins its run: to be called on every rank. `client` and
+  // `module` outlive the result. Errors as NamedTensors::Of() and StepPusher::Create().
+  static absl::StatusOr<std::unique_ptr<Attachment>> Create(Client& client, std::string_view model,
+                                                            const torch::nn::Module& module,
+                                                            Options options) {
+    EMA_ASSIGN_OR_RETURN(const NamedTensors own, NamedTensors::Of(module));
+    EMA_ASSIGN_OR_RETURN(Manifest manifest, Manifest::Create(own.specs));
+    absl::FixedArray<bool> frozen(own.specs.size());
+    for (size_t i = 0; i < frozen.size(); ++i) {
+      frozen[i] = !own.specs[i].is_buffer && !own.tensors[i].requires_grad();
+    }
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<StepPusher> pusher,
+                         StepPusher::Create(client, model, manifest, frozen, std::move(options)));
+    return std::unique_ptr<Attachment>(
+        new Attachment(module, std::move(manifest), std::move(pusher)));
+  }
+  Attachment(const Attachment&) = delete;
+  Attachment& operator=(const Attachment&) = delete;
+
+  // optimizer.step(closure), which it returns, then AfterStep(). A closure runs before the wait, as
+  // LibTorch's optimizers change no weights before they have called it.
+  at::Tensor Step(torch::optim::Optimizer& optimizer,
+                  torch::optim::Optimizer::LossClosure closure = nullptr) {
+    torch::optim::Optimizer::LossClosure waits;
+    if (closure) {
+      waits = [&] {
+        at::Tensor loss = closure();
+        WaitReleased();
+        return loss;
+      };
+    } else {
+      WaitReleased();
+    }
+    at::Tensor loss = optimizer.step(std::move(waits));
+    std::unordered_set<const void*> held;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& tensor : group.params()) held.insert(tensor.unsafeGetTensorImpl());
+    }
+    PushIfDue(&held);
+    return loss;
+  }
+
+  // For loops of another kind (several optimizers, a scaler that may leave the step out): waits
+  // before the weights change, and counts the step after. All parameters are then read in place.
+  void WaitReleased() { pusher_->WaitReleased(); }
+  void AfterStep() { PushIfDue(nullptr); }
+
+  // As those of StepPusher.
+  absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration()) {
+    return pusher_->WaitPushed(timeout);
+  }
+  void Close() { pusher_->Close(); }
+  StepPusher::Stats stats() { return pusher_->stats(); }
+  int64_t step() const { return pusher_->step(); }
+  std::optional<Version> version() { return pusher_->version(); }
+
+ private:
+  Attachment(const torch::nn::Module& module, Manifest manifest, std::unique_ptr<StepPusher> pusher)
+      : module_(module), manifest_(std::move(manifest)), pusher_(std::move(pusher)) {}
+
+  // `held`: the parameters that nobody changes before WaitReleased(); null: all.
+  void PushIfDue(const std::unordered_set<const void*>* held) {
+    std::optional<NamedTensors> own;
+    pusher_->AfterStep(
+        [&](int64_t index, int64_t first, int64_t count) -> absl::StatusOr<StepPusher::Weights> {
+          if (!own.has_value()) {
+            EMA_ASSIGN_OR_RETURN(own, NamedTensors::Of(module_));
+            EMA_RETURN_IF_ERROR(CheckSame(*own));
+          }
+          const at::Tensor& tensor = own->tensors[index];
+          const bool in_place = !own->specs[index].is_buffer &&
+                                (held == nullptr || held->count(tensor.unsafeGetTensorImpl()) > 0);
+          return Elements(tensor, first, count, in_place);
+        });
+  }
+
+  absl::Status CheckSame(const NamedTensors& own) const {
+    if (manifest_.tensors() == own.specs) return absl::OkStatus();
+    EMA_ASSIGN_OR_RETURN(const Manifest now, Manifest::Create(own.specs));
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+        absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
+  }
+
+  static absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor, int64_t first,
+                                                      int64_t count, bool in_place) {
+    try {
+      const c10::NoGradGuard no_grad;
+      at::Tensor part = tensor.detach().contiguous().flatten().narrow(0, first, count).cpu();
+      if (!in_place && part.is_alias_of(tensor)) part = part.clone();
+      auto kept = std::make_shared<const at::Tensor>(std::move(part));
+      return StepPusher::Weights{
+          {static_cast<const std::byte*>(kept->const_data_ptr()), kept->nbytes()}, kept};
+    } catch (const c10::Error& error) {
+      return absl::InternalError(error.what_without_backtrace());
+    }
+  }
+
+  const torch::nn::Module& module_;
+  const Manifest manifest_;
+  const std::unique_ptr<StepPusher> pusher_;
+};
+
+struct PullIntoOptions {
+  std::string track = "ema";
+  // Which version; see Client::PullOptions. By default the newest.
+  int64_t version = 0;
+  int64_t incarnation = 0;
+  std::string label;
+  // False: tensors that only one of module and track has are passed over.
+  bool strict = true;
+  absl::Duration timeout = absl::ZeroDuration();  // Zero: the client's.
+};
+
+namespace torch_internal {
+
+// Where each pulled tensor goes: pairs of (index in `pulled`, index in `own`). A tensor that is
+// tied there goes to each of ours that has one of its names.
+inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
+    const std::string& what, const NamedTensors& own, const std::vector<PulledTensor>& pulled,
+    bool strict) {
+  std::unordered_map<std::string, size_t> index_of;
+  for (size_t i = 0; i < own.specs.size(); ++i) {
+    index_of.emplace(own.specs[i].name, i);
+    for (const std::string& alias : own.specs[i].aliases) index_of.emplace(alias, i);
+  }
+  std::vector<std::pair<size_t, size_t>> pairs;
+  std::map<size_t, std::string> source_of;  // By index in `own`: the name of what goes there.
+  std::vector<std::string> unexpected;
+  std::vector<std::string> different;
+  for (size_t p = 0; p < pulled.size(); ++p) {
+    const TensorSpec& spec = pulled[p].spec;
+    std::vector<std::string> names = spec.aliases;
+    names.insert(names.begin(), spec.name);
+    bool is_known = false;
+    for (const std::string& name : names) {
+      const auto found = index_of.find(name);
+      if (found == index_of.end()) continue;
+      is_known = true;
+      const auto [source, is_new] = source_of.emplace(found->second, spec.name);
+      if (!is_new) {
+        if (source->second == spec.name) continue;
+        different.push_back(absl::StrCat(name, ": the same tensor as ", source->second,
+                                         " in the module, another one there"));
+        continue;
+      }
+      const TensorSpec& target = own.specs[found->second];
+      if (target.shape != spec.shape ||
+          !c10::canCast(TorchDtypeOf(spec.dtype), TorchDtypeOf(target.dtype))) {
+        different.push_back(absl::StrCat(name, ": ", spec.TypeString(), " there, ",
+                                         target.TypeString(), " in the module"));
+      }
+      pairs.emplace_back(p, found->second);
+    }
+    if (!is_known) unexpected.push_back(spec.name);
+  }
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < own.specs.size(); ++i) {
+    if (source_of.find(i) == source_of.end()) missing.push_back(own.specs[i].name);
+  }
+  if (different.empty() && (!strict || (missing.empty() && unexpected.empty()))) return pairs;
+  std::vector<std::string> parts;
+  const auto say = [&](const char* title, const std::vector<std::string>& names, const char* by) {
+    if (!names.empty()) parts.push_back(absl::StrCat(title, absl::StrJoin(names, by)));
+  };
+  if (strict) say("missing: ", missing, ", ");
+  if (strict) say("unexpected: ", unexpected, ", ");
+  say("different: ", different, "; ");
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+                   absl::StrCat(what, ": does not fit the module; ", absl::StrJoin(parts, "; ")));
+}
+
+}  // namespace torch_internal
+
+// Puts one version of a track into a module's parameters and buffers, cast to their dtypes, on
+// their devices; they stay the same tensors. Returns the version. INVALID_ARGUMENT, BAD_LAYOUT:
+// names, shapes or dtypes do not fit; the message lists them all. Other errors as Client::Pull(),
+// and INTERNAL: LibTorch fails. On any error the module is as it was.
+inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
+                                        torch::nn::Module& module,
+                                        const PullIntoOptions& options = {}) {
+  EMA_ASSIGN_OR_RETURN(const NamedTensors own, NamedTensors::Of(module));
+  try {
+    const c10::NoGradGuard no_grad;
+    at::Tensor bytes;
+    std::vector<std::pair<size_t, size_t>> pairs;
+    const auto target = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
+      EMA_ASSIGN_OR_RETURN(
+          pairs, torch_internal::Match(absl::StrCat("model \"", std::string(model), "\", track \"",
+                                                    options.track, "\""),
+                                       own, info.tensors, options.strict));
+      bytes = at::empty({info.total_bytes}, at::kByte);
+      return std::span(static_cast<std::byte*>(bytes.data_ptr()), bytes.nbytes());
+    };
+    Client::PullOptions pull_options;
+    pull_options.version = options.version;
+    pull_options.incarnation = options.incarnation;
+    pull_options.label = options.label;
+    EMA_ASSIGN_OR_RETURN(const PullInfo info,
+                         client.Pull(model, options.track, pull_options, target, options.timeout));
+    // Cast here, so that nothing is left that can fail when the first tensor changes.
+    std::vector<at::Tensor> values;
+    for (const auto& [from, to] : pairs) {
+      const PulledTensor& pulled = info.tensors[from];
+      values.push_back(at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
+                                     pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype))
+                           .to(own.tensors[to].scalar_type()));
+    }
+    for (size_t i = 0; i < pairs.size(); ++i) {
+      at::Tensor tensor = own.tensors[pairs[i].second];
+      tensor.copy_(values[i]);
+    }
+    return info.version;
+  } catch (const c10::Error& error) {
+    return absl::InternalError(error.what_without_backtrace());
+  }
+}
+
+}  // namespace ema
+
+#endif  // EMA_TORCH_H_
