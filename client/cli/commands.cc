@@ -171,6 +171,19 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status Health(const Session& session, const HealthOptions& options) {
+  // Docker and Kubernetes give up on a probe no later.
+  const absl::Duration timeout = session.has_timeout ? session.timeout : absl::Seconds(5);
+  EMA_ASSIGN_OR_RETURN(const bool is_serving, session.client->IsServing(options.service, timeout));
+  const char* const state = is_serving ? "SERVING" : "NOT_SERVING";
+  if (session.json) {
+    PrintJson({{"service", options.service}, {"status", state}});
+  } else {
+    Print(absl::StrCat(state, "\n"));
+  }
+  return is_serving ? absl::OkStatus() : absl::UnavailableError("the server is not serving");
+}
+
 void PrintError(const absl::Status& status, bool json) {
   const std::string code = absl::StatusCodeToString(status.code());
   const std::string message(status.message());

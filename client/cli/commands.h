@@ -74,6 +74,13 @@ struct DeleteOptions {
 // INVALID_ARGUMENT: `confirm` is another name.
 absl::Status Delete(const Session& session, const DeleteOptions& options);
 
+struct HealthOptions {
+  std::string service;  // As Client::IsServing().
+};
+// OK: it serves. UNAVAILABLE: it says that it does not. Other errors as Client::IsServing(). Waits
+// for 5 s, or the user's time-out.
+absl::Status Health(const Session& session, const HealthOptions& options);
+
 // To stderr: "emactl: message", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);
 

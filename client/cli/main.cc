@@ -97,6 +97,7 @@ struct Options {
   ema::cli::RollbackOptions rollback;
   ema::cli::LabelOptions label;
   ema::cli::MetricOptions metric;
+  ema::cli::HealthOptions health;
   ema::cli::ExplainOptions explain;
 };
 
@@ -124,13 +125,16 @@ void AddExplain(CLI::App* sub, Options& options) {
 struct Command {
   std::function<absl::Status(const Session&)> run;
   bool needs_server = true;
+  int (*exit_code)(const absl::Status&) = &ema::cli::ExitCode;
 };
 
 // Declares a command; when it is given, it is stored in `chosen`.
 CLI::App* Add(CLI::App& app, Command& chosen, const char* name, const char* help,
               std::function<absl::Status(const Session&)> run, bool needs_server = true) {
   CLI::App* const sub = app.add_subcommand(name, help);
-  sub->callback([&chosen, run = std::move(run), needs_server] { chosen = {run, needs_server}; });
+  sub->callback([&chosen, run = std::move(run), needs_server] {
+    chosen = {.run = run, .needs_server = needs_server};
+  });
   return sub;
 }
 
@@ -395,6 +399,18 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_flag("--purge", options.remove.purge,
                 "Remove its checkpoints, too, also those of models of that name deleted before");
 
+  sub = app.add_subcommand(
+      "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
+  sub->callback([&] {
+    chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
+    // What Docker knows: it has kept 2 for itself.
+    chosen.exit_code = [](const absl::Status& status) {
+      return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
+    };
+  });
+  sub->add_option("--service", options.health.service,
+                  "checkpoints: also whether it can save (default: the server as a whole)");
+
   sub = Add(
       app, chosen, "explain",
       "Show what a schedule does, such as --half-life 1000ba; needs no server",
@@ -470,5 +486,5 @@ int main(int argc, char** argv) {
   }
   const absl::Status status = command.run(session);
   if (!status.ok()) ema::cli::PrintError(status, options.json);
-  return ema::cli::ExitCode(status);
+  return command.exit_code(status);
 }

@@ -115,6 +115,26 @@ absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const Mode
   return FromProto(response.model());
 }
 
+absl::Status Client::Impl::CheckHealth(const grpc::health::v1::HealthCheckRequest& request,
+                                       grpc::health::v1::HealthCheckResponse* response,
+                                       absl::Duration timeout) {
+  Interrupt interrupt(&options_.is_interrupted);
+  return Try(Deadline(timeout), &interrupt, [&](Call& call) {
+    grpc::CompletionQueue queue;
+    return AwaitUnary(
+        call.connection().health_stub().PrepareAsyncCheck(call.context(), request, &queue), &queue,
+        response, call);
+  });
+}
+
+absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration timeout) {
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(std::string(service));
+  grpc::health::v1::HealthCheckResponse response;
+  EMA_RETURN_IF_ERROR(impl_->CheckHealth(request, &response, timeout));
+  return response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
+}
+
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
   v1::GetModelRequest request;
   request.set_model(std::string(model));

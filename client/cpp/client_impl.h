@@ -22,6 +22,7 @@
 #include "client/cpp/lanes.h"
 #include "client/cpp/token.h"
 #include "ema/client.h"
+#include "grpc/health/v1/health.pb.h"
 
 namespace ema {
 
@@ -76,6 +77,10 @@ class Client::Impl {
   absl::StatusOr<Version> Restore(const v1::RestoreCheckpointRequest& request,
                                   absl::Duration timeout);
 
+  // A health check, once: an answer that comes late is none.
+  absl::Status CheckHealth(const grpc::health::v1::HealthCheckRequest& request,
+                           grpc::health::v1::HealthCheckResponse* response, absl::Duration timeout);
+
   // A unary call, with retries.
   template <typename Request, typename Response>
   using UnaryMethod = std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> (
@@ -99,12 +104,18 @@ class Client::Impl {
                                 Response* response, Call& call) {
     // Not gRPC's blocking form: that cannot ask the interrupt meanwhile.
     grpc::CompletionQueue queue;
-    auto reader = (call.connection().stub().*prepare)(call.context(), request, &queue);
+    return AwaitUnary((call.connection().stub().*prepare)(call.context(), request, &queue), &queue,
+                      response, call);
+  }
+  // Starts what has been prepared on `queue`, and waits for its end. Shuts the queue down.
+  template <typename Response>
+  static absl::Status AwaitUnary(std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> reader,
+                                 grpc::CompletionQueue* queue, Response* response, Call& call) {
     reader->StartCall();
     grpc::Status status;
     reader->Finish(response, &status, reader.get());
-    call.Await(&queue);
-    queue.Shutdown();
+    call.Await(queue);
+    queue->Shutdown();
     return call.Result(status);
   }
 

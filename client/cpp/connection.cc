@@ -119,7 +119,8 @@ Connection::Connection(std::string address, const Token& token, int fd,
       fd_(fd),
       channel_(std::move(channel)),
       stub_(channel_),
-      generic_stub_(channel_) {}
+      generic_stub_(channel_),
+      health_stub_(channel_) {}
 
 Connection::~Connection() {
   if (fd_ >= 0) close(fd_);

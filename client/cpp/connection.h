@@ -24,6 +24,7 @@
 #include "client/cpp/token.h"
 #include "ema/client.h"
 #include "ema/v1/ema_service.grpc.pb.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 
 namespace ema::client_internal {
 
@@ -50,6 +51,7 @@ class Connection {
   bool owns_socket() const { return fd_ >= 0; }
   v1::EmaService::Stub& stub() { return stub_; }
   grpc::GenericStub& generic_stub() { return generic_stub_; }
+  grpc::health::v1::Health::Stub& health_stub() { return health_stub_; }
 
   // False: broken, or closed by the peer.
   bool alive() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -77,6 +79,7 @@ class Connection {
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;
   grpc::GenericStub generic_stub_;
+  grpc::health::v1::Health::Stub health_stub_;
 
   mutable absl::Mutex mu_;
   bool broken_ ABSL_GUARDED_BY(mu_) = false;

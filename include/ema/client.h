@@ -195,6 +195,12 @@ class Client {
   // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push and
   // RestoreCheckpoint) are retried on UNAVAILABLE until the time-out.
 
+  // What the server's health check says of a service, as a probe asks it: "" and
+  // "ema.v1.EmaService" are the whole server, "checkpoints" also whether it can save. Tried once.
+  // NOT_FOUND: no such service, or checkpoints without a data directory.
+  absl::StatusOr<bool> IsServing(std::string_view service = "",
+                                 absl::Duration timeout = absl::ZeroDuration());
+
   struct CreateModelResult {
     ModelInfo model;
     bool created = false;
