@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-# The C++ client for other projects: find_package(ema), then link ema::client.
+# Component client: the C++ client for other projects: find_package(ema), then link ema::client.
+# Component server: ema-server and emactl with the libraries that Debian's base does not have. The
+# tree may be moved, and taken to another machine: programs look for libraries beside themselves.
 include(CMakePackageConfigHelpers)
-include(GNUInstallDirs)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/ema)
-install(TARGETS ema_base ema_client ema_includes ema_kernel ema_proto EXPORT ema)
-install(EXPORT ema NAMESPACE ema:: DESTINATION ${package_dir} FILE emaTargets.cmake)
+install(TARGETS ema_base ema_client ema_includes ema_kernel ema_proto EXPORT ema COMPONENT client)
+install(
+  EXPORT ema COMPONENT client NAMESPACE ema:: DESTINATION ${package_dir} FILE emaTargets.cmake)
 write_basic_package_version_file(emaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(
   FILES ${CMAKE_CURRENT_LIST_DIR}/emaConfig.cmake ${CMAKE_CURRENT_LIST_DIR}/Dependencies.cmake
         ${CMAKE_CURRENT_BINARY_DIR}/emaConfigVersion.cmake
-  DESTINATION ${package_dir})
-install(DIRECTORY include/ema DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  DESTINATION ${package_dir} COMPONENT client)
+install(DIRECTORY include/ema DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client)
+
+if(EMA_BUILD_SERVER)
+  install(
+    RUNTIME_DEPENDENCY_SET ema_programs
+    # Those of glibc and of the compiler, which are the system's or nobody's.
+    PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so)"
+                        "^(libgcc_s|libstdc\\+\\+)\\.so"
+    DESTINATION ${ema_library_dir} COMPONENT server)
+  install(
+    FILES deploy/systemd/ema-server.service DESTINATION lib/systemd/system COMPONENT server)
+endif()
