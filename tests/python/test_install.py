@@ -9,6 +9,7 @@ import tomllib
 
 import numpy as np
 import pytest
+from linking import EXTENSION, assert_linked
 from server_process import ROOT
 
 CLIENT = ROOT / "client/python"
@@ -53,5 +54,7 @@ def test_the_client_installs_into_a_fresh_environment(server, model, tmp_path):
     # What is pulled is torch's or NumPy's.
     installed = run(*pip, "install", CLIENT, f"numpy=={np.__version__}")
     assert installed.returncode == 0, installed.stdout[-5000:]
+    (extension,) = (tmp_path / "venv").rglob("_ema.*.so")
+    assert_linked(extension, EXTENSION)
     used = run(python, "-I", "-c", USE, server.address, model)
     assert used.returncode == 0, used.stdout
