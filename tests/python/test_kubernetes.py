@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kubernetes overlays as kubectl makes them: valid by Kubernetes' own schemas, safe, and with room for what they say."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from server_process import ROOT, ServerProcess, server_binary
+
+pytestmark = pytest.mark.framework
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+yaml = pytest.importorskip("yaml")
+
+FOLDER = ROOT / "deploy/kubernetes"
+# The oldest and the newest that the manifests are for.
+VERSIONS = ("1.31", "1.37")
+UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def build(folder: pathlib.Path) -> list[dict]:
+    """What `kubectl apply -k` would send; kubectl is a wheel of deploy/requirements-all.txt."""
+    kubectl = pathlib.Path(sys.executable).parent / "kubectl"
+    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(scope="module", params=["cpu", "gpu", "cpu+tls"])
+def objects(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, dict]:
+    """By kind; of Services the one for clients."""
+    overlay, _, component = request.param.partition("+")
+    folder = FOLDER / "overlays" / overlay
+    if component:
+        # As somebody would add it. kustomize takes only paths relative to it.
+        folder = tmp_path_factory.mktemp("overlay")
+        root = pathlib.Path(*[".."] * len(folder.parts[1:]), *FOLDER.parts[1:])
+        text = {
+            "resources": [str(root / "overlays" / overlay)],
+            "components": [str(root / "components" / component)],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    built = build(folder)
+    return {item["kind"]: item for item in reversed(built)} | {"all": built}
+
+
+@pytest.fixture
+def pod(objects) -> dict:
+    return objects["StatefulSet"]["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def container(pod) -> dict:
+    (only,) = pod["containers"]
+    return only
+
+
+def environment(container: dict) -> dict[str, str]:
+    return {variable["name"]: variable["value"] for variable in container["env"]}
+
+
+def number_of_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_schemas_accept_every_object(objects, version):
+    kinds = [item["kind"] for item in objects["all"]]
+    assert sorted(kinds) == [
+        *["NetworkPolicy", "PodDisruptionBudget", "Service", "Service"],
+        *["ServiceAccount", "StatefulSet"],
+    ]
+    for item in objects["all"]:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_the_schemas_refuse_what_is_misspelt(objects):
+    item = objects["Service"]
+    wrong = item | {"spec": item["spec"] | {"selectors": {}}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_what_selects_the_pod_does(objects):
+    spec = objects["StatefulSet"]["spec"]
+    labels = spec["template"]["metadata"]["labels"].items()
+    services = [item for item in objects["all"] if item["kind"] == "Service"]
+    selectors = [service["spec"]["selector"] for service in services]
+    selectors += [
+        spec["selector"]["matchLabels"],
+        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    ]
+    assert all(selector and selector.items() <= labels for selector in selectors)
+    headless = [item for item in services if item["spec"].get("clusterIP") == "None"]
+    assert [item["metadata"]["name"] for item in headless] == [spec["serviceName"]]
+
+
+def test_probes_ask_the_health_service(objects, container):
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[name]
+        assert not {"tcpSocket", "httpGet"} & probe.keys()
+        if "EMA_TLS_CERT" in environment(container):
+            address = environment(container)["EMA_LISTEN"].split(",")[1]
+            assert "grpc" not in probe
+            command = probe["exec"]["command"]
+            assert command == ["/usr/local/bin/emactl", "health", "--server", address]
+        else:
+            assert probe["grpc"]["port"] == ports["grpc"]
+
+
+def test_the_pod_has_no_rights(pod, container):
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "runAsGroup": 65532,
+        "fsGroup": 65532,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {
+        mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
+    }
+    assert writable == {"/data", "/tmp"}
+
+
+def test_the_paths_of_secrets_are_mounted(pod, container):
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"] for volume in pod["volumes"]} | {"data"}
+    assert mounts.keys() == volumes
+    for name, value in environment(container).items():
+        if value.startswith("/") and name != "EMA_DATA_DIR":
+            assert any(value.startswith(f"{path}/") for path in mounts.values()), name
+    secrets = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+    # Nobody but the pod's group, which is the server's, reads them.
+    assert secrets and all(secret["defaultMode"] == 0o440 for secret in secrets)
+
+
+def test_there_is_time_to_drain(pod):
+    help_text = subprocess.run([server_binary(), "--help"], capture_output=True, text=True).stdout
+    grace = re.search(r"--drain-grace DURATION=(\d+)s", help_text)
+    assert grace is not None
+    assert pod["terminationGracePeriodSeconds"] > int(grace[1]) + 60
+
+
+def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monkeypatch):
+    resources = container["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    variables = environment(container)
+    if variables["EMA_DEVICE"] != "cpu":
+        pytest.skip("what it says of a GPU's host it says where there is a GPU")
+    monkeypatch.setenv("EMA_MEMORY_BYTES", variables["EMA_MEMORY_BYTES"])
+    with ServerProcess(tmp_path, "--device", "cpu") as server:
+        said = re.search(r"memory: at most (\d+) bytes", server.log())
+    assert said is not None
+    assert 1.05 < number_of_bytes(resources["limits"]["memory"]) / int(said[1]) < 1.2
