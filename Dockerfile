@@ -1,33 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The server in a container, for `docker build .`, `podman build .` or `buildah build .`. To run it:
-#   docker run --publish 50051:50051 --volume ema-data:/data IMAGE
+# The server in a container, for `docker build .`, `podman build .` or `buildah build .`. Targets: cpu (the
+# default), cuda, and demo: what the demo's trainer and evaluator need. BASE is a Debian 12, or what is like it.
+#   docker run --read-only --publish 50051:50051 --volume ema-data:/data IMAGE
+# It wants tokens or clients' certificates (--auth-tokens, --tls-client-ca), or to be told that it needs none
+# (--allow-unauthenticated). With TLS let it also listen on unix:/tmp/ema.sock, and set EMA_SERVER to that: the health
+# check goes there.
 ARG BASE=debian:12-slim
 
-FROM ${BASE} AS build
+FROM ${BASE} AS tools
 WORKDIR /src
 # First what changes rarely: a change of the sources does not download LibTorch again.
 COPY deploy/common.sh deploy/setup.sh deploy/packages*.txt deploy/requirements*.txt deploy/
 RUN deploy/setup.sh --server
+
+FROM tools AS build-cpu
 COPY . .
 RUN cmake --preset release -DEMA_BUILD_TESTS=OFF \
-    && cmake --build --preset release --target ema-server emactl
-# The programs, and the shared libraries that the base does not have.
-RUN mkdir -p /image/usr/local/bin /image/usr/local/lib/ema /image/etc/ld.so.conf.d \
-    && install --strip build/release/server/ema-server build/release/client/cli/emactl /image/usr/local/bin \
-    && ldd /image/usr/local/bin/* | awk '$3 ~ /^\// { print $3 }' | sort --unique \
-       | grep --invert-match --extended-regexp '/lib(c|m|dl|rt|util|pthread|gcc_s|stdc\+\+)\.so\.[0-9]+$' \
-       | xargs cp --dereference --target-directory=/image/usr/local/lib/ema \
-    && echo /usr/local/lib/ema >/image/etc/ld.so.conf.d/ema.conf \
-    && install --directory --owner=65532 --group=65532 /image/data
+    && cmake --build --preset release --target ema-server emactl \
+    && cmake --install build/release --component server --strip --prefix /image/usr/local
 
-FROM ${BASE} AS cpu
-COPY --from=build /image/ /
-# Fails here, and not at an operator's, if a library is missing.
-RUN ldconfig && ema-server --help >/dev/null && emactl --help >/dev/null
+FROM tools AS build-cuda
+RUN deploy/setup.sh --cuda
+COPY . .
+RUN cmake --preset release -DEMA_BUILD_TESTS=OFF \
+      -DCMAKE_CUDA_COMPILER="$(ls "$PWD"/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)" \
+    && cmake --build --preset release --target ema-server emactl \
+    && cmake --install build/release --component server --strip --prefix /image/usr/local
+
+FROM build-cpu AS demo
+# Python packages that the server's build did without, and the client.
+RUN deploy/setup.sh \
+    && build/venv/bin/python -m pip install --no-deps --no-build-isolation ./client/python \
+    && install --directory --owner=65532 --group=65532 /out /out/trainer_log /out/pulled
+ENV PATH=/src/build/venv/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp
+USER 65532:65532
+VOLUME /out
+
+FROM ${BASE} AS runtime
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="EMA Server" \
+      org.opencontainers.image.description="Keeps averages of a model's weights outside the training job" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+RUN install --directory --owner=65532 --group=65532 /data
+ENV EMA_LISTEN=0.0.0.0:50051 EMA_HTTP_LISTEN=0.0.0.0:8080 EMA_DATA_DIR=/data
 USER 65532:65532
 VOLUME /data
-EXPOSE 50051
+EXPOSE 50051 8080
 STOPSIGNAL SIGTERM
+# Before it serves, the server reads its checkpoints back.
+HEALTHCHECK --interval=10s --timeout=6s --start-period=10m CMD ["/usr/local/bin/emactl", "health"]
 ENTRYPOINT ["/usr/local/bin/ema-server"]
-CMD ["--listen", "0.0.0.0:50051", "--data-dir", "/data"]
+
+FROM runtime AS cuda
+# What the container runtime is to bring in: the driver, and nothing for graphics.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-cuda /image/ /
+# Fails here, and not at an operator's, if a library is missing.
+RUN ["/usr/local/bin/ema-server", "--version"]
+RUN ["/usr/local/bin/emactl", "--help"]
+
+FROM runtime AS cpu
+COPY --from=build-cpu /image/ /
+RUN ["/usr/local/bin/ema-server", "--version"]
+RUN ["/usr/local/bin/emactl", "--help"]

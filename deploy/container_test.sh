@@ -3,8 +3,8 @@
 #
 # Builds the container image of the Dockerfile without a container engine or a registry, on a base
 # that debootstrap makes, and uses the server in it: a push and a pull from outside, a stop, a second
-# start on the same volume. Needs root. Everything is under build/container. Last line:
-# "container_test: ok".
+# start on the same volume, as PID 1 on a read-only root without a shell. Needs root. Everything is
+# under build/container. Last line: "container_test: ok".
 #
 # Usage: deploy/container_test.sh
 set -euo pipefail
@@ -15,6 +15,7 @@ deploy/setup.sh --all
 deploy/build.sh release
 lock container
 
+max_megabytes=700
 work=$root/build/container
 log=build/container/test.log
 mkdir -p "$work/ccache" "$work/host/etc/apt/apt.conf.d"
@@ -47,18 +48,34 @@ build_image() {
   local pip_cache
   pip_cache=$(build/venv/bin/python -m pip cache dir)
   mkdir -p "$pip_cache"
-  buildah build --isolation chroot --pull-never --build-arg BASE=localhost/ema-base \
+  buildah build --isolation chroot --pull-never --format docker --build-arg BASE=localhost/ema-base \
     --volume "$work/ccache:/root/.cache/ccache" --volume "$pip_cache:/root/.cache/pip" \
     --target cpu --tag localhost/ema-server .
 }
 
+# inspect FIELD: of the image's configuration.
+inspect() { buildah inspect --type image --format "{{$1}}" localhost/ema-server; }
+
 check_settings() {
-  local settings
-  settings=$(buildah inspect --type image --format \
-    '{{.OCIv1.Config.User}} {{.OCIv1.Config.Entrypoint}} {{.OCIv1.Config.Cmd}} {{.OCIv1.Config.Volumes}}' \
-    localhost/ema-server)
-  echo "$settings"
-  [[ $settings == "65532:65532 [/usr/local/bin/ema-server] [--listen 0.0.0.0:50051 --data-dir /data] map[/data:{}]" ]]
+  local version
+  version=$(build/release/server/ema-server --version)
+  echo "$(inspect .Docker.Config.User) $(inspect .Docker.Config.Entrypoint) $(inspect .Docker.Config.Cmd)" \
+    "$(inspect .Docker.Config.Env) $(inspect .Docker.Config.Volumes) $(inspect .Docker.Config.Healthcheck.Test)" \
+    "$(inspect .Docker.Config.Labels)"
+  [[ $(inspect .Docker.Config.User) == 65532:65532 ]] &&
+    [[ $(inspect .Docker.Config.Entrypoint) == "[/usr/local/bin/ema-server]" ]] &&
+    [[ $(inspect .Docker.Config.Env) == *"EMA_LISTEN=0.0.0.0:50051 "*"EMA_DATA_DIR=/data"* ]] &&
+    [[ $(inspect .Docker.Config.Volumes) == "map[/data:{}]" ]] &&
+    [[ $(inspect .Docker.Config.Healthcheck.Test) == "[CMD /usr/local/bin/emactl health]" ]] &&
+    [[ $(inspect .Docker.Config.Labels) == *"org.opencontainers.image.version:${version#* }"* ]]
+}
+
+# Of all its files, the base's among them.
+check_size() {
+  local megabytes
+  megabytes=$(($(du --summarize --bytes --one-file-system "$(buildah mount "$container")" | cut -f 1) / 1000000))
+  say "the image has $megabytes MB, of at most $max_megabytes"
+  ((megabytes <= max_megabytes))
 }
 
 # The process of the server: a descendant of the `buildah run` that started it.
@@ -73,17 +90,55 @@ find_server() {
   done
 }
 
-start_server() {
-  rm -f "$work/port/port"
-  # What ENTRYPOINT and CMD run, but on a free port, and for this machine only.
-  buildah run --isolation chroot --volume "$work/volume:/data" --volume "$work/port:/port" \
-    "$container" -- /usr/local/bin/ema-server --listen 127.0.0.1:0 --data-dir /data \
-    --port-file /port/port </dev/null >>"$log" 2>&1 &
-  runner=$!
+# Waits until the server that `runner` runs serves, as the image's user.
+await_server() {
   until [[ -s $work/port/port ]]; do
     kill -0 "$runner" || return 1
     sleep 0.1
   done
+  grep -E '^(Uid|Gid):\s65532\s65532\s' "/proc/$(find_server "$runner")/status" | wc -l | grep -x 2
+}
+
+# What an engine runs by ENTRYPOINT, but on a free port, and for this machine only.
+server=(/usr/local/bin/ema-server --listen 127.0.0.1:0 --data-dir /data --port-file /port/port)
+
+start_server() {
+  rm -f "$work/port/port"
+  buildah run --isolation chroot --env EMA_HTTP_LISTEN=127.0.0.1:0 \
+    --volume "$work/volume:/data" --volume "$work/port:/port" \
+    "$container" -- "${server[@]}" </dev/null >>"$log" 2>&1 &
+  runner=$!
+  await_server
+}
+
+# As PID 1, on a root that cannot be written, without a program of the base: just data, and an empty /tmp.
+start_bare_server() {
+  local image
+  image=$(buildah mount "$container")
+  rm -f "$work/port/port"
+  mkdir -p "$work/bare" "$image/port"
+  unshare --mount --pid --fork --kill-child bash -euc '
+    image=$1 bare=$2 volume=$3 port=$4
+    shift 4
+    mount --bind "$image" "$bare"
+    mount --options remount,bind,ro "$bare"
+    mount --types tmpfs none "$bare/tmp"
+    mount --types tmpfs --options ro none "$bare/usr/bin"
+    mount --types proc proc "$bare/proc"
+    mount --bind "$volume" "$bare/data"
+    mount --bind "$port" "$bare/port"
+    exec env --ignore-environment "$(command -v chroot)" --userspec=65532:65532 --groups= "$bare" "$@"
+  ' bash "$image" "$work/bare" "$work/volume" "$work/port" "${server[@]}" </dev/null >>"$log" 2>&1 &
+  runner=$!
+  await_server && grep -E '^NSpid:\s[0-9]+\s1$' "/proc/$(find_server "$runner")/status"
+}
+
+# health CODE: what the image's health check exits with.
+health() {
+  local code=0
+  buildah run --isolation chroot "$container" -- \
+    /usr/local/bin/emactl health --server "127.0.0.1:$(<"$work/port/port")" || code=$?
+  ((code == $1))
 }
 
 # SIGTERM, as a container engine stops it; fails if it does not exit with 0.
@@ -123,17 +178,20 @@ trap clean_up EXIT
 step "read the package lists" "$log" apt-get update
 buildah rm --all >>"$log" 2>&1 # Of a run that was killed.
 copy_host_settings
-if [[ ! -f $work/base.tar ]]; then
+if [[ ! -f $work/base-slim.tar ]]; then
   mirror=$(awk -v suite="$VERSION_CODENAME" '$3 == suite { print $2; exit }' "$work/host/etc/apt/sources.list")
   rm -rf "$work/base"
   step "debootstrap $VERSION_CODENAME" "$log" \
     debootstrap --variant=minbase "$VERSION_CODENAME" "$work/base" "$mirror"
-  tar --create --file "$work/base.tar.part" --directory "$work/base" .
+  # As Debian's slim image: nothing to read, and nothing that apt can download again.
+  tar --create --file "$work/base-slim.tar.part" --directory "$work/base" \
+    --exclude "./usr/share/doc/*" --exclude "./usr/share/man/*" --exclude "./usr/share/locale/*" \
+    --exclude "./usr/share/info/*" --exclude "./var/cache/apt/*" --exclude "./var/lib/apt/lists/*" .
   rm -rf "$work/base"
-  mv "$work/base.tar.part" "$work/base.tar"
+  mv "$work/base-slim.tar.part" "$work/base-slim.tar"
 fi
 container=$(buildah from scratch)
-step "base image" "$log" buildah add --quiet "$container" "$work/base.tar" /
+step "base image" "$log" buildah add --quiet "$container" "$work/base-slim.tar" /
 buildah add --quiet "$container" "$work/host" / >>"$log"
 buildah commit --quiet --rm "$container" localhost/ema-base >>"$log" 2>&1
 container=
@@ -144,10 +202,14 @@ step "check its settings" "$log" check_settings
 rm -rf "$work/volume" "$work/port"
 install --directory --owner=65532 --group=65532 "$work/volume" "$work/port"
 container=$(buildah from --pull-never localhost/ema-server)
+check_size
 step "start it" "$log" start_server
+step "ask for its health" "$log" health 0
 step "push and pull" "$log" use_server push
 step "stop it" "$log" stop_server
-step "start it on the same volume" "$log" start_server
+step "ask for its health" "$log" health 1
+step "start it on the same volume: read-only, bare, as PID 1" "$log" start_bare_server
+step "ask for its health" "$log" health 0
 step "pull what was pushed" "$log" use_server pull
 step "stop it" "$log" stop_server
 echo "container_test: ok"

@@ -5,8 +5,9 @@
 # (Composer and Ray, for comparisons with them, each in one more: build/venv-composer, build/venv-bench).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
-# Usage: deploy/setup.sh [--server|--all|--bench]
+# Usage: deploy/setup.sh [--server|--cuda|--all|--bench]
 #   --server  only what building the server and emactl needs
+#   --cuda    the same, and NVIDIA's compiler
 #   --all     also what only tests/run.sh --all needs
 #   --bench   also the peers of tests/bench/run.sh
 set -euo pipefail
@@ -16,10 +17,10 @@ packages=(deploy/packages-server.txt deploy/packages.txt)
 requirements=(-r deploy/requirements.txt)
 case ${1-} in
   "") ;;
-  --server)
+  --server | --cuda)
     packages=(deploy/packages-server.txt)
     # Of the wheel the server uses a part: without the packages of the rest, a third to download.
-    requirements=(--no-deps -r deploy/requirements-server.txt)
+    requirements=(--no-deps -r "deploy/requirements-${1#--}.txt")
     ;;
   --all)
     packages+=(deploy/packages-all.txt)

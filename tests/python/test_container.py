@@ -2,12 +2,33 @@
 """The container image is built, serves, stops, and starts again with what it had."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "deploy" / "container_test.sh"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "container_test.sh"
+
+
+def test_the_dockerfile_says_what_it_must() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE)
+    # What is built if nobody says a target.
+    assert stages[-1] == ("runtime", "cpu")
+    assert ("runtime", "cuda") in stages and ("${BASE}", "runtime") in stages
+    project = re.search(r"^project\(ema VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text(), re.M)
+    assert project is not None and f"ARG VERSION={project[1]}\n" in text
+
+
+def test_the_compiler_is_of_the_cuda_that_torch_brings() -> None:
+    text = "".join(
+        (ROOT / f"deploy/requirements-{name}.txt").read_text() for name in ("server", "cuda")
+    )
+    versions = dict(re.findall(r"^nvidia-(\S+)==(\d+\.\d+)\.", text, re.MULTILINE))
+    assert {"cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm", "cuda-runtime"} <= versions.keys()
+    assert len(set(versions.values())) == 1, versions
 
 
 @pytest.mark.container
