@@ -193,16 +193,20 @@ def main() -> None:
                     torch.save({"model": model_state, "ema": ema_state}, folder / "state.pt")
         log["sent_bytes"] = np.array(ema.stats.sent_bytes)
         log["pushes"] = np.array(ema.stats.pushes)
+    before = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    # A stage has names of the whole model; that it is a part must be said.
+    group = dist.group.WORLD if kind == "pipeline" else None
+    with ema_client.averaged(
+        model, url, track="fast", rename=rename, process_group=group
+    ) as version:
+        model.eval()
+        model(torch.randn(16, 9))  # Gathers what is in pieces.
+        model.train()
+        log_model(log, "averaged", model, rename)
+        log["averaged_step"] = np.array(version.step)
+    for name, tensor in model.state_dict().items():
+        assert np.array_equal(before[name], whole(tensor)), name
     if rename is None and kind != "pipeline":
-        before = {name: whole(tensor) for name, tensor in model.state_dict().items()}
-        with ema_client.averaged(model, url, track="fast") as version:
-            model.eval()
-            model(torch.randn(16, 9))  # Gathers what is in pieces.
-            model.train()
-            log_model(log, "averaged", model, None)
-            log["averaged_step"] = np.array(version.step)
-        for name, tensor in model.state_dict().items():
-            assert np.array_equal(before[name], whole(tensor)), name
         check_exception(model, url)
         log_loaded(log, kind, world_size, url)
     np.savez(folder / f"{rank}.npz", **log)

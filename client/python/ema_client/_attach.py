@@ -8,7 +8,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client._attachment import Attachment, OnError
+from ema_client._attachment import Attachment
+from ema_client._away import MAX_OUTAGE_S, OnError, check_policy
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._files import FilesLike, small_files
@@ -47,6 +48,7 @@ def attach(
     max_wait_s: float = 30.0,
     timeout_s: float = 60.0,
     on_error: OnError = "skip",
+    max_outage_s: float = MAX_OUTAGE_S,
     resume: Mapping[str, Any] | None = None,
     keep_resumable: int = 5,
     files: FilesLike | None = None,
@@ -65,8 +67,9 @@ def attach(
     too; whoever else writes weights between steps (clipping of weights) must call the attachment's
     `wait_released()` first.
 
-    A server that goes away costs the steps that are due meanwhile, and about a second. When it is
-    back, pushes start again; a server that has forgotten the model gets it made anew.
+    A server that goes away costs the steps that are due meanwhile, and about a second, unless
+    `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the
+    model gets it made anew.
 
     Args:
         model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are
@@ -102,10 +105,20 @@ def attach(
             that have equal values now count as replicas, which are assumed to stay equal.
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
-        max_wait_s: seconds that our hooks let one step of the training wait at most.
+        max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
+            "wait".
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up.
-        on_error: what becomes of a step that cannot be pushed: "skip" it with a warning (the next update
-            counts the longer time, so the half-life stays right), or "raise".
+        on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
+            next update counts the longer time, so the half-life stays right. "raise": the next
+            `optimizer.step()` raises, before it changes anything; the step is left out, and training may
+            go on. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
+            While the server is away, or another rank, training stands still; then that step is pushed
+            again, with the same weights. A step is lost only where the others have it already, or have
+            gone on without it, with a warning; steps whose values are refused are skipped. Once the outage
+            has lasted `max_outage_s`, or a newer run pushes, it raises as "raise" does: the step that waited
+            is lost, those that are due next are tried, and the next outage is waited for again. Ctrl-C
+            ends the wait.
+        max_outage_s: for on_error "wait": seconds from the first push that failed.
         resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
             ranks: the model is brought back to where it stood then, and counting goes on from there.
         keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
@@ -139,6 +152,7 @@ def attach(
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
     try:
+        check_policy(on_error, max_outage_s)
         if keep_resumable < 1:
             raise InvalidArgumentError(
                 f"keep_resumable {keep_resumable}: must be 1 or more", reason="BAD_REQUEST"
@@ -202,6 +216,7 @@ def attach(
         max_wait_s=max_wait_s,
         timeout_s=timeout_s,
         on_error=on_error,
+        max_outage_s=max_outage_s,
         frozen=plan.layout.frozen,
         keep_resumable=keep_resumable,
         check=check,

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
+import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from ema_client._away import Link, OnError, Patience, is_outage, is_worth_waiting
 from ema_client._client import Client
 from ema_client._due import DueTracks
 from ema_client._ema_model import WithEmaModel
@@ -21,11 +23,10 @@ from ema_client._errors import (
     DeadlineExceededError,
     EmaError,
     FailedPreconditionError,
-    UnavailableError,
 )
 from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of, weights_to_push
 from ema_client._optimizers import after_closure, was_skipped
-from ema_client._resume import State, save
+from ema_client._resume import WithState
 from ema_client._run import Joined, PendingPush
 from ema_client._torch_model import NamedTensors
 from ema_client._types import Stats, TimeLike, Version
@@ -35,25 +36,27 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# For a server that is away, in a thread of its own: how long a try to join again may take, and what
-# lies between two.
-_REJOIN_TIMEOUT_S = 2.0
-_REJOIN_INTERVAL_S = 0.25
-# What a push ends with that has found the server restarted.
-_FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 # How long a reply is waited for after a push that failed: the ranks may have come back at different
 # steps, and then it never comes. Long enough for all to meet at the next one.
 _OUT_OF_STEP_WAIT_S = 1.0
-# How long an interpreter that ends without close() waits for the last push.
+# How long an interpreter that ends without close(), and an exception, wait for the last push.
 _EXIT_WAIT_S = 1.0
-
-OnError = Literal["skip", "raise"]
 
 # Attachments that push. `averaged` must not write into weights that one of them still reads.
 live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
-class Attachment(WithEmaModel):
+@dataclasses.dataclass(frozen=True)
+class _Push:
+    """What is pushed at a step, so that it can be pushed again while the weights are the same."""
+
+    step: int
+    time: dict[str, float]
+    weights: dict[str, torch.Tensor]
+    frozen_changed: bool
+
+
+class Attachment(WithEmaModel, WithState):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
     Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
@@ -63,7 +66,8 @@ class Attachment(WithEmaModel):
     DataLoader worker) does nothing.
 
     When the server is away, a thread joins the run again, on every rank, and pushes start again when
-    all have: no training thread waits for the server or, but for the reply to a push, for another rank.
+    all have: unless on_error is "wait", no training thread waits for the server or, but for the reply
+    to a push, for another rank.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class Attachment(WithEmaModel):
         max_wait_s: float,
         timeout_s: float,
         on_error: OnError,
+        max_outage_s: float,
         frozen: list[str],
         keep_resumable: int,
         check: bool,
     ) -> None:
         self._client = client
+        self._link = Link(model_name, lambda run: self._due.go_on(run))
         self._join_at = join_at  # Collective.
         self._model_name = model_name
         self._module = module
@@ -96,6 +102,7 @@ class Attachment(WithEmaModel):
         self._max_wait_s = max_wait_s
         self._timeout_s = timeout_s
         self._on_error = on_error
+        self._max_outage_s = max_outage_s if on_error == "wait" else 0.0
         self._keep_resumable = keep_resumable
 
         self._pid = os.getpid()
@@ -113,14 +120,12 @@ class Attachment(WithEmaModel):
         self._has_waited = False
         # What is left of max_wait_s for the hooks of this step.
         self._budget_s = max_wait_s
-        # For on_error "raise": what the next hook raises.
+        # For on_error "raise" and "wait": what the next hook raises.
         self._error: EmaError | None = None
-
-        # Written by the thread that joins again; `_away` last.
-        self._away = False
-        self._is_fenced = False
-        self._rejoining: threading.Thread | None = None
-        self._stop = threading.Event()
+        # For on_error "wait".
+        self._patience = Patience(max_outage_s) if on_error == "wait" else None
+        self._pushed: _Push | None = None  # What the pending push is of.
+        self._again: tuple[_Push, EmaError] | None = None  # It has failed, and will be tried again.
 
         self._take(joined)
         self._frozen = frozen
@@ -157,8 +162,7 @@ class Attachment(WithEmaModel):
 
     def _take(self, joined: Joined) -> None:
         """Goes by a run that no step has been pushed to."""
-        self._run = joined.run
-        self._open_run = joined.open_run
+        self._link.take(joined)
         self._launch_id = joined.launch_id
         self._step = joined.step
         self._version = joined.run.latest
@@ -174,7 +178,8 @@ class Attachment(WithEmaModel):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        """Closes; after an exception without waiting long, since the other ranks may not push any more."""
+        self.close(timeout_s=None if exc is None else min(_EXIT_WAIT_S, self._timeout_s))
 
     @property
     def module(self) -> torch.nn.Module:
@@ -202,85 +207,6 @@ class Attachment(WithEmaModel):
             wait_seconds=self._wait_seconds,
         )
 
-    def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str]:
-        """What belongs into the trainer's own checkpoint: which average is that of this step.
-
-        To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
-        numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
-        the version is on the server's disk and has a label that begins with "resume-<step>"; of such
-        labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
-        there; other ranks' are not to be used without it.
-
-        A server that is away raises: whether a checkpoint without its average is worth something is
-        the trainer's to say.
-
-        Args:
-            timeout_s: seconds for the push, and for each call but the save, which may take minutes.
-                None: those of `attach`.
-
-        Raises:
-            AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
-            FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
-                average is of a later step than the trainer's.
-            DeadlineExceededError: the push has not ended.
-            EmaError: as `Client.create_checkpoint`.
-
-        Example:
-            >>> torch.save({"model": model.state_dict(), "ema": ema.state_dict()}, path)
-            >>> ...  # after a restart
-            >>> ema = ema_client.attach(model, optimizer, url, resume=torch.load(path)["ema"])
-        """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self.wait_pushed(timeout_s=timeout_s)
-        self._raise_error()
-        # Not this rank's last reply: after a restart of the server the average may be an earlier one.
-        # Until this rank pushes again, nothing can be committed, so all ranks find the same.
-        latest = self._client.model(self._model_name, timeout_s=timeout_s).latest
-        if self._is_fenced or (latest is not None and latest.run_epoch > self._run.run_epoch):
-            raise AbortedError(
-                f'model "{self._model_name}": a newer run pushes now; the average is not this run\'s',
-                reason="FENCED",
-            )
-        if latest is not None and latest.step > self._step:
-            raise FailedPreconditionError(
-                f'model "{self._model_name}": the average is of step {latest.step}, the trainer at step '
-                f"{self._step}",
-                reason="RESUME_MISMATCH",
-            )
-        state = State(
-            model=self._model_name,
-            launch_id=self._launch_id,
-            step=self._step,
-            version=0 if latest is None else latest.number,
-            incarnation=0 if latest is None else latest.incarnation,
-            version_step=0 if latest is None else latest.step,
-        )
-        if latest is not None and self._run.rank == 0:
-            save(self._client, state, latest, keep=self._keep_resumable)
-        return state.to_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
-
-        Before the first step, on every rank, with equal dicts. Opens a new run; on an error the
-        attachment stays as it was.
-
-        Raises:
-            InvalidArgumentError: the state is of another model or format.
-            FailedPreconditionError: steps have been made; or RESUME_MISMATCH: the server has no average
-                that stands where the state does; the message lists what there is.
-            EmaError: what fails on any rank raises on every rank.
-        """
-        if self._has_stepped or self._closed:
-            raise FailedPreconditionError(
-                f'model "{self._model_name}": load_state_dict comes before the first step, and this is '
-                f"step {self._step}",
-                reason="BAD_REQUEST",
-            )
-        old_run = self._run
-        self._take(self._join_at(state))
-        old_run.close()
-
     def after_step(self, *, wait_released: bool = True) -> None:
         """Counts a step, and pushes the weights if it is due: of an attachment without an optimizer.
 
@@ -291,7 +217,7 @@ class Attachment(WithEmaModel):
                 the weights next calls the method `wait_released` first.
 
         Raises:
-            EmaError: with on_error "raise": a step could not be pushed.
+            EmaError: a step could not be pushed, unless on_error is "skip".
         """
         if self._is_ours():
             self._budget_s = self._max_wait_s
@@ -302,12 +228,13 @@ class Attachment(WithEmaModel):
                     start = time.monotonic()
                     self._wait_released(self._budget_s)
                     self._wait_seconds += time.monotonic() - start
+            self._raise_error()
 
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
         """Waits for the end of the running push, if there is one.
 
         Args:
-            timeout_s: seconds. None: those of `attach`.
+            timeout_s: seconds. None: those of `attach`. With on_error "wait" an outage may take longer.
 
         Returns:
             As `version`: the same on all ranks, unless the reply to one was lost.
@@ -316,13 +243,17 @@ class Attachment(WithEmaModel):
             DeadlineExceededError: the push has not ended. It goes on.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._settle()
         pending = self._pending if os.getpid() == self._pid else None
         if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
             raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
         return self.version
 
     def wait_released(self) -> None:
-        """Waits until no push reads the weights in place any more, at most `max_wait_s`."""
+        """Waits until no push reads the weights in place any more, at most `max_wait_s`.
+
+        With on_error "wait": until the push has ended, an outage included.
+        """
         self._wait_released(self._max_wait_s)
 
     def count_by_hand(self) -> None:
@@ -342,6 +273,8 @@ class Attachment(WithEmaModel):
         """
         if self._closed:
             return
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._settle(until=time.monotonic() + timeout_s)
         self._closed = True
         live.discard(self)
         for hook in self._hooks:
@@ -349,18 +282,13 @@ class Attachment(WithEmaModel):
         if os.getpid() != self._pid:
             return
         if self._pending is not None:
-            timeout_s = self._timeout_s if timeout_s is None else timeout_s
             if self._pending.wait_done(max_wait_s=timeout_s):
                 self._harvest()
             else:
                 self._drop(f"it had not ended {timeout_s} s after the last step")
         if self._copy is not None:
             self._update_copy(raises=False, timeout_s=timeout_s)
-        self._stop.set()
-        if self._rejoining is not None:
-            # One try may be under way.
-            self._rejoining.join(3 * _REJOIN_TIMEOUT_S)
-        self._run.close()
+        self._link.close()
         self._client.close()
 
     def _is_ours(self) -> bool:
@@ -401,15 +329,25 @@ class Attachment(WithEmaModel):
         start = time.monotonic()
         self._step = step
         self._has_stepped = True
+        # The weights are others now.
+        self._pushed = None
+        self._lose()
         self._harvest()
         try:
             self._push_if_due()
         except EmaError as error:
             self._skip(self._step, error)
         self._wait_seconds += time.monotonic() - start
-        self._raise_error()
+        failure: EmaError | None = None
         for follow in self._followers:
-            follow()
+            # Collective: also on a rank that has something to raise.
+            try:
+                follow()
+            except EmaError as error:
+                failure = error
+        self._raise_error()
+        if failure is not None:
+            raise failure
 
     def _wait_released(self, max_wait_s: float) -> None:
         written = [] if self._watched is None else self._watched.take_written()
@@ -419,7 +357,10 @@ class Attachment(WithEmaModel):
                 f"{self._pending_step}, without wait_released(): {', '.join(written)}",
                 reason="BAD_REQUEST",
             )
-        if self._pending is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return
+        self._settle()
+        if self._pending is None:
             return
         start = time.monotonic()
         if not self._pending.wait_released(max_wait_s=max_wait_s):
@@ -430,7 +371,7 @@ class Attachment(WithEmaModel):
         due = self._due.at(now)
         if not due:
             return
-        can_push = not (self._away or self._is_fenced) and self._previous_has_ended()
+        can_push = self._is_back() and self._previous_has_ended()
         # All ranks have the reply to the push before by now, and go by its plan from this step on.
         if can_push and self._due.adopt():
             due = self._due.at(now)
@@ -450,18 +391,83 @@ class Attachment(WithEmaModel):
         frozen_changed = self._has_pushed and self._frozen_sums != sums
         # Until its reply says that the server has these values, it may have others.
         self._frozen_sums, self._pending_sums, self._has_pushed = None, sums, True
-        weights = self._weights(tensors, self._run.may_omit_frozen and not frozen_changed)
+        weights = self._weights(tensors, self._link.run.may_omit_frozen and not frozen_changed)
         if self._watched is not None:
             self._watched.watch(weights)
-        self._pending = self._run.start_push(
-            step=self._step,
-            weights=weights,
-            time=now,
-            frozen_changed=frozen_changed,
+        self._start(_Push(self._step, now, weights, frozen_changed))
+
+    def _start(self, push: _Push) -> None:
+        self._pending = self._link.run.start_push(
+            step=push.step,
+            weights=push.weights,
+            time=push.time,
+            frozen_changed=push.frozen_changed,
             timeout_s=self._timeout_s,
         )
-        self._pending_step = self._step
+        self._pending_step = push.step
         self._has_waited = False
+        self._pushed = push if self._patience is not None else None
+
+    def _is_back(self) -> bool:
+        """Whether there is a run to push to; with on_error "wait", waits for that."""
+        patience = self._patience
+        if patience is not None and self._link.is_away and not patience.is_over:
+            self._link.wait_back(patience.until)
+            if self._link.is_away:
+                patience.is_over = True
+                self._note(self._step, self._link.error())
+        return not self._link.is_away
+
+    def _settle(self, *, until: float = math.inf) -> None:
+        """With on_error "wait": waits until the pushed step is a version, and pushes it again after an
+        outage, while nothing else writes the weights. Once an outage has lasted too long it does
+        nothing until a push has succeeded: the ranks may be at different steps."""
+        patience = self._patience
+        if patience is None or not self._is_ours():
+            return
+        try:
+            while self._again is not None or (self._pending is not None and not patience.is_over):
+                if self._again is not None:
+                    self._push_again(patience, until)
+                    continue
+                assert self._pending is not None
+                start = time.monotonic()
+                if self._pending.wait_done(
+                    max_wait_s=min(self._max_wait_s, max(0.0, until - start))
+                ):
+                    self._harvest()
+                else:
+                    self._pending.wait_released(max_wait_s=0.0)
+                    self._drop(f"it had not ended after {time.monotonic() - start:.1f} s")
+        except BaseException:
+            # Ctrl-C: what waits is not waited for again.
+            self._lose()
+            raise
+
+    def _push_again(self, patience: Patience, until: float) -> None:
+        assert self._again is not None
+        push, _ = self._again
+        self._link.wait_back(min(until, patience.until))
+        if self._link.is_away or time.monotonic() >= min(until, patience.until):
+            patience.is_over = True
+            self._lose()
+            return
+        weights = push.weights
+        if not self._link.run.may_omit_frozen:
+            # As they were then: buffers, and what no optimizer holds.
+            weights = {**self._weights(self._tensors_of(), False), **weights}
+        self._again = None
+        try:
+            self._start(dataclasses.replace(push, weights=weights))
+        except EmaError as error:
+            self._skip(push.step, error)
+
+    def _lose(self) -> None:
+        """Gives up the step that would be pushed again."""
+        if self._again is not None:
+            (push, error), self._again = self._again, None
+            self._skipped += 1
+            self._note(push.step, self._link.error() if self._link.is_fenced else error)
 
     def _previous_has_ended(self) -> bool:
         """Waits for the reply to the pending push: a rank must not start another before it.
@@ -485,7 +491,7 @@ class Attachment(WithEmaModel):
                     ),
                 )
         self._harvest()
-        return self._pending is None and not self._away
+        return self._pending is None and not self._link.is_away
 
     def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
         names = self._pushed_names.difference(self._frozen if omits_frozen else ())
@@ -504,6 +510,9 @@ class Attachment(WithEmaModel):
             self._skip(self._pending_step, error)
             return
         self._pushes += 1
+        self._pushed = None
+        if self._patience is not None:
+            self._patience.end_outage()
         self._in_step = True
         self._frozen_sums = self._pending_sums
         if self._is_alone:
@@ -520,21 +529,31 @@ class Attachment(WithEmaModel):
         self._skip(self._pending_step, DeadlineExceededError(problem), lost=push)
 
     def _skip(self, step: int, error: EmaError, *, lost: PendingPush | None = None) -> None:
-        """Counts a step that was not pushed; goes away from a server that seems to be away."""
-        self._skipped += 1
+        """Counts a step that was not pushed, or keeps it to push it again; goes away from a server that
+        seems to be away."""
         self._in_step = False
-        self._note(step, error)
-        is_away = isinstance(error, (UnavailableError, DeadlineExceededError))
+        push, self._pushed = self._pushed, None
+        patience = None if self._closed else self._patience
+        if push is not None and patience is not None and patience.lasts_after(error):
+            self._again = (push, error)
+            _logger.warning(
+                'model "%s": push of step %d waits for the server, at most %g s: %s',
+                self._model_name,
+                step,
+                self._max_outage_s,
+                error,
+            )
+        else:
+            self._skipped += 1
+            self._note(step, error)
         if self._closed:
             if lost is not None:
                 lost.abandon()
-        elif is_away or error.reason in _FORGOTTEN:
-            self._away = True
-            self._rejoining = threading.Thread(target=self._rejoin, args=(lost,), name="ema-rejoin")
-            self._rejoining.start()
+        elif is_outage(error):
+            self._link.go_away(lost)
 
     def _note(self, step: int, error: EmaError) -> None:
-        if self._on_error == "raise":
+        if self._on_error == "raise" or (self._on_error == "wait" and is_worth_waiting(error)):
             self._error = error
         _logger.warning(
             'model "%s": push of step %d skipped, the average goes on with the next: %s',
@@ -547,37 +566,6 @@ class Attachment(WithEmaModel):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _rejoin(self, lost: PendingPush | None) -> None:
-        """Joins the run again and waits until all ranks have; in a thread of its own."""
-        if lost is not None:
-            lost.abandon()
-        problem = ""
-        while True:
-            try:
-                run = self._open_run(_REJOIN_TIMEOUT_S)
-                run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
-                break
-            except EmaError as error:
-                if error.reason == "FENCED":
-                    # The server knows this launch: a newer one has taken over.
-                    self._is_fenced = True
-                    _logger.warning(
-                        'model "%s": a newer run pushes now; this one does not any more',
-                        self._model_name,
-                    )
-                    return
-                if str(error) != problem:
-                    problem = str(error)
-                    _logger.info('model "%s": not pushing yet: %s', self._model_name, problem)
-            # A program that has forgotten close() ends all the same.
-            if self._stop.wait(_REJOIN_INTERVAL_S) or not threading.main_thread().is_alive():
-                return
-        self._run.close()
-        self._run = run
-        self._due.go_on(run)
-        _logger.info('model "%s": pushing again', self._model_name)
-        self._away = False
 
     def _end_at_exit(self) -> None:
         if self._pending is None or self._closed or os.getpid() != self._pid:

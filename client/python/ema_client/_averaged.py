@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _attachment
 from ema_client._client import Client
@@ -16,7 +16,7 @@ from ema_client._errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from ema_client._pieces import Piece, is_dtensor, pieces_of, selection_of
+from ema_client._pieces import Piece, is_dtensor, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import NamedTensors, named_tensors, shard_again, specs_of, unwrap
@@ -39,6 +39,8 @@ def averaged(
     track: str | None = None,
     version: VersionLike = 0,
     recalibrate: Recalibration | None = None,
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
     timeout_s: float = 60.0,
 ) -> Iterator[Version]:
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
@@ -48,7 +50,8 @@ def averaged(
     after an exception. Costs a copy of the model while it lasts.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
-    the trainers have sharded it. All its ranks must call this together, and get the same version.
+    the trainers have sharded it. All its ranks must call this together, and get the same version. With
+    `rename` or `process_group` a model may also be a part of the server's, such as a pipeline's stage.
 
     Args:
         model: the model; DistributedDataParallel and torch.compile are looked through.
@@ -60,7 +63,10 @@ def averaged(
             over which they are computed as by `torch.optim.swa_utils.update_bn`; or what does so,
             called with `model`. Takes a pass over the loader. Each module is in the mode afterwards in
             which it was; all buffers come back in the end.
-        timeout_s: seconds for the pull.
+        rename: gives the name that a tensor has on the server, as for `attach`.
+        process_group: of torch.distributed: all ranks that have parts of the model. None: the default
+            one, if the model is of DTensors or `rename` is given; else this rank is alone.
+        timeout_s: seconds for each call.
 
     Yields:
         The version that is in the model.
@@ -73,9 +79,9 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
-    read = _read(model, url, track, version, timeout_s)
+    read = _read(model, url, track, version, rename, process_group, timeout_s)
     record = read.version
-    swap = swapped(model, read.model_name, read.weights, ignored=read.ignored)
+    swap = swapped(model, read.model_name, read.weights, ignored=read.ignored, rename=rename)
     del read  # As large as the model.
     with swap:
         with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
@@ -88,11 +94,13 @@ def copy_average(
     *,
     track: str | None = None,
     version: VersionLike = 0,
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
     timeout_s: float = 60.0,
 ) -> Version:
     """Puts averaged values into a model's parameters and buffers for good. As `averaged` else."""
-    read = _read(model, url, track, version, timeout_s)
-    _write(_targets(model, read.model_name, read.weights, read.ignored), read.weights)
+    read = _read(model, url, track, version, rename, process_group, timeout_s)
+    _write(_targets(model, read.model_name, read.weights, read.ignored, rename), read.weights)
     return read.version
 
 
@@ -105,14 +113,20 @@ class _Read:
 
 
 def _read(
-    model: torch.nn.Module, url: str, track: str | None, version: VersionLike, timeout_s: float
+    model: torch.nn.Module,
+    url: str,
+    track: str | None,
+    version: VersionLike,
+    rename: Callable[[str], str] | None,
+    process_group: Any,
+    timeout_s: float,
 ) -> _Read:
     """The averages of what this rank has of a model."""
     address, model_name = split_url(url)
-    module = unwrap(model)
-    named = named_tensors(module)
-    is_sharded = any(map(is_dtensor, named.all().values()))
-    ranks = Ranks.current() if is_sharded else Ranks.alone()
+    named = named_tensors(unwrap(model), rename)
+    is_part = rename is not None or process_group is not None
+    is_part = is_part or any(map(is_dtensor, named.all().values()))
+    ranks = Ranks.current(process_group) if is_part else Ranks.alone()
     with Client(address, timeout_s=timeout_s) as client:
         failure: Exception | None = None
         try:
@@ -120,14 +134,14 @@ def _read(
             if track is None:
                 track = _only_average(info)
             ignored = _ignored(info, track, named)
-            if is_sharded:
+            if is_part:
                 _check_pieces(info, pieces_of(_without(named, ignored)))
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
         assert track is not None
         weights: Mapping[str, torch.Tensor]
-        if is_sharded:
+        if is_part:
             pieces = pieces_of(_without(named, ignored))
             weights, pulled = _pull_pieces(client, ranks, info, track, version, pieces)
         else:
@@ -143,9 +157,10 @@ def swapped(
     weights: Mapping[str, torch.Tensor],
     *,
     ignored: Collection[str] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> Iterator[None]:
     """`averaged` with weights that have been pulled; the model keeps its own of `ignored`."""
-    tensors = _targets(model, model_name, weights, ignored)
+    tensors = _targets(model, model_name, weights, ignored, rename)
     own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         _write(tensors, weights)
@@ -163,14 +178,12 @@ def _targets(
     model_name: str,
     weights: Mapping[str, torch.Tensor],
     ignored: Collection[str],
+    rename: Callable[[str], str] | None,
 ) -> dict[str, torch.Tensor]:
     """Where the weights go, which nobody reads any more. InvalidArgumentError: they do not fit."""
     module = unwrap(model)
-    named = _without(named_tensors(module), ignored)
-    pieces = pieces_of(named)
-    tensors = {
-        name: piece.local for name, piece in pieces.items() if piece.is_whole or not piece.is_empty
-    }
+    named = _without(named_tensors(module, rename), ignored)
+    tensors = selected(pieces_of(named))
     aliases = weights.aliases if isinstance(weights, Weights) else {}
     expected = [name for name in weights if name not in aliases]
     _arrays.check_names(f'model "{model_name}"', expected=expected, given=tensors)
@@ -226,9 +239,14 @@ def _pull_pieces(
     for attempt in range(1, _ATTEMPTS + 1):
         weights: Weights | None = None
         failure: Exception | None = None
+        try:
+            if attempt > 1:
+                info = client.model(info.name)
+        except Exception as raised:
+            failure = raised
         chosen = ranks.broadcast(version or info.latest or 0)
         try:
-            if whole or boxes:
+            if failure is None and (whole or boxes):
                 weights = client.pull(
                     info.name,
                     track=track,
@@ -245,7 +263,6 @@ def _pull_pieces(
             # Commits have overtaken the pulls: the newest version has gone.
             if version != 0 or attempt == _ATTEMPTS:
                 raise
-            info = client.model(info.name)
             continue
         pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
         if len({version_id(of_rank) for of_rank in pulled}) == 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import averaged
+from ema_client._away import MAX_OUTAGE_S
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
 from ema_client._ranks import Ranks
 from ema_client._track import tracks_of
@@ -61,16 +62,29 @@ def needs_only_batches(options: Mapping[str, Any]) -> bool:
     return True
 
 
+def raises(options: Mapping[str, Any]) -> bool:
+    """Whether a callback must not go on without the average."""
+    return bool(options.get("on_error", "skip") != "skip")
+
+
+def patience_s(options: Mapping[str, Any]) -> float:
+    """Seconds for a call of a callback's own: with on_error "wait", as long as a push waits."""
+    timeout_s = float(options.get("timeout_s", 60.0))
+    if options.get("on_error") != "wait":
+        return timeout_s
+    return max(timeout_s, float(options.get("max_outage_s", MAX_OUTAGE_S)))
+
+
 def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
     """The average's entry in a trainer's checkpoint. None: there is none, and a warning says why.
 
     Raises:
-        EmaError: the same, with on_error "raise".
+        EmaError: the same, unless on_error is "skip".
     """
     try:
         return attachment.state_dict()
     except EmaError as error:
-        if options.get("on_error") == "raise":
+        if raises(options):
             raise
         _logger.warning(
             "the trainer's checkpoint of step %d has no average to resume from: %s",
@@ -97,18 +111,24 @@ def averaged_or_own(
         The version that is in the model. None: its own weights are.
 
     Raises:
-        EmaError: there is no average to be had, with on_error "raise".
+        EmaError: there is no average to be had, unless on_error is "skip".
     """
     with contextlib.ExitStack() as stack:
         record: Version | None = None
         try:
             version = 0 if attachment is None else _newest(attachment, options)
             swap = averaged(
-                module, url, track=track, version=version, timeout_s=options.get("timeout_s", 60.0)
+                module,
+                url,
+                track=track,
+                version=version,
+                rename=options.get("rename"),
+                process_group=options.get("process_group"),
+                timeout_s=patience_s(options),
             )
             record = stack.enter_context(swap)
         except EmaError as error:
-            if options.get("on_error") == "raise":
+            if raises(options):
                 raise
             _logger.warning("evaluating the trainer's own weights, not their average: %s", error)
         yield record

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _arrays
+from ema_client._away import Link
 from ema_client._client import Client
 from ema_client._due import DueTracks
 from ema_client._errors import (
@@ -16,7 +17,6 @@ from ema_client._errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    UnavailableError,
 )
 from ema_client._torch_model import check_whole, named_tensors
 from ema_client._types import Version, Weights, version_id
@@ -140,13 +140,13 @@ def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 class WithEmaModel:
     """The part of an `Attachment` that has `ema_model`."""
 
-    _away: bool
     _client: Client
     _closed: bool
     _model_name: str
     _module: torch.nn.Module
     _on_error: str
     _due: DueTracks
+    _link: Link
     _max_wait_s: float
     _copy: AveragedCopy | None = None
     # What holds the averages in place of a deep copy.
@@ -185,7 +185,7 @@ class WithEmaModel:
                 "skip" only if there is no copy yet.
         """
         if not self._closed:
-            self._update_copy(raises=self._on_error == "raise")
+            self._update_copy(raises=self._on_error != "skip")
         elif self._copy is None:
             raise FailedPreconditionError(
                 f'model "{self._model_name}": the attachment is closed: ask for ema_model before, or '
@@ -214,8 +214,8 @@ class WithEmaModel:
             copied = self._copy
             if copied is not None and version_id(copied.version) == version_id(newest):
                 return  # Nobody else pushes.
-            if self._away:
-                raise UnavailableError(f'model "{self._model_name}": the server is away')
+            if self._link.is_away:
+                raise self._link.error()
             if copied is not None:
                 copied.refresh(timeout_s)
             else:

@@ -22,7 +22,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
-from ema_client._pieces import is_dtensor, pieces_of, selection_of
+from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
 from ema_client._types import (
     ModelInfo,
     Shard,
@@ -71,6 +71,7 @@ class EvaluatorCalls(CheckpointCalls):
                 pulled: of each just the piece that is on this rank, however trainers have sharded the
                 model; ranks that shall get one version must name it. Untouched if the pull fails. The pulled bytes are
                 in memory beside them until they have been written.
+                A rank that has nothing of any gets the version alone.
             framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
             device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
                 None: in host memory.
@@ -96,10 +97,17 @@ class EvaluatorCalls(CheckpointCalls):
                 reason="BAD_REQUEST",
             )
         given = out
+        is_nothing = False
         if out is not None and any(map(is_dtensor, out.values())):
             pieces = pieces_of(out)
             tensors, slices = selection_of(pieces)
-            out = {tensor: piece.local for tensor, piece in pieces.items() if not piece.is_empty}
+            out = selected(pieces)
+            is_nothing = not tensors and not slices
+            if is_nothing:
+                # Without a name a pull is of everything. The version is asked for by one element.
+                first = next(iter(pieces.values()))
+                dims = len(first.shape)
+                slices = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
@@ -116,6 +124,8 @@ class EvaluatorCalls(CheckpointCalls):
         )
         record = version_from(pulled.version)
         aliases = pulled.aliases
+        if is_nothing:
+            return Weights({}, version=record, track=track, aliases={})
         if out is None and device is not None:
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework="torch")
             arrays = {tensor: value.to(device, copy=True) for tensor, value in arrays.items()}

@@ -68,6 +68,13 @@ def pieces_of(tensors: Mapping[str, Any]) -> dict[str, Piece]:
     return {name: piece_of(name, tensor) for name, tensor in tensors.items()}
 
 
+def selected(pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    """What is here of the tensors that `selection_of` asks for."""
+    return {
+        name: piece.local for name, piece in pieces.items() if piece.is_whole or not piece.is_empty
+    }
+
+
 def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
     """What to pull for these pieces: whole tensors by name, and boxes. Nothing for those that are empty."""
     whole = [name for name, piece in pieces.items() if piece.is_whole]

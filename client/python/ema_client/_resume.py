@@ -6,11 +6,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ema_client._away import Link
 from ema_client._client import Client
-from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._errors import (
+    AbortedError,
+    EmaError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+)
+from ema_client._run import Joined
 from ema_client._types import ResumePoint, Version
 
 _logger = logging.getLogger(__name__)
@@ -106,3 +113,111 @@ def save(client: Client, state: State, version: Version, *, keep: int) -> None:
     except EmaError as error:
         # This one is safe; the next one tries again.
         _logger.warning('model "%s": labels of older steps are still there: %s', model, error)
+
+
+class WithState:
+    """The part of an `Attachment` that a trainer's checkpoint needs."""
+
+    _client: Client
+    _closed: bool
+    _has_stepped: bool
+    _join_at: Callable[[Mapping[str, Any]], Joined]
+    _keep_resumable: int
+    _launch_id: str
+    _link: Link
+    _max_outage_s: float
+    _model_name: str
+    _step: int
+    _timeout_s: float
+
+    def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str]:
+        """What belongs into the trainer's own checkpoint: which average is that of this step.
+
+        To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
+        numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
+        the version is on the server's disk and has a label that begins with "resume-<step>"; of such
+        labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
+        there; other ranks' are not to be used without it.
+
+        A server that is away raises: whether a checkpoint without its average is worth something is
+        the trainer's to say.
+
+        Args:
+            timeout_s: seconds for the push, and for each call but the save, which may take minutes.
+                None: those of `attach`; with on_error "wait" `max_outage_s`, if that is more.
+
+        Raises:
+            AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
+            FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
+                average is of a later step than the trainer's.
+            DeadlineExceededError: the push has not ended.
+            EmaError: as `Client.create_checkpoint`.
+
+        Example:
+            >>> torch.save({"model": model.state_dict(), "ema": ema.state_dict()}, path)
+            >>> ...  # after a restart
+            >>> ema = ema_client.attach(model, optimizer, url, resume=torch.load(path)["ema"])
+        """
+        if timeout_s is None:
+            timeout_s = max(self._timeout_s, self._max_outage_s)
+        self.wait_pushed(timeout_s=timeout_s)
+        self._raise_error()
+        # Not this rank's last reply: after a restart of the server the average may be an earlier one.
+        # Until this rank pushes again, nothing can be committed, so all ranks find the same.
+        latest = self._client.model(self._model_name, timeout_s=timeout_s).latest
+        if self._link.is_fenced or (
+            latest is not None and latest.run_epoch > self._link.run.run_epoch
+        ):
+            raise AbortedError(
+                f'model "{self._model_name}": a newer run pushes now; the average is not this run\'s',
+                reason="FENCED",
+            )
+        if latest is not None and latest.step > self._step:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the average is of step {latest.step}, the trainer at step '
+                f"{self._step}",
+                reason="RESUME_MISMATCH",
+            )
+        state = State(
+            model=self._model_name,
+            launch_id=self._launch_id,
+            step=self._step,
+            version=0 if latest is None else latest.number,
+            incarnation=0 if latest is None else latest.incarnation,
+            version_step=0 if latest is None else latest.step,
+        )
+        if latest is not None and self._link.run.rank == 0:
+            save(self._client, state, latest, keep=self._keep_resumable)
+        return state.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
+
+        Before the first step, on every rank, with equal dicts. Opens a new run; on an error the
+        attachment stays as it was.
+
+        Raises:
+            InvalidArgumentError: the state is of another model or format.
+            FailedPreconditionError: steps have been made; or RESUME_MISMATCH: the server has no average
+                that stands where the state does; the message lists what there is.
+            EmaError: what fails on any rank raises on every rank.
+        """
+        if self._has_stepped or self._closed:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": load_state_dict comes before the first step, and this is '
+                f"step {self._step}",
+                reason="BAD_REQUEST",
+            )
+        old_run = self._link.run
+        self._take(self._join_at(state))
+        old_run.close()
+
+    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
+        """Of `Attachment`."""
+        raise NotImplementedError
+
+    def _raise_error(self) -> None:
+        raise NotImplementedError
+
+    def _take(self, joined: Joined) -> None:
+        raise NotImplementedError

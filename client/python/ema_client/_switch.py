@@ -153,9 +153,9 @@ class Switch:
     After `optimizer.step()` it waits until the push of this step has ended, and pulls the version: the
     step takes a whole push and a whole pull longer, at most `max_wait_s` and the pull's time-out. Each
     rank pulls the model, and has it in host memory twice while it writes. All ranks write the same
-    version, or none: then training goes on with its own weights, with a warning, or raises if on_error
-    is "raise". The optimizer's state stays as it is. Not as ema_pytorch: tensors that the track ignores
-    stay, too (there they go back to when they were last copied).
+    version, or none: then training goes on with its own weights, with a warning, or raises unless
+    on_error is "skip". The optimizer's state stays as it is. Not as ema_pytorch: tensors that the
+    track ignores stay, too (there they go back to when they were last copied).
     """
 
     def __init__(self, attachment: Attachment, rule: Rule, ranks: Ranks) -> None:
@@ -173,7 +173,7 @@ class Switch:
         try:
             self._write(batch)
         except EmaError as error:
-            if attachment._on_error == "raise":
+            if attachment._on_error != "skip":
                 raise
             _logger.warning(
                 'model "%s": step %d goes on with its own weights, not with their average: %s',

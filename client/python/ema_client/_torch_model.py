@@ -55,9 +55,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
         if tensor.device.type == "meta":
             continue  # Has no values.
         if tensor.device.type == "cpu":
-            result[-1] = _ema.Array(
-                "", tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            ).crc32c
+            result[-1] = _ema.Array("", _bytes_of(tensor)).crc32c
         else:
             waiting.append((len(result) - 1, weighted_sum(tensor)))
     if waiting:
@@ -67,19 +65,28 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return result
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in row-major order, as bytes."""
+    import torch
+
+    data = tensor.detach().contiguous()
+    # A dimension of extent 1 may have any stride and be contiguous all the same.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's words, wrapping, as a scalar on its device."""
     import torch
 
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = _bytes_of(tensor)
     if data.storage_offset() % 8 != 0:
         data = data.clone()
     count = data.numel() // 8
     words = data[: count * 8].view(torch.int64)
     total = data[count * 8 :].sum(dtype=torch.int64)
     # Odd, so that no bit is lost.
-    weights = torch.arange(1, 2 * min(count, _WORDS), 2, dtype=torch.int64, device=data.device)
-    weights = weights * 0x9E3779B97F4A7C1
+    weights = torch.arange(min(count, _WORDS), dtype=torch.int64, device=data.device)
+    weights = (2 * weights + 1) * 0x9E3779B97F4A7C1
     for begin in range(0, count, _WORDS):
         piece = words[begin : begin + _WORDS]
         total = total * 3 + (piece * weights[: piece.numel()]).sum()

@@ -20,6 +20,7 @@ from ema_client import _presets
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import swapped
+from ema_client._callbacks import patience_s, raises
 from ema_client._client import Client
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
 from ema_client._ranks import Ranks
@@ -47,8 +48,8 @@ class EMA(Algorithm):
     epoch if update_interval is in epochs; what differs in the numbers is in the preset "composer"
     (`Track.preset`). Evaluation, also `trainer.eval()` after training, is with the averaged weights once
     ema_start has come: all ranks have the same version, that of this batch, and wait for it; if it cannot
-    be had, evaluation during training is with the training weights, with a warning, unless on_error is
-    "raise". The trainer's memory has the average only then.
+    be had, evaluation during training is with the training weights, with a warning, if on_error is
+    "skip". The trainer's memory has the average only then.
 
     Not as Composer: a checkpoint's model has the training weights. Beside them is which average belongs
     to it; the server keeps that on its disk (one without a --data-dir cannot; then a warning says so), and
@@ -226,7 +227,7 @@ class EMA(Algorithm):
         return bool(self._start.value <= state.timestamp.get(self._start.unit).value)
 
     def _raises(self) -> bool:
-        return self._attachment is None or self._options.get("on_error") == "raise"
+        return self._attachment is None or raises(self._options)
 
     def _swap_in(self, state: State) -> None:
         if self._swap is not None or not self._started:
@@ -270,7 +271,7 @@ class EMA(Algorithm):
                 reason="NO_VERSION",
             )
         label = ResumeState.from_dict(self._resume, model=self._model_name).label
-        timeout_s = self._options.get("timeout_s", 60.0)
+        timeout_s = patience_s(self._options)
         with Client(self._address, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=label, framework="torch")
 
@@ -283,7 +284,7 @@ class EMA(Algorithm):
         """Waits for the last push, so that it is there when the program ends."""
         assert self._attachment is not None
         try:
-            self._attachment.wait_pushed(timeout_s=self._options.get("timeout_s", 60.0))
+            self._attachment.wait_pushed(timeout_s=patience_s(self._options))
         except EmaError as error:
             _logger.warning('model "%s": %s', self._model_name, error)
 

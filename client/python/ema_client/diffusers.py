@@ -182,7 +182,7 @@ class EMAModel:
 
         Raises:
             InvalidArgumentError: not as many parameters as at first, or of other shapes.
-            EmaError: at the first step: as `attach`. Later, with on_error "raise": a step could not
+            EmaError: at the first step: as `attach`. Later, unless on_error is "skip": a step could not
                 be pushed.
         """
         checked = self._checked(parameters)

@@ -28,6 +28,8 @@ from ema_client._callbacks import (
     check_options,
     check_tracks,
     needs_only_batches,
+    patience_s,
+    raises,
     saved_state,
 )
 from ema_client._errors import EmaError, InvalidArgumentError
@@ -210,12 +212,17 @@ class EMAWeightAveraging(_Callback):
             return
         try:
             version = self._attachment.wait_pushed()
-            timeout_s = self._options.get("timeout_s", 60.0)
             copy_average(
-                pl_module, self._url, track=self._track, version=version or 0, timeout_s=timeout_s
+                pl_module,
+                self._url,
+                track=self._track,
+                version=version or 0,
+                rename=self._options.get("rename"),
+                process_group=self._options.get("process_group"),
+                timeout_s=patience_s(self._options),
             )
         except EmaError as error:
-            if self._options.get("on_error") == "raise":
+            if raises(self._options):
                 raise
             _logger.warning("the model keeps its own weights, not their average: %s", error)
 

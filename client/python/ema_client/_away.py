@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose server may go away: joining it again, and how long a trainer waits for that."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from ema_client._errors import (
+    AbortedError,
+    DeadlineExceededError,
+    EmaError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from ema_client._run import Joined, PendingPush, Run
+
+_logger = logging.getLogger(__name__)
+
+# In a thread of its own: how long a try to join again may take, and what lies between two.
+_REJOIN_TIMEOUT_S = 2.0
+_REJOIN_INTERVAL_S = 0.25
+# What a push ends with that has found the server restarted.
+_FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
+# What it ends with because another rank could not push.
+_OTHER_RANKS = ("STEP_ABANDONED", "SESSION_EXPIRED")
+
+#: Of `attach`.
+MAX_OUTAGE_S = 600.0
+
+OnError = Literal["skip", "wait", "raise"]
+
+
+def check_policy(on_error: object, max_outage_s: object) -> None:
+    """InvalidArgumentError: one of these arguments of `attach` is wrong."""
+    if on_error not in get_args(OnError):
+        raise InvalidArgumentError(
+            f'on_error {on_error!r}: must be "skip", "wait" or "raise"', reason="BAD_REQUEST"
+        )
+    is_number = isinstance(max_outage_s, (int, float)) and not isinstance(max_outage_s, bool)
+    if not is_number or math.isnan(max_outage_s) or max_outage_s < 0:  # type: ignore[arg-type,operator]
+        raise InvalidArgumentError(
+            f"max_outage_s {max_outage_s!r}: must be seconds, 0 or more", reason="BAD_REQUEST"
+        )
+
+
+def is_outage(error: EmaError) -> bool:
+    """The server is away, or has come back and does not know the run."""
+    is_away = isinstance(error, (UnavailableError, DeadlineExceededError))
+    return is_away or error.reason in _FORGOTTEN
+
+
+def is_worth_waiting(error: EmaError) -> bool:
+    """A step whose push has ended so may succeed later: an outage, here or of another rank."""
+    return is_outage(error) or error.reason in _OTHER_RANKS
+
+
+class Link:
+    """The run that pushes go to, and the thread that joins it again after the server was away.
+
+    All but the thread's work is done by the thread that trains.
+    """
+
+    def __init__(self, model_name: str, on_back: Callable[[Run], None]) -> None:
+        """`on_back`: called by the thread with the run that it has joined."""
+        self._model_name = model_name
+        self._on_back = on_back
+        self._is_fenced = False
+        self._problem = ""  # Of the last try to join.
+        # The run can be pushed to, or never again. Set last.
+        self._is_settled = threading.Event()
+        self._is_settled.set()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, joined: Joined) -> None:
+        """Goes by a run that no step has been pushed to."""
+        self.run = joined.run
+        self._open_run = joined.open_run
+
+    @property
+    def is_away(self) -> bool:
+        """Nothing can be pushed now."""
+        return self._is_fenced or not self._is_settled.is_set()
+
+    @property
+    def is_fenced(self) -> bool:
+        """Nor ever again: a newer run pushes."""
+        return self._is_fenced
+
+    def go_away(self, lost: PendingPush | None) -> None:
+        """Starts to join again, on every rank by itself, after `lost` has been dropped."""
+        self._is_settled.clear()
+        self._thread = threading.Thread(target=self._rejoin, args=(lost,), name="ema-rejoin")
+        self._thread.start()
+
+    def wait_back(self, until: float) -> None:
+        """Waits until all ranks have joined again, a newer run pushes, or it is `until` (monotonic)."""
+        # A lock cannot wait for ever: threading.TIMEOUT_MAX is years.
+        self._is_settled.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            # One try may be under way.
+            self._thread.join(3 * _REJOIN_TIMEOUT_S)
+        self.run.close()
+
+    def error(self) -> EmaError:
+        """Why nothing can be pushed now."""
+        if self._is_fenced:
+            return AbortedError(
+                f'model "{self._model_name}": a newer run pushes now; this one does not any more',
+                reason="FENCED",
+            )
+        return UnavailableError(
+            f'model "{self._model_name}": the server is away, or a rank: {self._problem}'
+        )
+
+    def _rejoin(self, lost: PendingPush | None) -> None:
+        if lost is not None:
+            lost.abandon()
+        self._problem = ""
+        while True:
+            try:
+                run = self._open_run(_REJOIN_TIMEOUT_S)
+                run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
+                break
+            except EmaError as error:
+                if error.reason == "FENCED":
+                    # The server knows this launch: a newer one has taken over.
+                    self._is_fenced = True
+                    self._is_settled.set()
+                    _logger.warning("%s", self.error().args[0])
+                    return
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    _logger.info('model "%s": not pushing yet: %s', self._model_name, error)
+            # A program that has forgotten close() ends all the same.
+            if self._stop.wait(_REJOIN_INTERVAL_S) or not threading.main_thread().is_alive():
+                return
+        self.run.close()
+        self.run = run
+        self._on_back(run)
+        _logger.info('model "%s": pushing again', self._model_name)
+        self._is_settled.set()
+
+
+class Patience:
+    """How much longer a trainer with on_error "wait" waits for a server that is away."""
+
+    def __init__(self, max_outage_s: float) -> None:
+        self._max_outage_s = max_outage_s
+        self._since: float | None = None
+        # It has been said that the time is over.
+        self.is_over = False
+
+    @property
+    def until(self) -> float:
+        """When it ends, by the monotonic clock."""
+        return (time.monotonic() if self._since is None else self._since) + self._max_outage_s
+
+    def lasts_after(self, error: EmaError) -> bool:
+        """Whether a step may be tried again whose push has ended so; the first one begins the outage."""
+        if self.is_over or not is_worth_waiting(error):
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+        return True
+
+    def end_outage(self) -> None:
+        """A push has succeeded."""
+        self._since = None
+        self.is_over = False

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that all ranks make together: what fails on one fails on all, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ema_client
+import torch
+
+HEAD = """
+import sys
+import ema_client, torch
+import torch.distributed as dist
+from ema_client._ranks import Ranks
+
+rank, world_size, init_file, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size)
+torch.manual_seed(0)
+"""
+
+# Rank 1 has a parameter of another shape at the step at which all write the average back.
+SWITCH = """
+net = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(4))})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+preset = {
+    "preset": "ema_pytorch",
+    "update_every": 1,
+    "update_after_step": 0,
+    "update_model_with_ema_every": 3,
+}
+ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=3)
+for step in range(1, 5):
+    net["w"].grad = torch.ones_like(net["w"])
+    if step == 4 and rank == 1:
+        net["w"] = torch.nn.Parameter(torch.ones(5))
+    try:
+        optimizer.step()
+    except ema_client.EmaError as error:
+        print(step, type(error).__name__)
+ema.close(timeout_s=1)
+"""
+
+# Commits overtake every pull, and then rank 0 cannot ask for the newest version.
+OVERTAKEN = """
+from ema_client import _averaged, _errors
+from ema_client._pieces import pieces_of
+
+class Overtaken:
+    def pull(self, *_, **__):
+        raise _errors.OutOfRangeError("gone")
+    def model(self, name):
+        if rank == 0:
+            raise _errors.UnavailableError("away")
+        return info
+
+class info:
+    name, latest = "m", 1
+
+pieces = pieces_of({"w": torch.ones(3)})
+try:
+    _averaged._pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, pieces)
+except ema_client.EmaError as error:
+    print(type(error).__name__)
+"""
+
+# The model is of ranks 1 and 2; rank 0 does something else.
+PROCESS_GROUP = """
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+group = dist.new_group([1, 2])
+mesh = DeviceMesh("cpu", [1, 2])
+if rank > 0:
+    weight = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(weight)
+    rename = lambda name: "layer." + name
+    with ema_client.attach(
+        net, None, url, half_life="4ba", process_group=group, rename=rename
+    ) as ema:
+        ema.after_step()
+        version = ema.wait_pushed()
+    with torch.no_grad():
+        net.weight.zero_()
+    for number in (0, version):
+        with ema_client.averaged(
+            net, url, version=number, process_group=group, rename=rename
+        ) as got:
+            assert got == version
+            assert torch.equal(net.weight.full_tensor(), torch.arange(15.0).view(5, 3))
+        assert not net.weight.full_tensor().any()
+    print("done")
+dist.barrier()
+"""
+
+# Rank 1 has nothing of a tensor that is shorter than the ranks are many.
+EMPTY = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, zeros
+
+out = {"short": zeros(1, 3, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])}
+pulled = ema_client.pull(url, track="raw", out=out)
+print(sorted(pulled), pulled.version.step)
+assert torch.equal(out["short"].full_tensor(), torch.ones(1, 3))
+"""
+
+
+def run(program, world_size, url, folder):
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                HEAD + program,
+                str(rank),
+                str(world_size),
+                folder / "init",
+                url,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=45)[0].split("\n")[:-1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * world_size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return outputs
+
+
+def test_a_rank_that_cannot_push_raises_after_all_have_met(server, model, tmp_path):
+    first, second = run(SWITCH, 2, server.url(model), tmp_path)
+    assert second == ["4 InvalidArgumentError"]
+    assert len(first) == 1 and first[0].startswith("4 ")
+
+
+def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):
+    assert run(OVERTAKEN, 2, "", tmp_path) == [["UnavailableError"]] * 2
+
+
+def test_a_model_of_some_of_the_ranks(server, model, tmp_path):
+    assert run(PROCESS_GROUP, 3, server.url(model), tmp_path) == [[], ["done"], ["done"]]
+
+
+def test_a_rank_without_any_piece_pulls_nothing(server, client, model, tmp_path):
+    weights = {"short": torch.ones(1, 3), "long": torch.ones(1000)}
+    client.create_model(model, weights, tracks={"raw": "copy"})
+    with client.open_run(model) as run_of_model:
+        run_of_model.push(step=7, weights=weights)
+    outputs = run(EMPTY, 2, server.url(model), tmp_path)
+    assert outputs == [["['short'] 7"], ["[] 7"]]
+
+
+def test_pieces_of_one_row_or_column_may_have_any_strides(server, client, model):
+    """Such tensors are contiguous, whatever the stride of an extent of 1 is."""
+    base = torch.arange(20.0).view(4, 5)
+    one = torch.arange(10.0)[5::5]
+    values = {"one": one, "column": base[:1].T[2:3], "row": base[:, 1:2][:1]}
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(v) for name, v in values.items()})
+    for name, value in values.items():
+        net[name].data = value
+    with ema_client.attach(net, None, server.url(model), tracks={"raw": "copy"}, check=True) as ema:
+        ema.after_step()
+        ema.wait_pushed()
+    raw = client.pull(model, track="raw")
+    assert {name: raw[name].tolist() for name in values} == {
+        "one": [5.0],
+        "column": [[2.0]],
+        "row": [[1.0]],
+    }
