@@ -132,7 +132,8 @@ class StepPusher::Impl {
   absl::Status PushIfDue(const ReadWeights& read);
   absl::Status StartPush(const TrainingTime& now, const ReadWeights& read);
   absl::StatusOr<std::vector<uint32_t>> FrozenSums(const ReadWeights& read);
-  absl::StatusOr<Weights> ReadShard(const Shard& shard, const ReadWeights& read) const;
+  absl::StatusOr<Weights> ReadShard(const Shard& shard, bool is_pushed,
+                                    const ReadWeights& read) const;
   bool PreviousHasEnded();
   void Harvest();
   void ComeBack();
@@ -245,7 +246,7 @@ absl::Status StepPusher::Impl::StartPush(const TrainingTime& now, const ReadWeig
   const size_t count = shards.size() - (omits_frozen ? layout.frozen_shards().size() : 0);
   kept_.clear();
   for (size_t i = 0; i < count; ++i) {
-    EMA_ASSIGN_OR_RETURN(Weights weights, ReadShard(layout.shards()[i], read));
+    EMA_ASSIGN_OR_RETURN(Weights weights, ReadShard(layout.shards()[i], /*is_pushed=*/true, read));
     shards[i] = weights.bytes;
     kept_.push_back(std::move(weights.keep_alive));
   }
@@ -260,20 +261,23 @@ absl::StatusOr<std::vector<uint32_t>> StepPusher::Impl::FrozenSums(const ReadWei
   std::vector<uint32_t> sums;
   for (const int64_t i : joining_->frozen()) {
     // All of it, not this rank's share: all ranks must find the same.
-    EMA_ASSIGN_OR_RETURN(const Weights weights,
-                         ReadShard(WholeTensor(joining_->manifest(), i), read));
+    EMA_ASSIGN_OR_RETURN(const Weights weights, ReadShard(WholeTensor(joining_->manifest(), i),
+                                                          /*is_pushed=*/false, read));
     sums.push_back(Crc32c(0, weights.bytes));
   }
   return sums;
 }
 
 // REQUIRES: the shard is contiguous in its tensor, as those of EvenShare() are.
-absl::StatusOr<StepPusher::Weights> StepPusher::Impl::ReadShard(const Shard& shard,
+absl::StatusOr<StepPusher::Weights> StepPusher::Impl::ReadShard(const Shard& shard, bool is_pushed,
                                                                 const ReadWeights& read) const {
   const TensorSpec& spec = joining_->manifest().tensor(shard.tensor_index);
   int64_t first = 0;
   for (size_t d = 0; d < spec.shape.size(); ++d) first = first * spec.shape[d] + shard.offsets[d];
-  return read(joining_->given_index(shard.tensor_index), first, shard.element_count());
+  return read({.tensor_index = joining_->given_index(shard.tensor_index),
+               .first = first,
+               .count = shard.element_count(),
+               .is_pushed = is_pushed});
 }
 
 void StepPusher::Impl::Harvest() {

@@ -73,9 +73,14 @@ class StepPusher {
     std::span<const std::byte> bytes;
     std::shared_ptr<const void> keep_alive;
   };
-  // Gives the elements [first, first + count), in row-major order, of a tensor of the manifest.
-  using ReadWeights =
-      std::function<absl::StatusOr<Weights>(int64_t tensor_index, int64_t first, int64_t count)>;
+  // The elements [first, first + count), in row-major order, of a tensor of the manifest.
+  struct Piece {
+    int64_t tensor_index = 0;
+    int64_t first = 0;
+    int64_t count = 0;
+    bool is_pushed = true;  // False: only looked at, before AfterStep() returns.
+  };
+  using ReadWeights = std::function<absl::StatusOr<Weights>(const Piece& piece)>;
 
   // Makes the model on `client`'s server if it is not there, joins its run, and waits until all
   // ranks have. `client` outlives the result. `frozen`: tensors that do not change, or seldom: they

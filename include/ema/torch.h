@@ -133,11 +133,7 @@ class Attachment {
       WaitReleased();
     }
     at::Tensor loss = optimizer.step(std::move(waits));
-    std::unordered_set<const void*> held;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& tensor : group.params()) held.insert(tensor.unsafeGetTensorImpl());
-    }
-    PushIfDue(&held);
+    PushIfDue(&optimizer);
     return loss;
   }
 
@@ -159,20 +155,29 @@ class Attachment {
   Attachment(const torch::nn::Module& module, Manifest manifest, std::unique_ptr<StepPusher> pusher)
       : module_(module), manifest_(std::move(manifest)), pusher_(std::move(pusher)) {}
 
-  // `held`: the parameters that nobody changes before WaitReleased(); null: all.
-  void PushIfDue(const std::unordered_set<const void*>* held) {
+  // `optimizer`: changes its parameters only after WaitReleased(); null: so does everybody.
+  void PushIfDue(const torch::optim::Optimizer* optimizer) {
     std::optional<NamedTensors> own;
-    pusher_->AfterStep(
-        [&](int64_t index, int64_t first, int64_t count) -> absl::StatusOr<StepPusher::Weights> {
-          if (!own.has_value()) {
-            EMA_ASSIGN_OR_RETURN(own, NamedTensors::Of(module_));
-            EMA_RETURN_IF_ERROR(CheckSame(*own));
-          }
-          const at::Tensor& tensor = own->tensors[index];
-          const bool in_place = !own->specs[index].is_buffer &&
-                                (held == nullptr || held->count(tensor.unsafeGetTensorImpl()) > 0);
-          return Elements(tensor, first, count, in_place);
-        });
+    std::unordered_set<const void*> held;
+    pusher_->AfterStep([&](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
+      if (!own.has_value()) {
+        EMA_ASSIGN_OR_RETURN(own, NamedTensors::Of(module_));
+        EMA_RETURN_IF_ERROR(CheckSame(*own));
+        if (optimizer != nullptr) held = HeldBy(*optimizer);
+      }
+      const at::Tensor& tensor = own->tensors[piece.tensor_index];
+      const bool stays = !own->specs[piece.tensor_index].is_buffer &&
+                         (optimizer == nullptr || held.count(tensor.unsafeGetTensorImpl()) > 0);
+      return Elements(tensor, piece, /*in_place=*/stays || !piece.is_pushed);
+    });
+  }
+
+  static std::unordered_set<const void*> HeldBy(const torch::optim::Optimizer& optimizer) {
+    std::unordered_set<const void*> held;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& tensor : group.params()) held.insert(tensor.unsafeGetTensorImpl());
+    }
+    return held;
   }
 
   absl::Status CheckSame(const NamedTensors& own) const {
@@ -183,11 +188,13 @@ class Attachment {
         absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
   }
 
-  static absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor, int64_t first,
-                                                      int64_t count, bool in_place) {
+  static absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor,
+                                                      const StepPusher::Piece& piece,
+                                                      bool in_place) {
     try {
       const c10::NoGradGuard no_grad;
-      at::Tensor part = tensor.detach().contiguous().flatten().narrow(0, first, count).cpu();
+      at::Tensor part =
+          tensor.detach().contiguous().flatten().narrow(0, piece.first, piece.count).cpu();
       if (!in_place && part.is_alias_of(tensor)) part = part.clone();
       auto kept = std::make_shared<const at::Tensor>(std::move(part));
       return StepPusher::Weights{
