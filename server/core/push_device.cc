@@ -9,7 +9,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/core/push_session.h"
-#include "server/device/ema_kernel.h"
 
 namespace ema {
 
@@ -30,11 +29,11 @@ absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
     const NonFiniteElement& first = elements.front();
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
                      absl::StrCat("step ", plan_.step, ": tensor \"",
-                                  model_.manifest->tensor(first.tensor_index).name,
+                                  model_.manifest->tensor(first.source_id).name,
                                   "\" holds NaN or infinity at element ", first.element,
                                   ", pushed by rank ", rank, "; the step is dropped"));
   }
-  for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.tensor_index);
+  for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
   return absl::OkStatus();
 }
 
@@ -66,90 +65,34 @@ absl::Status PushSession::Drain(int64_t rank, std::optional<int64_t> stream) {
     BeginWorkLocked(rank);
   }
   absl::Status status;
-  bool saw_non_finite = false;
+  std::vector<NonFiniteElement> non_finite;
   for (const std::shared_ptr<DeviceStream>& device_stream : draining) {
-    const absl::StatusOr<bool> synchronized = device_stream->Synchronize();
-    status.Update(synchronized.status());
-    saw_non_finite |= synchronized.value_or(false);
+    const absl::StatusOr<std::vector<NonFiniteElement>> told = device_stream->Synchronize();
+    status.Update(told.status());
+    if (told.ok()) non_finite.insert(non_finite.end(), told->begin(), told->end());
   }
   Memory unused;
   absl::MutexLock lock(&mu_);
   unused = EndWorkLocked(rank);
   RankState& state = ranks_[rank];
-  state.saw_non_finite |= saw_non_finite;
+  for (const auto& [tensor, element] : non_finite) {
+    int64_t& first = state.non_finite.try_emplace(tensor, element).first->second;
+    first = std::min(first, element);
+  }
   state.device_status.Update(status);
   return state.device_status;
 }
 
-absl::Status PushSession::CheckFinite(int64_t rank) {
-  {
-    absl::MutexLock lock(&mu_);
-    if (ended_.has_value()) return *ended_;
-    if (!ranks_[rank].saw_non_finite || model_.non_finite == NonFinitePolicy::kAllow) {
-      return absl::OkStatus();
-    }
-    BeginWorkLocked(rank);
+absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
+  const absl::btree_map<int64_t, int64_t>& found = ranks_[rank].non_finite;
+  std::vector<NonFiniteElement> elements;
+  // In the order in which a device that tells at once tells of them, so that both name the same.
+  for (const Shard& shard : run_->layout(rank)->shards()) {
+    if (elements.size() == found.size()) break;
+    const auto it = found.find(shard.tensor_index);
+    if (it != found.end()) elements.push_back({it->first, it->second});
   }
-  absl::StatusOr<std::vector<NonFiniteElement>> elements = FindNonFinite(*run_->layout(rank));
-  Memory unused;
-  absl::MutexLock lock(&mu_);
-  unused = EndWorkLocked(rank);
-  EMA_RETURN_IF_ERROR(elements.status());
-  if (elements->empty() && model_.non_finite == NonFinitePolicy::kReject) {
-    // No track that is due keeps it.
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-                     absl::StrCat("step ", plan_.step, ": a tensor pushed by rank ", rank,
-                                  " holds NaN or infinity; the step is dropped"));
-  }
-  return TakeNonFiniteLocked(rank, *elements);
-}
-
-absl::StatusOr<std::vector<PushSession::NonFiniteElement>> PushSession::FindNonFinite(
-    const RankLayout& layout) const {
-  constexpr int64_t kMaxElements = int64_t{1} << 18;
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
-  std::vector<std::byte> host;
-  std::vector<NonFiniteElement> found;
-  absl::Status status;
-  // Of one block's elements from `element` on, at most; how many there were.
-  const auto look = [&](int64_t tensor_index, int64_t element,
-                        int64_t count) -> absl::StatusOr<int64_t> {
-    for (size_t t = 0; t < plan_.tracks.size(); ++t) {
-      const TrackBlocks& next = memory_.next[t];
-      if (next.blocks.empty() || !Changes(plan_.tracks[t], tensor_index)) continue;
-      const Track& track = *plan_.tracks[t].track;
-      const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
-      const int64_t size = DtypeSize(entry.dtype);
-      const int64_t byte = entry.offset + element * size;
-      const int64_t block = track.FindBlock(byte);
-      count = std::min({count, (track.block_start(block + 1) - byte) / size, kMaxElements});
-      host.resize(count * size);
-      EMA_RETURN_IF_ERROR(stream->CopyToHost(
-          host.data(), next.blocks[block]->data() + (byte - track.block_start(block)),
-          count * size));
-      EMA_RETURN_IF_ERROR(stream->Synchronize().status());
-      // Without targets it only looks.
-      if (const auto index = FoldOnCpu({entry.dtype, host.data(), count, {}})) {
-        found.push_back({tensor_index, element + *index});
-      }
-      break;
-    }
-    return count;
-  };
-  layout.ForEachStretch(0, PushedBytes(layout), [&](const RankLayout::Stretch& stretch) {
-    const int64_t end = stretch.tensor_element + stretch.element_count;
-    for (int64_t element = stretch.tensor_element; element < end;) {
-      const bool is_known = !found.empty() && found.back().tensor_index == stretch.tensor_index;
-      if (is_known || !IsFloat(stretch.dtype)) break;
-      const absl::StatusOr<int64_t> count = look(stretch.tensor_index, element, end - element);
-      status = count.status();
-      if (!status.ok()) return false;
-      element += *count;
-    }
-    return true;
-  });
-  EMA_RETURN_IF_ERROR(status);
-  return found;
+  return TakeNonFiniteLocked(rank, elements);
 }
 
 }  // namespace ema

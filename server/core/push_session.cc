@@ -27,7 +27,7 @@ class PushSession::Folder {
  public:
   struct Result {
     uint32_t crc32c = 0;                       // If it was asked for.
-    std::vector<NonFiniteElement> non_finite;  // The first of each tensor.
+    std::vector<NonFiniteElement> non_finite;  // By tensor, the first of each.
   };
 
   Folder(const PushSession& session, DeviceStream& device_stream)
@@ -108,9 +108,10 @@ class PushSession::Folder {
       }
       EMA_ASSIGN_OR_RETURN(
           const std::optional<int64_t> non_finite,
-          device_stream_.Fold({dtype, source, n, std::span(targets_).first(target_count)}));
+          device_stream_.Fold(
+              {dtype, source, n, std::span(targets_).first(target_count), tensor_index, element}));
       if (non_finite.has_value() &&
-          (result_.non_finite.empty() || result_.non_finite.back().tensor_index != tensor_index)) {
+          (result_.non_finite.empty() || result_.non_finite.back().source_id != tensor_index)) {
         result_.non_finite.push_back({tensor_index, element + *non_finite});
       }
       source += n * DtypeSize(dtype);
@@ -370,9 +371,9 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
   if (!is_complete) return false;
   // What streams have folded that this one has fenced counts, too. Nobody of the rank folds now.
   EMA_RETURN_IF_ERROR(Drain(rank, std::nullopt));
-  EMA_RETURN_IF_ERROR(CheckFinite(rank));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+  EMA_RETURN_IF_ERROR(CheckFiniteLocked(rank));
   RankState& state = ranks_[rank];
   if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
   state.digest = digest;

@@ -179,7 +179,8 @@ class PushSession {
     int64_t uncommitted_streams = 0;       // Of the group.
     std::optional<uint32_t> digest;        // Once committed.
     int64_t work_count = 0;                // As PushSession::work_count_.
-    bool saw_non_finite = false;           // Somewhere, as the device has told afterwards.
+    // By tensor: the first element that is not finite, as the device has told afterwards.
+    absl::btree_map<int64_t, int64_t> non_finite;
     absl::Status device_status;
   };
   struct OpenedStream {
@@ -212,10 +213,6 @@ class PushSession {
     std::shared_ptr<std::atomic<bool>[]> frozen_differs;
     Writers writers;  // Goes first.
   };
-  struct NonFiniteElement {
-    int64_t tensor_index = 0;
-    int64_t element = 0;
-  };
 
   PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
 
@@ -247,17 +244,11 @@ class PushSession {
   // Looks at a commit message; true: with it all of the rank's bytes are there.
   absl::StatusOr<bool> TakeCommit(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Does what the model says about elements (the first of each tensor). NON_FINITE.
+  // Does what the model says about elements (by tensor, the first of each). NON_FINITE.
   absl::Status TakeNonFiniteLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The same of what the device has seen, which does not say where. REQUIRES: all of the rank's
-  // bytes are folded.
-  absl::Status CheckFinite(int64_t rank) ABSL_LOCKS_EXCLUDED(mu_);
-  // The first of each of the rank's tensors, as the next snapshot has them in a track that takes
-  // them at this step: what is pushed as NaN or infinity is there so, but for a float64 that only
-  // its rounding to float32 makes infinite; an average that has overflowed by itself is found as
-  // well.
-  absl::StatusOr<std::vector<NonFiniteElement>> FindNonFinite(const RankLayout& layout) const;
+  // The same of what the device has told afterwards. REQUIRES: the rank is drained.
+  absl::Status CheckFiniteLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status FencedByNewerStream(int64_t rank) const;

@@ -59,7 +59,7 @@ class Accelerator {
   virtual absl::StatusOr<std::unique_ptr<Queue>> NewQueue() = 0;
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none.
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) = 0;
-  // Pinned host memory. Likewise.
+  // Pinned host memory, which kernels write at the same address. Likewise.
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) = 0;
   // Of the device, in bytes.
   virtual int64_t total_memory_bytes() const = 0;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
+#include "absl/container/btree_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
@@ -25,9 +25,8 @@ namespace {
 using Queue = Accelerator::Queue;
 using Memory = BlockPool::Memory;
 
-// Flags of a stream in device memory: the first says that something was not finite, the others
-// which tracks differ. A model has at most 64 tracks.
-constexpr int64_t kMaxFlags = 128;
+// Flags of a stream in device memory, which say which tracks differ. A model has at most 64.
+constexpr int64_t kMaxFlags = 64;
 constexpr int64_t kFlagBytes = kMaxFlags * static_cast<int64_t>(sizeof(uint32_t));
 
 // The first error breaks the device. Thread-safe.
@@ -116,10 +115,10 @@ class AcceleratorStream : public DeviceStream {
       : shared_(std::move(shared)), feed_(std::move(feed)) {}
   // A session that was dropped gives its blocks back: nothing may write to them any more.
   ~AcceleratorStream() override {
-    arriving_.clear();
-    differs_.clear();
     batch().Clear();
-    if (ReadFlags().ok()) shared_->GiveBack(std::move(feed_));
+    if (!WaitForAll().ok()) return;
+    for (Feed::Slab& slab : feed_->slabs) slab.batch->Clear();
+    shared_->GiveBack(std::move(feed_));
   }
 
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
@@ -169,17 +168,21 @@ class AcceleratorStream : public DeviceStream {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<bool> Synchronize() override {
+  absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() override {
     EMA_RETURN_IF_ERROR(Launch());
-    EMA_RETURN_IF_ERROR(ReadFlags());
-    while (!arriving_.empty()) EMA_RETURN_IF_ERROR(TakeArrived());
+    EMA_RETURN_IF_ERROR(WaitForAll());
+    while (!arriving_.empty()) TakeArrived();
+    for (Feed::Slab& slab : feed_->slabs) TakeNonFinite(*slab.batch);
     std::array<uint32_t, kMaxFlags> flags;
     std::memcpy(flags.data(), feed_->host_flags->data(), kFlagBytes);
     for (size_t i = 0; i < differs_.size(); ++i) {
-      if (flags[i + 1] != 0) differs_[i]->store(true, std::memory_order_relaxed);
+      if (flags[i] != 0) differs_[i]->store(true, std::memory_order_relaxed);
     }
     differs_.clear();
-    return flags[0] != 0;
+    std::vector<NonFiniteElement> elements;
+    for (const auto& [source_id, element] : non_finite_) elements.push_back({source_id, element});
+    non_finite_.clear();
+    return elements;
   }
 
  private:
@@ -196,15 +199,19 @@ class AcceleratorStream : public DeviceStream {
     const auto it = std::find(differs_.begin(), differs_.end(), differs);
     const int64_t index = it - differs_.begin();
     if (it == differs_.end()) differs_.push_back(differs);
-    return reinterpret_cast<uint32_t*>(feed_->device_flags->data()) + 1 + index;
+    return reinterpret_cast<uint32_t*>(feed_->device_flags->data()) + index;
   }
 
-  // Waits for everything that is queued, and brings the flags to the host, which are 0 after it.
-  absl::Status ReadFlags() {
+  // Waits for everything that is queued, and brings the flags, if there are any, to the host; they
+  // are 0 after it.
+  absl::Status WaitForAll() {
     Queue& queue = *feed_->queue;
-    std::byte* const device_flags = feed_->device_flags->data();
-    absl::Status status = queue.CopyToHost(feed_->host_flags->data(), device_flags, kFlagBytes);
-    if (status.ok()) status = queue.Zero(device_flags, kFlagBytes);
+    absl::Status status;
+    if (!differs_.empty()) {
+      std::byte* const device_flags = feed_->device_flags->data();
+      status = queue.CopyToHost(feed_->host_flags->data(), device_flags, kFlagBytes);
+      if (status.ok()) status = queue.Zero(device_flags, kFlagBytes);
+    }
     if (status.ok()) status = queue.Mark(slab_);
     if (status.ok()) status = queue.Wait(slab_);
     return shared_->health.Check(status);
@@ -222,13 +229,12 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(shared_->health.status());
     if (batch().empty()) return absl::OkStatus();
     Feed::Slab& slab = feed_->slabs[slab_];
-    const FoldTable table =
-        batch().Finish(reinterpret_cast<uint32_t*>(feed_->device_flags->data()));
+    const FoldTable table = batch().Finish();
     Queue& queue = *feed_->queue;
     absl::Status status =
         queue.CopyToDevice(slab.device->data(), slab.host->data(), batch().size_bytes());
     if (status.ok()) status = queue.Fold(table);
-    batch().Clear();
+    if (!status.ok()) batch().Clear();
     EMA_RETURN_IF_ERROR(shared_->health.Check(status));
     return NextSlab();
   }
@@ -238,25 +244,33 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(shared_->health.Check(feed_->queue->Mark(slab_)));
     slab_ = (slab_ + 1) % Queue::kSlots;
     EMA_RETURN_IF_ERROR(shared_->health.Check(feed_->queue->Wait(slab_)));
-    if (!arriving_.empty() && arriving_.front().slab == slab_) {
-      EMA_RETURN_IF_ERROR(TakeArrived());
-    }
+    if (!arriving_.empty() && arriving_.front().slab == slab_) TakeArrived();
+    TakeNonFinite(batch());
     return absl::OkStatus();
   }
 
-  absl::Status TakeArrived() {
+  void TakeArrived() {
     const Arriving& first = arriving_.front();
     std::memcpy(first.host, feed_->slabs[first.slab].host->data(),
                 static_cast<size_t>(first.size_bytes));
     arriving_.pop_front();
-    return absl::OkStatus();
+  }
+
+  // Empties a batch whose folds are done.
+  void TakeNonFinite(FoldBatch& batch) {
+    batch.ForEachNonFinite([this](const NonFiniteElement& found) {
+      const auto [it, is_new] = non_finite_.try_emplace(found.source_id, found.element);
+      it->second = std::min(it->second, found.element);
+    });
+    batch.Clear();
   }
 
   const std::shared_ptr<Shared> shared_;
   std::unique_ptr<Feed> feed_;
   int slab_ = 0;  // That is being filled.
   std::deque<Arriving> arriving_;
-  std::vector<std::atomic<bool>*> differs_;  // By their flags.
+  std::vector<std::atomic<bool>*> differs_;       // By their flags.
+  absl::btree_map<int64_t, int64_t> non_finite_;  // The first element of each source.
 };
 
 // Copies of blocks in pinned host memory: each made once, shared by all readers, kept for a while.

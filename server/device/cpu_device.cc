@@ -23,6 +23,7 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
@@ -250,7 +251,9 @@ class CpuStream : public DeviceStream {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<bool> Synchronize() override { return false; }
+  absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() override {
+    return std::vector<NonFiniteElement>();
+  }
 };
 
 class CpuDevice : public Device {

@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
@@ -66,6 +67,18 @@ struct FoldOp {
   int64_t element_count = 0;          // 0 or more.
   std::span<const FoldTarget>
       targets;  // May be empty: then only the check for finite values is done.
+  // By which Synchronize() names the source: what its elements are of (a tensor, say), and which of
+  // those the first one is.
+  int64_t source_id = 0;
+  int64_t first_element = 0;
+};
+
+// A value that is NaN or infinity, by the names of FoldOp.
+struct NonFiniteElement {
+  int64_t source_id = 0;
+  int64_t element = 0;
+
+  bool operator==(const NonFiniteElement&) const = default;
 };
 
 // One run of an average's elements, and the raw values that it is compared with; in device memory,
@@ -88,10 +101,10 @@ class DeviceStream {
 
   // Folds `op`. When it returns, the source has been read (or copied to pinned memory) and may be
   // freed; the targets are complete after Synchronize(). NaN and infinity are folded like any
-  // value, and reported: gives the index of the first element whose float value is not finite, if
-  // that is known already. A device that learns it later reports it from Synchronize(). The double
-  // of a float64 source is checked before it is rounded to float32, and after. INTERNAL, DEVICE:
-  // the device has failed; the targets hold anything.
+  // value, and reported: gives the index in `op` of the first element whose float value is not
+  // finite, if that is known already. A device that learns it later reports it from Synchronize().
+  // The double of a float64 source is checked before it is rounded to float32, and after.
+  // INTERNAL, DEVICE: the device has failed; the targets hold anything.
   virtual absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) = 0;
 
   // Sets `size_bytes` bytes of device memory to zero.
@@ -106,9 +119,10 @@ class DeviceStream {
   virtual absl::Status CopyFromHost(std::byte* device, const std::byte* host,
                                     int64_t size_bytes) = 0;
 
-  // Waits until everything queued so far is done. Gives true if some folded element since the last
-  // call was not finite and Fold() did not say so. INTERNAL, DEVICE: as Fold().
-  virtual absl::StatusOr<bool> Synchronize() = 0;
+  // Waits until everything queued so far is done. Gives, by `source_id`, the first of each source's
+  // elements that were folded since the last call, are not finite, and that Fold() did not tell of.
+  // INTERNAL, DEVICE: as Fold().
+  virtual absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() = 0;
 };
 
 // One place where averages live. Thread-safe.

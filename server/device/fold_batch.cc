@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "server/device/ema_kernel.h"
+
 namespace ema {
 namespace {
 
@@ -42,7 +44,7 @@ bool IsAligned(const std::byte* data, int64_t phase, int64_t element_bytes) {
 }  // namespace
 
 int64_t FoldBatch::TableBytes(size_t run_count, size_t target_count) const {
-  return kTableAlignment + static_cast<int64_t>(run_count * sizeof(FoldRun) +
+  return kTableAlignment + static_cast<int64_t>(run_count * (sizeof(FoldRun) + sizeof(uint32_t)) +
                                                 target_count * sizeof(DeviceFoldTarget));
 }
 
@@ -92,12 +94,13 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, const DiffersOf& differs
     targets_.push_back(moved);
   }
   runs_.push_back(run);
+  sources_.push_back({op.source_dtype, op.source_id, op.first_element + first});
   tile_count_ += FoldTileCount(count, phase);
   used_bytes_ = source + count * element_bytes;
   return count;
 }
 
-FoldTable FoldBatch::Finish(uint32_t* non_finite) {
+FoldTable FoldBatch::Finish() {
   const auto append = [this](const auto& items) {
     const int64_t offset = used_bytes_;
     const size_t bytes = items.size() * sizeof(items[0]);
@@ -108,17 +111,33 @@ FoldTable FoldBatch::Finish(uint32_t* non_finite) {
   used_bytes_ = RoundUp(used_bytes_, kTableAlignment);
   const int64_t runs = append(runs_);
   const int64_t targets = append(targets_);
+  non_finite_ = reinterpret_cast<uint32_t*>(host_ + used_bytes_);
+  std::fill_n(non_finite_, runs_.size(), 0);
   return {.runs = reinterpret_cast<const FoldRun*>(device_ + runs),
           .targets = reinterpret_cast<const DeviceFoldTarget*>(device_ + targets),
           .run_count = static_cast<int64_t>(runs_.size()),
           .tile_count = tile_count_,
-          .non_finite = non_finite};
+          .non_finite = non_finite_};
+}
+
+void FoldBatch::ForEachNonFinite(absl::FunctionRef<void(const NonFiniteElement&)> take) const {
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    if (non_finite_[i] == 0) continue;
+    // The kernel does not say where; the source is still there.
+    const FoldOp op = {.source_dtype = sources_[i].dtype,
+                       .source = host_ + (runs_[i].source - device_),
+                       .element_count = runs_[i].element_count};
+    if (const std::optional<int64_t> index = FoldOnCpu(op)) {
+      take({sources_[i].source_id, sources_[i].first_element + *index});
+    }
+  }
 }
 
 void FoldBatch::Clear() {
   used_bytes_ = 0;
   tile_count_ = 0;
   runs_.clear();
+  sources_.clear();
   targets_.clear();
 }
 

@@ -9,13 +9,15 @@
 #include <functional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "server/device/device.h"
 #include "server/device/fold_table.h"
 
 namespace ema {
 
 // Fills a piece of (pinned) host memory with sources, and behind them with the table of what is to
-// be done with them; the same bytes at `device` are what a kernel reads. Not thread-safe.
+// be done with them; the same bytes at `device` are what a kernel reads. What it finds not to be
+// finite it notes in the host memory, behind all that. Not thread-safe.
 class FoldBatch {
  public:
   // Both aligned to 64 bytes, of `capacity_bytes`, which takes a few thousand elements at least.
@@ -31,14 +33,25 @@ class FoldBatch {
   bool empty() const { return runs_.empty(); }
 
   // Writes the table. What is to be copied to `device` are the first size_bytes() of `host`; the
-  // result has addresses there. `non_finite`: in device memory.
-  FoldTable Finish(uint32_t* non_finite);
+  // result has addresses there, but for the notes.
+  FoldTable Finish();
   int64_t size_bytes() const { return used_bytes_; }
 
-  // Forgets what it has taken. It may be filled anew when what was launched has been copied.
+  // Calls `take` with the first element that is not finite of each run that has one. REQUIRES:
+  // Finish() was called, and what was launched is done.
+  void ForEachNonFinite(absl::FunctionRef<void(const NonFiniteElement&)> take) const;
+
+  // Forgets what it has taken. It may be filled anew when what was launched is done.
   void Clear();
 
  private:
+  // What a run was made of.
+  struct Source {
+    Dtype dtype = Dtype::kFloat32;
+    int64_t source_id = 0;
+    int64_t first_element = 0;
+  };
+
   int64_t TableBytes(size_t run_count, size_t target_count) const;
 
   std::byte* const host_;
@@ -46,7 +59,9 @@ class FoldBatch {
   const int64_t capacity_bytes_;
   int64_t used_bytes_ = 0;
   int64_t tile_count_ = 0;
+  uint32_t* non_finite_ = nullptr;  // Of Finish().
   std::vector<FoldRun> runs_;
+  std::vector<Source> sources_;  // As runs_.
   std::vector<DeviceFoldTarget> targets_;
 };
 

@@ -51,7 +51,9 @@ struct FoldTable {
   const DeviceFoldTarget* targets = nullptr;
   int64_t run_count = 0;
   int64_t tile_count = 0;
-  uint32_t* non_finite = nullptr;  // Set to 1 if an element is not.
+  // By run: set to 1 if an element is not; may be null. May be pinned host memory: nothing is
+  // written there in a step that goes well.
+  uint32_t* non_finite = nullptr;
 };
 
 // Tiles of a run.
@@ -145,6 +147,9 @@ EMA_HOST_DEVICE inline bool IsAverage(FoldKind kind) {
 EMA_HOST_DEVICE inline void Note(uint32_t* flag) {
   if (flag != nullptr) *flag = 1;
 }
+EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldRun& run) {
+  if (table.non_finite != nullptr) table.non_finite[&run - table.runs] = 1;
+}
 
 // kFoldVector elements from `i` on, aligned: in registers throughout.
 template <typename T>
@@ -168,7 +173,7 @@ EMA_HOST_DEVICE inline void FoldVector(const FoldTable& table, const FoldRun& ru
     params[j] = ParamOf(kFormat, pushed.lane[j]);
     is_finite = is_finite && IsFinite(params[j].rounded);
   }
-  if (!is_finite) Note(table.non_finite);
+  if (!is_finite) NoteNonFinite(table, run);
   for (int t = 0; t < run.target_count; ++t) {
     const DeviceFoldTarget& target = table.targets[run.first_target + t];
     if (target.kind == FoldKind::kCopy) {
@@ -204,7 +209,7 @@ EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldRun& r
   Param param = {};
   if (run.format != SourceFormat::kNoFloat) {
     param = {LoadFloat(run.format, source), LoadDouble(run.format, source)};
-    if (!IsFinite(param.rounded)) Note(table.non_finite);
+    if (!IsFinite(param.rounded)) NoteNonFinite(table, run);
   }
   for (int t = 0; t < run.target_count; ++t) {
     const DeviceFoldTarget& target = table.targets[run.first_target + t];

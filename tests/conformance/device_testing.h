@@ -237,7 +237,6 @@ struct Target {
 // targets without low parts.
 struct Folded {
   std::optional<int64_t> non_finite;
-  bool non_finite_said_later = false;
   std::vector<Bytes> next;
   std::vector<Bytes> next_low;
 };
@@ -292,16 +291,22 @@ class Folder {
         if (shifted[i].current_low != nullptr) shifted[i].current_low += offset;
       }
       const absl::StatusOr<std::optional<int64_t>> non_finite = stream_->Fold(
-          {dtype, host.get() + misalignment + begin * DtypeSize(dtype), end - begin, shifted});
+          {dtype, host.get() + misalignment + begin * DtypeSize(dtype), end - begin, shifted,
+           /*source_id=*/3, begin});
       EXPECT_THAT(non_finite, IsOk());
       if (non_finite.ok() && non_finite->has_value() && !folded.non_finite.has_value()) {
         folded.non_finite = begin + **non_finite;
       }
       begin = end;
     }
-    const absl::StatusOr<bool> said_later = stream_->Synchronize();
-    EXPECT_THAT(said_later, IsOk());
-    folded.non_finite_said_later = said_later.value_or(false);
+    const absl::StatusOr<std::vector<NonFiniteElement>> told_later = stream_->Synchronize();
+    EXPECT_THAT(told_later, IsOk());
+    if (told_later.ok() && !told_later->empty()) {
+      EXPECT_EQ(told_later->size(), 1u);
+      EXPECT_EQ(told_later->front().source_id, 3);
+      EXPECT_FALSE(folded.non_finite.has_value()) << "told twice";
+      folded.non_finite = told_later->front().element;
+    }
 
     for (size_t i = 0; i < targets.size(); ++i) {
       const int64_t size_bytes =

@@ -20,7 +20,9 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 constexpr int64_t kElements = 10'000;
 constexpr int64_t kBytes = kElements * 4;
@@ -37,12 +39,12 @@ struct Harness {
 };
 
 // Folds `value` into all of `block` as an average's first value.
-absl::Status Assign(DeviceStream& stream, Block& block, float value) {
+absl::Status Assign(DeviceStream& stream, Block& block, float value, int64_t source_id = 0) {
   const std::vector<float> source(kElements, value);
   const FoldTarget target{.kind = FoldKind::kAssign, .next = block.data()};
   EMA_RETURN_IF_ERROR(stream
                           .Fold({Dtype::kFloat32, reinterpret_cast<const std::byte*>(source.data()),
-                                 kElements, std::span(&target, 1)})
+                                 kElements, std::span(&target, 1), source_id, kElements})
                           .status());
   // The source goes here, long before it has been folded.
   return absl::OkStatus();
@@ -101,15 +103,20 @@ TEST(AcceleratorDeviceTest, ADroppedStreamWritesNothingMore) {
   }
 }
 
-TEST(AcceleratorDeviceTest, FlagsAreOfOneStreamAndOfWhatCameSince) {
+TEST(AcceleratorDeviceTest, WhatIsNotFiniteIsOfOneStreamAndOfWhatCameSince) {
   Harness harness({.max_delay_us = 100});
   const auto stream = *harness.device->NewStream();
   const auto other = *harness.device->NewStream();
   const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
-  ASSERT_THAT(Assign(*stream, *block, std::numeric_limits<float>::infinity()), IsOk());
-  EXPECT_THAT(other->Synchronize(), IsOkAndHolds(false));
-  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(true));
-  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(false));
+  const float infinity = std::numeric_limits<float>::infinity();
+  ASSERT_THAT(Assign(*stream, *block, infinity, 7), IsOk());
+  ASSERT_THAT(Assign(*stream, *block, 1, 6), IsOk());
+  ASSERT_THAT(Assign(*stream, *block, infinity, 5), IsOk());
+  ASSERT_THAT(Assign(*stream, *block, infinity, 7), IsOk());
+  EXPECT_THAT(other->Synchronize(), IsOkAndHolds(IsEmpty()));
+  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(ElementsAre(NonFiniteElement{5, kElements},
+                                                              NonFiniteElement{7, kElements})));
+  EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(IsEmpty()));
 }
 
 TEST(AcceleratorDeviceTest, ManySmallFoldsAreOneLaunch) {

@@ -169,12 +169,16 @@ class FoldTableTest : public testing::Test {
 
   void Launch() {
     ASSERT_FALSE(batch_.empty());
-    const FoldTable table = batch_.Finish(&non_finite_);
-    ASSERT_LE(batch_.size_bytes(), kCapacity);
-    std::copy_n(host_.get(), batch_.size_bytes(), device_.get());
+    const FoldTable table = batch_.Finish();
+    const int64_t size_bytes = batch_.size_bytes();
+    ASSERT_LE(size_bytes, kCapacity);
+    std::copy_n(host_.get(), size_bytes, device_.get());
     // What is read after the copy is the copy.
-    std::fill_n(host_.get(), kCapacity, std::byte{0xee});
+    const std::vector<std::byte> host(host_.get(), host_.get() + size_bytes);
+    std::fill_n(host_.get(), size_bytes, std::byte{0xee});
     WalkGrid(table, random_);
+    std::copy(host.begin(), host.end(), host_.get());
+    batch_.ForEachNonFinite([this](const NonFiniteElement& found) { found_.push_back(found); });
     batch_.Clear();
     ++launch_count_;
   }
@@ -194,7 +198,7 @@ class FoldTableTest : public testing::Test {
   AlignedBytes host_ = NewBytes(kCapacity);
   AlignedBytes device_ = NewBytes(kCapacity);
   FoldBatch batch_{host_.get(), device_.get(), kCapacity};
-  uint32_t non_finite_ = 0;
+  std::vector<NonFiniteElement> found_;
   int launch_count_ = 0;
   std::vector<AlignedBytes> sources_;
   std::vector<std::unique_ptr<Pair>> pairs_;
@@ -232,7 +236,7 @@ TEST_F(FoldTableTest, IsTheDefinitionForEveryDtypeKindAndSize) {
     for (const int64_t count : kSizes) AddCase({dtype, FoldKind::kCopy, count});
   }
   ExpectEqual();
-  EXPECT_EQ(non_finite_, 0u);
+  EXPECT_TRUE(found_.empty());
 }
 
 TEST_F(FoldTableTest, AnyAlignmentWillDo) {
@@ -305,20 +309,22 @@ TEST_F(FoldTableTest, WhatIsNotFiniteIsNoticedWhereverItIs) {
         for (int64_t b = DtypeSize(dtype) - 2; b < DtypeSize(dtype); ++b) {
           source[at * DtypeSize(dtype) + b] = std::byte{0x7f} | std::byte{0xf0};
         }
-        non_finite_ = 0;
+        found_.clear();
         // Without targets, it is only looked at.
-        AddToBatch({dtype, source.data(), count, {}});
+        AddToBatch({dtype, source.data(), at, {}, 1, 0});  // There is nothing in it.
+        AddToBatch({dtype, source.data(), count, {}, 2, 100});
         Launch();
-        EXPECT_EQ(non_finite_, 1u) << DtypeName(dtype) << " " << count << " " << at;
+        EXPECT_EQ(found_, std::vector<NonFiniteElement>({{2, 100 + at}}))
+            << DtypeName(dtype) << " " << count << " " << at;
       }
     }
   }
   // A float64 that no float32 can hold.
   const double large = 1e300;
-  non_finite_ = 0;
+  found_.clear();
   AddToBatch({Dtype::kFloat64, reinterpret_cast<const std::byte*>(&large), 1, {}});
   Launch();
-  EXPECT_EQ(non_finite_, 1u);
+  EXPECT_EQ(found_, std::vector<NonFiniteElement>({{0, 0}}));
 }
 
 TEST_F(FoldTableTest, NotesWhatAssigningWouldNotHaveGiven) {
@@ -366,11 +372,8 @@ TEST_F(FoldTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {
                     .format = SourceFormat::kNoFloat,
                     .element_bytes = 1,
                     .is_aligned = true};
-  const FoldTable table{.runs = &run,
-                        .targets = &target,
-                        .run_count = 1,
-                        .tile_count = FoldTileCount(kCount, 0),
-                        .non_finite = &non_finite_};
+  const FoldTable table{
+      .runs = &run, .targets = &target, .run_count = 1, .tile_count = FoldTileCount(kCount, 0)};
   EXPECT_EQ(table.tile_count, (kCount + kFoldTileElements - 1) / kFoldTileElements);
   for (const int64_t tile :
        {int64_t{0}, (int64_t{1} << 31) / kFoldTileElements, table.tile_count - 1}) {

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pushed values that are NaN or infinity: which tensors are named, counted and skipped, the same on
+// every device.
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "server/device/accelerator_device.h"
+#include "tests/core/test_model.h"
+#include "tests/testutil/fake_accelerator.h"
+
+namespace ema {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+TrackConfig Track(const std::string& name, const std::string& schedule) {
+  return {.name = name, .schedule = MakeSchedule(schedule)};
+}
+
+template <typename... Values>
+std::vector<std::byte> Raw(Values... values) {
+  std::vector<std::byte> bytes;
+  const auto append = [&bytes](auto value) {
+    const auto* const data = reinterpret_cast<const std::byte*>(&value);
+    bytes.insert(bytes.end(), data, data + sizeof(value));
+  };
+  (append(values), ...);
+  return bytes;
+}
+
+class NonFiniteTest : public testing::Test {
+ protected:
+  void Create(std::vector<TrackConfig> tracks, std::vector<TensorSpec> tensors,
+              NonFinitePolicy non_finite = NonFinitePolicy::kSkipTensor) {
+    const auto created = store_.Create({.name = "m",
+                                        .manifest = MakeManifest(std::move(tensors)),
+                                        .tracks = std::move(tracks),
+                                        .non_finite = non_finite});
+    ASSERT_THAT(created, IsOk());
+    model_ = created->model;
+    rank_ = std::make_unique<TestRank>(model_, "launch");
+    ASSERT_THAT(rank_->Join(), IsOk());
+  }
+  std::vector<float> Read(const std::string& track) { return FloatsOf(*ReadAll(*model_, track)); }
+
+  ModelStore store_{TestDevice(), SmallBlocks()};
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+};
+
+TEST_F(NonFiniteTest, AnAverageThatHasOverflowedIsNotBlamed) {
+  Create({Track("ema", "smoothing=0.5")},
+         {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {1}}});
+  ASSERT_THAT(rank_->Push(1, Raw(3e38f, 0.0f)), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank_->Push(2, Raw(-3e38f, kNan)));
+  EXPECT_THAT(result.record.skipped_tensors, ElementsAre("b"));
+  EXPECT_EQ(result.record.skipped_tensor_count, 1);
+  EXPECT_THAT(Read("ema"), ElementsAre(-std::numeric_limits<float>::infinity(), 0));
+}
+
+TEST_F(NonFiniteTest, AFloat64ThatOnlyItsRoundingMakesInfiniteIsSkipped) {
+  TrackConfig track = Track("ema", "smoothing=0.999");
+  track.compensated = true;
+  Create({track}, {{"a", Dtype::kFloat64, {1}}, {"b", Dtype::kFloat32, {1}}});
+  ASSERT_THAT(rank_->Push(1, Raw(1.0, 1.0f)), IsOk());
+  // What it would make of the average is finite.
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank_->Push(2, Raw(1e39, 1.0f)));
+  EXPECT_THAT(result.record.skipped_tensors, ElementsAre("a"));
+  EXPECT_THAT(Read("ema"), ElementsAre(1, 1));
+}
+
+TEST_F(NonFiniteTest, ATensorThatNoTrackTakesCounts) {
+  TrackConfig track = Track("ema", "smoothing=0.5");
+  track.tensor_rules = {{"b", TensorAction::kIgnore}};
+  Create({track}, {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {2}}});
+  ASSERT_THAT(rank_->Push(1, Raw(1.0f, 1.0f, 1.0f)), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank_->Push(2, Raw(2.0f, 2.0f, kNan)));
+  EXPECT_THAT(result.record.skipped_tensors, ElementsAre("b"));
+  EXPECT_THAT(Read("ema"), ElementsAre(1.5f));
+}
+
+TEST_F(NonFiniteTest, ARefusedStepNamesTheTensorAlsoIfNoTrackIsDue) {
+  Create({Track("ema", "smoothing=0.5, update_interval=5ba")},
+         {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {2}}}, NonFinitePolicy::kReject);
+  ASSERT_THAT(rank_->Push(5, Raw(1.0f, 1.0f, 1.0f)), IsOk());
+  EXPECT_THAT(rank_->Push(6, Raw(2.0f, 2.0f, kNan)),
+              AllOf(StatusIs(absl::StatusCode::kInvalidArgument,
+                             HasSubstr("tensor \"b\" holds NaN or infinity at element 1")),
+                    ReasonIs(ErrorReason::kNonFinite)));
+}
+
+TEST_F(NonFiniteTest, OfSeveralTensorsTheFirstThatWasPushedIsNamed) {
+  Create({Track("ema", "smoothing=0.5")},
+         {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {2}}}, NonFinitePolicy::kReject);
+  const Manifest& manifest = model_->manifest();
+  TestRank rank(model_, "other", 0, 1, {WholeTensor(manifest, 1), WholeTensor(manifest, 0)}, false);
+  ASSERT_THAT(rank.Join(), IsOk());
+  EXPECT_THAT(rank.Push(1, Raw(1.0f, kNan, kNan)),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("\"b\"")));
+}
+
+// ---- The devices side by side ----------------------------------------------------------------
+
+constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat64};
+constexpr int64_t kElements = 3'000;
+
+// One model on one device, and what has become of its pushes.
+struct Side {
+  Side(std::shared_ptr<Device> device, NonFinitePolicy non_finite)
+      : store(std::move(device), SmallBlocks()) {
+    std::vector<TensorSpec> tensors;
+    for (const Dtype dtype : kDtypes) {
+      tensors.push_back({absl::StrCat("t", tensors.size()), dtype, {kElements}});
+    }
+    TrackConfig compensated = Track("compensated", "smoothing=0.9");
+    compensated.compensated = true;
+    TrackConfig part = Track("part", "smoothing=0.5, update_interval=2ba");
+    part.tensor_rules = {{"t1", TensorAction::kIgnore}};
+    model = store
+                .Create({.name = "m",
+                         .manifest = MakeManifest(std::move(tensors)),
+                         .tracks = {compensated, part, Track("raw", "copy")},
+                         .non_finite = non_finite})
+                ->model;
+    rank = std::make_unique<TestRank>(model, "launch");
+    EXPECT_THAT(rank->Join(), IsOk());
+  }
+
+  // What a client is told.
+  std::string Push(int64_t step, const std::vector<std::byte>& bytes) {
+    const absl::StatusOr<PushResult> result = rank->Push(step, bytes, /*chunk_bytes=*/10'000);
+    if (!result.ok()) return result.status().ToString();
+    std::string said = absl::StrCat(result->record.skipped_tensor_count, " skipped");
+    for (const std::string& tensor : result->record.skipped_tensors) {
+      absl::StrAppend(&said, " ", tensor);
+    }
+    return said;
+  }
+
+  ModelStore store;
+  std::shared_ptr<Model> model;
+  std::unique_ptr<TestRank> rank;
+};
+
+std::vector<std::byte> RandomStep(std::mt19937_64& random) {
+  std::vector<std::byte> bytes;
+  for (const Dtype dtype : kDtypes) {
+    const size_t begin = bytes.size();
+    const int64_t size = DtypeSize(dtype);
+    bytes.resize(begin + kElements * size);  // Zeros.
+    for (uint64_t bad = random() % 6; bad > 3; --bad) {
+      const size_t at = begin + (random() % kElements) * size;
+      // All ones in the exponent; of a float64 also a number that float32 cannot hold.
+      const uint64_t bits = dtype == Dtype::kFloat64 && random() % 2 == 0
+                                ? uint64_t{0x7e37} << 48
+                                : uint64_t{0x7ff1} << (8 * (size - 2));
+      std::memcpy(bytes.data() + at, &bits, size);
+    }
+  }
+  return bytes;
+}
+
+TEST(NonFiniteDevicesTest, TellTheSame) {
+  for (const NonFinitePolicy policy :
+       {NonFinitePolicy::kReject, NonFinitePolicy::kSkipTensor, NonFinitePolicy::kAllow}) {
+    Side cpu(MakeCpuDevice(0), policy);
+    Side late(MakeAcceleratorDevice(
+                  std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 20}),
+                  {.slab_bytes = 16 << 10}),
+              policy);
+    std::mt19937_64 random(7);
+    for (int64_t step = 1; step <= 40; ++step) {
+      SCOPED_TRACE(absl::StrCat("seed 7, policy ", static_cast<int>(policy), ", step ", step));
+      const std::vector<std::byte> bytes = RandomStep(random);
+      ASSERT_EQ(late.Push(step, bytes), cpu.Push(step, bytes));
+    }
+    if (policy == NonFinitePolicy::kAllow) continue;  // Payloads of NaN may differ.
+    for (const char* const track : {"compensated", "part", "raw"}) {
+      EXPECT_EQ(*ReadAll(*late.model, track), *ReadAll(*cpu.model, track));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ema
