@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/testutil/fake_accelerator.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <new>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
@@ -18,6 +23,37 @@
 #include "server/device/cast_element.h"
 
 namespace ema {
+namespace {
+
+// Of all accelerators: EMA_TEST_SEED, or always the same.
+uint32_t Seed() {
+  static const uint32_t seed = [] {
+    const char* const variable = std::getenv("EMA_TEST_SEED");
+    const uint32_t value =
+        variable != nullptr ? static_cast<uint32_t>(std::strtoul(variable, nullptr, 10)) : 1;
+    std::fprintf(stderr, "fake accelerator: EMA_TEST_SEED=%u\n", value);
+    return value;
+  }();
+  return seed;
+}
+
+// Calls `thread_of_block` for every thread of every block: as on a GPU, blocks in any order, and
+// the threads of each, too.
+template <typename Do>
+void WalkGrid(int64_t block_count, int thread_count, std::minstd_rand& random,
+              const Do& thread_of_block) {
+  std::vector<int64_t> blocks(static_cast<size_t>(block_count));
+  std::iota(blocks.begin(), blocks.end(), 0);
+  std::shuffle(blocks.begin(), blocks.end(), random);
+  std::vector<int> threads(static_cast<size_t>(thread_count));
+  std::iota(threads.begin(), threads.end(), 0);
+  std::shuffle(threads.begin(), threads.end(), random);
+  for (const int64_t block : blocks) {
+    for (const int thread : threads) thread_of_block(block, thread);
+  }
+}
+
+}  // namespace
 
 class FakeAccelerator::HeapMemory : public BlockPool::Memory {
  public:
@@ -40,8 +76,8 @@ class FakeAccelerator::HeapMemory : public BlockPool::Memory {
 
 class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
  public:
-  explicit ThreadQueue(FakeAccelerator* accelerator)
-      : accelerator_(*accelerator), thread_([this] { Run(); }) {}
+  ThreadQueue(FakeAccelerator* accelerator, uint32_t seed)
+      : accelerator_(*accelerator), random_(seed), thread_([this] { Run(); }) {}
   ~ThreadQueue() override {
     {
       absl::MutexLock lock(&mu_);
@@ -65,17 +101,15 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
     return Queue([=] { std::memset(device, 0, static_cast<size_t>(size_bytes)); });
   }
   absl::Status Fold(const FoldTable& table) override {
-    return Queue([table] {
-      for (int64_t tile = 0; tile < table.tile_count; ++tile) {
-        for (int thread = 0; thread < kFoldThreads; ++thread) FoldTile(table, tile, thread);
-      }
+    return Queue([this, table] {
+      WalkGrid(table.tile_count, kFoldThreads, random_,
+               [&table](int64_t tile, int thread) { FoldTile(table, tile, thread); });
     });
   }
   absl::Status Sum(const SumTable& table) override {
-    return Queue([table] {
-      for (int64_t block = 0; block < table.block_count; ++block) {
-        for (int thread = 0; thread < kSumThreads; ++thread) SumOfThread(table, block, thread);
-      }
+    return Queue([this, table] {
+      WalkGrid(table.block_count, kSumThreads, random_,
+               [&table](int64_t block, int thread) { SumOfThread(table, block, thread); });
     });
   }
   absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
@@ -114,7 +148,6 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   }
 
   void Run() {
-    std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
     const auto has_news = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
       return is_over_ || !work_.empty();
     };
@@ -127,8 +160,8 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
         work_.pop_front();
       }
       const int64_t max_delay_us = accelerator_.options_.max_delay_us;
-      if (max_delay_us > 0 && random() % 4 == 0) {
-        absl::SleepFor(absl::Microseconds(static_cast<int64_t>(random()) % max_delay_us));
+      if (max_delay_us > 0 && random_() % 4 == 0) {
+        absl::SleepFor(absl::Microseconds(static_cast<int64_t>(random_()) % max_delay_us));
       }
       if (work != nullptr) work();
       absl::MutexLock lock(&mu_);
@@ -141,6 +174,7 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   }
 
   FakeAccelerator& accelerator_;
+  std::minstd_rand random_;  // Of the thread.
   absl::Mutex mu_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
   int64_t queued_count_ ABSL_GUARDED_BY(mu_) = 0;
@@ -152,7 +186,7 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
 };
 
 absl::StatusOr<std::unique_ptr<Accelerator::Queue>> FakeAccelerator::NewQueue() {
-  return std::make_unique<ThreadQueue>(this);
+  return std::make_unique<ThreadQueue>(this, Seed() + queue_count_.fetch_add(1));
 }
 
 absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocateDevice(

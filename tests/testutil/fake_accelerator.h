@@ -15,7 +15,9 @@
 namespace ema {
 
 // Each queue has a thread, which begins late and takes its time, so that work of two queues is done
-// in any order and host memory that is used again too early shows. Thread-safe.
+// in any order and host memory that is used again too early shows. Blocks of a kernel's grid run in
+// any order, so that one that waits for another shows; EMA_TEST_SEED, which is printed, says which.
+// Thread-safe.
 class FakeAccelerator : public Accelerator {
  public:
   struct Options {
@@ -47,6 +49,7 @@ class FakeAccelerator : public Accelerator {
 
   const Options options_;
   std::atomic<bool> is_broken_ = false;
+  std::atomic<uint32_t> queue_count_ = 0;
   std::atomic<int64_t> work_count_ = 0;
   std::atomic<int64_t> copies_to_host_ = 0;
   std::atomic<int64_t> bytes_to_host_ = 0;
