@@ -31,13 +31,7 @@ constexpr Dtype kAllDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat
                                 Dtype::kInt8,    Dtype::kInt16,   Dtype::kInt32,    Dtype::kInt64,
                                 Dtype::kUInt8,   Dtype::kBool};
 
-class DeviceConformanceTest : public testing::TestWithParam<DeviceCase> {
- protected:
-  DeviceConformanceTest() { UseHighwayTarget(GetParam().highway_target); }
-  ~DeviceConformanceTest() override { UseHighwayTarget(0); }
-
-  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
-};
+class DeviceConformanceTest : public DeviceTest {};
 
 INSTANTIATE_TEST_SUITE_P(All, DeviceConformanceTest, testing::ValuesIn(AllDevices()),
                          [](const auto& test) { return test.param.name; });
@@ -319,7 +313,6 @@ TEST(MakeDeviceTest, AGpuThatIsNotThereIsRefusedWithTheReason) {
   EXPECT_THAT(DescribeGpus(), HasSubstr("GPU"));
 }
 
-// The conformance suite has a device of this name where there is one.
 TEST(GpuTest, IsThere) {
   if (!CountCudaDevices().ok()) GTEST_SKIP() << DescribeGpus();
   EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, MakeDevice("cuda:0", 0));

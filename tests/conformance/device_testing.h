@@ -5,6 +5,8 @@
 #ifndef EMA_TESTS_CONFORMANCE_DEVICE_TESTING_H_
 #define EMA_TESTS_CONFORMANCE_DEVICE_TESTING_H_
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -46,6 +48,7 @@ struct DeviceCase {
   std::string name;
   std::function<std::unique_ptr<Device>(int64_t kept_free_bytes)> make;
   int64_t highway_target = 0;  // 0: as in production.
+  std::string missing;         // Why it is not there; `make` then gives another.
 
   friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
@@ -62,6 +65,8 @@ inline std::vector<DeviceCase> AllDevices() {
   if (CountCudaDevices().ok()) {
     cases.push_back(
         {"Cuda", [](int64_t kept_free_bytes) { return *MakeDevice("cuda:0", kept_free_bytes); }});
+  } else {
+    cases.push_back({"Cuda", MakeCpuDevice, 0, DescribeGpus()});
   }
   // The first is the one that production runs. SSE4 and SSSE3 have no code of their own in the
   // kernel and run its fallback.
@@ -81,6 +86,18 @@ inline void UseHighwayTarget(int64_t target) {
     hwy::GetChosenTarget().Update(target);
   }
 }
+
+// A test of each device. That of a device which is not there is skipped, and says why.
+class DeviceTest : public testing::TestWithParam<DeviceCase> {
+ protected:
+  DeviceTest() { UseHighwayTarget(GetParam().highway_target); }
+  ~DeviceTest() override { UseHighwayTarget(0); }
+  void SetUp() override {
+    if (!GetParam().missing.empty()) GTEST_SKIP() << GetParam().missing;
+  }
+
+  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
+};
 
 // ---- The definition, written once more ------------------------------------------------------
 

@@ -25,12 +25,8 @@ namespace ema {
 namespace {
 
 // Tests go through all dtypes: a program that links LibTorch takes a third of a second to start.
-class FoldConformanceTest : public testing::TestWithParam<DeviceCase> {
+class FoldConformanceTest : public DeviceTest {
  protected:
-  FoldConformanceTest() { UseHighwayTarget(GetParam().highway_target); }
-  ~FoldConformanceTest() override { UseHighwayTarget(0); }
-
-  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
   Folder folder_{*device_};
 };
 

@@ -70,11 +70,8 @@ class Expectation {
   int64_t count_ = 0;
 };
 
-class SumConformanceTest : public testing::TestWithParam<DeviceCase> {
+class SumConformanceTest : public DeviceTest {
  protected:
-  SumConformanceTest() { UseHighwayTarget(GetParam().highway_target); }
-  ~SumConformanceTest() override { UseHighwayTarget(0); }
-
   // Where `bytes` are in device memory, so many behind the start of a block.
   const std::byte* Put(const Bytes& bytes, int64_t offset_bytes = 0) {
     const int64_t size_bytes = static_cast<int64_t>(bytes.size());
@@ -88,7 +85,6 @@ class SumConformanceTest : public testing::TestWithParam<DeviceCase> {
 
   absl::StatusOr<SquareSums> Sum(const SumRun& run) { return device_->SumSquares({&run, 1}); }
 
-  const std::unique_ptr<Device> device_ = GetParam().make(64 * kMiB);
   std::vector<std::shared_ptr<Block>> blocks_;
 };
 
