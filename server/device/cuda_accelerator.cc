@@ -192,29 +192,53 @@ class CudaAccelerator : public Accelerator {
   const int64_t total_memory_bytes_;
 };
 
+// True: the binary has nothing that the GPU could run, such as PTX that is newer than the driver.
+bool IsMissingCode(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+         error == cudaErrorUnsupportedPtxVersion || error == cudaErrorInvalidPtx ||
+         error == cudaErrorJitCompilerNotFound || error == cudaErrorJitCompilationDisabled;
+}
+
 }  // namespace
 
-absl::StatusOr<int> CountCudaDevices() {
+absl::StatusOr<GpuList> ListCudaDevices() {
   int count = 0;
-  const cudaError_t error = c10::cuda::GetDeviceCount(&count);
-  if (error == cudaSuccess && count > 0) return count;
+  cudaError_t error = c10::cuda::GetDeviceCount(&count);
+  GpuList list = {.oldest_capability = OldestCapability()};
+  for (int i = 0; error == cudaSuccess && i < count; ++i) {
+    cudaDeviceProp properties;
+    error = cudaGetDeviceProperties(&properties, i);
+    if (error == cudaSuccess) {
+      list.gpus.push_back({properties.name, 10 * properties.major + properties.minor});
+    }
+  }
+  if (error == cudaSuccess && count > 0) return list;
   C10_CUDA_CLEAR_ERROR();
   return absl::FailedPreconditionError(absl::StrCat(
       "no GPU can be used: ", error == cudaSuccess ? "there is none" : cudaGetErrorString(error)));
 }
 
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
-  EMA_ASSIGN_OR_RETURN(const int count, CountCudaDevices());
-  if (index < 0 || index >= count) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("there is no GPU of index ", index, "; there are ", count));
-  }
+  EMA_ASSIGN_OR_RETURN(const GpuList list, ListCudaDevices());
+  EMA_RETURN_IF_ERROR(CheckGpu(list, index));
   size_t free_bytes = 0;
   size_t total_bytes = 0;
+  cudaError_t loaded = cudaSuccess;
   EMA_RETURN_IF_ERROR(Try(static_cast<Index>(index), [&] {
-    c10::cuda::CUDACachingAllocator::init(count);
+    c10::cuda::CUDACachingAllocator::init(static_cast<int>(list.gpus.size()));
+    loaded = LoadFold();
+    if (IsMissingCode(loaded)) {
+      C10_CUDA_CLEAR_ERROR();
+      return;
+    }
+    C10_CUDA_CHECK(loaded);
     C10_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
   }));
+  if (IsMissingCode(loaded)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the driver has no code for GPU ", index, ", ", list.gpus[static_cast<size_t>(index)].model,
+        ": ", cudaGetErrorString(loaded)));
+  }
   return std::make_shared<CudaAccelerator>(static_cast<Index>(index),
                                            static_cast<int64_t>(free_bytes));
 }

@@ -9,15 +9,18 @@
 
 #include "absl/status/statusor.h"
 #include "server/device/accelerator.h"
+#include "server/device/gpu_choice.h"
 
 namespace ema {
 
-// How many GPUs there are; 1 or more. FAILED_PRECONDITION: none can be used; the message says why:
-// the build, the driver, or the machine.
-absl::StatusOr<int> CountCudaDevices();
+// The GPUs there are, 1 or more; CheckGpu() says which of them can be used. Takes no memory on
+// them. FAILED_PRECONDITION: there is none; the message says why: the build, the driver, or the
+// machine.
+absl::StatusOr<GpuList> ListCudaDevices();
 
 // The GPU of that index. Its memory is what is free on it now. FAILED_PRECONDITION: as
-// CountCudaDevices(), or there is none of that index. INTERNAL, DEVICE: it does not work.
+// ListCudaDevices() and CheckGpu(), or the driver finds no code for it. INTERNAL, DEVICE: it does
+// not work.
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index);
 
 }  // namespace ema

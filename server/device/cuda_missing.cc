@@ -5,13 +5,13 @@
 
 namespace ema {
 
-absl::StatusOr<int> CountCudaDevices() {
+absl::StatusOr<GpuList> ListCudaDevices() {
   return absl::FailedPreconditionError(
       "no GPU can be used: this server was built without the CUDA toolkit");
 }
 
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int) {
-  return CountCudaDevices().status();
+  return ListCudaDevices().status();
 }
 
 }  // namespace ema

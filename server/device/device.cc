@@ -27,9 +27,28 @@ absl::Status CheckFold(const FoldOp& op, std::string_view device) {
   return absl::OkStatus();
 }
 
+namespace {
+
+absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(int index, int64_t kept_free_bytes) {
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Accelerator> accelerator, MakeCudaAccelerator(index));
+  return MakeAcceleratorDevice(std::move(accelerator), {.kept_free_bytes = kept_free_bytes});
+}
+
+absl::StatusOr<std::unique_ptr<Device>> MakeAnyDevice(int64_t kept_free_bytes) {
+  const absl::StatusOr<GpuList> list = ListCudaDevices();
+  const int gpu_count = list.ok() ? static_cast<int>(list->gpus.size()) : 0;
+  for (int i = 0; i < gpu_count; ++i) {
+    absl::StatusOr<std::unique_ptr<Device>> device = MakeCudaDevice(i, kept_free_bytes);
+    if (!absl::IsFailedPrecondition(device.status())) return device;
+  }
+  return MakeCpuDevice(kept_free_bytes);
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes) {
   constexpr std::string_view kCuda = "cuda:";
-  if (name == "auto") name = CountCudaDevices().ok() ? "cuda:0" : "cpu";
+  if (name == "auto") return MakeAnyDevice(kept_free_bytes);
   if (name == "cpu") return MakeCpuDevice(kept_free_bytes);
   int index = -1;
   if (name.starts_with(kCuda)) {
@@ -44,19 +63,17 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_
                                   "\" is unknown; expected \"auto\", \"cpu\", or \"cuda:\" and the "
                                   "index of a GPU"));
   }
-  absl::StatusOr<std::shared_ptr<Accelerator>> accelerator = MakeCudaAccelerator(index);
-  if (absl::IsFailedPrecondition(accelerator.status())) {
+  absl::StatusOr<std::unique_ptr<Device>> device = MakeCudaDevice(index, kept_free_bytes);
+  if (absl::IsFailedPrecondition(device.status())) {
     return absl::FailedPreconditionError(
-        absl::StrCat("device \"", std::string(name), "\": ", accelerator.status().message()));
+        absl::StrCat("device \"", std::string(name), "\": ", device.status().message()));
   }
-  EMA_RETURN_IF_ERROR(accelerator.status());
-  return MakeAcceleratorDevice(*std::move(accelerator), {.kept_free_bytes = kept_free_bytes});
+  return device;
 }
 
 std::string DescribeGpus() {
-  const absl::StatusOr<int> count = CountCudaDevices();
-  if (!count.ok()) return std::string(count.status().message());
-  return absl::StrCat(*count, *count == 1 ? " GPU" : " GPUs");
+  const absl::StatusOr<GpuList> list = ListCudaDevices();
+  return list.ok() ? Describe(*list) : std::string(list.status().message());
 }
 
 }  // namespace ema

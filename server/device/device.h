@@ -182,12 +182,15 @@ class Device {
 // each, about 0.25 us per 4 KiB, which is more than the fold itself).
 std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes);
 
-// "cpu"; "cuda:N", the GPU of that index; "auto", the first GPU, or the CPU where there is none.
+// "cpu"; "cuda:N", the GPU of that index; "auto", the first GPU that this build has code for, or
+// the CPU where there is none.
 // `kept_free_bytes`: as MakeCpuDevice(). INVALID_ARGUMENT: any other name. FAILED_PRECONDITION:
-// there is no such GPU; the message says why. INTERNAL, DEVICE: it does not work.
+// there is no such GPU, or no code for it; the message says why. INTERNAL, DEVICE: it does not
+// work.
 absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes);
 
-// What "auto" has to choose from, for the log: "2 GPUs", or why there is none.
+// What "auto" has to choose from, for the log: "2 GPUs", and why one is of no use, or why there is
+// none.
 std::string DescribeGpus();
 
 }  // namespace ema

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 
 #include "server/device/fold_cuda.h"
 
@@ -16,6 +17,16 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(FoldTable table) {
 }
 
 }  // namespace
+
+int OldestCapability() {
+  constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // 800, 900 and so on.
+  return *std::min_element(std::begin(kArchitectures), std::end(kArchitectures)) / 10;
+}
+
+cudaError_t LoadFold() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, FoldKernel);
+}
 
 cudaError_t LaunchFold(const FoldTable& table, cudaStream_t stream) {
   if (table.tile_count == 0) return cudaSuccess;

@@ -10,6 +10,13 @@
 
 namespace ema {
 
+// The oldest compute capability that the kernels are compiled for, times ten: 80 is 8.0.
+int OldestCapability();
+
+// Brings the kernel to the thread's current device, which else happens at the first launch; an
+// error of CUDA if there is no code for it.
+cudaError_t LoadFold();
+
 // Queues the folds of `table`, whose addresses are the device's, on `stream`. Returns at once: what
 // goes wrong while it runs shows at a later call, as is CUDA's way. A table without tiles is
 // nothing.

@@ -128,8 +128,8 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
           "Write the bound port to this file, at once, when serving. Empty: do not")
       ->type_name("FILE");
   AddText(app, "--device", o.device,
-          "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first GPU if "
-          "there is one")
+          "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first GPU "
+          "that can be used, or cpu")
       ->type_name("NAME")
       ->check(CheckDevice);
   AddBytes(app, "--memory-bytes", o.memory_bytes,

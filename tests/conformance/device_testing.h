@@ -53,6 +53,15 @@ struct DeviceCase {
   friend void PrintTo(const DeviceCase& device, std::ostream* out) { *out << device.name; }
 };
 
+// "cuda:0", or empty if this build can use no GPU.
+inline std::string FirstGpu() {
+  const absl::StatusOr<GpuList> list = ListCudaDevices();
+  for (size_t i = 0; list.ok() && i < list->gpus.size(); ++i) {
+    if (CheckGpu(*list, static_cast<int>(i)).ok()) return absl::StrCat("cuda:", i);
+  }
+  return "";
+}
+
 inline std::vector<DeviceCase> AllDevices() {
   std::vector<DeviceCase> cases = {{"Cpu", MakeCpuDevice}};
   // Small slabs: everything goes round the ring.
@@ -62,9 +71,9 @@ inline std::vector<DeviceCase> AllDevices() {
              std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 20}),
              {.kept_free_bytes = kept_free_bytes, .slab_bytes = 64 << 10});
        }});
-  if (CountCudaDevices().ok()) {
+  if (const std::string gpu = FirstGpu(); !gpu.empty()) {
     cases.push_back(
-        {"Cuda", [](int64_t kept_free_bytes) { return *MakeDevice("cuda:0", kept_free_bytes); }});
+        {"Cuda", [gpu](int64_t kept_free_bytes) { return *MakeDevice(gpu, kept_free_bytes); }});
   } else {
     cases.push_back({"Cuda", MakeCpuDevice, 0, DescribeGpus()});
   }
