@@ -56,7 +56,7 @@ void LogMemoryFormula(const ServerOptions& options, const Device& device, int64_
   const int64_t push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
   const int64_t pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
-  const int64_t kept_bytes = Server::kKeptHeapBytes + overhead.kept_host_bytes;
+  const int64_t kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
   const int64_t base_bytes = ResidentBytes();
   const int64_t lanes =
       options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
@@ -70,19 +70,21 @@ void LogMemoryFormula(const ServerOptions& options, const Device& device, int64_
       kLaneBytes, " + ", kept_bytes,
       " of freed buffers; a model takes its tracks' bytes x (2 + max_pinned_versions)"));
   if (device.is_host()) return;
-  LogInfo(absl::StrCat("memory of ", device.name(), ": at most ",
-                       model_bytes + options.max_push_streams * overhead.bytes_per_stream,
-                       " bytes = ", model_bytes, " for models + ", options.max_push_streams,
-                       " push streams x ", overhead.bytes_per_stream));
+  LogInfo(absl::StrCat(
+      "memory of ", device.name(), ": at most ",
+      model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes,
+      " bytes = ", model_bytes, " for models + ", options.max_push_streams, " push streams x ",
+      overhead.bytes_per_stream, " + ", overhead.shared_bytes, " for readers"));
 }
 
 // What `--memory-bytes` is if nobody says it.
 int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
   const int64_t total_bytes = device.total_memory_bytes();
-  const int64_t stream_bytes = device.is_host()
-                                   ? PushStreamBytes(options)
-                                   : device.overhead(options.block_bytes).bytes_per_stream;
-  return (total_bytes - std::min(options.max_push_streams * stream_bytes, total_bytes / 2)) / 5 * 4;
+  const Device::Overhead overhead = device.overhead(options.block_bytes);
+  const int64_t stream_bytes =
+      device.is_host() ? PushStreamBytes(options) : overhead.bytes_per_stream;
+  const int64_t beside_bytes = options.max_push_streams * stream_bytes + overhead.shared_bytes;
+  return (total_bytes - std::min(beside_bytes, total_bytes / 2)) / 5 * 4;
 }
 
 }  // namespace

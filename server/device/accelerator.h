@@ -61,6 +61,9 @@ class Accelerator {
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) = 0;
   // Pinned host memory, which kernels write at the same address. Likewise.
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) = 0;
+  // Gives memory that was freed, and kept for whoever asks next, back to the system. May wait for
+  // all work.
+  virtual void Trim() = 0;
   // Of the device, in bytes.
   virtual int64_t total_memory_bytes() const = 0;
 };

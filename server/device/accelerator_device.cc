@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/btree_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
@@ -28,6 +30,9 @@ using Memory = BlockPool::Memory;
 // Flags of a stream in device memory, which say which tracks differ. A model has at most 64.
 constexpr int64_t kMaxFlags = 64;
 constexpr int64_t kFlagBytes = kMaxFlags * static_cast<int64_t>(sizeof(uint32_t));
+
+// By which blocks go to the host and are summed: one copies while the other casts.
+constexpr int kReaderFeeds = 2;
 
 // The first error breaks the device. Thread-safe.
 class Health {
@@ -72,6 +77,11 @@ struct Shared {
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
   void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
+  // Calls `work` with a feed, whose work it waits for. Waits until one of kReaderFeeds is free: few
+  // of them keep the link busy, and the memory formula counts them.
+  absl::Status DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) ABSL_LOCKS_EXCLUDED(mu);
+  // Frees those that nobody has.
+  void FreeFeeds() ABSL_LOCKS_EXCLUDED(mu);
 
   const std::shared_ptr<Accelerator> accelerator;
   const AcceleratorOptions options;
@@ -79,6 +89,10 @@ struct Shared {
 
   absl::Mutex mu;
   std::vector<std::unique_ptr<Feed>> idle_feeds ABSL_GUARDED_BY(mu);
+  int reader_count ABSL_GUARDED_BY(mu) = 0;
+
+ private:
+  absl::StatusOr<std::unique_ptr<Feed>> MakeFeed() const;
 };
 
 absl::StatusOr<std::unique_ptr<Feed>> Shared::TakeFeed() {
@@ -91,6 +105,12 @@ absl::StatusOr<std::unique_ptr<Feed>> Shared::TakeFeed() {
       return feed;
     }
   }
+  absl::StatusOr<std::unique_ptr<Feed>> feed = MakeFeed();
+  if (!feed.ok()) return health.Check(feed.status());
+  return feed;
+}
+
+absl::StatusOr<std::unique_ptr<Feed>> Shared::MakeFeed() const {
   auto feed = std::make_unique<Feed>();
   for (Feed::Slab& slab : feed->slabs) {
     EMA_ASSIGN_OR_RETURN(slab.host, accelerator->AllocatePinned(options.slab_bytes));
@@ -107,6 +127,30 @@ absl::StatusOr<std::unique_ptr<Feed>> Shared::TakeFeed() {
 void Shared::GiveBack(std::unique_ptr<Feed> feed) {
   absl::MutexLock lock(&mu);
   idle_feeds.push_back(std::move(feed));
+}
+
+absl::Status Shared::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
+  {
+    absl::MutexLock lock(&mu);
+    const auto is_free = [this]()
+                             ABSL_SHARED_LOCKS_REQUIRED(mu) { return reader_count < kReaderFeeds; };
+    mu.Await(absl::Condition(&is_free));
+    ++reader_count;
+  }
+  const absl::Cleanup let_go = [this] {
+    absl::MutexLock lock(&mu);
+    --reader_count;
+  };
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, TakeFeed());
+  EMA_RETURN_IF_ERROR(health.Check(work(*feed)));
+  GiveBack(std::move(feed));
+  return absl::OkStatus();
+}
+
+void Shared::FreeFeeds() {
+  std::vector<std::unique_ptr<Feed>> freed;  // Destroyed after the lock.
+  absl::MutexLock lock(&mu);
+  freed.swap(idle_feeds);
 }
 
 class AcceleratorStream : public DeviceStream {
@@ -286,6 +330,7 @@ class HostCopies {
   // kNoFloat: as it is; else of float32s, cast.
   absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Frees what nobody reads.
   void Clear() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -351,17 +396,20 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
 
 absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& copy) {
   EMA_RETURN_IF_ERROR(shared_->health.status());
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> memory, pinned_.Allocate(SizeBytes(block, format)));
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
-  absl::Status status =
-      format == SourceFormat::kNoFloat
-          ? feed->queue->CopyToHost(memory->data(), block.data(), block.size_bytes())
-          : QueueCast(block, format, memory->data(), *feed);
-  if (status.ok()) status = feed->queue->Mark(0);
-  if (status.ok()) status = feed->queue->Wait(0);
-  EMA_RETURN_IF_ERROR(shared_->health.Check(status));
-  shared_->GiveBack(std::move(feed));
-  copy.memory = std::move(memory);
+  absl::StatusOr<std::shared_ptr<Block>> memory = pinned_.Allocate(SizeBytes(block, format));
+  if (!memory.ok()) return shared_->health.Check(memory.status());
+  std::byte* const host = (*memory)->data();
+  const auto copy_to_host = [&](Feed& feed) -> absl::Status {
+    if (format == SourceFormat::kNoFloat) {
+      EMA_RETURN_IF_ERROR(feed.queue->CopyToHost(host, block.data(), block.size_bytes()));
+    } else {
+      EMA_RETURN_IF_ERROR(QueueCast(block, format, host, feed));
+    }
+    EMA_RETURN_IF_ERROR(feed.queue->Mark(0));
+    return feed.queue->Wait(0);
+  };
+  EMA_RETURN_IF_ERROR(shared_->DoWithFeed(copy_to_host));
+  copy.memory = *std::move(memory);
   return absl::OkStatus();
 }
 
@@ -381,9 +429,12 @@ absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std:
 
 void HostCopies::Clear() {
   {
-    std::list<Entry> dropped;
+    std::list<Entry> dropped;  // Freed without the lock.
     absl::MutexLock lock(&mu_);
-    dropped.swap(entries_);
+    for (auto it = entries_.begin(); it != entries_.end();) {
+      const auto entry = it++;
+      if (entry->copy.use_count() == 1) dropped.splice(dropped.end(), entries_, entry);
+    }
   }
   pinned_.Trim();
 }
@@ -422,29 +473,34 @@ class AcceleratorDevice : public Device {
     return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
-    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, shared_->TakeFeed());
     const auto memory = [&](const Feed::Slab& slab) {
       return SumMemory{slab.host->data(), slab.device->data(), shared_->options.slab_bytes};
     };
-    absl::StatusOr<SquareSums> sums =
-        SumOnQueue(*feed->queue, runs, memory(feed->slabs[0]), memory(feed->slabs[1]));
-    EMA_RETURN_IF_ERROR(shared_->health.Check(sums.status()));
-    shared_->GiveBack(std::move(feed));
+    SquareSums sums;
+    const auto sum = [&](Feed& feed) -> absl::Status {
+      EMA_ASSIGN_OR_RETURN(
+          sums, SumOnQueue(*feed.queue, runs, memory(feed.slabs[0]), memory(feed.slabs[1])));
+      return absl::OkStatus();
+    };
+    EMA_RETURN_IF_ERROR(shared_->DoWithFeed(sum));
     return sums;
   }
   int64_t total_memory_bytes() const override { return shared_->accelerator->total_memory_bytes(); }
   Overhead overhead(int64_t block_bytes) const override {
     const AcceleratorOptions& options = shared_->options;
-    const int64_t slabs_bytes = Queue::kSlots * options.slab_bytes;
-    return {.bytes_per_stream = slabs_bytes,
-            .host_bytes_per_stream = slabs_bytes,
+    const int64_t feed_bytes = Queue::kSlots * options.slab_bytes + kFlagBytes;
+    return {.bytes_per_stream = feed_bytes,
+            .shared_bytes = kReaderFeeds * feed_bytes,
+            .host_bytes_per_stream = feed_bytes,
             .host_bytes_per_reader = block_bytes,
             // Copies that nobody reads, and memory of those that have gone.
-            .kept_host_bytes = 2 * options.kept_host_bytes};
+            .shared_host_bytes = 2 * options.kept_host_bytes + kReaderFeeds * feed_bytes};
   }
   void Trim() override {
     pool_.Trim();
     host_copies_.Clear();
+    shared_->FreeFeeds();
+    shared_->accelerator->Trim();
   }
   absl::Status health() const override { return shared_->health.status(); }
 

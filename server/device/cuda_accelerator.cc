@@ -72,14 +72,22 @@ class DeviceMemory : public BlockPool::Memory {
 // libraries for neural networks.
 class PinnedMemory : public BlockPool::Memory {
  public:
-  explicit PinnedMemory(void* data) : data_(data) {}
-  ~PinnedMemory() override { C10_CUDA_IGNORE_ERROR(cudaFreeHost(data_)); }
+  PinnedMemory(Index index, void* data) : index_(index), data_(data) {}
+  ~PinnedMemory() override {
+    // In the context that it was made in, or CUDA makes another, on the thread's current device.
+    Try(index_, [this] { C10_CUDA_CHECK(cudaFreeHost(data_)); }).IgnoreError();
+  }
   std::byte* data() override { return static_cast<std::byte*>(data_); }
 
  private:
+  const Index index_;
   void* const data_;
 };
 
+// LibTorch has 32 streams for each device, which it hands out in turn: from the 33rd queue on, two
+// have the same one. Their work is then done in the order in which it was queued, and who waits for
+// one may wait for the other, too. That costs time; each still gets what was promised, as no work
+// on a stream waits for the host.
 class CudaQueue : public Accelerator::Queue {
  public:
   // Throws as LibTorch does.
@@ -162,6 +170,11 @@ class CudaAccelerator : public Accelerator {
             static_cast<size_t>(std::max<int64_t>(size_bytes, 1)));
       } catch (const c10::OutOfMemoryError&) {
         has_memory = false;
+      } catch (const c10::AcceleratorError& error) {
+        // What it says if it is told to cache nothing (PYTORCH_NO_CUDA_MEMORY_CACHING).
+        if (error.get_error_code() != cudaErrorMemoryAllocation) throw;
+        C10_CUDA_CLEAR_ERROR();
+        has_memory = false;
       }
     }));
     if (!has_memory) return NoMemory(index_, "memory", size_bytes);
@@ -173,7 +186,7 @@ class CudaAccelerator : public Accelerator {
     bool has_memory = true;
     EMA_RETURN_IF_ERROR(Try(index_, [&] {
       const cudaError_t error =
-          cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocDefault);
+          cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocMapped);
       if (error == cudaErrorMemoryAllocation) {
         C10_CUDA_CLEAR_ERROR();
         has_memory = false;
@@ -182,7 +195,12 @@ class CudaAccelerator : public Accelerator {
       }
     }));
     if (!has_memory) return NoMemory(index_, "pinned host memory", size_bytes);
-    return std::make_unique<PinnedMemory>(data);
+    return std::make_unique<PinnedMemory>(index_, data);
+  }
+
+  void Trim() override {
+    // What fails breaks the device at the next call that can say so.
+    Try(index_, [] { c10::cuda::CUDACachingAllocator::emptyCache(); }).IgnoreError();
   }
 
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }

@@ -164,14 +164,15 @@ class Device {
   // Memory that is taken beside blocks, in bytes; none on the CPU device.
   struct Overhead {
     int64_t bytes_per_stream = 0;       // Of the device.
+    int64_t shared_bytes = 0;           // Likewise, by which all readers and sums are served.
     int64_t host_bytes_per_stream = 0;  // Pinned, as all that follows.
     int64_t host_bytes_per_reader = 0;  // What a HostView() holds.
-    int64_t kept_host_bytes = 0;        // For the next readers.
+    int64_t shared_host_bytes = 0;      // As shared_bytes, and what is kept for the next readers.
   };
   // `block_bytes`: the largest block that readers ask for.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
 
-  // Gives the pool's free memory back to the system.
+  // Gives memory that is kept for reuse back to the system: of blocks, streams and readers.
   virtual void Trim() = 0;
 
   // The first error that has broken the device for good; OK while it works.

@@ -35,6 +35,7 @@ class CountingAccelerator : public Accelerator {
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override {
     return counted_->AllocatePinned(size_bytes);
   }
+  void Trim() override { counted_->Trim(); }
   int64_t total_memory_bytes() const override { return counted_->total_memory_bytes(); }
 
  private:

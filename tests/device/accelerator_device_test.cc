@@ -205,6 +205,72 @@ TEST(AcceleratorDeviceTest, ASumThatFailsBreaksTheDevice) {
   }
 }
 
+TEST(AcceleratorDeviceTest, AnErrorWhileMemoryIsTakenBreaksTheDevice) {
+  for (const bool is_read : {false, true}) {
+    Harness harness({});
+    const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+    harness.accelerator->Break();
+    if (is_read) {
+      EXPECT_THAT(harness.device->HostView(block), IsDeviceError());
+    } else {
+      EXPECT_THAT(harness.device->NewStream(), IsDeviceError());
+    }
+    EXPECT_THAT(harness.device->health(), IsDeviceError());
+  }
+}
+
+TEST(AcceleratorDeviceTest, ManyReadersTakeNoMoreThanTheOverheadSays) {
+  Harness harness({.max_delay_us = 300});
+  constexpr int kReaders = 16;
+  std::vector<std::shared_ptr<Block>> blocks;
+  for (int i = 0; i < kReaders; ++i) blocks.push_back(*harness.device->Allocate(kBytes));
+  const int64_t before = harness.accelerator->device_bytes();
+  {
+    std::vector<std::jthread> readers;
+    for (int i = 0; i < kReaders; ++i) {
+      readers.emplace_back([&, i] {
+        EXPECT_THAT(harness.device->HostView(blocks[i], Dtype::kFloat16), IsOk());
+        const SumRun run = {.average = blocks[i]->data(), .element_count = kElements};
+        EXPECT_THAT(harness.device->SumSquares({&run, 1}), IsOk());
+      });
+    }
+  }
+  // Rings are kept: this is the most there was.
+  const Device::Overhead overhead = harness.device->overhead(kBytes);
+  EXPECT_LE(harness.accelerator->device_bytes() - before, overhead.shared_bytes);
+  EXPECT_LE(harness.accelerator->pinned_bytes(),
+            overhead.shared_host_bytes + kReaders * overhead.host_bytes_per_reader);
+}
+
+TEST(AcceleratorDeviceTest, TrimLeavesTheCopyThatSomebodyReads) {
+  Harness harness({});
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const auto view = harness.device->HostView(block);
+  ASSERT_THAT(view, IsOk());
+  const int64_t before = harness.accelerator->copies_to_host();
+  harness.device->Trim();
+  EXPECT_THAT(harness.device->HostView(block), IsOk());
+  EXPECT_EQ(harness.accelerator->copies_to_host(), before);
+}
+
+TEST(AcceleratorDeviceTest, TrimGivesAllMemoryBackThatNobodyHas) {
+  Harness harness({});
+  std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  {
+    const auto stream = *harness.device->NewStream();
+    ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+    ASSERT_THAT(stream->Synchronize(), IsOk());
+  }
+  ASSERT_THAT(harness.device->HostView(block), IsOk());
+  block = nullptr;
+  EXPECT_GT(harness.accelerator->device_bytes(), 0);
+  EXPECT_GT(harness.accelerator->pinned_bytes(), 0);
+  harness.device->Trim();
+  EXPECT_EQ(harness.accelerator->device_bytes(), 0);
+  EXPECT_EQ(harness.accelerator->pinned_bytes(), 0);
+  EXPECT_EQ(harness.accelerator->trim_count(), 1) << "what the allocator keeps";
+}
+
 TEST(AcceleratorDeviceTest, WithoutMemoryNothingIsBroken) {
   Harness harness({.memory_bytes = 1 << 20});
   const auto all = harness.device->Allocate(2 << 20);

@@ -37,6 +37,11 @@ uint32_t Seed() {
   return seed;
 }
 
+absl::Status Broken() {
+  return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
+                   "device \"fake:0\": an illegal memory access");
+}
+
 // Calls `thread_of_block` for every thread of every block: as on a GPU, blocks in any order, and
 // the threads of each, too.
 template <typename Do>
@@ -64,7 +69,7 @@ class FakeAccelerator::HeapMemory : public BlockPool::Memory {
             ::operator new(static_cast<size_t>(size_bytes), std::align_val_t(64)))) {}
   ~HeapMemory() override {
     ::operator delete(data_, std::align_val_t(64));
-    if (used_ != nullptr) used_->fetch_sub(size_bytes_);
+    used_->fetch_sub(size_bytes_);
   }
   std::byte* data() override { return data_; }
 
@@ -166,8 +171,8 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
       if (work != nullptr) work();
       absl::MutexLock lock(&mu_);
       if (work == nullptr && status_.ok()) {
-        status_ = MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
-                            "device \"fake:0\": an illegal memory access");
+        status_ = Broken();
+        accelerator_.is_broken_ = true;
       }
       ++done_count_;
     }
@@ -191,21 +196,24 @@ absl::StatusOr<std::unique_ptr<Accelerator::Queue>> FakeAccelerator::NewQueue() 
 
 absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocateDevice(
     int64_t size_bytes) {
-  int64_t used = used_bytes_->load();
+  if (is_broken_) return Broken();
+  int64_t used = device_bytes_->load();
   while (size_bytes >= 0 && size_bytes <= options_.memory_bytes - used &&
-         !used_bytes_->compare_exchange_weak(used, used + size_bytes)) {
+         !device_bytes_->compare_exchange_weak(used, used + size_bytes)) {
   }
   if (size_bytes < 0 || size_bytes > options_.memory_bytes - used) {
     return MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
         absl::StrCat("device \"fake:0\": no memory for a block of ", size_bytes, " bytes"));
   }
-  return std::make_unique<HeapMemory>(size_bytes, used_bytes_);
+  return std::make_unique<HeapMemory>(size_bytes, device_bytes_);
 }
 
 absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocatePinned(
     int64_t size_bytes) {
-  return std::make_unique<HeapMemory>(size_bytes, nullptr);
+  if (is_broken_) return Broken();
+  pinned_bytes_->fetch_add(size_bytes);
+  return std::make_unique<HeapMemory>(size_bytes, pinned_bytes_);
 }
 
 }  // namespace ema

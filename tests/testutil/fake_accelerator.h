@@ -23,7 +23,8 @@ class FakeAccelerator : public Accelerator {
   struct Options {
     int64_t memory_bytes = int64_t{1} << 30;  // Of the device.
     int64_t max_delay_us = 0;                 // Before every fourth piece of work, at random.
-    // The n-th piece of work from 1 fails, and everything after it, as CUDA's sticky errors do.
+    // The n-th piece of work from 1 fails, and everything after it, also memory, as CUDA's sticky
+    // errors do.
     int64_t failing_work = std::numeric_limits<int64_t>::max();
   };
   explicit FakeAccelerator(const Options& options) : options_(options) {}
@@ -32,10 +33,16 @@ class FakeAccelerator : public Accelerator {
   absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override;
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) override;
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override;
+  void Trim() override { trim_count_.fetch_add(1); }
   int64_t total_memory_bytes() const override { return options_.memory_bytes; }
 
   // From now on everything fails.
   void Break() { is_broken_ = true; }
+
+  // In use now.
+  int64_t device_bytes() const { return device_bytes_->load(); }
+  int64_t pinned_bytes() const { return pinned_bytes_->load(); }
+  int64_t trim_count() const { return trim_count_.load(); }
 
   // Pieces of work that have been queued so far: copies, folds, sums, zeros.
   int64_t work_count() const { return work_count_.load(); }
@@ -53,7 +60,11 @@ class FakeAccelerator : public Accelerator {
   std::atomic<int64_t> work_count_ = 0;
   std::atomic<int64_t> copies_to_host_ = 0;
   std::atomic<int64_t> bytes_to_host_ = 0;
-  std::shared_ptr<std::atomic<int64_t>> used_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
+  std::atomic<int64_t> trim_count_ = 0;
+  // Shared with memory, which may outlive us.
+  using Count = std::shared_ptr<std::atomic<int64_t>>;
+  const Count device_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
+  const Count pinned_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace ema
