@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What readers get of blocks that are in an accelerator's memory.
+#ifndef EMA_SERVER_DEVICE_HOST_COPIES_H_
+#define EMA_SERVER_DEVICE_HOST_COPIES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/device/block_pool.h"
+#include "server/device/device.h"
+#include "server/device/feed_pool.h"
+#include "server/device/fold_element.h"
+
+namespace ema {
+
+// Copies of blocks in pinned host memory: each made once, shared by all readers, kept for a while.
+class HostCopies {
+ public:
+  HostCopies(std::shared_ptr<FeedPool> feeds, int64_t kept_bytes)
+      : feeds_(std::move(feeds)),
+        kept_bytes_(kept_bytes),
+        pinned_([accelerator = feeds_->accelerator](
+                    int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
+                kept_bytes) {}
+
+  // kNoFloat: as it is; else of float32s, cast.
+  absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Frees what nobody reads.
+  void Clear() ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Copy {
+    absl::Mutex mu;  // Held while it is made: others wait for it.
+    std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
+  };
+  struct Entry {
+    std::weak_ptr<const Block> block;
+    SourceFormat format = SourceFormat::kNoFloat;
+    std::shared_ptr<Copy> copy;
+    int64_t size_bytes = 0;
+  };
+
+  // Of the copy of a block.
+  static int64_t SizeBytes(const Block& block, SourceFormat format) {
+    return format == SourceFormat::kNoFloat ? block.size_bytes() : block.size_bytes() / 2;
+  }
+  absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
+  absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
+
+  const std::shared_ptr<FeedPool> feeds_;
+  const int64_t kept_bytes_;
+  // Copies of one version after another use the same memory: pinning it costs more than the copy,
+  // and freeing it waits for the whole device.
+  BlockPool pinned_;
+  absl::Mutex mu_;
+  std::list<Entry> entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_DEVICE_HOST_COPIES_H_
