@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -207,29 +208,29 @@ class AcceleratorDevice : public Device {
     return pool_.Allocate(size_bytes);
   }
   absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
-    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, feeds_->TakeFeed());
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed,
+                         WithMemory([this] { return feeds_->TakeFeed(); }));
     return std::make_unique<AcceleratorStream>(feeds_, std::move(feed));
   }
   bool is_host() const override { return false; }
 
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return host_copies_.Get(block, SourceFormat::kNoFloat);
+    return WithMemory([&] { return host_copies_.Get(block, SourceFormat::kNoFloat); });
   }
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                             Dtype dtype) override {
-    return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
+    return WithMemory([&] { return host_copies_.Get(block, static_cast<SourceFormat>(dtype)); });
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
     const auto memory = [&](const Feed::Slab& slab) {
       return SumMemory{slab.host->data(), slab.device->data(), feeds_->options.slab_bytes};
     };
-    SquareSums sums;
-    const auto sum = [&](Feed& feed) -> absl::Status {
-      EMA_ASSIGN_OR_RETURN(
-          sums, SumOnQueue(*feed.queue, runs, memory(feed.slabs[0]), memory(feed.slabs[1])));
-      return absl::OkStatus();
+    absl::StatusOr<SquareSums> sums;
+    const auto sum = [&](Feed& feed) {
+      sums = SumOnQueue(*feed.queue, runs, memory(feed.slabs[0]), memory(feed.slabs[1]));
+      return sums.status();
     };
-    EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(sum));
+    EMA_RETURN_IF_ERROR(WithMemory([&] { return feeds_->DoWithFeed(sum); }));
     return sums;
   }
   int64_t total_memory_bytes() const override { return feeds_->accelerator->total_memory_bytes(); }
@@ -252,6 +253,22 @@ class AcceleratorDevice : public Device {
   absl::Status health() const override { return feeds_->health.status(); }
 
  private:
+  static const absl::Status& StatusOf(const absl::Status& status) { return status; }
+  template <typename T>
+  static const absl::Status& StatusOf(const absl::StatusOr<T>& result) {
+    return result.status();
+  }
+  // What `attempt` gives; if there was no memory, once more without the blocks that are kept free.
+  template <typename Attempt>
+  std::invoke_result_t<const Attempt&> WithMemory(const Attempt& attempt) {
+    std::invoke_result_t<const Attempt&> result = attempt();
+    if (absl::IsResourceExhausted(StatusOf(result)) && pool_.free_bytes() > 0) {
+      pool_.Trim();
+      result = attempt();
+    }
+    return result;
+  }
+
   const std::shared_ptr<FeedPool> feeds_;
   BlockPool pool_;
   HostCopies host_copies_;

@@ -271,6 +271,24 @@ TEST(AcceleratorDeviceTest, TrimGivesAllMemoryBackThatNobodyHas) {
   EXPECT_EQ(harness.accelerator->trim_count(), 1) << "what the allocator keeps";
 }
 
+TEST(AcceleratorDeviceTest, WhatIsKeptFreeIsGivenUpForStreamsAndReaders) {
+  // As many bytes as the blocks; a ring does not fit beside the pool.
+  Harness harness({.memory_bytes = 1 << 20});
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const SumRun run = {.average = block->data(), .element_count = 0};
+  const auto fill_pool = [&] {
+    harness.device->Trim();
+    ASSERT_THAT(harness.device->Allocate((1 << 20) - kBytes), IsOk());
+  };
+  fill_pool();
+  EXPECT_THAT(harness.device->NewStream(), IsOk());
+  fill_pool();
+  EXPECT_THAT(harness.device->HostView(block), IsOk());
+  fill_pool();
+  EXPECT_THAT(harness.device->SumSquares({&run, 1}), IsOk());
+  EXPECT_THAT(harness.device->health(), IsOk());
+}
+
 TEST(AcceleratorDeviceTest, WithoutMemoryNothingIsBroken) {
   Harness harness({.memory_bytes = 1 << 20});
   const auto all = harness.device->Allocate(2 << 20);
