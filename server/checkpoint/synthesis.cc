@@ -68,9 +68,11 @@ class BlocksMixer {
         });
   }
 
-  // The averages, rounded to float32. Ends the mixer.
+  // To be called between folds of the same place, whose order the stream does not keep.
+  absl::Status EndSource() { return stream_->Synchronize().status(); }
+
+  // The averages, rounded to float32. Ends the mixer. REQUIRES: EndSource().
   absl::StatusOr<Blocks> Finish() {
-    EMA_RETURN_IF_ERROR(stream_->Synchronize().status());
     low_blocks_.clear();
     return Blocks(blocks_.begin(), blocks_.end());
   }
@@ -170,6 +172,7 @@ absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldC
     const double share = &source == &sources.front() ? 1 : source.weight / sum;
     EMA_RETURN_IF_ERROR(FoldSource(file_system, held.Path(source.checkpoint->id), model, track,
                                    source, share, gives_rest(source), *mixer));
+    EMA_RETURN_IF_ERROR(mixer->EndSource());
   }
   return mixer->Finish();
 }

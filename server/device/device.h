@@ -93,8 +93,10 @@ struct SumRun {
 // OK, or INTERNAL, BUG: what is no float can only be copied.
 absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
-// An ordered queue of work of one push stream. Not thread-safe; many streams may run at once on
-// ranges that do not overlap. Work on a GPU is asynchronous and ordered within the stream.
+// A queue of work of one push stream. Not thread-safe; many streams may run at once on ranges that
+// do not overlap. Work on a GPU is asynchronous and in its order, but for folds that follow each
+// other: they are done together, in any order. None may read or write what another of them writes;
+// Synchronize() lies between those that do.
 class DeviceStream {
  public:
   virtual ~DeviceStream() = default;

@@ -264,6 +264,7 @@ TEST_P(FoldConformanceTest, ACompensatedAverageOfItsOwnValueStays) {
     }
     const FoldTarget first = {Kind::kAssignCompensated, 1, nullptr, part(0), nullptr, part(1)};
     ASSERT_THAT(stream->Fold({dtype, source.data(), kCount, {&first, 1}}), IsOk());
+    ASSERT_THAT(stream->Synchronize(), IsOk());
     for (const double weight : {1e-300, 1e-9, 1e-4, 0.3, 1.0}) {
       const FoldTarget update = {
           Kind::kAverageCompensated, weight, part(0), part(2), part(1), part(3)};

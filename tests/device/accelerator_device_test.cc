@@ -71,6 +71,7 @@ TEST(AcceleratorDeviceTest, ManyStreamsAtOnceEachInItsOrder) {
       for (int round = 0; round < 5; ++round) {
         const float value = static_cast<float>(100 * i + round);
         EXPECT_THAT(Assign(*stream, *block, -1), IsOk());
+        EXPECT_THAT(stream->Zero(block->data(), kBytes), IsOk());
         EXPECT_THAT(Assign(*stream, *block, value), IsOk());
         std::vector<float> got(kElements);
         EXPECT_THAT(
