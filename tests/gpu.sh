@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Tests and measures on a GPU: the device conformance suite, the tests of the core, of RPCs and
-# against real servers with averages on cuda:0, compute-sanitizer, and the benchmark. Writes
-# tests/bench/results/DEVICE-DATE.md and .json. Ends with the line "N passed, N failed, N skipped".
+# against real servers with averages on cuda:0, the training of CUDA models, compute-sanitizer, and
+# the benchmarks. Writes tests/bench/results/DEVICE-DATE.md and .json. Ends with the line
+# "N passed, N failed, N skipped".
 #
-# The machine with the GPU needs a driver, CUDA 13, Python 3.12 and torch==2.11.0, but no compiler
-# and no network: build/gpu, made elsewhere and brought there with the checkout, has the rest.
+# The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
+# pytest-timeout for the training, but no compiler and no network: build/gpu, made elsewhere and
+# brought there with the checkout, has the rest.
 #
 # Usage: tests/gpu.sh [--pack | PART...]
-#   --pack  builds the release preset and makes build/gpu anew, which else is done if it is missing
-#   PART    tests, sanitizer or bench: only those; the results' name says so
+#   --pack  builds the release preset and makes build/gpu anew, which else is done if it is missing;
+#           the Python client for the training where there is a Python 3.12 with headers
+#   PART    tests, training, sanitizer or bench: only those; the results' name says so
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
@@ -24,13 +27,46 @@ list_libraries() {
     grep -vE '/(torch|nvidia)/|/lib((c|dl|m|pthread|rt|util)\.so|gcc_s|stdc\+\+)'
 }
 
+# A Python of the version that the machine with the GPU has, and its headers: EMA_GPU_PYTHON, the
+# path's, or pyenv's. Prints nothing if there is none.
+find_gpu_python() {
+  local python
+  for python in "${EMA_GPU_PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12; do
+    "$python" - 2>/dev/null <<'END' && echo "$python" && return
+import os, sys, sysconfig
+
+header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+sys.exit(sys.version_info[:2] != (3, 12) or not os.path.exists(header))
+END
+  done
+}
+
+# build_client PYTHON: the Python client's extension for it, in build/gpu-python. nanobind is the
+# same for all versions.
+build_client() {
+  local nanobind
+  nanobind=$(build/venv/bin/python -c 'import nanobind, os; print(os.path.dirname(os.path.dirname(nanobind.__file__)))') || return
+  PYTHONPATH=$nanobind cmake -S . -B build/gpu-python -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DEMA_BUILD_SERVER=OFF -DEMA_BUILD_PYTHON=ON -DEMA_BUILD_TESTS=OFF -DPython_EXECUTABLE="$1" &&
+    cmake --build build/gpu-python --target _ema
+}
+
 make_archive() {
-  local folder=build/gpu/programs program
+  local folder=build/gpu/programs program extension
+  local extensions=(build/gpu-python/client/python/_ema.*.so)
   rm -rf build/gpu
   mkdir -p "$folder/lib"
   for program in "$@"; do
     strip -o "$folder/$(basename "$program")" "$program" || return
   done
+  if [[ -f ${extensions[0]} ]]; then
+    mkdir -p "$folder/python/ema_client"
+    cp client/python/ema_client/*.py "$folder/python/ema_client" || return
+    for extension in "${extensions[@]}"; do
+      strip -o "$folder/python/ema_client/$(basename "$extension")" "$extension" || return
+      set -- "$@" "$extension"
+    done
+  fi
   list_libraries "$@" | xargs cp --dereference --target-directory "$folder/lib" || return
   # Most of a program is what the others have, too: a dictionary that holds several of them makes
   # an eighth of their size.
@@ -48,7 +84,14 @@ pack() {
   deploy/build.sh release || exit
   [[ -f build/release/server/device/libema_kernel_cuda.a ]] ||
     fail "the build has no GPU: CMake found no CUDA compiler (nvcc)"
-  local built=build/release/tests
+  local built=build/release/tests python
+  python=$(find_gpu_python)
+  rm -f build/gpu-python/client/python/_ema.*.so
+  if [[ -n $python ]]; then
+    step "build the Python client for $python" build/gpu.log build_client "$python" || exit
+  else
+    say "there is no Python 3.12 with headers: the training will be skipped"
+  fi
   step "pack" build/gpu.log make_archive build/release/server/ema-server \
     "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank" \
     "$built"/{conformance,core,integration,rpc}/*_test || exit
@@ -103,6 +146,18 @@ run_tests() {
     --rounds 1 --checkpoint-megabytes 4 --data-dir "$results/data"
 }
 
+run_training() {
+  local client=$root/$programs/python
+  if [[ ! -d $client ]]; then
+    record skipped "training: $archive has no Python client"
+    return
+  fi
+  # The weights' GPU is what is tested; averages on a GPU have the tests above.
+  report training env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
+    EMA_DEVICE=cpu timeout 900 python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
+    --junitxml "$root/$results/training.xml" tests/python/test_cuda_training.py
+}
+
 run_sanitizer() {
   local sanitizer tool
   sanitizer=$(PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda-13/bin command -v compute-sanitizer) || {
@@ -123,7 +178,19 @@ measure() {
     python3 tests/bench/report.py "$results/rows.jsonl" "$results"
 }
 
-run_bench() { check "benchmark" measure; }
+measure_training() {
+  PYTHONPATH=$root/$programs/python timeout 600 python3 tests/bench/train_gpu_bench.py \
+    --server "$programs/ema-server" >"$results/training.md"
+}
+
+run_bench() {
+  check "benchmark" measure
+  if [[ -d $programs/python ]]; then
+    check "training benchmark" measure_training
+  else
+    record skipped "training benchmark: $archive has no Python client"
+  fi
+}
 
 # write_results PATH
 write_results() {
@@ -132,6 +199,7 @@ write_results() {
     printf '# %s, %s\n\n%s\n\n' "$device" "$(date +%F)" "$versions"
     printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
     [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
+    [[ ! -f $results/training.md ]] || printf '\n%s\n' "$(<"$results/training.md")"
   } >"$1.md"
   [[ ! -f $results/report.json ]] || cp "$results/report.json" "$1.json"
   say "wrote $1.md"
@@ -142,7 +210,7 @@ if [[ ${1-} == --pack ]]; then
   exit
 fi
 for part in "$@"; do
-  [[ $part =~ ^(tests|sanitizer|bench)$ ]] || fail "unknown part $part; see the top of $0"
+  [[ $part =~ ^(tests|training|sanitizer|bench)$ ]] || fail "unknown part $part; see the top of $0"
 done
 [[ -f $archive ]] || pack
 # Where it was built, torch is there.
@@ -162,7 +230,7 @@ export LD_LIBRARY_PATH=$root/$programs/lib:$libraries
 export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
-((${#parts[@]})) || parts=(tests sanitizer bench)
+((${#parts[@]})) || parts=(tests training sanitizer bench)
 for part in "${parts[@]}"; do
   "run_$part"
 done

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "client/cpp/staged_chunks.h"
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
 #include "server/device/cast.h"
@@ -45,30 +46,27 @@ std::vector<int64_t> ChunkPlan::ChunksIn(absl::Span<const PushProgress::Range> r
 }
 
 ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
-                         absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate)
-    : layout_(layout), plan_(plan), shards_(shards), gate_(gate), crcs_(chunk_count) {}
+                         absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate,
+                         StagedChunks* staged)
+    : layout_(layout),
+      plan_(plan),
+      shards_(shards),
+      gate_(gate),
+      staged_(staged),
+      crcs_(chunk_count) {}
 
-template <typename Visitor>
-void ChunkWriter::ForEachPiece(int64_t chunk, Visitor visit) const {
-  int64_t offset = plan_->offset(chunk);
-  const int64_t end = offset + plan_->length_bytes(chunk);
-  for (int64_t shard = layout_->FindShard(offset); offset < end; ++shard) {
-    const int64_t in_shard = offset - layout_->shard_start(shard);
-    const int64_t length = std::min(end, layout_->shard_start(shard + 1)) - offset;
-    if (length > 0) visit(shard, in_shard, length);
-    offset += length;
-  }
-}
-
-uint32_t ChunkWriter::CopyInto(int64_t chunk, std::byte* to) const {
+uint32_t ChunkWriter::CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const {
   uint32_t crc32c = 0;
-  ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    const std::span<const std::byte> bytes = shards_[shard];
-    const int64_t sent_bytes = layout_->shard_start(shard + 1) - layout_->shard_start(shard);
-    if (static_cast<int64_t>(bytes.size()) == sent_bytes) {
-      crc32c = CopyWithCrc32c(crc32c, bytes.subspan(in_shard, length), to);
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+    std::span<const std::byte> source = SourceOf(*layout_, shards_, shard, in_shard, length);
+    if (from != nullptr) {
+      source = {from, source.size()};
+      from += source.size();
+    }
+    if (static_cast<int64_t>(source.size()) == length) {
+      crc32c = CopyWithCrc32c(crc32c, source, to);
     } else {
-      CastOnCpu(Dtype::kFloat32, bytes.data() + in_shard * 2, Dtype::kBFloat16, to, length / 2);
+      CastOnCpu(Dtype::kFloat32, source.data(), Dtype::kBFloat16, to, length / 2);
       crc32c = Crc32c(crc32c, {to, static_cast<size_t>(length)});
     }
     to += length;
@@ -76,26 +74,33 @@ uint32_t ChunkWriter::CopyInto(int64_t chunk, std::byte* to) const {
   return crc32c;
 }
 
-uint32_t ChunkWriter::Checksum(int64_t chunk) {
-  Crc crc;
+bool ChunkWriter::Checksum(int64_t chunk) {
+  std::vector<std::byte> copy;
+  if (staged_ != nullptr) {
+    copy.resize(plan_->length_bytes(chunk));
+    return staged_->Stage({chunk}).ok() && CopyStaged(chunk, copy.data()).has_value();
+  }
+  if (!gate_->BeginRead()) return false;
+  uint32_t crc32c = 0;
   if (layout_->wire_dtype() == WireDtype::kAsPushed) {
-    ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-      crc.value = Crc32c(crc.value, shards_[shard].subspan(in_shard, length));
+    ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+      crc32c = Crc32c(crc32c, shards_[shard].subspan(in_shard, length));
     });
   } else {
-    std::vector<std::byte> rounded(plan_->length_bytes(chunk));
-    crc.value = CopyInto(chunk, rounded.data());
+    copy.resize(plan_->length_bytes(chunk));
+    crc32c = CopyInto(chunk, nullptr, copy.data());
   }
-  crc.known = true;
-  crcs_[chunk] = crc;
-  return crc.value;
+  gate_->EndRead();
+  crcs_[chunk] = {.value = crc32c, .known = true};
+  return true;
 }
 
 std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scratch, bool copies) {
+  if (staged_ != nullptr) return WriteStaged(chunk, copies);
   if (!gate_->BeginRead()) return std::nullopt;
   grpc::ByteBuffer message = layout_->wire_dtype() == WireDtype::kAsPushed
                                  ? Encode(chunk, scratch, copies)
-                                 : EncodeRounded(chunk);
+                                 : EncodeCopy(chunk, nullptr);
   gate_->EndRead();
   return message;
 }
@@ -103,7 +108,7 @@ std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scrat
 grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copies) {
   auto& [pieces, slices] = scratch;
   pieces.clear();
-  ForEachPiece(chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
     scratch.pieces.push_back(shards_[shard].subspan(in_shard, length));
   });
   const auto is_long = [copies](std::span<const std::byte> piece) {
@@ -141,20 +146,50 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copie
   return message;
 }
 
-grpc::ByteBuffer ChunkWriter::EncodeRounded(int64_t chunk) {
-  const int64_t length_bytes = plan_->length_bytes(chunk);
-  grpc::Slice data(length_bytes);
-  auto* const bytes = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(data.begin()));
-  crcs_[chunk] = {.value = CopyInto(chunk, bytes), .known = true};
+grpc::ByteBuffer ChunkWriter::Assemble(int64_t chunk, uint32_t crc32c, grpc::Slice data) {
+  crcs_[chunk] = {.value = crc32c, .known = true};
   const ChunkPrefix prefix = EncodeChunkPrefix(
-      {.offset = plan_->offset(chunk), .crc32c = crcs_[chunk].value, .data_bytes = length_bytes});
+      {.offset = plan_->offset(chunk), .crc32c = crc32c, .data_bytes = plan_->length_bytes(chunk)});
   const grpc::Slice slices[] = {grpc::Slice(prefix.bytes.data(), prefix.size), std::move(data)};
   return grpc::ByteBuffer(slices, std::size(slices));
 }
 
+grpc::ByteBuffer ChunkWriter::EncodeCopy(int64_t chunk, const std::byte* from) {
+  grpc::Slice data(plan_->length_bytes(chunk));
+  auto* const to = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(data.begin()));
+  const uint32_t crc32c = CopyInto(chunk, from, to);
+  return Assemble(chunk, crc32c, std::move(data));
+}
+
+std::optional<grpc::ByteBuffer> ChunkWriter::WriteStaged(int64_t chunk, bool copies) {
+  const std::optional<int> slot = staged_->Take(chunk);
+  if (!slot.has_value()) return std::nullopt;
+  PinnedRing& ring = staged_->ring();
+  const std::byte* const bytes = ring.slot(*slot);
+  if (!copies && layout_->wire_dtype() == WireDtype::kAsPushed) {
+    const int64_t length_bytes = plan_->length_bytes(chunk);
+    if (std::optional<grpc::Slice> lent = ring.TryLend(*slot, length_bytes)) {
+      const uint32_t crc32c = Crc32c(0, {bytes, static_cast<size_t>(length_bytes)});
+      return Assemble(chunk, crc32c, *std::move(lent));
+    }
+  }
+  grpc::ByteBuffer message = EncodeCopy(chunk, bytes);
+  ring.GiveBack(*slot);
+  return message;
+}
+
+std::optional<uint32_t> ChunkWriter::CopyStaged(int64_t chunk, std::byte* to) {
+  const std::optional<int> slot = staged_->Take(chunk);
+  if (!slot.has_value()) return std::nullopt;
+  crcs_[chunk] = {.value = CopyInto(chunk, staged_->ring().slot(*slot), to), .known = true};
+  staged_->ring().GiveBack(*slot);
+  return crcs_[chunk].value;
+}
+
 std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
+  if (staged_ != nullptr) return CopyStaged(chunk, to);
   if (!gate_->BeginRead()) return std::nullopt;
-  crcs_[chunk] = {.value = CopyInto(chunk, to), .known = true};
+  crcs_[chunk] = {.value = CopyInto(chunk, nullptr, to), .known = true};
   gate_->EndRead();
   return crcs_[chunk].value;
 }
@@ -162,11 +197,7 @@ std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
 std::optional<uint32_t> ChunkWriter::Digest() {
   uint32_t digest = 0;
   for (int64_t chunk = 0; chunk < static_cast<int64_t>(crcs_.size()); ++chunk) {
-    if (!crcs_[chunk].known) {
-      if (!gate_->BeginRead()) return std::nullopt;
-      Checksum(chunk);
-      gate_->EndRead();
-    }
+    if (!crcs_[chunk].known && !Checksum(chunk)) return std::nullopt;
     digest = Crc32cCombine(digest, crcs_[chunk].value, plan_->length_bytes(chunk));
   }
   return digest;

@@ -46,16 +46,43 @@ class ChunkPlan {
   std::vector<int64_t> starts_;  // And the end.
 };
 
+// Calls `visit(shard, in_shard, length_bytes)` for each stretch of a chunk that is contiguous in
+// memory, in order; both count the bytes that travel.
+template <typename Visitor>
+void ForEachPiece(const RankLayout& layout, const ChunkPlan& plan, int64_t chunk, Visitor visit) {
+  int64_t offset = plan.offset(chunk);
+  const int64_t end = offset + plan.length_bytes(chunk);
+  for (int64_t shard = layout.FindShard(offset); offset < end; ++shard) {
+    const int64_t in_shard = offset - layout.shard_start(shard);
+    const int64_t length = std::min(end, layout.shard_start(shard + 1)) - offset;
+    if (length > 0) visit(shard, in_shard, length);
+    offset += length;
+  }
+}
+
+// The weights of such a stretch: more bytes, where they are rounded for the wire.
+inline std::span<const std::byte> SourceOf(const RankLayout& layout,
+                                           absl::Span<const std::span<const std::byte>> shards,
+                                           int64_t shard, int64_t in_shard, int64_t length_bytes) {
+  const int64_t sent_bytes = layout.shard_start(shard + 1) - layout.shard_start(shard);
+  const int64_t scale = static_cast<int64_t>(shards[shard].size()) / sent_bytes;
+  return shards[shard].subspan(in_shard * scale, length_bytes * scale);
+}
+
+class StagedChunks;
+
 // Makes the messages of one push. The weights go by reference: each large piece is a slice that
 // `gate` counts until gRPC has dropped it; pieces below 4 KiB are copied, which is cheaper than a
-// slice, and where weights are rounded for the wire, all are. Several threads may write at once,
-// each other chunks.
+// slice, and where weights are rounded for the wire, all are. Weights on a GPU come through pinned
+// buffers, which gRPC has instead. Several threads may write at once, each other chunks.
 class ChunkWriter {
  public:
   // All outlive this object; `gate` and what `shards` point to also the messages.
-  // The first `chunk_count` chunks are pushed.
+  // The first `chunk_count` chunks are pushed. `staged`: where chunks come from instead; null: from
+  // `shards`, which are in host memory.
   ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
-              absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate);
+              absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate,
+              StagedChunks* staged = nullptr);
 
   // What Write() works with; kept for its capacity. Each thread has its own.
   struct Scratch {
@@ -63,11 +90,11 @@ class ChunkWriter {
     std::vector<grpc::Slice> slices;
   };
   // The message of one chunk, checksum included. Allocates nothing but what gRPC needs. With
-  // `copies` no piece points to the weights. Absent: these have been released.
+  // `copies` no piece points to the weights, or to where they are staged. Absent: these have been
+  // released, or cannot be read (StagedChunks::status()).
   std::optional<grpc::ByteBuffer> Write(int64_t chunk, Scratch& scratch, bool copies = false);
 
-  // Copies a chunk into shared memory, and gives its checksum. Absent: the weights have been
-  // released.
+  // Copies a chunk into shared memory, and gives its checksum. Absent: as Write().
   std::optional<uint32_t> Copy(int64_t chunk, std::byte* to);
 
   // CRC32C of all that is pushed. Reads none, if every chunk has been written. Absent: the weights
@@ -75,20 +102,23 @@ class ChunkWriter {
   std::optional<uint32_t> Digest();
 
  private:
-  // Calls `visit(shard, in_shard, length_bytes)` for each stretch of the chunk that is contiguous
-  // in memory, in order; both count the rank's bytes.
-  template <typename Visitor>
-  void ForEachPiece(int64_t chunk, Visitor visit) const;
   // Copies a chunk, rounding what is rounded for the wire; gives the CRC32C of what it has written.
-  uint32_t CopyInto(int64_t chunk, std::byte* to) const;
+  // `from`: its weights, end to end; null: where the shards are.
+  uint32_t CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const;
   grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch, bool copies);
-  grpc::ByteBuffer EncodeRounded(int64_t chunk);
-  uint32_t Checksum(int64_t chunk);
+  grpc::ByteBuffer EncodeCopy(int64_t chunk, const std::byte* from);
+  std::optional<grpc::ByteBuffer> WriteStaged(int64_t chunk, bool copies);
+  std::optional<uint32_t> CopyStaged(int64_t chunk, std::byte* to);
+  // Sets a chunk's CRC32C, and puts the message together.
+  grpc::ByteBuffer Assemble(int64_t chunk, uint32_t crc32c, grpc::Slice data);
+  // False: as Write().
+  bool Checksum(int64_t chunk);
 
   const RankLayout* const layout_;
   const ChunkPlan* const plan_;
   const absl::Span<const std::span<const std::byte>> shards_;
   WeightsGate* const gate_;
+  StagedChunks* const staged_;
 
   struct Crc {
     uint32_t value = 0;

@@ -51,11 +51,12 @@ bool ShowsServer(const absl::Status& error) {
 
 PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
                         const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        bool frozen_changed, absl::Time deadline)
+                        bool frozen_changed, absl::Time deadline, Source source)
     : run_(std::move(run)),
       step_(step),
       time_(time),
       shards_(std::move(shards)),
+      source_(std::move(source)),
       plan_revision_(run_->plan_revision()),
       frozen_changed_(frozen_changed),
       start_(absl::Now()),
@@ -82,6 +83,7 @@ void PendingPush::Impl::Start() {
 
 void PendingPush::Impl::RunThread() {
   absl::StatusOr<Committed> result = Push();
+  if (staged_.has_value()) staged_->Drop();
   gate_.HaveRead();
   DropSlices();
   if (!result.ok()) result = DropStep(result.status());
@@ -120,7 +122,11 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
     EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, FindWhatIsMissing());
     if (committed.has_value()) return *std::move(committed);
   }
-  return Send();
+  EMA_RETURN_IF_ERROR(Stage());
+  absl::StatusOr<Committed> committed = Send();
+  // A stream that has lacked bytes says only that it was cancelled.
+  if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
+  return committed;
 }
 
 absl::Status PendingPush::Impl::ChooseBytes() {
@@ -141,8 +147,9 @@ absl::Status PendingPush::Impl::ChooseBytes() {
                                   "(any more), and they were not given"));
   }
   total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
+  EMA_RETURN_IF_ERROR(PrepareStaging());
   writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
-                  &gate_);
+                  &gate_, staged_.has_value() ? &*staged_ : nullptr);
   chunks_to_send_ = AllChunks();
   return absl::OkStatus();
 }
@@ -164,7 +171,8 @@ absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::F
   }
   // A header and a commit alone attach this rank again to a step that has all its bytes. Nothing is
   // read for that, so it is right after the release, too.
-  if (!chunks_to_send_.empty() && !gate_.WantToRead()) {
+  const bool is_staged = staged_.has_value() && staged_->Holds(chunks_to_send_);
+  if (!chunks_to_send_.empty() && !is_staged && !gate_.WantToRead()) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                      absl::StrCat(Name(),
                                   ": the connection broke before all bytes had arrived, "
@@ -253,9 +261,13 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
   return ++odd_failure_count_ <= kMaxOddFailures;
 }
 
+bool PendingPush::Impl::HasSlices() const {
+  return gate_.HasSlices() || (staged_.has_value() && staged_->ring().has_lent());
+}
+
 void PendingPush::Impl::DropSlices() {
   const absl::Time give_up = absl::Now() + kDropSlicesGrace;
-  while (gate_.HasSlices()) {
+  while (HasSlices()) {
     if (absl::Now() >= give_up) {
       for (const auto& connection : connections_) connection->Break();
       connections_.clear();
@@ -334,16 +346,20 @@ bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
   return mu_.AwaitWithTimeout(absl::Condition(&has_result), max_wait);
 }
 
-bool PendingPush::Impl::WaitReleased(absl::Duration max_wait) {
+bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
   client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
   const absl::Time give_up = absl::Now() + max_wait;
   do {
     const absl::Duration left = give_up - absl::Now();
-    if (gate_.TryRelease(std::min(left, client_internal::Interrupt::kPollInterval))) return true;
+    if (gate_.TryRelease(std::min(left, client_internal::Interrupt::kPollInterval))) {
+      LeadStreams(streams);
+      return true;
+    }
   } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
   gate_.ForceRelease();
   interrupt_.Fire();
   gate_.AwaitUnread();
+  LeadStreams(streams);
   AwaitDone(kAbandonGrace);
   return false;
 }

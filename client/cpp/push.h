@@ -21,7 +21,9 @@
 #include "absl/time/time.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/interrupt.h"
+#include "client/cpp/pinned_ring.h"
 #include "client/cpp/run_core.h"
+#include "client/cpp/staged_chunks.h"
 #include "client/cpp/weights_gate.h"
 #include "ema/client.h"
 
@@ -35,15 +37,25 @@ namespace ema {
 // and drop the step on the server.
 class PendingPush::Impl {
  public:
+  // Where the weights are.
+  struct Source {
+    std::vector<client_internal::Gpu*> gpus;  // By shard; null: host memory. Empty: all are there.
+    std::vector<GpuStream> streams;           // Those that are made to wait for copies.
+  };
+  // Makes side streams begin after the trainer's. Errors as PinnedRing::Open() and Gpu::Follow().
+  static absl::StatusOr<Source> Follow(client_internal::PinnedRing& ring,
+                                       const GpuWeights& weights);
+
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
-       std::vector<std::span<const std::byte>> shards, bool frozen_changed, absl::Time deadline);
+       std::vector<std::span<const std::byte>> shards, bool frozen_changed, absl::Time deadline,
+       Source source);
   ~Impl();  // REQUIRES: done(), or never started.
 
   void Start();
 
   const client_internal::ForkGuard& fork_guard() const { return run_->client().fork_guard(); }
   // As PendingPush; not to be called in a forked child.
-  bool WaitReleased(absl::Duration max_wait);
+  bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams);
   absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
   bool WaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool done() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -57,7 +69,7 @@ class PendingPush::Impl {
     RunPlan plan;
   };
 
-  // All below but AwaitDone() and IsCutOff() belong to the thread.
+  // All below but AwaitDone(), IsCutOff() and LeadStreams() belong to the thread.
   void RunThread();
   // Tries until it succeeds or fails for good.
   absl::StatusOr<Committed> Push();
@@ -65,6 +77,13 @@ class PendingPush::Impl {
   // Sets what is to be pushed, by the plan, unless the server may know of the step. PLAN_CHANGED:
   // it has not the frozen tensors' values, and they were not given.
   absl::Status ChooseBytes();
+  // Of weights on GPUs: makes `staged_`, with its ring; and has `chunks_to_send_` copied. Else they
+  // do nothing. Errors as PinnedRing::Allocate() and StagedChunks::Stage().
+  absl::Status PrepareStaging();
+  absl::Status Stage();
+  absl::Status StagingStatus() const;
+  // After the release: the streams go on when what is being copied has been.
+  void LeadStreams(absl::Span<const GpuStream> streams) const;
   // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();
   absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
@@ -87,6 +106,8 @@ class PendingPush::Impl {
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
   // ABORTED, STEP_ABANDONED: what is missing may not be read any more.
   absl::StatusOr<std::optional<Committed>> FindWhatIsMissing();
+  // True: gRPC has slices of the weights, or of where they are staged.
+  bool HasSlices() const;
   // After an error: waits until gRPC holds no slice; gives the connection up if that takes long.
   void DropSlices();
   // Drops the step on the server. What the push ends with: `error`, or the version if the step had
@@ -108,6 +129,7 @@ class PendingPush::Impl {
   const int64_t step_;
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
+  const Source source_;
   const int64_t plan_revision_;
   const bool frozen_changed_;
   const absl::Time start_;
@@ -124,6 +146,7 @@ class PendingPush::Impl {
 
   // The thread's own.
   v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
+  std::optional<client_internal::StagedChunks> staged_;
   std::optional<client_internal::ChunkWriter> writer_;
   grpc::CompletionQueue queue_;
   // Of the last try. Empty: none has begun.

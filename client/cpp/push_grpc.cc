@@ -113,7 +113,8 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   const int64_t total_bytes = BytesToSend();
   // After a failure one connection does.
   const bool is_large = total_bytes >= kMinNotedBytes && !has_begun_;
-  const int64_t wanted = is_large ? run_->connection_count() : 1;
+  int64_t wanted = is_large ? run_->connection_count() : 1;
+  if (staged_.has_value()) wanted = std::min<int64_t>(wanted, staged_->max_senders());
   EMA_RETURN_IF_ERROR(ChooseConnections(wanted));
 
   Sending sending;
@@ -151,6 +152,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   begin.Notify();
   send_part(sending.parts.front());
   sending_parts->Wait();
+  const absl::Time sent = absl::Now();
   if (sending.failed.load() == nullptr) sending.digest = writer_->Digest();
   if (sending.digest.has_value()) gate_.HaveRead();
   all_sent.Notify();
@@ -167,7 +169,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   if (wanted > 1 && (is_refused || part_count < wanted)) run_->NoteFewerConnections();
   EMA_RETURN_IF_ERROR(telling.response.status());
   if (is_large && part_count == wanted) {
-    const absl::Duration duration = std::min(gate_.left_time(), absl::Now()) - start;
+    // Of weights on a GPU the gate knows when they were copied.
+    const absl::Time left = staged_.has_value() ? sent : std::min(gate_.left_time(), absl::Now());
+    const absl::Duration duration = left - start;
     run_->NoteSpeed(static_cast<double>(total_bytes) / absl::ToDoubleSeconds(duration));
   }
   return FromResponse(*telling.response);

@@ -36,13 +36,15 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
     const absl::StatusOr<std::byte*> place = lane->ReserveChunk(stop);
     if (!place.ok()) return failure(place.status());
     const std::optional<uint32_t> crc32c = writer_->Copy(chunk, *place);
-    if (!crc32c.has_value()) return absl::CancelledError("the weights were released");
+    if (!crc32c.has_value())
+      return absl::CancelledError("the weights were released, or cannot be read");
     const int64_t length_bytes = run_->chunks().length_bytes(chunk);
     lane->SendChunk(run_->chunks().offset(chunk), length_bytes, *crc32c);
     sent_bytes_.fetch_add(length_bytes, std::memory_order_relaxed);
   }
   const std::optional<uint32_t> digest = writer_->Digest();
-  if (!digest.has_value()) return absl::CancelledError("the weights were released");
+  if (!digest.has_value())
+    return absl::CancelledError("the weights were released, or cannot be read");
   gate_.HaveRead();
   v1::PushCommit& commit = *message.mutable_commit();
   commit.set_chunk_count(static_cast<int64_t>(chunks_to_send_.size()));

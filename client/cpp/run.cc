@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -23,13 +24,15 @@ class Run::Impl {
 
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      bool frozen_changed, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+      bool frozen_changed, absl::Time deadline, const GpuWeights& gpu_weights)
+      ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // `omits_frozen`: frozen ones may be empty.
   absl::Status CheckShards(const std::vector<std::span<const std::byte>>& shards,
                            bool omits_frozen) const;
+  absl::Status CheckGpuWeights(const GpuWeights& weights) const;
 
   const std::shared_ptr<RunCore> core_;
   absl::Mutex mu_;
@@ -61,14 +64,38 @@ absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>
   return absl::OkStatus();
 }
 
+absl::Status Run::Impl::CheckGpuWeights(const GpuWeights& weights) const {
+  const auto error = [](std::string_view message) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
+  };
+  const size_t shard_count = core_->layout().shards().size();
+  if (!weights.devices.empty() && weights.devices.size() != shard_count) {
+    return error(absl::StrCat("rank ", core_->rank(), " has ", shard_count, " shards, but ",
+                              weights.devices.size(), " devices were given"));
+  }
+  for (const int device : weights.devices) {
+    const auto is_of_device = [device](const GpuStream& stream) { return stream.device == device; };
+    if (device >= 0 && std::none_of(weights.streams.begin(), weights.streams.end(), is_of_device)) {
+      return error(absl::StrCat("shards are on GPU ", device, ", but no stream of it was given"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    bool frozen_changed, absl::Time deadline) {
+    bool frozen_changed, absl::Time deadline, const GpuWeights& gpu_weights) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
   EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));
+  EMA_RETURN_IF_ERROR(CheckGpuWeights(gpu_weights));
   EMA_RETURN_IF_ERROR(time.Validate());
+  PendingPush::Impl::Source source;
+  if (std::any_of(gpu_weights.devices.begin(), gpu_weights.devices.end(),
+                  [](int device) { return device >= 0; })) {
+    EMA_ASSIGN_OR_RETURN(source, PendingPush::Impl::Follow(core_->ring(), gpu_weights));
+  }
   auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards),
-                                                  frozen_changed, deadline);
+                                                  frozen_changed, deadline, std::move(source));
   std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
   if (push_ != nullptr && !push_->done()) {
@@ -149,10 +176,10 @@ absl::Status Run::WaitReady(absl::Duration timeout) {
 
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    absl::Duration timeout, bool frozen_changed) {
+    absl::Duration timeout, bool frozen_changed, const GpuWeights& gpu_weights) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<PendingPush::Impl> push,
                        impl_->StartPush(step, time, std::move(shards), frozen_changed,
-                                        impl_->core().client().Deadline(timeout)));
+                                        impl_->core().client().Deadline(timeout), gpu_weights));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 
@@ -183,8 +210,8 @@ PendingPush::~PendingPush() {
 }
 
 // The memory of a forked child is its own: nothing is read from it.
-bool PendingPush::WaitReleased(absl::Duration max_wait) {
-  return impl_->fork_guard().forked() || impl_->WaitReleased(max_wait);
+bool PendingPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+  return impl_->fork_guard().forked() || impl_->WaitReleased(max_wait, streams);
 }
 
 absl::StatusOr<Version> PendingPush::Wait() {

@@ -18,6 +18,7 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/connection_count.h"
 #include "client/cpp/interrupt.h"
+#include "client/cpp/pinned_ring.h"
 #include "ema/client.h"
 
 namespace ema::client_internal {
@@ -39,6 +40,8 @@ class RunCore {
   const Manifest& manifest() const { return info_.manifest; }
   const RankLayout& layout() const { return layout_; }
   const ChunkPlan& chunks() const { return chunks_; }
+  // Of weights on GPUs; empty until a push has such.
+  PinnedRing& ring() { return ring_; }
   int64_t rank() const { return options_.rank; }
   bool rejoins() const { return options_.rejoins; }
   int64_t imported_updates() const { return options_.imported_updates; }
@@ -86,6 +89,7 @@ class RunCore {
   const Client::RunOptions options_;
   const RankLayout layout_;
   const ChunkPlan chunks_;
+  PinnedRing ring_;
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;

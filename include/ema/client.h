@@ -136,6 +136,24 @@ struct PushProgress {
   std::vector<int64_t> missing_ranks;  // If kOpen: those whose commit message has not come.
 };
 
+// A stream of a GPU, as CUDA's driver and runtime know it.
+struct GpuStream {
+  int device = 0;          // The GPU's index in this process.
+  void* handle = nullptr;  // A CUstream or cudaStream_t; null: the default stream.
+
+  friend bool operator==(const GpuStream&, const GpuStream&) = default;
+};
+
+// Which weights of a push are in the memory of GPUs.
+struct GpuWeights {
+  // By shard: the index of its GPU; negative: it is in host memory. Empty: all are.
+  std::vector<int> devices;
+  // Those on which the trainer works, at least one of each of these GPUs: the weights are read when
+  // these have done what they have to do when the push is started. They live until the release.
+  // None may be capturing a graph.
+  std::vector<GpuStream> streams;
+};
+
 class Run;
 class PendingPush;
 
@@ -534,12 +552,15 @@ class Run {
   // (or the push has ended). Frozen ones are not read, and may be empty, where
   // plan().may_omit_frozen, unless `frozen_changed`: they are not as they were at this run's pushes
   // before, or that is not known, because one of these has failed (one rank's word is enough, but
-  // then none may leave them out). INVALID_ARGUMENT: a size differs from the layout's.
-  // FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running. `timeout` bounds
+  // then none may leave them out). `gpu_weights`: of which shards the spans are addresses on a GPU;
+  // these are copied to pinned memory of the host (of this run, kept, 64 MiB at most) on a stream
+  // of our own, and nothing waits for that but those who send. INVALID_ARGUMENT: a size differs
+  // from the layout's. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running.
+  // INTERNAL, DEVICE: a GPU has failed, now or before, or the process has none. `timeout` bounds
   // everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      absl::Duration timeout, bool frozen_changed = false);
+      absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {});
 
   // StartPush() and Wait().
   absl::StatusOr<Version> Push(int64_t step, const TrainingTime& time,
@@ -574,10 +595,14 @@ class PendingPush {
   // change. True: all have left, or the push had ended. False: it took too long; the step has been
   // abandoned (so it does not commit, on any rank, unless it had already), and nothing reads the
   // weights any more. After this nothing is sent again: if the connection breaks, the step is lost.
-  bool WaitReleased(absl::Duration max_wait);
+  //
+  // Weights on a GPU may change when every copy of them has been started, and `streams`, and those
+  // that the push was started with, have come as far: these are made to wait for the copies, not
+  // the caller. What is queued there from now on may write the weights. None may be capturing.
+  bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams = {});
 
   // Waits for the end. The errors of Push in ema_service.proto; DEADLINE_EXCEEDED after the push's
-  // time-out. May be called again.
+  // time-out; INTERNAL, DEVICE: a GPU has failed. May be called again.
   absl::StatusOr<Version> Wait();
 
   // The same for at most `max_wait`, and at most a second while there is no stream to the server.
@@ -597,8 +622,9 @@ class PendingPush {
     int64_t sent_bytes = 0;        // Handed to the lane, resends included.
     int64_t stream_count = 0;      // 1 if nothing broke.
     int64_t connection_count = 0;  // Of the last try by gRPC.
-    absl::Duration send_time;      // From the start to the last byte's leaving.
-    Lane lane = Lane::kGrpc;       // Of the last stream.
+    // From the start to the last byte's leaving; of weights on a GPU, to the last copy's start.
+    absl::Duration send_time;
+    Lane lane = Lane::kGrpc;  // Of the last stream.
   };
   Stats stats() const;
 

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from server_process import server_binary
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tests/bench"
@@ -30,6 +31,14 @@ def test_train_bench_runs() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert "| ours, four tracks, every 10 |" in result.stdout
+
+
+def test_train_gpu_bench_runs() -> None:
+    command = [sys.executable, FOLDER / "train_gpu_bench.py", "--server", server_binary()]
+    command += ["--device", "cpu", "--layers", "1", "--steps", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "| ours, every step |" in result.stdout
 
 
 @pytest.mark.parametrize(

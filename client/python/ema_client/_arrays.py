@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ema_client import _ema
+from ema_client import _ema, _gpu
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import is_dtensor, piece_of
 from ema_client._types import TensorSpec
@@ -31,15 +31,20 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 
 def read(name: str, value: Any) -> _ema.Array:
-    """Reads `value` in place; of a DTensor, what is on this rank. What is not contiguous, or not in
-    host memory, is copied first."""
+    """Reads `value` in place; of a DTensor, what is on this rank. What is not contiguous, or in memory
+    that is neither the host's nor that of a GPU of NVIDIA's, is copied first."""
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if _is_instance(value, "torch", "Tensor"):
         if is_dtensor(value):
             piece = piece_of(name, value)
             value, offsets = piece.local, piece.box.offsets
-        value = value.detach().cpu().contiguous()
+        value = value.detach().contiguous()
+        if _gpu.is_readable(value):
+            # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
+            value = sys.modules["torch"].utils.dlpack.to_dlpack(value)
+        else:
+            value = value.cpu()
     elif hasattr(value, "block_until_ready"):
         value = _jax_on_host(value)
     if _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):

@@ -24,6 +24,7 @@ from ema_client._errors import (
     EmaError,
     FailedPreconditionError,
 )
+from ema_client._gpu import is_capturing
 from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of, weights_to_push
 from ema_client._optimizers import after_closure, was_skipped
 from ema_client._resume import WithState
@@ -60,10 +61,12 @@ class Attachment(WithEmaModel, WithState):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
     Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
-    while the next forward and backward run; `optimizer.step()` waits for it, at most
-    `max_wait_s`, before it changes them, and so does `load_state_dict`. Whoever else writes weights
-    between steps (clipping of weights) must call `wait_released` first. A forked child (a
-    DataLoader worker) does nothing.
+    while the next forward and backward run; `optimizer.step()` waits for it (on a GPU its stream does),
+    at most `max_wait_s`, before it changes them, and so does `load_state_dict`. Whoever else writes
+    weights between steps (clipping of weights) must call `wait_released` first. A forked child (a
+    DataLoader worker) does nothing. Replays of a CUDA graph call no hooks: where a graph makes the step,
+    attach without an optimizer, and call `wait_released()` before and
+    `after_step(wait_released=False)` after each `graph.replay()`.
 
     When the server is away, a thread joins the run again, on every rank, and pushes start again when
     all have: unless on_error is "wait", no training thread waits for the server or, but for the reply
@@ -292,7 +295,8 @@ class Attachment(WithEmaModel, WithState):
         self._client.close()
 
     def _is_ours(self) -> bool:
-        return not self._closed and os.getpid() == self._pid
+        # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
+        return not self._closed and os.getpid() == self._pid and not is_capturing()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -350,6 +354,8 @@ class Attachment(WithEmaModel, WithState):
             raise failure
 
     def _wait_released(self, max_wait_s: float) -> None:
+        if is_capturing():
+            return
         written = [] if self._watched is None else self._watched.take_written()
         if written:
             raise FailedPreconditionError(

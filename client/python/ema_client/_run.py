@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from ema_client import _arrays, _ema
+from ema_client import _arrays, _ema, _gpu
 from ema_client._errors import FailedPreconditionError
 from ema_client._types import (
     PushStats,
@@ -29,8 +29,9 @@ class PendingPush:
     push has ended. The object keeps a reference to them as long.
     """
 
-    def __init__(self, push: _ema.PendingPush) -> None:
+    def __init__(self, push: _ema.PendingPush, gpus: frozenset[int] = frozenset()) -> None:
         self._push = push
+        self._gpus = gpus  # On which some of the arrays are.
 
     @property
     def done(self) -> bool:
@@ -44,6 +45,10 @@ class PendingPush:
     def wait_released(self, *, max_wait_s: float) -> bool:
         """Waits until no byte of the arrays will be read any more; then they may change.
 
+        Arrays on a GPU are copied to a ring of at most 64 MiB of pinned memory, on a stream of its own:
+        this waits until all copies have been started, and makes the GPU's current stream wait until
+        they have been made. What is queued on that stream from then on may change the arrays.
+
         Args:
             max_wait_s: seconds to wait at most; while there is no stream to the server (it is gone,
                 or ranks have not joined), one second at most.
@@ -52,7 +57,7 @@ class PendingPush:
             True: all bytes have left, or the push has ended. False: it took too long; the step was
             abandoned, and nothing reads the arrays any more.
         """
-        return self._push.wait_released(max_wait_s)
+        return self._push.wait_released(max_wait_s, _gpu.current_streams(self._gpus))
 
     def wait_done(self, *, max_wait_s: float) -> bool:
         """Waits for the end, as long as `wait_released`; True: it has come, and `wait` will not block."""
@@ -181,9 +186,9 @@ class Run:
             step: the trainer's step; larger than the last one.
             weights: arrays by name, of anything that speaks DLPack or the buffer protocol (PyTorch,
                 NumPy, JAX, ...). Each is a whole tensor (a contiguous piece of it is this rank's
-                share), or just the rank's shard of it. They are read in place; an array that is
-                not contiguous is copied first. Frozen tensors may be missing where
-                `may_omit_frozen`.
+                share), or just the rank's shard of it. They are read in place, also on a GPU of
+                NVIDIA's; an array that is not contiguous is copied first. Frozen tensors may be
+                missing where `may_omit_frozen`.
             time: training time at the step. None: the step is the batch.
             frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
                 of these has failed and they may not be. To be said by all ranks.
@@ -193,14 +198,17 @@ class Run:
             InvalidArgumentError: arrays do not match the model; lists every one that does not.
             FailedPreconditionError: the push before is still running.
         """
+        arrays = _arrays.read_all(weights)
+        gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
         push = self._get().start_push(
             step,
             time_dict(time, step=step),
-            _arrays.read_all(weights),
+            arrays,
             self._timeout_s if timeout_s is None else timeout_s,
             frozen_changed,
+            _gpu.current_streams(gpus),
         )
-        return PendingPush(push)
+        return PendingPush(push, gpus)
 
     def push(
         self,

@@ -107,8 +107,12 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
                                        " cannot be read through DLPack or the buffer protocol"));
   }
   const auto& array = result.owner;
-  if (array.device_type() != nb::device::cpu::value) {
-    return BadArray(name, "is not in host memory");
+  if (array.device_type() == nb::device::cuda::value) {
+    result.gpu = array.device_id();
+  } else if (array.device_type() != nb::device::cpu::value) {
+    return BadArray(name, absl::StrCat("is neither in host memory nor on a GPU of CUDA's, but on "
+                                       "DLPack's device ",
+                                       array.device_type()));
   }
   if (!IsContiguous(array)) return BadArray(name, "is not row-major and contiguous");
   std::optional<Dtype> own = FromDlpack(array.dtype());
@@ -139,8 +143,13 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
   return result;
 }
 
-absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
-    const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays) {
+absl::Status Array::CheckOnHost() const {
+  if (gpu < 0) return absl::OkStatus();
+  return BadArray(spec.name, absl::StrCat("is not in host memory, but on GPU ", gpu));
+}
+
+absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayout& layout,
+                                       const std::vector<const Array*>& arrays) {
   std::vector<std::string> unexpected;
   std::vector<std::string> missing;
   std::vector<std::string> wrong;
@@ -155,7 +164,7 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
     }
   }
 
-  std::vector<std::span<const std::byte>> result;
+  FoundShards result;
   const Shard* last = nullptr;
   for (const Shard& shard : layout.shards()) {
     const TensorSpec& spec = manifest.tensor(shard.tensor_index);
@@ -165,7 +174,8 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
     if (array == nullptr) {
       // The run says whether frozen ones can be left out.
       if (&shard >= layout.frozen_shards().data()) {
-        result.emplace_back();
+        result.bytes.emplace_back();
+        result.gpus.push_back(-1);
       } else if (first_of_tensor) {
         missing.push_back(spec.name);
       }
@@ -189,7 +199,8 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
       continue;
     }
     const int64_t size = DtypeSize(spec.dtype);
-    result.push_back(array->bytes.subspan(*first * size, shard.element_count() * size));
+    result.bytes.push_back(array->bytes.subspan(*first * size, shard.element_count() * size));
+    result.gpus.push_back(array->gpu);
   }
 
   if (missing.empty() && unexpected.empty() && wrong.empty()) return result;

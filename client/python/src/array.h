@@ -21,23 +21,32 @@
 
 namespace ema::python {
 
-// A named array in host memory, row-major and contiguous, and the reference that keeps its memory.
+// A named array, row-major and contiguous, and the reference that keeps its memory.
 // To be copied and destroyed with the GIL held.
 struct Array {
   TensorSpec spec;  // Of the array itself.
   // Where in its tensor it lies, if that has been said.
   std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
+  // The index of the GPU in whose memory the bytes are; negative: they are in the host's.
+  int gpu = -1;
   nanobind::ndarray<nanobind::ro> owner;
 
   // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
   // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
-  // INVALID_ARGUMENT: not such an array, not in host memory, not contiguous, of a dtype that the
-  // server does not keep, or of another number of dimensions than `offsets`; the message names the
-  // array.
+  // INVALID_ARGUMENT: not such an array, not in the memory of the host or of one of CUDA's GPUs,
+  // not contiguous, of a dtype that the server does not keep, or of another number of dimensions
+  // than `offsets`; the message names the array.
   static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
                                     std::string_view dtype,
                                     std::optional<std::vector<int64_t>> offsets = std::nullopt);
+  // INVALID_ARGUMENT: it is in a GPU's memory.
+  absl::Status CheckOnHost() const;
+};
+
+struct FoundShards {
+  std::vector<std::span<const std::byte>> bytes;
+  std::vector<int> gpus;  // As Array::gpu.
 };
 
 // The bytes of a rank's shards, found in `arrays` by name, in the layout's order. An array is the
@@ -46,8 +55,8 @@ struct Array {
 // BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype and shape; frozen shards
 // may be missing, and are empty then. Arrays of tensors that the rank does not push are checked and
 // left alone.
-absl::StatusOr<std::vector<std::span<const std::byte>>> FindShards(
-    const Manifest& manifest, const RankLayout& layout, const std::vector<const Array*>& arrays);
+absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayout& layout,
+                                       const std::vector<const Array*>& arrays);
 
 }  // namespace ema::python
 

@@ -137,6 +137,7 @@ class OperandList {
         array.owner = nb::ndarray<nb::ro>(writable);
       }
     }
+    EMA_RETURN_IF_ERROR(array.CheckOnHost());
     // Const for the arrays that are only read.
     auto* data = const_cast<std::byte*>(array.bytes.data());
     return Operand{data, array.spec.element_count(), array.spec.dtype, nullptr,

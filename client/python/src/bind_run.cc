@@ -2,10 +2,13 @@
 //
 // Run and PendingPush: one rank's pushes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +23,18 @@ using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 
 namespace ema::python {
 namespace {
+
+// A GPU's index and a stream of it, as PyTorch's cuda_stream says it.
+using StreamTuple = std::tuple<int, uintptr_t>;
+
+std::vector<GpuStream> ToStreams(const std::vector<StreamTuple>& streams) {
+  std::vector<GpuStream> result;
+  for (const auto& [device, handle] : streams) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): Python has no pointers.
+    result.push_back({.device = device, .handle = reinterpret_cast<void*>(handle)});
+  }
+  return result;
+}
 
 // A push that runs, and the arrays it reads.
 class PyPendingPush {
@@ -39,10 +54,11 @@ class PyPendingPush {
     push_.reset();
   }
 
-  bool WaitReleased(double max_wait_s) {
+  bool WaitReleased(double max_wait_s, const std::vector<StreamTuple>& streams) {
     const absl::Duration max_wait = ToDuration(max_wait_s);
-    const bool released =
-        CallWithoutGil([&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait)); });
+    const std::vector<GpuStream> waiting = ToStreams(streams);
+    const bool released = CallWithoutGil(
+        [&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait, waiting)); });
     // Either way nothing reads them any more.
     arrays_.clear();
     return released;
@@ -104,16 +120,18 @@ class PyRun {
 
   PyPendingPush* StartPush(int64_t step, const nb::dict& time,
                            const std::vector<const Array*>& arrays, double timeout_s,
-                           bool frozen_changed) {
+                           bool frozen_changed, const std::vector<StreamTuple>& streams) {
     const TrainingTime training_time = ToTime(time);
     const absl::Duration timeout = ToDuration(timeout_s);
-    std::vector<std::span<const std::byte>> shards =
-        Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
+    FoundShards shards = Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
+    const GpuWeights gpu_weights = {.devices = std::move(shards.gpus),
+                                    .streams = ToStreams(streams)};
     std::vector<Array> kept;
     kept.reserve(arrays.size());
     for (const Array* array : arrays) kept.push_back(*array);
     std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
-      return run_->StartPush(step, training_time, std::move(shards), timeout, frozen_changed);
+      return run_->StartPush(step, training_time, std::move(shards.bytes), timeout, frozen_changed,
+                             gpu_weights);
     });
     return new PyPendingPush(std::move(push), std::move(kept));
   }
@@ -171,7 +189,7 @@ nb::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run) {
 
 void BindRun(nb::module_& module) {
   nb::class_<PyPendingPush>(module, "PendingPush")
-      .def("wait_released", &PyPendingPush::WaitReleased, "max_wait_s"_a)
+      .def("wait_released", &PyPendingPush::WaitReleased, "max_wait_s"_a, "streams"_a)
       .def("wait_done", &PyPendingPush::WaitDone, "max_wait_s"_a)
       .def("wait", &PyPendingPush::Wait)
       .def("abandon", &PyPendingPush::Abandon)
@@ -180,7 +198,7 @@ void BindRun(nb::module_& module) {
 
   nb::class_<PyRun>(module, "Run")
       .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a,
-           "frozen_changed"_a = false)
+           "frozen_changed"_a = false, "streams"_a = nb::make_tuple())
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
       .def("refresh_plan", &PyRun::RefreshPlan, "timeout_s"_a)
       .def(

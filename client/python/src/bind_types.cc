@@ -190,7 +190,9 @@ void BindTypes(nb::module_& module) {
           },
           "name"_a, "object"_a, "dtype"_a = "", "offsets"_a = nb::none())
       .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); })
+      .def_ro("gpu", &Array::gpu)
       .def_prop_ro("crc32c", [](const Array& array) {
+        ThrowIfError(array.CheckOnHost());
         nb::gil_scoped_release release;
         return Crc32c(0, array.bytes);
       });

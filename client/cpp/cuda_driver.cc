@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace ema::client_internal {
+
+const absl::StatusOr<CudaDriver>& CudaDriver::Get() {
+  static const auto* const driver = new absl::StatusOr<CudaDriver>(Load());
+  return *driver;
+}
+
+absl::StatusOr<CudaDriver> CudaDriver::Load() {
+  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat("no CUDA driver: ", dlerror()));
+  }
+  const char* missing = nullptr;
+  const auto find = [&](const char* name, auto& function) {
+    void* const symbol = dlsym(library, name);
+    if (symbol == nullptr) missing = name;
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+  };
+  CudaDriver driver;
+  find("cuInit", driver.Init);
+  find("cuDeviceGet", driver.DeviceGet);
+  find("cuDevicePrimaryCtxRetain", driver.DevicePrimaryCtxRetain);
+  find("cuDevicePrimaryCtxRelease_v2", driver.DevicePrimaryCtxRelease);
+  find("cuCtxPushCurrent_v2", driver.CtxPushCurrent);
+  find("cuCtxPopCurrent_v2", driver.CtxPopCurrent);
+  find("cuMemHostAlloc", driver.MemHostAlloc);
+  find("cuMemFreeHost", driver.MemFreeHost);
+  find("cuMemcpyDtoHAsync_v2", driver.MemcpyDtoHAsync);
+  find("cuStreamCreate", driver.StreamCreate);
+  find("cuStreamDestroy_v2", driver.StreamDestroy);
+  find("cuStreamWaitEvent", driver.StreamWaitEvent);
+  find("cuStreamSynchronize", driver.StreamSynchronize);
+  find("cuEventCreate", driver.EventCreate);
+  find("cuEventRecord", driver.EventRecord);
+  find("cuEventSynchronize", driver.EventSynchronize);
+  find("cuEventDestroy_v2", driver.EventDestroy);
+  find("cuThreadExchangeStreamCaptureMode", driver.ThreadExchangeStreamCaptureMode);
+  find("cuGetErrorName", driver.GetErrorName);
+  find("cuGetErrorString", driver.GetErrorString);
+  if (missing != nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the CUDA driver is too old: it has no ", missing));
+  }
+  if (const int result = driver.Init(0); result != kSuccess) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the CUDA driver does not start: ", driver.Describe(result)));
+  }
+  return driver;
+}
+
+std::string CudaDriver::Describe(int result) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (GetErrorName(result, &name) != kSuccess || name == nullptr) {
+    return absl::StrCat("CUDA error ", result);
+  }
+  if (GetErrorString(result, &text) != kSuccess || text == nullptr) return name;
+  return absl::StrCat(name, " (", text, ")");
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A GPU that weights are read from.
+#ifndef EMA_CLIENT_CPP_GPU_H_
+#define EMA_CLIENT_CPP_GPU_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "client/cpp/cuda_driver.h"
+
+namespace ema::client_internal {
+
+// One GPU of this process, with a stream of our own beside the trainer's ("the side stream"), on
+// which weights are copied to pinned host memory. In the device's primary context, where PyTorch
+// works, too.
+//
+// Thread-safe. The error of a call stays: every later one gives it again, but for want of memory.
+// Nothing here takes memory of the GPU, or disturbs a stream that is being captured into a graph,
+// by whatever thread; but Follow() and Lead() may not be given such a stream.
+class Gpu {
+ public:
+  // INTERNAL, DEVICE: there is no driver, or no GPU of this index.
+  static absl::StatusOr<std::unique_ptr<Gpu>> Open(int index);
+  ~Gpu();  // Waits for what is queued on the side stream.
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
+  // Memory of the host that every GPU reaches. RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::byte*> AllocatePinned(int64_t size_bytes);
+  void FreePinned(std::byte* memory);
+
+  // What is queued on the side stream from now on begins after what `stream`, a CUstream, has now.
+  absl::Status Follow(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
+  // What is queued on `stream` from now on begins after what the side stream has now.
+  absl::Status Lead(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
+
+  struct Copy {
+    std::byte* to;  // Pinned.
+    std::span<const std::byte> from;
+  };
+  // Queues copies on the side stream, and mark `slot` behind them.
+  absl::Status CopyToHost(absl::Span<const Copy> copies, int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits, asleep, for the mark that was put last with this number. REQUIRES: there is one.
+  absl::Status Wait(int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until the side stream has nothing to do; also after an error.
+  absl::Status Synchronize();
+
+ private:
+  class Current;
+
+  Gpu(const CudaDriver* driver, int index) : driver_(driver), index_(index) {}
+  absl::Status Create();
+  // OK, or the GPU's first error. INTERNAL, DEVICE; RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  absl::Status Check(int result, std::string_view what) ABSL_LOCKS_EXCLUDED(error_mu_);
+  absl::Status NewEvent(unsigned flags, CUevent_st** event);
+
+  const CudaDriver* const driver_;
+  const int index_;
+  // Set by Create().
+  int device_ = 0;
+  CUctx_st* context_ = nullptr;
+  CUstream_st* stream_ = nullptr;
+
+  absl::Mutex mu_ ABSL_ACQUIRED_BEFORE(error_mu_);       // Held across calls of the driver.
+  CUevent_st* edge_ ABSL_GUARDED_BY(mu_) = nullptr;      // Of Follow() and Lead().
+  std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // By slot.
+  absl::Mutex error_mu_;
+  absl::Status error_ ABSL_GUARDED_BY(error_mu_);
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_GPU_H_

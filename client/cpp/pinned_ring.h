@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where a run's weights pass through on their way from GPUs.
+#ifndef EMA_CLIENT_CPP_PINNED_RING_H_
+#define EMA_CLIENT_CPP_PINNED_RING_H_
+
+#include <grpcpp/support/slice.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "client/cpp/gpu.h"
+
+namespace ema::client_internal {
+
+// Pinned buffers, one a chunk, and the GPUs that fill them: of one run, kept from push to push.
+// Thread-safe. gRPC drops slices inside any of its functions, so none may be called with a lock
+// held under which these functions are called.
+class PinnedRing {
+ public:
+  static constexpr int64_t kMaxBytes = int64_t{64} << 20;
+
+  PinnedRing() = default;
+  ~PinnedRing();  // REQUIRES: every buffer has been given back.
+  PinnedRing(const PinnedRing&) = delete;
+  PinnedRing& operator=(const PinnedRing&) = delete;
+
+  // The GPU of this index; it lives as long as the ring. Errors as Gpu::Open().
+  absl::StatusOr<Gpu*> Open(int index) ABSL_LOCKS_EXCLUDED(gpus_mu_);
+
+  // Once, before buffers are taken: as many of `slot_bytes` as fit into kMaxBytes, `max_slots` at
+  // most; again, it does nothing. REQUIRES: 0 < slot_bytes <= kMaxBytes, max_slots > 0. Errors as
+  // Gpu::AllocatePinned(); it may then be tried again.
+  absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots);
+  int slot_count() const { return static_cast<int>(slots_.size()); }
+  std::byte* slot(int index) const { return memory_ + index * slot_bytes_; }
+
+  // A buffer that nobody has.
+  std::optional<int> TryTake() ABSL_LOCKS_EXCLUDED(mu_);
+  void GiveBack(int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  // The first bytes of a buffer for gRPC, which gives it back. Absent, and nothing happens, if gRPC
+  // has half of the buffers already: the rest are for who sends and for what is copied ahead.
+  std::optional<grpc::Slice> TryLend(int slot, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  int max_lent() const { return slot_count() / 2; }
+  bool has_lent() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Slot {
+    PinnedRing* ring;
+    int index;
+  };
+  static void DropSlice(void* slot);
+
+  absl::Mutex gpus_mu_;  // Held across calls of the driver.
+  std::map<int, std::unique_ptr<Gpu>> gpus_ ABSL_GUARDED_BY(gpus_mu_);
+
+  // Set by Allocate().
+  Gpu* owner_ = nullptr;
+  std::byte* memory_ = nullptr;
+  int64_t slot_bytes_ = 0;
+  std::vector<Slot> slots_;
+
+  mutable absl::Mutex mu_;
+  std::vector<int> free_ ABSL_GUARDED_BY(mu_);
+  int lent_count_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PINNED_RING_H_

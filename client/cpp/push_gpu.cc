@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of a push that brings weights from GPUs.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/push.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::Gpu;
+using client_internal::PinnedRing;
+using client_internal::StagedChunks;
+
+absl::StatusOr<PendingPush::Impl::Source> PendingPush::Impl::Follow(PinnedRing& ring,
+                                                                    const GpuWeights& weights) {
+  Source source;
+  for (const GpuStream& stream : weights.streams) {
+    EMA_ASSIGN_OR_RETURN(Gpu* const gpu, ring.Open(stream.device));
+    EMA_RETURN_IF_ERROR(gpu->Follow(stream.handle));
+  }
+  for (const int device : weights.devices) {
+    Gpu* gpu = nullptr;
+    if (device >= 0) {
+      EMA_ASSIGN_OR_RETURN(gpu, ring.Open(device));
+    }
+    source.gpus.push_back(gpu);
+  }
+  source.streams = weights.streams;
+  return source;
+}
+
+absl::Status PendingPush::Impl::PrepareStaging() {
+  if (source_.gpus.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
+    return absl::OkStatus();
+  }
+  PinnedRing& ring = run_->ring();
+  const auto any = [](Gpu* gpu) { return gpu != nullptr; };
+  EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(source_.gpus.begin(), source_.gpus.end(), any),
+                                    StagedChunks::SlotBytes(run_->layout(), run_->chunks()),
+                                    run_->chunks().chunk_count()));
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_);
+  return absl::OkStatus();
+}
+
+absl::Status PendingPush::Impl::Stage() {
+  if (!staged_.has_value()) return absl::OkStatus();
+  staged_->Stage(chunks_to_send_).IgnoreError();
+  return StagingStatus();
+}
+
+absl::Status PendingPush::Impl::StagingStatus() const {
+  if (!staged_.has_value()) return absl::OkStatus();
+  const absl::Status status = staged_->status();
+  if (status.ok()) return status;
+  return MakeError(status.code(), GetErrorReason(status),
+                   absl::StrCat(Name(), ": ", status.message()));
+}
+
+void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) const {
+  // What has ended copies nothing.
+  if (source_.gpus.empty() || done()) return;
+  const auto lead = [this](const GpuStream& stream) {
+    const absl::StatusOr<Gpu*> gpu = run_->ring().Open(stream.device);
+    // Where the stream cannot wait, the trainer does.
+    if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->Synchronize().IgnoreError();
+  };
+  for (const GpuStream& stream : source_.streams) lead(stream);
+  for (const GpuStream& stream : streams) {
+    if (std::find(source_.streams.begin(), source_.streams.end(), stream) ==
+        source_.streams.end()) {
+      lead(stream);
+    }
+  }
+}
+
+}  // namespace ema

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/staged_chunks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+
+StagedChunks::StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
+                           absl::Span<const std::span<const std::byte>> shards,
+                           absl::Span<Gpu* const> gpus, PinnedRing* ring, WeightsGate* gate)
+    : layout_(layout), plan_(plan), shards_(shards), gpus_(gpus), ring_(ring), gate_(gate) {}
+
+StagedChunks::~StagedChunks() { Drop(); }
+
+int64_t StagedChunks::SlotBytes(const RankLayout& layout, const ChunkPlan& plan) {
+  const int64_t chunk_bytes = std::min(plan.max_chunk_bytes(), layout.total_bytes());
+  // What is rounded for the wire comes as float32.
+  return layout.wire_dtype() == WireDtype::kAsPushed ? chunk_bytes : 2 * chunk_bytes;
+}
+
+absl::Status StagedChunks::Stage(absl::Span<const int64_t> chunks) {
+  absl::MutexLock lock(&mu_);
+  // After a try that has sent nothing, what is there is right, also if the weights have changed.
+  if (!is_untouched_ || chunks != absl::MakeConstSpan(order_)) {
+    DropLocked();
+    order_.assign(chunks.begin(), chunks.end());
+    is_untouched_ = true;
+  }
+  StartMore();
+  return status_;
+}
+
+bool StagedChunks::Holds(absl::Span<const int64_t> chunks) const {
+  absl::MutexLock lock(&mu_);
+  return is_untouched_ && started_count_ == order_.size() && status_.ok() &&
+         chunks == absl::MakeConstSpan(order_);
+}
+
+std::optional<int> StagedChunks::Take(int64_t chunk) {
+  Staged staged;
+  {
+    absl::MutexLock lock(&mu_);
+    is_untouched_ = false;
+    StartMore();
+    const auto found = staged_.find(chunk);
+    if (found == staged_.end()) return std::nullopt;
+    staged = std::move(found->second);
+    staged_.erase(found);
+  }
+  absl::Status waited;
+  for (Gpu* gpu : staged.gpus) waited.Update(gpu->Wait(staged.slot));
+  if (waited.ok()) return staged.slot;
+  AwaitCopies(staged);
+  ring_->GiveBack(staged.slot);
+  absl::MutexLock lock(&mu_);
+  status_.Update(waited);
+  return std::nullopt;
+}
+
+void StagedChunks::StartMore() {
+  while (started_count_ < order_.size() && status_.ok()) {
+    const std::optional<int> slot = ring_->TryTake();
+    if (!slot.has_value()) return;
+    if (!gate_->BeginRead()) {
+      ring_->GiveBack(*slot);
+      status_ = MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                          "the weights were released before all of them had been copied");
+      return;
+    }
+    const int64_t chunk = order_[started_count_];
+    Staged& staged = staged_[chunk];
+    staged.slot = *slot;
+    status_ = StartCopies(chunk, staged);
+    gate_->EndRead();
+    ++started_count_;
+  }
+  if (started_count_ == order_.size()) gate_->HaveRead();
+}
+
+absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
+  std::byte* to = ring_->slot(staged.slot);
+  std::vector<Gpu::Copy> copies;
+  Gpu* gpu = nullptr;
+  absl::Status status;
+  const auto queue = [&] {
+    if (gpu == nullptr || copies.empty() || !status.ok()) return;
+    if (std::find(staged.gpus.begin(), staged.gpus.end(), gpu) == staged.gpus.end()) {
+      staged.gpus.push_back(gpu);
+    }
+    status = gpu->CopyToHost(copies, staged.slot);
+    copies.clear();
+  };
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+    const std::span<const std::byte> from = SourceOf(*layout_, shards_, shard, in_shard, length);
+    if (gpus_[shard] == nullptr) {
+      std::memcpy(to, from.data(), from.size());
+    } else {
+      if (gpus_[shard] != gpu) queue();
+      gpu = gpus_[shard];
+      copies.push_back({to, from});
+    }
+    to += from.size();
+  });
+  queue();
+  return status;
+}
+
+void StagedChunks::AwaitCopies(const Staged& staged) {
+  // Not by their mark: after an error there may be none, and some are queued all the same.
+  for (Gpu* gpu : staged.gpus) gpu->Synchronize().IgnoreError();
+}
+
+void StagedChunks::Drop() {
+  absl::MutexLock lock(&mu_);
+  DropLocked();
+}
+
+void StagedChunks::DropLocked() {
+  for (const auto& [chunk, staged] : staged_) {
+    AwaitCopies(staged);
+    ring_->GiveBack(staged.slot);
+  }
+  staged_.clear();
+  order_.clear();
+  started_count_ = 0;
+}
+
+absl::Status StagedChunks::status() const {
+  absl::MutexLock lock(&mu_);
+  return status_;
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an average on the server costs a training step, and in memory: nothing, ours, copies.
+
+Trains a small transformer, each way in a process of its own: without an average; with `attach`,
+which reads weights in place; and with `attach` made to copy them to host memory inside
+optimizer.step(). Prints a table: median and 95th percentile of a step, the GPU's peak memory and
+the process's.
+
+    python tests/bench/train_gpu_bench.py --server EMA-SERVER [--device cuda|cpu] [--layers N] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+WIDTH = 1024
+BATCH, LENGTH = 16, 256
+WAYS = {
+    "nothing": "no average",
+    "ours": "ours, every step",
+    "ours/10": "ours, every 10 steps",
+    "copies": ".cpu() copies, every step",
+}
+
+
+def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str, float]:
+    import ema_client
+    from ema_client import _gpu
+
+    if way == "copies":
+        # What is not read in place is copied.
+        _gpu.is_readable = lambda tensor: False  # type: ignore[assignment]
+    torch.manual_seed(1)
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = torch.randn(BATCH if device == "cuda" else 1, LENGTH, WIDTH, device=device)
+    if way != "nothing":
+        interval = "10ba" if way == "ours/10" else "1ba"
+        ema_client.attach(model, optimizer, url, half_life="100ba", update_interval=interval)
+    seconds = []
+    warm_up = max(1, steps // 5)
+    for step in range(warm_up + steps):
+        if step == warm_up and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if step >= warm_up:
+            seconds.append(time.perf_counter() - start)
+    seconds.sort()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {
+        "weight_bytes": float(sum(p.numel() * p.element_size() for p in model.parameters())),
+        "median_s": statistics.median(seconds),
+        "p95_s": seconds[int(len(seconds) * 0.95)],
+        "gpu_bytes": float(peak),
+        "host_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+    }
+
+
+def start_server(program: str, folder: pathlib.Path) -> tuple[subprocess.Popen[bytes], str]:
+    port_file = folder / "port"
+    command = [program, "--listen", "127.0.0.1:0", "--port-file", port_file, "--device", "cpu"]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not port_file.exists() or not port_file.read_text().endswith("\n"):
+        if server.poll() is not None:
+            raise SystemExit(f"{program} ended with {server.returncode}")
+        time.sleep(0.01)
+    return server, f"ema://127.0.0.1:{port_file.read_text().strip()}"
+
+
+def measure(args: argparse.Namespace, url: str) -> dict[str, dict[str, float]]:
+    rows = {}
+    for number, way in enumerate(WAYS):
+        command = [sys.executable, __file__, "--way", way, "--url", f"{url}/model-{number}"]
+        for name in ("device", "layers", "steps"):
+            command += [f"--{name}", str(getattr(args, name))]
+        result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        rows[way] = json.loads(result.stdout)
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    nothing = rows["nothing"]
+    text = (
+        f"A transformer with {nothing['weight_bytes'] / 1e6:.0f} MB of weights, batches of bfloat16.\n\n"
+        "| average | step, ms | of none | p95, ms | peak GPU memory, MB | peak host memory, MB |\n"
+        "|---|---:|---:|---:|---:|---:|\n"
+    )
+    for way, row in rows.items():
+        text += (
+            f"| {WAYS[way]} | {row['median_s'] * 1e3:.1f} | {row['median_s'] / nothing['median_s']:.2f} "
+            f"| {row['p95_s'] * 1e3:.1f} | {row['gpu_bytes'] / 1e6:.0f} | {row['host_bytes'] / 1e6:.0f} |\n"
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--server", help="the ema-server to start")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(train(args.way, args.url, args.device, args.layers, args.steps)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server, url = start_server(args.server, pathlib.Path(folder))
+        try:
+            print(table(measure(args, url)), end="")
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()

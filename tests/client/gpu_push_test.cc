@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pushes of weights on a GPU, through the client as it is, with a CUDA driver in host memory.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "client/cpp/pinned_ring.h"
+#include "client/cpp/staged_chunks.h"
+#include "ema/client.h"
+#include "server/base/crc32c.h"
+#include "tests/client/fake_cuda.h"
+#include "tests/client/fake_server.h"
+#include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+constexpr int64_t kChunkBytes = 64 << 10;
+constexpr int kIllegalAddress = 700;  // CUDA's.
+constexpr int kOutOfMemory = 2;
+
+// 5 chunks; the fourth has many small pieces, some at odd addresses.
+Manifest SmallManifest() {
+  std::vector<TensorSpec> tensors = {{.name = "big", .shape = {60'000}}};
+  for (int i = 0; i < 20; ++i) {
+    tensors.push_back({.name = absl::StrCat("small", i),
+                       .dtype = i % 2 == 0 ? Dtype::kUInt8 : Dtype::kBFloat16,
+                       .shape = {i}});
+  }
+  tensors.push_back({.name = "last", .dtype = Dtype::kFloat64, .shape = {7'000}});
+  return *Manifest::Create(std::move(tensors));
+}
+
+// Twice the ring.
+Manifest LargeManifest() {
+  return *Manifest::Create({{.name = "large", .dtype = Dtype::kUInt8, .shape = {128 << 20}}});
+}
+
+TrainingTime AtBatch(double batch) {
+  TrainingTime time;
+  time.Set(TimeUnit::kBatch, batch);
+  return time;
+}
+
+// What a trainer has queued on a stream; kept until the end of the test.
+class TrainerStream {
+ public:
+  ~TrainerStream() { ema_fake_cuda_end_stream(stream_); }
+
+  GpuStream on(int device) const { return {.device = device, .handle = stream_}; }
+  void Queue(std::function<void()> work) {
+    auto* const queued = new std::function<void()>(std::move(work));
+    const auto run = [](void* argument) {
+      const std::unique_ptr<std::function<void()>> function(
+          static_cast<std::function<void()>*>(argument));
+      (*function)();
+    };
+    ema_fake_cuda_queue(stream_, run, queued);
+  }
+  // Until what is queued now has run.
+  void Await() {
+    absl::Notification done;
+    Queue([&] { done.Notify(); });
+    done.WaitForNotification();
+  }
+
+ private:
+  void* const stream_ = ema_fake_cuda_new_stream();
+};
+
+// A trainer whose weights are on GPU 0, or on what `devices` says.
+class GpuPushTest : public testing::Test {
+ protected:
+  explicit GpuPushTest(Manifest manifest = SmallManifest()) : server_(std::move(manifest)) {}
+  ~GpuPushTest() override {
+    ema_fake_cuda_fail(0, 0);
+    ema_fake_cuda_release();
+    ema_fake_cuda_capture(false);
+    run_.reset();
+    client_.reset();
+    trainer_.reset();
+    other_.reset();
+    // Nothing leaks, whatever has happened.
+    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
+    EXPECT_EQ(ema_fake_cuda_objects(), 0);
+    EXPECT_EQ(ema_fake_cuda_contexts(), 0);
+  }
+
+  void Open(const std::string& address, int64_t chunk_bytes = kChunkBytes,
+            const Client::RunOptions& options = {}) {
+    Client::Options client_options;
+    client_options.chunk_bytes = chunk_bytes;
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(address, client_options));
+    EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", options));
+    devices_.assign(run_->layout().shards().size(), 0);
+    for (const Shard& shard : run_->layout().shards()) {
+      const TensorSpec& spec = run_->manifest().tensor(shard.tensor_index);
+      sizes_.push_back(shard.element_count() * DtypeSize(spec.dtype));
+      total_bytes_ += sizes_.back();
+    }
+    weights_.resize(total_bytes_);
+    Fill(0);
+  }
+  void Open() { Open(server_.address()); }
+
+  void Fill(int seed) {
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      weights_[i] = static_cast<char>(i * 31 + i / 7 + seed);
+    }
+  }
+  std::string Filled(int seed) {
+    const std::string before = weights_;
+    Fill(seed);
+    std::string filled = weights_;
+    weights_ = before;
+    return filled;
+  }
+
+  absl::StatusOr<std::unique_ptr<PendingPush>> TryStart(
+      int64_t step, absl::Duration timeout = absl::Seconds(60)) {
+    std::vector<std::span<const std::byte>> shards;
+    const char* start = weights_.data();
+    for (const int64_t size : sizes_) {
+      shards.push_back(std::as_bytes(std::span(start, static_cast<size_t>(size))));
+      start += size;
+    }
+    GpuWeights gpu_weights = {.devices = devices_, .streams = {trainer_->on(0)}};
+    if (std::find(devices_.begin(), devices_.end(), 1) != devices_.end()) {
+      gpu_weights.streams.push_back(other_->on(1));
+    }
+    return run_->StartPush(step, AtBatch(static_cast<double>(step)), std::move(shards), timeout,
+                           /*frozen_changed=*/false, gpu_weights);
+  }
+  std::unique_ptr<PendingPush> Start(int64_t step) {
+    auto push = TryStart(step);
+    EXPECT_THAT(push, IsOk());
+    return push.ok() ? *std::move(push) : nullptr;
+  }
+  absl::StatusOr<Version> Push(int64_t step) {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push, TryStart(step));
+    return push->Wait();
+  }
+
+  FakeServer server_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<ema::Run> run_;
+  std::unique_ptr<TrainerStream> trainer_ = std::make_unique<TrainerStream>();
+  std::unique_ptr<TrainerStream> other_ = std::make_unique<TrainerStream>();
+  std::vector<int> devices_;
+  std::vector<int64_t> sizes_;
+  int64_t total_bytes_ = 0;
+  std::string weights_;
+};
+
+class LargeGpuPushTest : public GpuPushTest {
+ protected:
+  LargeGpuPushTest() : GpuPushTest(LargeManifest()) {}
+};
+
+TEST_F(GpuPushTest, SendsWhatTheTrainersStreamHasMadeByThen) {
+  Open();
+  for (int64_t step = 1; step <= 20; ++step) {
+    trainer_->Queue([this, step] { Fill(static_cast<int>(step)); });
+    const auto push = Start(step);
+    ASSERT_TRUE(push->WaitReleased(absl::Seconds(60)));
+    // The optimizer: long queued when the bytes leave.
+    trainer_->Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+    ASSERT_THAT(push->Wait(), IsOk());
+    trainer_->Await();
+    EXPECT_EQ(server_.StepBytes(step, 0), Filled(static_cast<int>(step))) << step;
+  }
+}
+
+TEST_F(GpuPushTest, TheReleaseWaitsNeitherForTheNetworkNorForTheCopies) {
+  TcpProxy proxy(server_.port());
+  Open(proxy.address());
+  ASSERT_THAT(Push(1), IsOk());
+  const std::string expected = weights_;
+  proxy.SetStalled(true);
+  ema_fake_cuda_hold();
+  const int64_t made = ema_fake_cuda_made_copies();
+  const auto push = Start(2);
+  EXPECT_TRUE(push->WaitReleased(absl::Seconds(60)));
+  EXPECT_EQ(ema_fake_cuda_made_copies(), made);
+  absl::Notification overwritten;
+  trainer_->Queue([&] {
+    std::fill(weights_.begin(), weights_.end(), 'x');
+    overwritten.Notify();
+  });
+  EXPECT_FALSE(overwritten.HasBeenNotified());
+  ema_fake_cuda_release();
+  overwritten.WaitForNotification();
+  proxy.SetStalled(false);
+  ASSERT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server_.StepBytes(2, 0), expected);
+}
+
+TEST_F(GpuPushTest, AnotherStreamThanThePushsWaits) {
+  Open();
+  const std::string expected = weights_;
+  ema_fake_cuda_hold();
+  const auto push = Start(1);
+  TrainerStream later;
+  ASSERT_TRUE(push->WaitReleased(absl::Seconds(60), {later.on(0)}));
+  later.Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+  ema_fake_cuda_release();
+  ASSERT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), expected);
+}
+
+TEST_F(GpuPushTest, TwoGpusAndHostMemoryMakeOneChunk) {
+  Open();
+  for (size_t i = 0; i < devices_.size(); ++i) devices_[i] = static_cast<int>(i % 3) - 1;
+  other_->Queue([this] { Fill(5); });
+  other_->Await();
+  ASSERT_THAT(Push(1), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), weights_);
+}
+
+TEST_F(GpuPushTest, RoundsForTheWire) {
+  FakeServer server(*Manifest::Create({{.name = "w", .shape = {50'000}}}));
+  Open(server.address(), kChunkBytes, {.wire_dtype = WireDtype::kBFloat16});
+  std::vector<float> values(50'000);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) * 0.37F;
+  std::memcpy(weights_.data(), values.data(), weights_.size());
+  ASSERT_THAT(Push(1), IsOk());
+  const std::string from_gpu = server.StepBytes(1, 0);
+  EXPECT_THAT(from_gpu, SizeIs(100'000));
+  devices_.clear();
+  ASSERT_THAT(Push(2), IsOk());
+  EXPECT_EQ(from_gpu, server.StepBytes(2, 0));
+}
+
+TEST_F(GpuPushTest, ACutConnectionIsHealedFromTheWeightsThemselves) {
+  TcpProxy proxy(server_.port());
+  Open(proxy.address());
+  int64_t step = 1;
+  for (const int64_t cut : {200, 5'000, 70'000, 150'000, 250'000, 298'000}) {
+    SCOPED_TRACE(cut);
+    ASSERT_THAT(Push(step), IsOk());
+    ++step;
+    proxy.CutAfter(cut);
+    ASSERT_THAT(Push(step), IsOk());
+    EXPECT_EQ(server_.StepBytes(step, 0), weights_);
+    ++step;
+  }
+}
+
+TEST_F(GpuPushTest, ACorruptChunkIsCopiedAgain) {
+  server_.push_scripts = {{.corrupt_chunk = 1}};
+  Open();
+  ASSERT_THAT(Push(1), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), weights_);
+}
+
+TEST_F(GpuPushTest, NothingIsCopiedAfterTheRelease) {
+  server_.push_scripts = {{.corrupt_chunk = 4, .hold_chunks = true}};
+  Open();
+  const auto push = Start(1);
+  ASSERT_TRUE(server_.AwaitPushes(1));
+  ASSERT_TRUE(push->WaitReleased(absl::Seconds(60)));
+  const int64_t queued = ema_fake_cuda_queued_copies();
+  server_.Release();
+  EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
+  EXPECT_FALSE(server_.IsCommitted(1));
+}
+
+TEST_F(GpuPushTest, WhatIsStagedSurvivesTriesThatSendNothing) {
+  Open();
+  const std::string expected = weights_;
+  server_.Stop();
+  const auto push = Start(1);
+  ASSERT_TRUE(push->WaitReleased(absl::Seconds(60)));
+  trainer_->Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+  trainer_->Await();
+  server_.Start();
+  ASSERT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), expected);
+}
+
+TEST_F(GpuPushTest, AFailureEndsThePushAndStays) {
+  for (int64_t call = 1;; ++call) {
+    SCOPED_TRACE(call);
+    Open();
+    ema_fake_cuda_fail(call, kIllegalAddress);
+    const int64_t last = ema_fake_cuda_calls() + call;
+    const absl::StatusOr<Version> version = Push(1);
+    const bool has_failed = ema_fake_cuda_calls() >= last;
+    ema_fake_cuda_fail(0, 0);
+    if (has_failed) {
+      EXPECT_THAT(version, StatusIs(absl::StatusCode::kInternal,
+                                    AllOf(HasSubstr("GPU 0: "),
+                                          HasSubstr("CUDA_ERROR_ILLEGAL_ADDRESS (an illegal "))));
+      EXPECT_THAT(version, ReasonIs(ErrorReason::kDevice));
+      EXPECT_FALSE(server_.IsCommitted(1));
+    }
+    run_.reset();
+    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
+    EXPECT_EQ(ema_fake_cuda_contexts(), 0);
+    sizes_.clear();
+    total_bytes_ = 0;
+    if (!has_failed) {
+      EXPECT_THAT(version, IsOk());
+      EXPECT_GT(call, 10);
+      break;
+    }
+    server_.ForgetRuns();
+  }
+}
+
+TEST_F(GpuPushTest, TheFirstErrorIsGivenAgain) {
+  Open();
+  ASSERT_THAT(Push(1), IsOk());
+  ema_fake_cuda_fail(4, kIllegalAddress);
+  const absl::StatusOr<Version> first = Push(2);
+  EXPECT_THAT(first, ReasonIs(ErrorReason::kDevice));
+  EXPECT_THAT(Push(3), StatusIs(absl::StatusCode::kInternal, HasSubstr("ILLEGAL_ADDRESS")));
+  // Other weights can still be pushed.
+  devices_.clear();
+  EXPECT_THAT(Push(4), IsOk());
+}
+
+TEST_F(GpuPushTest, WantOfMemoryIsNoLastWord) {
+  Open();
+  ema_fake_cuda_fail(7, kOutOfMemory);  // After context, stream, event and following: the ring.
+  EXPECT_THAT(Push(1), StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("pinned memory")));
+  EXPECT_THAT(Push(2), IsOk());
+  EXPECT_EQ(server_.StepBytes(2, 0), weights_);
+}
+
+TEST_F(GpuPushTest, AbandonedInTheMiddleItLeavesNothingBehind) {
+  server_.push_scripts = {{.hold_chunks = true}};
+  Open();
+  ema_fake_cuda_hold();
+  {
+    const auto push = Start(1);
+    ASSERT_TRUE(server_.AwaitPushes(1));
+    // The driver cannot be told to drop a copy: it is waited for.
+    std::thread release([] { ema_fake_cuda_release(); });
+    push->Abandon();
+    release.join();
+    EXPECT_EQ(ema_fake_cuda_queued_copies(), ema_fake_cuda_made_copies());
+  }
+  server_.Release();
+  Fill(3);
+  ASSERT_THAT(Push(2), IsOk());
+  EXPECT_EQ(server_.StepBytes(2, 0), weights_);
+}
+
+TEST_F(GpuPushTest, GoesOnWhileAnotherThreadCaptures) {
+  Open();
+  const auto push = Start(1);
+  ema_fake_cuda_capture(true);
+  ASSERT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), weights_);
+}
+
+TEST_F(GpuPushTest, RefusesAnUnknownGpu) {
+  Open();
+  devices_.assign(devices_.size(), 1);
+  devices_[0] = 7;
+  std::vector<std::span<const std::byte>> shards;
+  for (const int64_t size : sizes_) {
+    shards.push_back(std::as_bytes(std::span(weights_.data(), static_cast<size_t>(size))));
+  }
+  const auto start = [&](const GpuWeights& gpu_weights) {
+    return run_->StartPush(1, AtBatch(1), shards, absl::Seconds(60), false, gpu_weights).status();
+  };
+  EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}}}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no stream of it")));
+  EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}, {.device = 7}}}),
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("GPU 7: there is none")));
+  EXPECT_THAT(start({.devices = {0}, .streams = {{.device = 0}}}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("22 shards, but 1 devices")));
+}
+
+TEST_F(LargeGpuPushTest, TheRingKeepsToItsBoundAndTheTrainerWaitsForTheRest) {
+  TcpProxy proxy(server_.port());
+  Open(proxy.address(), 1 << 20);
+  ASSERT_THAT(Push(1), IsOk());
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), client_internal::PinnedRing::kMaxBytes);
+  proxy.SetStalled(true);
+  const int64_t queued = ema_fake_cuda_queued_copies();
+  const auto push = Start(2);
+  EXPECT_FALSE(push->WaitReleased(absl::Milliseconds(300)));
+  EXPECT_GE(ema_fake_cuda_queued_copies() - queued, 64);
+  EXPECT_LT(ema_fake_cuda_queued_copies() - queued, 128);
+  EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  proxy.SetStalled(false);
+  Fill(9);
+  ASSERT_THAT(Push(3), IsOk());
+  EXPECT_EQ(server_.StepBytes(3, 0), weights_);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), client_internal::PinnedRing::kMaxBytes);
+}
+
+// As gRPC has them, each sender keeps its messages for a while.
+TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
+  using client_internal::ChunkPlan;
+  using client_internal::ChunkWriter;
+  using client_internal::PinnedRing;
+  using client_internal::StagedChunks;
+  const Manifest manifest = *Manifest::Create({{.name = "w", .shape = {100'000}}});
+  const RankLayout layout = *RankLayout::Create(manifest, {WholeTensor(manifest, 0)});
+  const ChunkPlan plan(layout, 1000);
+  std::vector<float> weights(100'000);
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<float>(i);
+  const std::vector<std::span<const std::byte>> shards = {std::as_bytes(std::span(weights))};
+  {
+    PinnedRing ring;
+    EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
+    ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 6), IsOk());
+    client_internal::WeightsGate gate;
+    const std::vector<client_internal::Gpu*> gpus = {gpu};
+    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate);
+    ChunkWriter writer(&layout, &plan, plan.chunk_count(), shards, &gate, &staged);
+    std::vector<int64_t> order(plan.chunk_count());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
+    ASSERT_THAT(staged.Stage(order), IsOk());
+    std::atomic<size_t> next = 0;
+    std::atomic<int> missing = 0;
+    std::vector<std::jthread> senders;
+    for (int i = 0; i < staged.max_senders(); ++i) {
+      senders.emplace_back([&] {
+        ChunkWriter::Scratch scratch;
+        std::vector<grpc::ByteBuffer> kept;
+        for (size_t mine = next++; mine < order.size(); mine = next++) {
+          std::optional<grpc::ByteBuffer> message = writer.Write(order[mine], scratch);
+          if (!message.has_value()) ++missing;
+          if (message.has_value()) kept.push_back(*std::move(message));
+          if (kept.size() == 4) kept.clear();
+        }
+      });
+    }
+    senders.clear();
+    EXPECT_EQ(missing, 0);
+    EXPECT_FALSE(ring.has_lent());
+    EXPECT_EQ(writer.Digest(), Crc32c(0, shards[0]));
+    EXPECT_TRUE(gate.TryRelease(absl::ZeroDuration()));
+  }
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
+  EXPECT_EQ(ema_fake_cuda_objects(), 0);
+}
+
+}  // namespace
+}  // namespace ema
