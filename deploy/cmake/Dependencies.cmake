@@ -5,7 +5,7 @@
 #   ema::dep_grpc_reflection                            + gRPC's service that describes the others
 #   ema::dep_isal                                       ISA-L: CRC32C
 #   ema::dep_torch  ema::dep_hwy                        LibTorch (CPU) of the wheel; Highway
-#   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json
+#   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json  prometheus-cpp::core
 #   GTest::gmock  benchmark::benchmark
 include_guard()
 
@@ -97,6 +97,7 @@ if(EMA_BUILD_SERVER)
   find_package(spdlog REQUIRED)
   find_package(CLI11 REQUIRED)
   find_package(nlohmann_json REQUIRED)
+  find_package(prometheus-cpp REQUIRED)
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)

@@ -79,11 +79,18 @@ absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Open(FileS
 }
 
 CheckpointManager::CheckpointManager(Options options, std::unique_ptr<CheckpointStore> store)
-    : options_(std::move(options)), store_(std::move(store)) {
+    : options_(std::move(options)),
+      store_(std::move(store)),
+      scheduler_heartbeat_(AddHeartbeat("checkpoint-scheduler")),
+      queue_heartbeat_(AddHeartbeat("checkpoint-queue")),
+      scrub_heartbeat_(AddHeartbeat("checkpoint-scrub")) {
   scheduler_ = std::make_unique<CheckpointScheduler>(CheckpointScheduler::Options{
       .policy = options_.policy,
-      .save = [this](Model& model, const SnapshotRef& snapshot,
-                     bool keep) { return SaveSnapshot(model, snapshot, {.keep = keep}).status(); },
+      .save =
+          [this](Model& model, const SnapshotRef& snapshot, bool keep) {
+            const Heartbeat::Work at_work(scheduler_heartbeat_);
+            return SaveSnapshot(model, snapshot, {.keep = keep}).status();
+          },
       .on_error =
           [this](const Model& model, const absl::Status& status) {
             Error(model, absl::StrCat("an automatic save has failed, and is tried again: ",
@@ -94,6 +101,11 @@ CheckpointManager::CheckpointManager(Options options, std::unique_ptr<Checkpoint
 }
 
 CheckpointManager::~CheckpointManager() { Stop(); }
+
+Heartbeat* CheckpointManager::AddHeartbeat(const char* name) const {
+  if (options_.heartbeats == nullptr) return nullptr;
+  return options_.heartbeats->Add(name, Heartbeats::Need::kCheckpoints);
+}
 
 void CheckpointManager::Stop() {
   {
@@ -168,7 +180,9 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
     if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, options.tracks);
   }
   const VersionId durable = model.durable_version();
+  const absl::Time begin = absl::Now();
   const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
+  options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
   // Not after some tracks only, or what was there before: that puts no automatic save off.
   if (saved.ok() && model.durable_version() > durable) scheduler_->OnSaved(model);
   {
@@ -292,7 +306,10 @@ void CheckpointManager::RunQueue() {
           labels.pop_back();
         }
       }
-      status = SaveSnapshot(*model, snapshot, options).status();
+      {
+        const Heartbeat::Work at_work(queue_heartbeat_);
+        status = SaveSnapshot(*model, snapshot, options).status();
+      }
       absl::MutexLock lock(&mu_);
       Saving& saving = saving_[key];
       is_done = saving.labels.empty();
@@ -494,6 +511,7 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
       {
         const auto held = store_->Hold(model_name, stored.name);
         if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
+        const Heartbeat::Work at_work(scrub_heartbeat_);
         Pacer pacer(*model);
         const absl::Status status =
             VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,

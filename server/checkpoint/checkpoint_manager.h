@@ -23,6 +23,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/base/heartbeat.h"
+#include "server/base/observer.h"
 #include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
@@ -52,6 +54,11 @@ class CheckpointManager final : public Checkpoints {
     // Told what the log should say. Called from any thread. May be empty.
     std::function<void(const std::string&)> on_info;
     std::function<void(const std::string&)> on_error;
+    // Told how saves have ended. Outlives the manager.
+    ServerObserver* observer = &ServerObserver::None();
+    // Where the threads that save and read again show that they get on. Outlives the manager; null:
+    // nowhere.
+    Heartbeats* heartbeats = nullptr;
   };
 
   // As CheckpointStore::Open().
@@ -195,8 +202,15 @@ class CheckpointManager final : public Checkpoints {
   bool Rest(absl::Duration time) ABSL_LOCKS_EXCLUDED(mu_);
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Null if nobody looks.
+  Heartbeat* AddHeartbeat(const char* name) const;
+
   const Options options_;
   const std::unique_ptr<CheckpointStore> store_;
+  // Of the threads that save what is due, save what was asked for, and read again.
+  Heartbeat* const scheduler_heartbeat_;
+  Heartbeat* const queue_heartbeat_;
+  Heartbeat* const scrub_heartbeat_;
   // Serializes changes of labels, which read before they write: held while the disk is waited for.
   absl::Mutex label_mu_ ABSL_ACQUIRED_BEFORE(mu_);
 

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/heartbeat.h"
 
 namespace ema {
 namespace {
@@ -94,6 +95,7 @@ absl::StatusOr<Descriptor> OpenDescriptor(const std::string& path, int flags) {
 }
 
 absl::Status SyncDescriptor(int fd, const std::string& path) {
+  Heartbeat::Beat();
   while (fsync(fd) != 0) {
     if (errno != EINTR) return ErrnoStatus(errno, "sync", path);
   }
@@ -106,6 +108,7 @@ class PosixWritableFile final : public WritableFile {
 
   absl::Status Append(std::span<const std::byte> bytes) override {
     while (!bytes.empty()) {
+      Heartbeat::Beat();
       const ssize_t n = write(fd_.get(), bytes.data(), bytes.size());
       if (n < 0 && errno != EINTR) return ErrnoStatus(errno, "write", path_);
       if (n > 0) bytes = bytes.subspan(n);
@@ -136,6 +139,7 @@ class PosixRandomAccessFile final : public RandomAccessFile {
   // pread, not mmap: a file that somebody truncates must not kill the server by SIGBUS.
   absl::Status Read(int64_t offset, std::span<std::byte> bytes) const override {
     while (!bytes.empty()) {
+      Heartbeat::Beat();
       const ssize_t n = pread(fd_.get(), bytes.data(), bytes.size(), offset);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return ErrnoStatus(errno, "read", path_);

@@ -96,6 +96,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       FenceRunLocked();
       run_ = std::move(run);
       ++run_epoch_;
+      begun_step_ = 0;
       ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
     }
@@ -291,8 +292,9 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     abandoned.reset();
   }
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
-                       PushSession::Create({config_.manifest, device_, config_.non_finite}, run,
-                                           std::move(base), std::move(plan)));
+                       PushSession::Create({config_.name, config_.manifest, device_,
+                                            config_.non_finite, options_.observer},
+                                           run, std::move(base), std::move(plan)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
@@ -302,6 +304,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
                                                       " has been fenced by ", run_epoch_));
   }
   session_ = session;
+  begun_step_ = session->plan().step;
   return session;
 }
 
@@ -335,6 +338,7 @@ bool Model::DetachLocked(const PushSession* session) {
 }
 
 void Model::Publish(const std::shared_ptr<PushSession>& session) {
+  const absl::Time begin = absl::Now();
   const absl::StatusOr<std::shared_ptr<Snapshot>> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());
   const std::shared_ptr<Snapshot>& next = *taken;
@@ -354,7 +358,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     plan = PlanLocked();
     warnings = NewWarningsLocked(next->record);
   }
-  session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan)});
+  session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.on_warning) return;
@@ -551,31 +555,6 @@ void Model::Unpin(const Snapshot* snapshot) {
 SnapshotRef Model::NewestAfterDrain() const {
   absl::MutexLock lock(&mu_);
   return current_;
-}
-
-std::optional<VersionRecord> Model::latest() const {
-  absl::MutexLock lock(&mu_);
-  if (current_ == nullptr) return std::nullopt;
-  return records_.back();  // With its statistics.
-}
-
-int64_t Model::run_epoch() const {
-  absl::MutexLock lock(&mu_);
-  return run_epoch_;
-}
-
-std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t incarnation,
-                                                    int64_t limit) const {
-  absl::MutexLock lock(&mu_);
-  std::vector<RecordEntry> entries;
-  auto it = std::partition_point(records_.begin(), records_.end(), [&](const VersionRecord& r) {
-    const int64_t of = incarnation == 0 ? 0 : r.incarnation;
-    return std::pair(of, r.version) <= std::pair(incarnation, version);
-  });
-  for (; it != records_.end() && static_cast<int64_t>(entries.size()) < limit; ++it) {
-    entries.push_back({*it, FindSnapshotLocked(it->version, it->incarnation) != nullptr});
-  }
-  return entries;
 }
 
 int64_t Model::Watch(std::function<void()> on_commit) {

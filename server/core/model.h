@@ -27,9 +27,11 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
+#include "server/base/observer.h"
 #include "server/core/attached_files.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
+#include "server/core/model_overview.h"
 #include "server/core/push_session.h"
 #include "server/core/reading.h"
 #include "server/core/snapshot.h"
@@ -59,6 +61,8 @@ class Model : public std::enable_shared_from_this<Model> {
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
+    // Told what becomes of steps. Outlives the model.
+    ServerObserver* observer = &ServerObserver::None();
   };
 
   // REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not
@@ -248,6 +252,12 @@ class Model : public std::enable_shared_from_this<Model> {
                                            absl::Span<const std::string> tracks)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // How things stand, for people and for metrics: read at once, but never a commit waited for.
+  ModelOverview Overview() const ABSL_LOCKS_EXCLUDED(mu_);
+  // What statistics there are of the versions that are remembered, oldest first; of many, about
+  // `limit` at even distances.
+  std::vector<StatisticsPoint> StatisticsHistory(size_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
+
   // --- Synthesized averages ---
 
   // What AddSynthesized() needs of a track: one version's memory is reserved. REQUIRES:
@@ -415,6 +425,7 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
+  int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;                // The newest of this run; 0: none.
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.

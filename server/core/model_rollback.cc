@@ -148,6 +148,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     is_rolling_back_ = true;
     FenceRunLocked();
     run_ = nullptr;
+    begun_step_ = 0;
     fenced = std::exchange(session_, nullptr);
     const auto record = std::find_if(records_.begin(), records_.end(),
                                      [&](const VersionRecord& r) { return r.id() == from; });

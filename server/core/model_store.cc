@@ -65,6 +65,7 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
                        Model::Create(std::move(config), device_, budget_, model_options));
   ++next_incarnation_;
   models_.emplace(name, model);
+  options_.model.observer->OnModelCreated(name);
   return CreateResult{std::move(model), true};
 }
 
@@ -95,6 +96,7 @@ bool ModelStore::Delete(std::string_view name) {
     if (it == models_.end()) return false;
     model = std::move(it->second);
     models_.erase(it);
+    options_.model.observer->OnModelDeleted(name);
     // One of the same name repeats none of its run epochs either.
     model->RefuseNew(deleted);
     next_incarnation_ = std::max(next_incarnation_, model->run_epoch() + 1);

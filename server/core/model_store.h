@@ -63,6 +63,7 @@ class ModelStore {
   // Closes all models with UNAVAILABLE, DRAINING. REQUIRES: Drain() has returned.
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
 
+  int64_t max_models() const { return options_.max_models; }
   const MemoryBudget& budget() const { return *budget_; }
   Device& device() const { return *device_; }
 

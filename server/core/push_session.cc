@@ -177,7 +177,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
       plan_(std::move(plan)),
       frozen_changed_(plan_.frozen == FrozenTensors::kChanged),
       memory_{.base = std::move(base), .next = {}, .zeros = nullptr},
-      last_progress_(std::chrono::steady_clock::now()) {
+      last_progress_(begin_) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     ranks_.emplace_back(PushedBytes(*run_->layout(rank)));
@@ -460,6 +460,12 @@ void PushSession::End(const absl::StatusOr<PushResult>& result) {
     streams.swap(streams_);
     unused = TakeUnusedMemoryLocked();
   }
+  model_.observer->OnStepEnded(
+      {.model = model_.name,
+       .step = plan_.step,
+       .status = result.status(),
+       .duration = absl::FromChrono(std::chrono::steady_clock::now() - begin_),
+       .skipped_tensor_count = result.ok() ? result->record.skipped_tensor_count : 0});
   for (const OpenedStream& stream : streams) stream.on_end(result);
 }
 

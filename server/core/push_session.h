@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,9 +21,11 @@
 #include "absl/container/btree_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "ema/v1/chunk_codec.h"
+#include "server/base/observer.h"
 #include "server/core/coverage.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
@@ -48,6 +51,7 @@ struct PushResult {
   VersionRecord record;
   bool duplicate = false;
   PushPlan plan;
+  absl::Duration commit_time;  // What making it the next version took.
 };
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
@@ -102,9 +106,11 @@ class PushSession {
     std::vector<TrackPlan> tracks;
   };
   struct ModelView {  // What a session reads of its model.
+    std::string name;
     std::shared_ptr<const Manifest> manifest;
     std::shared_ptr<Device> device;
     NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+    ServerObserver* observer = &ServerObserver::None();
   };
 
   // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
@@ -118,6 +124,7 @@ class PushSession {
   // A rank has found that the frozen tensors, which it pushes, are not as before.
   void NoteFrozenChanged() { frozen_changed_.store(true, std::memory_order_relaxed); }
   const TrainerRun& run() const { return *run_; }
+  std::chrono::steady_clock::time_point begin() const { return begin_; }
 
   // Makes a stream of `start`'s rank one that may add. That rank's streams before it end, FENCED,
   // unless they are of the same group. Returns the new stream's number. `on_end` is called when the
@@ -162,8 +169,9 @@ class PushSession {
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
   absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends the session; the first call wins, later ones do nothing. Calls every open stream's
-  // `on_end`. Gives the blocks and the base back: at once, or when the folds that are running end.
+  // Ends the session; the first call wins, later ones do nothing. Tells the observer, then calls
+  // every open stream's `on_end`. Gives the blocks and the base back: at once, or when the folds
+  // that are running end.
   void End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -257,6 +265,7 @@ class PushSession {
   const ModelView model_;
   const std::shared_ptr<const TrainerRun> run_;
   const Plan plan_;
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::atomic<bool> frozen_changed_;  // Relaxed: set before that rank commits.
   Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
 

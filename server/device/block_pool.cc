@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/device/block_pool.h"
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <utility>
@@ -33,6 +34,7 @@ struct BlockPool::State {
 
   const Allocator allocator;
   const int64_t kept_free_bytes;
+  std::atomic<int64_t> used_bytes = 0;  // Relaxed: a figure to report.
 
   absl::Mutex mu;
   // By size; each in the order freed, and never empty.
@@ -87,6 +89,7 @@ class BlockPool::PooledBlock : public Block {
       : Block(memory->data(), size_bytes), memory_(std::move(memory)), state_(std::move(state)) {}
   ~PooledBlock() override {
     if (const std::shared_ptr<State> state = state_.lock()) {
+      state->used_bytes.fetch_sub(size_bytes(), std::memory_order_relaxed);
       state->Give(std::move(memory_), size_bytes());
     }
   }
@@ -109,8 +112,11 @@ absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
     }
     EMA_ASSIGN_OR_RETURN(memory, std::move(allocated));
   }
+  state_->used_bytes.fetch_add(size_bytes, std::memory_order_relaxed);
   return std::make_shared<PooledBlock>(std::move(memory), size_bytes, state_);
 }
+
+int64_t BlockPool::used_bytes() const { return state_->used_bytes.load(std::memory_order_relaxed); }
 
 int64_t BlockPool::free_bytes() const {
   absl::MutexLock lock(&state_->mu);

@@ -34,6 +34,8 @@ class BlockPool {
 
   // Bytes kept free now.
   int64_t free_bytes() const;
+  // Bytes of the blocks that are out.
+  int64_t used_bytes() const;
   // Frees what is kept.
   void Trim();
 

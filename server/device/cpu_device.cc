@@ -294,6 +294,8 @@ class CpuDevice : public Device {
 
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }
 
+  int64_t used_bytes() const override { return pool_.used_bytes(); }
+
   Overhead overhead(int64_t) const override { return {}; }
 
   void Trim() override { pool_.Trim(); }

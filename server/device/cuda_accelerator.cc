@@ -261,4 +261,8 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
                                            static_cast<int64_t>(free_bytes));
 }
 
+std::string CudaVersion() {
+  return absl::StrCat(CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10);
+}
+
 }  // namespace ema

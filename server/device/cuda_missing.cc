@@ -14,4 +14,6 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int) {
   return ListCudaDevices().status();
 }
 
+std::string CudaVersion() { return "none"; }
+
 }  // namespace ema

@@ -162,6 +162,8 @@ class Device {
   // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
   // memory and the control group's limit.
   virtual int64_t total_memory_bytes() const = 0;
+  // Bytes of all blocks that somebody holds.
+  virtual int64_t used_bytes() const = 0;
 
   // Memory that is taken beside blocks, in bytes; none on the CPU device.
   struct Overhead {
@@ -195,6 +197,8 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_
 // What "auto" has to choose from, for the log: "2 GPUs", and why one is of no use, or why there is
 // none.
 std::string DescribeGpus();
+// The CUDA toolkit that this was built with, such as "13.0"; "none" without.
+std::string CudaVersion();
 
 }  // namespace ema
 

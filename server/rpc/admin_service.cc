@@ -52,7 +52,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN_BY(method, [chosen = Executor(executor)](const auto&) { return chosen; })
 #define EMA_LISTEN_BY(method, choose_executor)                                                 \
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
-      rpc, queue,                                                                              \
+      rpc, #method, queue,                                                                     \
       [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
             grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
             grpc::ServerCompletionQueue* q,                                                    \

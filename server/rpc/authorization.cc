@@ -18,7 +18,7 @@ struct Rule {
 
 constexpr Rule kRules[] = {
     // Probes have no token.
-    {"HealthCheck", Role::kNobody},
+    {"Check", Role::kNobody},
 
     {"GetModel", Role::kEvaluator},
     {"ListModels", Role::kEvaluator},

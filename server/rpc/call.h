@@ -26,6 +26,7 @@
 #include "ema/error_reason.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "server/base/observer.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
@@ -97,14 +98,29 @@ class StreamCall {
 
  protected:
   ~StreamCall() = default;
-  void SetWaiting(bool waiting) {
-    waiting_since_.store(waiting ? std::chrono::steady_clock::now().time_since_epoch().count() : 0,
-                         std::memory_order_relaxed);
+  // The call begins here, and works. On the call's thread, as all that follows.
+  void BeginTiming() {
+    marked_time_ = std::chrono::steady_clock::now();
+    waited_ = worked_ = std::chrono::steady_clock::duration::zero();
   }
+  void SetWaiting(bool waiting) {
+    const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+    (waiting ? worked_ : waited_) += now - marked_time_;
+    marked_time_ = now;
+    waiting_since_.store(waiting ? now.time_since_epoch().count() : 0, std::memory_order_relaxed);
+  }
+  // Of the whole call, up to the last SetWaiting().
+  std::chrono::steady_clock::duration waited() const { return waited_; }
+  std::chrono::steady_clock::duration worked() const { return worked_; }
+  // When the last SetWaiting() was.
+  std::chrono::steady_clock::time_point marked_time() const { return marked_time_; }
 
  private:
   // Ticks of the steady clock; 0: not waiting. Relaxed: a stall may be seen one check later.
   std::atomic<int64_t> waiting_since_ = 0;
+  std::chrono::steady_clock::time_point marked_time_;
+  std::chrono::steady_clock::duration waited_ = {};
+  std::chrono::steady_clock::duration worked_ = {};
 };
 
 // Admits data streams up to a limit, and ends those that stall. When all places are taken, a new
@@ -136,6 +152,11 @@ class StreamAdmission {
     absl::MutexLock lock(&mu_);
     calls_.erase(call);
   }
+  int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return static_cast<int64_t>(calls_.size());
+  }
+  int64_t limit() const { return limit_; }
   // Ends those that have stalled for the whole time-out.
   void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
@@ -164,7 +185,7 @@ class StreamAdmission {
   const std::string kind_;
   const int64_t limit_;
   const std::chrono::nanoseconds stall_timeout_;
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
   std::chrono::steady_clock::time_point next_end_time_ ABSL_GUARDED_BY(mu_);
 };
@@ -216,6 +237,7 @@ struct RpcContext {
   CallsInFlight calls;
   Checkpoints* checkpoints = nullptr;            // Outlives this. Never null in a server.
   const Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
+  ServerObserver* observer = nullptr;            // Outlives this. Never null.
   // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
   std::function<void(std::function<void()>)> disk_reader;
 };
@@ -234,17 +256,21 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   // Which one a request needs.
   using ChooseExecutor = std::function<Executor(const Request&)>;
 
-  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Accept& accept,
-                     const Handler& handler, const ChooseExecutor& choose_executor) {
-    std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, accept, handler, choose_executor));
+  // `name`: the method's, a literal.
+  static void Listen(RpcContext* rpc, const char* name, grpc::ServerCompletionQueue* queue,
+                     const Accept& accept, const Handler& handler,
+                     const ChooseExecutor& choose_executor) {
+    std::shared_ptr<UnaryCall> call(
+        new UnaryCall(rpc, name, queue, accept, handler, choose_executor));
     void* const tag = call->accepted_.Arm(call);
     accept(&call->context_, &call->request_, &call->writer_, queue, tag);
   }
 
  private:
-  UnaryCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Accept accept, Handler handler,
-            ChooseExecutor choose_executor)
+  UnaryCall(RpcContext* rpc, const char* name, grpc::ServerCompletionQueue* queue, Accept accept,
+            Handler handler, ChooseExecutor choose_executor)
       : rpc_(rpc),
+        name_(name),
         queue_(queue),
         accept_(std::move(accept)),
         handler_(std::move(handler)),
@@ -253,7 +279,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   void OnAccepted(bool ok) {
     if (!ok) return;  // Shutting down.
     in_flight_ = rpc_->calls.Enter();
-    Listen(rpc_, queue_, accept_, handler_, choose_executor_);
+    Listen(rpc_, name_, queue_, accept_, handler_, choose_executor_);
     access_ = Admit();
     if (!access_.ok()) return Finish(access_.status());
     const Executor executor = choose_executor_(request_);
@@ -263,11 +289,9 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     executor != nullptr ? executor(std::move(answer)) : answer();
   }
   absl::StatusOr<Access> Admit() const {
-    std::string_view method = Request::descriptor()->name();
-    method.remove_suffix(std::string_view("Request").size());
     std::optional<std::string_view> model;
     if constexpr (requires { request_.model(); }) model = request_.model();
-    return rpc_->Admit(method, context_, model);
+    return rpc_->Admit(name_, context_, model);
   }
   void Answer(bool is_deferred) {
     // A call that has waited for its executor may have nobody left who waits for it.
@@ -276,14 +300,17 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
             ? absl::DeadlineExceededError("the deadline was over before the call's turn came")
             : handler_(request_, *access_);
     if (!response.ok()) return Finish(response.status());
+    rpc_->observer->OnRpcEnded(name_, absl::OkStatus());
     writer_.Finish(*response, grpc::Status::OK, finished_.Arm(this->shared_from_this()));
   }
   void Finish(const absl::Status& error) {
+    rpc_->observer->OnRpcEnded(name_, error);
     writer_.FinishWithError(ToGrpcStatus(error, context_), finished_.Arm(this->shared_from_this()));
   }
   void OnFinished(bool) {}
 
   RpcContext* const rpc_;
+  const char* const name_;
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   const Accept accept_;

@@ -32,6 +32,13 @@ void CallQueue::Run() {
   }
 }
 
+void CallQueue::Ping() {
+  if (heartbeat_->is_busy()) return;
+  heartbeat_->Begin();
+  ping_alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC),
+                  static_cast<CompletionTag*>(&ping_tag_));
+}
+
 void CallQueue::Stop() {
   alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC), static_cast<CompletionTag*>(&stop_tag_));
 }

@@ -12,6 +12,8 @@
 #include <memory>
 #include <utility>
 
+#include "server/base/heartbeat.h"
+
 namespace ema {
 
 // What a completion queue gives back. Each queue has one thread, so all completions of a call run
@@ -40,6 +42,12 @@ class CallQueue {
   // Returns after Stop(), when the queue is empty. On the queue's own thread.
   void Run();
 
+  // From here on Ping() asks whether the queue's thread gets on, and `heartbeat`, which outlives
+  // this, is busy until it has answered. Before Run().
+  void SetHeartbeat(Heartbeat* heartbeat) { heartbeat_ = heartbeat; }
+  // Does nothing while the last one has not been answered. Not after Stop(); for one thread.
+  void Ping();
+
   // Shuts the queue down, in Run(), when nothing is deferred any more: operations may be started
   // there until then. From any thread, once, when all calls have ended.
   void Stop();
@@ -56,10 +64,22 @@ class CallQueue {
     CallQueue* const queue_;
   };
 
+  class PingTag final : public CompletionTag {
+   public:
+    explicit PingTag(CallQueue* queue) : queue_(queue) {}
+    void Complete(bool) override { queue_->heartbeat_->End(); }
+
+   private:
+    CallQueue* const queue_;
+  };
+
   const std::unique_ptr<grpc::ServerCompletionQueue> queue_;
+  Heartbeat* heartbeat_ = nullptr;
   std::deque<std::function<void()>> deferred_;
   StopTag stop_tag_{this};
   grpc::Alarm alarm_;
+  PingTag ping_tag_{this};
+  grpc::Alarm ping_alarm_;
 };
 
 }  // namespace ema

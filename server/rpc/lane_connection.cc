@@ -8,6 +8,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/stream_copy.h"
@@ -74,24 +75,33 @@ void LaneConnection::Run(int fd) {
 absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
   const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   is_stalled_.store(false, std::memory_order_relaxed);
+  BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {
     return BadMessage("a LaneRequest that begins neither a push nor a pull");
   }
-  EMA_RETURN_IF_ERROR(Authorize(rpc_->authenticator, is_push ? "Push" : "Pull",
-                                request.authorization(),
-                                is_push ? request.push().model() : request.pull().model())
-                          .status());
-  return is_push ? ServePush(request.push()) : ServePull(request.pull());
+  const char* const rpc = is_push ? "Push" : "Pull";
+  absl::Status status =
+      Authorize(rpc_->authenticator, rpc, request.authorization(),
+                is_push ? request.push().model() : request.pull().model())
+          .status();
+  if (status.ok()) status = is_push ? ServePush(request.push()) : ServePull(request.pull());
+  rpc_->observer->OnRpcEnded(rpc, status);
+  return status;
 }
 
 absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   EMA_RETURN_IF_ERROR(rpc_->pushes.Enter(this));
   absl::Cleanup leave = [this] { rpc_->pushes.Leave(this); };
   PushHandler handler(rpc_->store.get());
+  std::optional<PushPhases> phases;
+  absl::Cleanup tell = [&] {
+    rpc_->observer->OnPushEnded({handler.model_name(), handler.received_bytes(), phases});
+  };
   const auto ending = std::make_shared<PushEnding>();
   EMA_RETURN_IF_ERROR(
       handler.OnHeader(header, [ending](const auto& result) { ending->Set(result); }));
+  PushTiming timing;
   while (true) {
     const absl::StatusOr<LanePipe::Frame> frame = Receive([&] { return ending->is_set(); });
     if (!frame.ok() && ending->is_set()) return ending->Wait(absl::ZeroDuration())->status();
@@ -108,6 +118,9 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     if (!request.ParseFromString(frame->message) || !request.has_commit()) {
       return BadMessage("a message in a push that is neither a chunk nor its commit");
     }
+    timing = {.commit_arrival = marked_time(),
+              .receive = absl::FromChrono(waited()),
+              .fold = absl::FromChrono(worked())};
     // Whoever waits for other ranks must not keep them from getting in.
     std::move(leave).Invoke();
     EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit()));
@@ -118,8 +131,11 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     EMA_RETURN_IF_ERROR(WhyEnded(pipe_->CheckPeer([this] { return MustEnd(); })));
   }
   EMA_RETURN_IF_ERROR(result->status());
+  const PushResult& pushed = **result;
+  if (!pushed.duplicate) phases = PhasesOf(timing, pushed);
+  std::move(tell).Invoke();
   v1::LaneResponse response;
-  *response.mutable_pushed() = handler.Response(**result);
+  *response.mutable_pushed() = handler.Response(pushed, phases);
   return Send(response);
 }
 
@@ -127,6 +143,13 @@ absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
+  const absl::Time begin = absl::Now();
+  const absl::Status status = SendVersion(request, handler);
+  rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
+  return status;
+}
+
+absl::Status LaneConnection::SendVersion(const v1::PullRequest& request, PullHandler& handler) {
   EMA_RETURN_IF_ERROR(handler.Open(request));
   EMA_RETURN_IF_ERROR(handler.OpenStored());
   v1::LaneResponse response;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,6 +35,8 @@ class LaneConnection final : public StreamCall {
   absl::Status Serve(const v1::LaneRequest& request);
   absl::Status ServePush(const v1::PushHeader& header);
   absl::Status ServePull(const v1::PullRequest& request);
+  // Header, chunks, trailer.
+  absl::Status SendVersion(const v1::PullRequest& request, PullHandler& handler);
   // Puts a chunk into as many slots as it takes: how many these were.
   absl::StatusOr<int64_t> SendChunk(const PullHandler::Chunk& chunk);
   // The next frame of a call. An error says why the call ends.

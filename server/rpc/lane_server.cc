@@ -63,6 +63,7 @@ void LaneServer::Accept() {
     }
     if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
       close(fd);
+      rpc_->observer->OnConnectionRefused(ServerObserver::Refusal::kLimit);
       continue;
     }
     Lane& lane = lanes_.emplace_back();

@@ -3,7 +3,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -21,8 +20,9 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/listen_socket.h"
 #include "server/base/loopback.h"
 
 namespace ema {
@@ -96,55 +96,9 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
                                                             const Limits& limits) {
-  const size_t colon = address.rfind(':');
-  int port = 0;
-  if (colon == std::string::npos || colon == 0 ||
-      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("listen address \"", address,
-                     "\": expected host:port, such as 127.0.0.1:50051, or unix:/path"));
-  }
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
-    host = host.substr(1, host.size() - 2);
-  }
-  addrinfo hints{};
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), absl::StrCat(port).c_str(), &hints, &found);
-      error != 0) {
-    return absl::NotFoundError(
-        absl::StrCat("listen address \"", address, "\": ", gai_strerror(error)));
-  }
-  const absl::Cleanup free_found = [&] { freeaddrinfo(found); };
-
-  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
-  absl::Cleanup close_fd = [fd] { close(fd); };
-  const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  // bbr, some systems' default, paces loopback. Connections inherit this.
-  if (IsLoopback(found->ai_addr)) setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-  if (bind(fd, found->ai_addr, found->ai_addrlen) != 0 || listen(fd, SOMAXCONN) != 0) {
-    const int error = errno;
-    const std::string message =
-        absl::StrCat("cannot listen on ", address, ": ", std::strerror(error));
-    if (error == EADDRINUSE) {
-      return absl::AlreadyExistsError(
-          absl::StrCat(message, "; stop the other server or choose another port with --listen"));
-    }
-    return absl::InternalError(message);
-  }
-  sockaddr_storage bound{};
-  socklen_t bound_size = sizeof(bound);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &bound_size);
-  const int bound_port = bound.ss_family == AF_INET6
-                             ? ntohs(reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port)
-                             : ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
-  std::move(close_fd).Cancel();
+  EMA_ASSIGN_OR_RETURN(const ListenSocket socket, ListenTcp(address, "--listen"));
   return std::unique_ptr<Listener>(
-      new Listener(fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), bound_port, "", limits));
+      new Listener(socket.fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), socket.port, "", limits));
 }
 
 Listener::~Listener() {
@@ -153,8 +107,10 @@ Listener::~Listener() {
   if (spare_fd_ >= 0) close(spare_fd_);
 }
 
-void Listener::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor) {
+void Listener::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
+                     ServerObserver* observer) {
   acceptor_ = std::move(acceptor);
+  observer_ = observer;
   thread_ = std::thread([this] { Accept(); });
 }
 
@@ -169,12 +125,26 @@ void Listener::Stop() {
   if (!path_.empty()) unlink(path_.c_str());
 }
 
-bool Listener::Admit(int fd) {
+void Listener::ForgetClosed() {
   std::erase_if(connections_, [](const Connection& connection) {
     struct stat about {};
     return fstat(connection.fd, &about) != 0 || about.st_ino != connection.inode;
   });
-  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) return false;
+}
+
+int64_t Listener::connection_count() {
+  absl::MutexLock lock(&mu_);
+  ForgetClosed();
+  return static_cast<int64_t>(connections_.size());
+}
+
+bool Listener::Admit(int fd) {
+  absl::MutexLock lock(&mu_);
+  ForgetClosed();
+  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
+    observer_->OnConnectionRefused(ServerObserver::Refusal::kLimit);
+    return false;
+  }
   struct stat about {};
   sockaddr_storage peer{};
   socklen_t size = sizeof(peer);
@@ -185,7 +155,10 @@ bool Listener::Admit(int fd) {
   const int64_t of_peer =
       std::count_if(connections_.begin(), connections_.end(),
                     [&](const Connection& other) { return other.peer == connection.peer; });
-  if (!connection.peer.empty() && of_peer >= limits_.connections_per_peer) return false;
+  if (!connection.peer.empty() && of_peer >= limits_.connections_per_peer) {
+    observer_->OnConnectionRefused(ServerObserver::Refusal::kPeerLimit);
+    return false;
+  }
   connections_.push_back(std::move(connection));
   return true;
 }
@@ -210,7 +183,10 @@ void Listener::Accept() {
       // readable for ever.
       close(spare_fd_);
       const int refused = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (refused >= 0) close(refused);
+      if (refused >= 0) {
+        close(refused);
+        observer_->OnConnectionRefused(ServerObserver::Refusal::kLimit);
+      }
       spare_fd_ = OpenSpare();
       if (spare_fd_ < 0) poll(nullptr, 0, kBackoffMs);
     } else if (errno == ENOBUFS || errno == ENOMEM) {

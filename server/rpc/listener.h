@@ -13,7 +13,10 @@
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/base/observer.h"
 
 namespace ema {
 
@@ -40,8 +43,11 @@ class Listener {
   int port() const { return port_; }
 
   // Starts a thread that accepts. REQUIRES: the acceptor's server has been started and outlives
-  // Stop().
-  void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor);
+  // Stop(), as `observer` does.
+  void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
+             ServerObserver* observer);
+  // Connections that are open. Thread-safe.
+  int64_t connection_count() ABSL_LOCKS_EXCLUDED(mu_);
   // Stops accepting and closes the socket. Again: does nothing.
   void Stop();
 
@@ -66,17 +72,20 @@ class Listener {
                                                            const Limits& limits);
   static absl::StatusOr<std::unique_ptr<Listener>> BindUnix(const std::string& path,
                                                             const Limits& limits);
-  void Accept();
+  void Accept() ABSL_LOCKS_EXCLUDED(mu_);
   // False: there are too many.
-  bool Admit(int fd);
+  bool Admit(int fd) ABSL_LOCKS_EXCLUDED(mu_);
+  void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   int fd_;
   const int stop_fd_;  // Readable: stop.
-  int spare_fd_;       // Only on the thread, as what follows.
+  int spare_fd_;       // Only on the thread, as acceptor_.
   const int port_;
   const std::string path_;  // Of a unix socket.
   const Limits limits_;
-  std::vector<Connection> connections_;
+  ServerObserver* observer_ = nullptr;  // Constant after Start().
+  absl::Mutex mu_;
+  std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::thread thread_;
 };

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/v1/chunk_codec.h"
@@ -41,6 +42,7 @@ PullCall::~PullCall() { rpc_->pulls.Leave(this); }
 void PullCall::OnAccepted(bool ok) {
   if (!ok) return;  // Shutting down.
   in_flight_ = rpc_->calls.Enter();
+  begin_ = absl::Now();
   Listen(rpc_, queue_);
   if (absl::Status status = Start(); !status.ok()) return Finish(status);
   if (!handler_.needs_disk()) return WriteHeader();
@@ -114,6 +116,8 @@ void PullCall::Write(const grpc::ByteBuffer& message) {
 void PullCall::EndStalled() { context_.TryCancel(); }
 
 void PullCall::Finish(const absl::Status& status) {
+  rpc_->observer->OnRpcEnded("Pull", status);
+  rpc_->observer->OnPullEnded(handler_.EndOf(status, absl::Now() - begin_));
   handler_.Close();
   writer_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }

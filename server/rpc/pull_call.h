@@ -50,6 +50,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   MemberTag<PullCall> written_{&PullCall::OnWritten};
   MemberTag<PullCall> finished_{&PullCall::OnFinished};
 
+  absl::Time begin_;
   PullHandler handler_;
   uint32_t digest_ = 0;
   bool trailer_written_ = false;

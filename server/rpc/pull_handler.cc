@@ -145,6 +145,14 @@ absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next() {
   return chunk;
 }
 
+ServerObserver::PullEnd PullHandler::EndOf(const absl::Status& status,
+                                           absl::Duration duration) const {
+  return {.model = model_ != nullptr ? std::string_view(model_->config().name) : std::string_view(),
+          .status = status,
+          .sent_bytes = sent_bytes_,
+          .duration = duration};
+}
+
 v1::PullTrailer PullHandler::Trailer(uint32_t digest) const {
   v1::PullTrailer trailer;
   trailer.set_chunk_count(chunk_count_);

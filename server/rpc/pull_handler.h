@@ -15,6 +15,7 @@
 #include "ema/selection.h"
 #include "ema/v1/ema_service.pb.h"
 #include "ema/version_id.h"
+#include "server/base/observer.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
@@ -51,6 +52,8 @@ class PullHandler {
   v1::PullTrailer Trailer(uint32_t digest) const;
 
   const std::shared_ptr<Reading>& reading() const { return reading_; }
+  // What an observer is told of the pull, which has ended so.
+  ServerObserver::PullEnd EndOf(const absl::Status& status, absl::Duration duration) const;
   // Lets the version go.
   void Close() { reading_.reset(); }
 

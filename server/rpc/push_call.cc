@@ -26,6 +26,7 @@ PushCall::~PushCall() { rpc_->pushes.Leave(this); }
 void PushCall::OnAccepted(bool ok) {
   if (!ok) return;  // Shutting down.
   in_flight_ = rpc_->calls.Enter();
+  BeginTiming();
   Listen(rpc_, queue_);
   authorization_ = AuthorizationOf(context_);
   absl::Status status = rpc_->Admit("Push", context_, /*model=*/std::nullopt).status();
@@ -112,6 +113,9 @@ absl::Status PushCall::HandleMessage() {
         // Whoever was told that the stream has stalled must not find its step committed.
         absl::MutexLock lock(&mu_);
         if (finishing_) return absl::OkStatus();
+        timing_ = {.commit_arrival = marked_time(),
+                   .receive = absl::FromChrono(waited()),
+                   .fold = absl::FromChrono(worked())};
       }
       return handler_.OnCommit(request.commit());
     case v1::PushRequest::MESSAGE_NOT_SET:
@@ -126,17 +130,23 @@ void PushCall::EndStalled() {
 }
 
 void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
+  std::optional<PushPhases> phases;
   {
     absl::MutexLock lock(&mu_);
     if (finishing_) return;
     finishing_ = true;
+    if (timing_.has_value()) {
+      if (result.ok() && !result->duplicate) phases = PhasesOf(*timing_, *result);
+      rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), phases});
+    }
   }
+  rpc_->observer->OnRpcEnded("Push", result.status());
   void* const tag = finished_.Arm(shared_from_this());
   if (!result.ok()) {
     reader_.FinishWithError(ToGrpcStatus(result.status(), context_), tag);
     return;
   }
-  const v1::PushResponse response = handler_.Response(*result);
+  const v1::PushResponse response = handler_.Response(*result, phases);
   grpc::ByteBuffer bytes;
   bool own_buffer = false;
   grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::PushResponse>(response, &bytes, &own_buffer);
@@ -144,6 +154,13 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
 }
 
 void PushCall::OnFinished(bool) {
+  {
+    // Until the commit message, only this thread knows what has come.
+    absl::MutexLock lock(&mu_);
+    if (!timing_.has_value()) {
+      rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), std::nullopt});
+    }
+  }
   // Breaks the circle call -> handler -> session -> call.
   handler_.Close();
 }

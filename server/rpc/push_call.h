@@ -5,6 +5,7 @@
 #define EMA_SERVER_RPC_PUSH_CALL_H_
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -57,6 +58,8 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   absl::Mutex mu_;
   bool finishing_ ABSL_GUARDED_BY(mu_) = false;
+  // At the commit message; absent before.
+  std::optional<PushTiming> timing_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/push_handler.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +10,15 @@
 #include "server/rpc/convert.h"
 
 namespace ema {
+
+PushPhases PhasesOf(const PushTiming& timing, const PushResult& result) {
+  const absl::Duration rest =
+      absl::FromChrono(std::chrono::steady_clock::now() - timing.commit_arrival);
+  return {.receive = timing.receive,
+          .fold = timing.fold,
+          .wait = std::max(rest - result.commit_time, absl::ZeroDuration()),
+          .commit = result.commit_time};
+}
 
 absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on_end) {
   if (push_ != nullptr) return BadMessage("a second header");
@@ -20,6 +30,7 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.step = header.step();
   start.time = FromProto(header.time());
   start.plan_revision = plan_revision_ = header.plan_revision();
+  reports_timing_ = header.report_timing();
   start.stream_group = header.stream_group();
   start.stream_count = header.stream_count();
   start.imported_updates = header.imported_updates();
@@ -34,6 +45,7 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
 absl::Status PushHandler::OnChunk(const ChunkHeader& header,
                                   std::span<const std::span<const std::byte>> pieces) {
   if (push_ == nullptr) return BadMessage("a chunk before the header");
+  received_bytes_ += header.data_bytes;
   return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
 }
 
@@ -43,14 +55,26 @@ absl::Status PushHandler::OnCommit(const v1::PushCommit& commit) {
   return push_->Commit({commit.chunk_count(), commit.total_bytes(), digest});
 }
 
-v1::PushResponse PushHandler::Response(const PushResult& result) const {
+v1::PushResponse PushHandler::Response(const PushResult& result,
+                                       const std::optional<PushPhases>& phases) const {
   v1::PushResponse response;
   *response.mutable_version() = ToProto(result.record);
   response.set_applied_step(result.record.step);
   response.set_durable_step(model_->durable_step());
   response.set_duplicate(result.duplicate);
   *response.mutable_plan() = ToProto(result.plan, plan_revision_);
+  if (reports_timing_ && phases.has_value()) {
+    v1::PushTiming& timing = *response.mutable_timing();
+    timing.set_receive_seconds(absl::ToDoubleSeconds(phases->receive));
+    timing.set_fold_seconds(absl::ToDoubleSeconds(phases->fold));
+    timing.set_wait_seconds(absl::ToDoubleSeconds(phases->wait));
+    timing.set_commit_seconds(absl::ToDoubleSeconds(phases->commit));
+  }
   return response;
+}
+
+std::string_view PushHandler::model_name() const {
+  return model_ != nullptr ? std::string_view(model_->config().name) : std::string_view();
 }
 
 }  // namespace ema

@@ -4,17 +4,31 @@
 #ifndef EMA_SERVER_RPC_PUSH_HANDLER_H_
 #define EMA_SERVER_RPC_PUSH_HANDLER_H_
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "ema/v1/chunk_codec.h"
 #include "ema/v1/ema_service.pb.h"
+#include "server/base/observer.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 
 namespace ema {
+
+// Where the time of a push has gone when its commit message has come.
+struct PushTiming {
+  std::chrono::steady_clock::time_point commit_arrival;
+  absl::Duration receive;
+  absl::Duration fold;
+};
+// The whole of it. REQUIRES: the push has ended now, with this `result`.
+PushPhases PhasesOf(const PushTiming& timing, const PushResult& result);
 
 // One push of one rank. An error from any function ends the push. For one thread at a time.
 class PushHandler {
@@ -28,15 +42,22 @@ class PushHandler {
                        std::span<const std::span<const std::byte>> pieces);
   absl::Status OnCommit(const v1::PushCommit& commit);
 
-  // The reply. REQUIRES: the push has ended with this `result`.
-  v1::PushResponse Response(const PushResult& result) const;
+  // The reply. REQUIRES: the push has ended with this `result`. From any thread.
+  v1::PushResponse Response(const PushResult& result,
+                            const std::optional<PushPhases>& phases) const;
+  // Of chunks, whatever has come of them.
+  int64_t received_bytes() const { return received_bytes_; }
+  // Empty: there is no such model. From any thread once the header has been taken.
+  std::string_view model_name() const;
   // Lets the session go.
   void Close() { push_.reset(); }
 
  private:
   ModelStore* const store_;
   std::shared_ptr<Model> model_;
-  int64_t plan_revision_ = 0;  // As the header has it.
+  int64_t plan_revision_ = 0;    // As the header has it.
+  bool reports_timing_ = false;  // The same.
+  int64_t received_bytes_ = 0;
   std::unique_ptr<RankPush> push_;
 };
 

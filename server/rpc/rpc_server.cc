@@ -77,6 +77,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   }
   for (int i = 0; i < options.thread_count; ++i) {
     rpc->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
+    rpc->queues_.back()->SetHeartbeat(
+        options.heartbeats->Add(absl::StrCat("rpc-", i), Heartbeats::Need::kServing));
   }
   rpc->server_ = builder.BuildAndStart();
   if (rpc->server_ == nullptr) return absl::InternalError("gRPC did not start");
@@ -85,13 +87,19 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
-  for (Work* const work : {&rpc->quick_work_, &rpc->saves_, &rpc->slow_work_, &rpc->disk_reads_}) {
-    rpc->threads_.emplace_back([rpc = rpc.get(), work] { rpc->RunWorker(work); });
-  }
+  const auto start_worker = [rpc = rpc.get()](const char* name, Work* work, Heartbeats::Need need) {
+    Heartbeat* const heartbeat = rpc->options_.heartbeats->Add(name, need);
+    rpc->threads_.emplace_back([rpc, work, heartbeat] { rpc->RunWorker(work, heartbeat); });
+  };
+  start_worker("quick-calls", &rpc->quick_work_, Heartbeats::Need::kCheckpoints);
+  start_worker("saving-calls", &rpc->saves_, Heartbeats::Need::kCheckpoints);
+  start_worker("disk-reader", &rpc->disk_reads_, Heartbeats::Need::kCheckpoints);
+  // Some of these only compute, for minutes.
+  start_worker("slow-calls", &rpc->slow_work_, Heartbeats::Need::kNeither);
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
   rpc->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
-    rpc->listeners_[i]->Start(std::move(acceptors[i]));
+    rpc->listeners_[i]->Start(std::move(acceptors[i]), options.observer);
   }
   return rpc;
 }
@@ -108,31 +116,72 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .rate = RateLimit(options.max_calls_per_second),
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
+           .observer = options.observer,
            .disk_reader = ExecutorOf(&disk_reads_)},
       admin_(store, checkpoints) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
+absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const {
+  for (const Heartbeats::Age& age : options_.heartbeats->Ages(Heartbeats::Clock::now())) {
+    const absl::Duration silent_time = absl::FromChrono(age.silent_time);
+    if (age.need != need || silent_time < timeout) continue;
+    return absl::UnavailableError(absl::StrCat("worker \"", age.name, "\" has been silent for ",
+                                               absl::ToInt64Seconds(silent_time), " s"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RpcServer::health() const {
+  if (!serving_.load(std::memory_order_relaxed)) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                     "the server is shutting down");
+  }
+  EMA_RETURN_IF_ERROR(rpc_.store->device().health());
+  return CheckWorkers(Heartbeats::Need::kServing, options_.worker_timeout);
+}
+
+absl::Status RpcServer::checkpoints_health() const {
+  const absl::Status store = rpc_.checkpoints->health();
+  if (GetErrorReason(store) == ErrorReason::kNoDataDir) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kNoDataDir,
+                     std::string(store.message()));
+  }
+  EMA_RETURN_IF_ERROR(health());
+  EMA_RETURN_IF_ERROR(store);
+  return CheckWorkers(Heartbeats::Need::kCheckpoints, options_.disk_timeout);
+}
+
+RpcServer::Usage RpcServer::usage() const {
+  Usage usage{.push_streams = rpc_.pushes.open_count(),
+              .max_push_streams = rpc_.pushes.limit(),
+              .pull_streams = rpc_.pulls.open_count(),
+              .max_pull_streams = rpc_.pulls.limit()};
+  for (const std::unique_ptr<Listener>& listener : listeners_) {
+    usage.connections += listener->connection_count();
+    usage.max_connections += options_.connections.connections;
+  }
+  return usage;
+}
+
 absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
     const grpc::health::v1::HealthCheckRequest& request) const {
   using Response = grpc::health::v1::HealthCheckResponse;
   const std::string& service = request.service();
-  bool is_serving = serving_.load(std::memory_order_relaxed) && rpc_.store->device().health().ok();
+  absl::Status status;
   if (service == kCheckpointsService) {
-    const absl::Status health = rpc_.checkpoints->health();
-    if (GetErrorReason(health) == ErrorReason::kNoDataDir) {
-      return MakeError(absl::StatusCode::kNotFound, ErrorReason::kNoDataDir,
-                       std::string(health.message()));
-    }
-    is_serving = is_serving && health.ok();
-  } else if (!service.empty() && service != v1::EmaService::service_full_name()) {
+    status = checkpoints_health();
+    if (GetErrorReason(status) == ErrorReason::kNoDataDir) return status;
+  } else if (service.empty() || service == v1::EmaService::service_full_name()) {
+    status = health();
+  } else {
     return MakeError(
         absl::StatusCode::kNotFound, ErrorReason::kBadRequest,
         absl::StrCat("service: \"", service, "\" given, expected \"\", \"",
                      v1::EmaService::service_full_name(), "\" or \"", kCheckpointsService, "\""));
   }
   Response response;
-  response.set_status(is_serving ? Response::SERVING : Response::NOT_SERVING);
+  response.set_status(status.ok() ? Response::SERVING : Response::NOT_SERVING);
   return response;
 }
 
@@ -175,7 +224,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                  .saving = ExecutorOf(&saves_),
                  .slow = ExecutorOf(&slow_work_)});
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
-      &rpc_, queue->get(),
+      &rpc_, "Check", queue->get(),
       [this](grpc::ServerContext* context, auto* request, auto* writer,
              grpc::ServerCompletionQueue* q,
              void* call) { rpc_.health.RequestCheck(context, request, writer, q, q, call); },
@@ -191,7 +240,7 @@ AdminService::Executor RpcServer::ExecutorOf(Work* work) {
   };
 }
 
-void RpcServer::RunWorker(Work* work) {
+void RpcServer::RunWorker(Work* work, Heartbeat* heartbeat) {
   const auto ready = [this, work]()
                          ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !work->empty(); };
   while (true) {
@@ -202,6 +251,7 @@ void RpcServer::RunWorker(Work* work) {
       function = std::move(work->front());
       work->pop_front();
     }
+    const Heartbeat::Work at_work(heartbeat);
     function();
   }
 }
@@ -214,6 +264,8 @@ void RpcServer::CheckStalled() {
       if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval)) return;
     }
     const auto now = std::chrono::steady_clock::now();
+    options_.heartbeats->Look(now);
+    for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
     rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.session_timeout));
     rpc_.pushes.CheckStalled(now);
     rpc_.pulls.CheckStalled(now);

@@ -19,6 +19,8 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/heartbeat.h"
+#include "server/base/observer.h"
 #include "server/core/model_store.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/call.h"
@@ -65,6 +67,12 @@ class RpcServer {
     absl::Duration session_timeout = absl::Seconds(30);
     // A stream ends when its peer has sent or taken nothing for so long.
     absl::Duration stall_timeout = absl::Seconds(30);
+    // A worker that has been silent for so long is taken for stuck: one that calls need; and one
+    // that waits for the disk, where a sync of a large file takes its time.
+    absl::Duration worker_timeout = absl::Seconds(30);
+    absl::Duration disk_timeout = absl::Minutes(5);
+    std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
+    ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
   };
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
@@ -80,8 +88,24 @@ class RpcServer {
   // Of the first listen address.
   int port() const { return listeners_.front()->port(); }
 
-  // What health checks answer; true from Start() on.
+  // False: health() is not OK. True from Start() on.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
+  // What health checks answer: OK, or why the server does not serve: it drains, its device is
+  // broken, or a thread is stuck. Never blocks.
+  absl::Status health() const;
+  // The same of checkpoints: what of health() stands against them, too, and the store's own.
+  // NOT_FOUND, NO_DATA_DIR: there are none.
+  absl::Status checkpoints_health() const;
+
+  struct Usage {
+    int64_t push_streams = 0;
+    int64_t max_push_streams = 0;
+    int64_t pull_streams = 0;
+    int64_t max_pull_streams = 0;
+    int64_t connections = 0;  // Of gRPC, not lanes.
+    int64_t max_connections = 0;
+  };
+  Usage usage() const;
 
   // Stops accepting, ends what is running at `deadline`, joins all threads. Blocks.
   void Shutdown(absl::Time deadline);
@@ -91,11 +115,13 @@ class RpcServer {
 
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
+  // UNAVAILABLE: a worker that this needs is stuck.
+  absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
   void ServeQueue(CallQueue* queue);
   // Functions that wait for a worker's thread.
   using Work = std::deque<std::function<void()>>;
   AdminService::Executor ExecutorOf(Work* work);
-  void RunWorker(Work* work) ABSL_LOCKS_EXCLUDED(mu_);
+  void RunWorker(Work* work, Heartbeat* heartbeat) ABSL_LOCKS_EXCLUDED(mu_);
   void CheckStalled() ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;

@@ -98,6 +98,7 @@ void WatchCall::OnDone(bool) {
 void WatchCall::FinishLocked(const absl::Status& status) {
   if (finishing_) return;
   finishing_ = true;
+  rpc_->observer->OnRpcEnded("Watch", status);
   writer_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }
 

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/base/listen_socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "server/base/loopback.h"
+
+namespace ema {
+
+absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option) {
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  if (colon == std::string::npos || colon == 0 ||
+      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("listen address \"", address,
+                     "\": expected host:port, such as 127.0.0.1:50051, or unix:/path"));
+  }
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  addrinfo hints{};
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), absl::StrCat(port).c_str(), &hints, &found);
+      error != 0) {
+    return absl::NotFoundError(
+        absl::StrCat("listen address \"", address, "\": ", gai_strerror(error)));
+  }
+  const absl::Cleanup free_found = [&] { freeaddrinfo(found); };
+
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
+  absl::Cleanup close_fd = [fd] { close(fd); };
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  // bbr, some systems' default, paces loopback. Connections inherit this.
+  if (IsLoopback(found->ai_addr)) setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  if (bind(fd, found->ai_addr, found->ai_addrlen) != 0 || listen(fd, SOMAXCONN) != 0) {
+    const int error = errno;
+    const std::string message =
+        absl::StrCat("cannot listen on ", address, ": ", std::strerror(error));
+    if (error == EADDRINUSE) {
+      return absl::AlreadyExistsError(absl::StrCat(
+          message, "; stop the other server or choose another port with ", std::string(option)));
+    }
+    return absl::InternalError(message);
+  }
+  sockaddr_storage bound{};
+  socklen_t bound_size = sizeof(bound);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &bound_size);
+  std::move(close_fd).Cancel();
+  ListenSocket result{.fd = fd};
+  result.port = bound.ss_family == AF_INET6
+                    ? ntohs(reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port)
+                    : ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+  result.text = absl::StrCat(address.substr(0, colon), ":", result.port);
+  return result;
+}
+
+}  // namespace ema

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a model stands, in figures.
+#ifndef EMA_SERVER_CORE_MODEL_OVERVIEW_H_
+#define EMA_SERVER_CORE_MODEL_OVERVIEW_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "ema/statistics.h"
+#include "ema/version_id.h"
+
+namespace ema {
+
+// Of a model at one moment.
+struct ModelOverview {
+  struct Track {
+    std::string name;
+    std::string config;  // As VersionRecord has it.
+    bool is_paused = false;
+    double update_weight = 0;                   // Of its last update; 0: none is remembered.
+    std::optional<TrackStatistics> statistics;  // The newest that are remembered.
+  };
+  // Ranks that push.
+  struct Run {
+    int64_t epoch = 0;
+    int64_t world_size = 0;
+    std::vector<int64_t> missing_ranks;  // That have not joined; some of them.
+    bool is_ready = false;
+  };
+  struct Session {
+    int64_t step = 0;
+    absl::Duration age;
+    std::vector<int64_t> missing_ranks;  // That have not committed; some of them.
+  };
+
+  // Of the newest version; 0: there is none.
+  int64_t step = 0;
+  VersionId version;
+  absl::Time commit_time;  // Meaningless without a version.
+  // Of the newest one on the disk, likewise.
+  int64_t durable_step = 0;
+  VersionId durable_version;
+  std::optional<absl::Time> durable_commit_time;  // Absent: none, or not remembered.
+  // That a trainer has begun to push in this run; 0: none.
+  int64_t begun_step = 0;
+  int64_t reserved_bytes = 0;
+  std::vector<Track> tracks;
+  std::optional<Run> run;
+  std::optional<Session> session;
+};
+
+// The statistics of one version.
+struct StatisticsPoint {
+  int64_t step = 0;
+  std::vector<TrackStatistics> tracks;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_MODEL_OVERVIEW_H_

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the system knows of this process.
+#ifndef EMA_SERVER_OPS_PROCESS_STATS_H_
+#define EMA_SERVER_OPS_PROCESS_STATS_H_
+
+#include <cstdint>
+
+namespace ema {
+
+struct ProcessStats {
+  int64_t resident_bytes = 0;
+  int64_t open_fds = 0;
+  int64_t max_fds = 0;
+  double start_time_seconds = 0;  // Since the epoch.
+  double cpu_seconds = 0;         // User and system, of all threads.
+};
+
+// What cannot be read is 0.
+ProcessStats ReadProcessStats();
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_OPS_PROCESS_STATS_H_

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How the server stands: what metrics and the status page show beside counted events.
+#ifndef EMA_SERVER_OPS_SERVER_STATE_H_
+#define EMA_SERVER_OPS_SERVER_STATE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/core/model_overview.h"
+
+namespace ema {
+
+// This build's, as `ema-server --version` says it.
+std::string_view ServerVersion();
+
+// At one moment; read anew for each who asks.
+struct ServerState {
+  // What the memory formula allows each part.
+  struct Memory {
+    int64_t budget_bytes = 0;    // For models.
+    int64_t reserved_bytes = 0;  // Of it.
+    int64_t used_bytes = 0;      // In blocks.
+    int64_t stream_bytes = 0;    // Receive windows, and what sending and lanes take.
+    int64_t kept_bytes = 0;      // Freed buffers.
+  };
+  struct Usage {
+    int64_t open = 0;
+    int64_t limit = 0;
+  };
+  struct Worker {
+    std::string name;
+    absl::Duration silent_time;
+  };
+  struct Model {
+    std::string name;
+    ModelOverview overview;
+    std::vector<StatisticsPoint> history;  // Only for the page.
+  };
+
+  absl::Time now;
+  absl::Time start_time;
+  // OK: it serves.
+  absl::Status health;
+  absl::Status device_health;
+  bool has_data_dir = false;
+  absl::Status checkpoints_health;  // OK without a data directory.
+  bool is_store_read_only = false;
+  std::string device;
+  std::string cuda_version;
+  int64_t incarnation = 0;
+  int64_t statistics_every_commits = 0;  // 0: only when asked for.
+  int64_t max_models = 0;
+  Memory memory;
+  Usage push_streams;
+  Usage pull_streams;
+  Usage connections;
+  std::vector<Worker> workers;
+  std::vector<Model> models;  // By name.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_OPS_SERVER_STATE_H_

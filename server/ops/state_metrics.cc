@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The metrics that are read when they are asked for.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "server/ops/metric_families.h"
+#include "server/ops/process_stats.h"
+
+namespace ema {
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+double Seconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
+
+FamilyBuilder Gauge(std::string name, std::string help) {
+  return {std::move(name), std::move(help), MetricType::Gauge};
+}
+
+// Collects families.
+class Families {
+ public:
+  void Add(const char* name, const char* help, double value) {
+    all_.push_back(Gauge(name, help).Add(value).Take());
+  }
+  void Add(FamilyBuilder family) { all_.push_back(family.Take()); }
+  std::vector<MetricFamily> Take() { return std::move(all_); }
+
+ private:
+  std::vector<MetricFamily> all_;
+};
+
+void AddModels(const ServerState& state, Families& families) {
+  // One value of each model that has it.
+  const auto add = [&](const char* name, const char* help, auto value, auto has_it) {
+    FamilyBuilder family = Gauge(name, help);
+    for (const ServerState::Model& model : state.models) {
+      if (has_it(model.overview)) {
+        family.Add(static_cast<double>(value(model.overview)), {{"model", model.name}});
+      }
+    }
+    families.Add(std::move(family));
+  };
+  using Of = const ModelOverview&;
+  const auto always = [](Of) { return true; };
+  const auto has_version = [](Of model) { return model.version.version > 0; };
+  add(
+      "ema_model_step", "Step of the newest version; 0: there is none.",
+      [](Of model) { return model.step; }, always);
+  add(
+      "ema_model_version", "The newest version; 0: there is none.",
+      [](Of model) { return model.version.version; }, always);
+  add(
+      "ema_model_durable_step", "Step of the newest version that is on the disk; 0: none.",
+      [](Of model) { return model.durable_step; }, always);
+  add(
+      "ema_model_unsaved_steps", "Steps that a crash would lose.",
+      [](Of model) { return std::max<int64_t>(model.step - model.durable_step, 0); }, always);
+  add(
+      "ema_model_lag_steps",
+      "Steps between the newest version and what a trainer has begun to push.",
+      [](Of model) { return std::max<int64_t>(model.begun_step - model.step, 0); }, always);
+  add(
+      "ema_model_last_commit_timestamp_seconds", "When the newest version was committed.",
+      [](Of model) { return Seconds(model.commit_time); }, has_version);
+  add(
+      "ema_model_reserved_bytes", "Memory that is promised to the model.",
+      [](Of model) { return model.reserved_bytes; }, always);
+  add(
+      "ema_sessions_open", "Steps that are being pushed.",
+      [](Of model) { return model.session.has_value() ? 1 : 0; }, always);
+  add(
+      "ema_session_age_seconds", "Age of the oldest step that is being pushed; 0: there is none.",
+      [](Of model) {
+        return model.session.has_value() ? absl::ToDoubleSeconds(model.session->age) : 0;
+      },
+      always);
+}
+
+void AddTracks(const ServerState& state, Families& families) {
+  FamilyBuilder norms = Gauge("ema_track_norm", "Norm of the average, where it is known.");
+  FamilyBuilder distances =
+      Gauge("ema_track_distance", "Distance of the average from the raw weights, likewise.");
+  FamilyBuilder weights =
+      Gauge("ema_track_update_weight", "Weight of the track's last update; 0: not known.");
+  for (const ServerState::Model& model : state.models) {
+    for (const ModelOverview::Track& track : model.overview.tracks) {
+      const MetricLabels labels = {{"model", model.name}, {"track", track.name}};
+      weights.Add(track.update_weight, labels);
+      if (!track.statistics.has_value()) continue;
+      norms.Add(track.statistics->norm, labels);
+      if (track.statistics->distance.has_value()) {
+        distances.Add(*track.statistics->distance, labels);
+      }
+    }
+  }
+  families.Add(std::move(norms));
+  families.Add(std::move(distances));
+  families.Add(std::move(weights));
+}
+
+void AddServer(const ServerState& state, Families& families) {
+  const ServerState::Memory& memory = state.memory;
+  families.Add("ema_memory_budget_bytes", "Memory for models.", memory.budget_bytes);
+  families.Add("ema_memory_reserved_bytes", "What of it is promised.", memory.reserved_bytes);
+  families.Add("ema_memory_used_bytes", "Bytes in blocks of the device that somebody holds.",
+               memory.used_bytes);
+  families.Add(
+      Gauge("ema_memory_formula_bytes", "What each part may take at most, beside the program.")
+          .Add(memory.budget_bytes, {{"part", "models"}})
+          .Add(memory.stream_bytes, {{"part", "streams"}})
+          .Add(memory.kept_bytes, {{"part", "kept"}}));
+  families.Add(Gauge("ema_streams_open", "Data streams that are open, lanes among them.")
+                   .Add(state.push_streams.open, {{"kind", "push"}})
+                   .Add(state.pull_streams.open, {{"kind", "pull"}}));
+  families.Add(Gauge("ema_streams_limit", "How many there may be.")
+                   .Add(state.push_streams.limit, {{"kind", "push"}})
+                   .Add(state.pull_streams.limit, {{"kind", "pull"}}));
+  families.Add("ema_connections_open", "Connections of gRPC that are open.",
+               state.connections.open);
+  families.Add("ema_connections_limit", "How many there may be.", state.connections.limit);
+  families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
+  families.Add("ema_models_limit", "How many there may be.", state.max_models);
+  families.Add("ema_checkpoint_store_read_only",
+               "1: after a failed fsync nothing can be saved until the server is started again.",
+               state.is_store_read_only ? 1 : 0);
+  families.Add("ema_device_usable", "0: the device has failed for good.",
+               state.device_health.ok() ? 1 : 0);
+  families.Add("ema_health_serving", "What health checks say: 1 is SERVING.",
+               state.health.ok() ? 1 : 0);
+  FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
+                                "How long a thread has been at work without progress; 0: idle.");
+  for (const ServerState::Worker& worker : state.workers) {
+    workers.Add(absl::ToDoubleSeconds(worker.silent_time), {{"worker", worker.name}});
+  }
+  families.Add(std::move(workers));
+  families.Add(Gauge("ema_build_info", "1.")
+                   .Add(1, {{"version", std::string(ServerVersion())},
+                            {"device", state.device},
+                            {"cuda", state.cuda_version}}));
+}
+
+void AddProcess(Families& families) {
+  const ProcessStats stats = ReadProcessStats();
+  families.Add("process_resident_memory_bytes", "Resident memory.", stats.resident_bytes);
+  families.Add("process_open_fds", "Open file descriptors.", stats.open_fds);
+  families.Add("process_max_fds", "How many there may be.", stats.max_fds);
+  families.Add("process_start_time_seconds", "When the process started.", stats.start_time_seconds);
+  families.Add(
+      FamilyBuilder("process_cpu_seconds_total", "User and system time.", MetricType::Counter)
+          .Add(stats.cpu_seconds));
+}
+
+}  // namespace
+
+std::string_view ServerVersion() { return EMA_VERSION; }
+
+std::vector<MetricFamily> StateMetrics(const ServerState& state) {
+  Families families;
+  AddModels(state, families);
+  AddTracks(state, families);
+  AddServer(state, families);
+  AddProcess(families);
+  return families.Take();
+}
+
+}  // namespace ema

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ops/metrics.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
+
+absl::Status Rejected() {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep, "step 3 is not after 4");
+}
+
+TEST(MetricsTest, AModelHasAllItsSeriesFromTheStart) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  const std::string text = metrics.Text({});
+  for (const char* const line :
+       {"ema_pushes_total{model=\"m\",result=\"committed\"} 0",
+        "ema_pushes_total{model=\"m\",result=\"dropped\"} 0",
+        "ema_push_received_bytes_total{model=\"m\"} 0", "ema_skipped_tensors_total{model=\"m\"} 0",
+        "ema_pulls_total{model=\"m\",result=\"ok\"} 0",
+        "ema_pulls_total{model=\"m\",result=\"failed\"} 0",
+        "ema_pull_sent_bytes_total{model=\"m\"} 0",
+        "ema_checkpoint_saves_total{model=\"m\",result=\"ok\"} 0",
+        "ema_push_duration_seconds_count{model=\"m\"} 0",
+        "ema_push_phase_seconds_count{model=\"m\",phase=\"fold\"} 0",
+        "ema_pull_duration_seconds_count{model=\"m\"} 0",
+        "ema_checkpoint_save_duration_seconds_count{model=\"m\"} 0",
+        "ema_connections_refused_total{reason=\"peer_limit\"} 0"}) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
+  }
+}
+
+TEST(MetricsTest, EventsAreCounted) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  metrics.OnStepEnded(
+      {.model = "m", .step = 1, .duration = absl::Seconds(2), .skipped_tensor_count = 3});
+  metrics.OnStepEnded({.model = "m", .step = 2, .status = Rejected()});
+  metrics.OnPushEnded({.model = "m",
+                       .received_bytes = 100,
+                       .phases = PushPhases{absl::Seconds(1), absl::Seconds(2), absl::Seconds(3),
+                                            absl::Seconds(4)}});
+  metrics.OnPushEnded({.model = "m", .received_bytes = 20});
+  metrics.OnPullEnded({.model = "m", .sent_bytes = 50, .duration = absl::Seconds(1)});
+  metrics.OnPullEnded({.model = "m", .status = Rejected(), .sent_bytes = 1});
+  metrics.OnSaveEnded("m", absl::OkStatus(), absl::Seconds(1));
+  metrics.OnSaveEnded("m", absl::UnavailableError("the disk"), absl::Seconds(1));
+  metrics.OnRpcEnded("Push", Rejected());
+  metrics.OnRpcEnded("Push", absl::OkStatus());
+  metrics.OnConnectionRefused(ServerObserver::Refusal::kLimit);
+  const std::string text = metrics.Text({});
+  for (const char* const line :
+       {"ema_pushes_total{model=\"m\",result=\"committed\"} 1",
+        "ema_pushes_total{model=\"m\",result=\"dropped\"} 1",
+        "ema_push_received_bytes_total{model=\"m\"} 120",
+        "ema_skipped_tensors_total{model=\"m\"} 3", "ema_push_duration_seconds_sum{model=\"m\"} 2",
+        "ema_push_phase_seconds_sum{model=\"m\",phase=\"receive\"} 1",
+        "ema_push_phase_seconds_sum{model=\"m\",phase=\"commit\"} 4",
+        "ema_push_phase_seconds_count{model=\"m\",phase=\"wait\"} 1",
+        "ema_pulls_total{model=\"m\",result=\"ok\"} 1",
+        "ema_pulls_total{model=\"m\",result=\"failed\"} 1",
+        "ema_pull_sent_bytes_total{model=\"m\"} 51",
+        "ema_pull_duration_seconds_count{model=\"m\"} 1",
+        "ema_checkpoint_saves_total{model=\"m\",result=\"failed\"} 1",
+        "ema_checkpoint_save_duration_seconds_count{model=\"m\"} 1",
+        "ema_rpcs_total{rpc=\"Push\",code=\"ABORTED\"} 1",
+        "ema_rpcs_total{rpc=\"Push\",code=\"OK\"} 1",
+        "ema_rejects_total{rpc=\"Push\",reason=\"STALE_STEP\"} 1",
+        "ema_connections_refused_total{reason=\"limit\"} 1"}) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
+  }
+}
+
+TEST(MetricsTest, ADeletedModelHasNoSeriesAndGetsNone) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  metrics.OnModelDeleted("m");
+  metrics.OnStepEnded({.model = "m", .status = Rejected()});
+  metrics.OnPushEnded({.model = "m", .received_bytes = 20});
+  metrics.OnPullEnded({.model = "nonsense", .status = Rejected()});
+  metrics.OnSaveEnded("m", absl::OkStatus(), absl::Seconds(1));
+  EXPECT_THAT(metrics.Text({}), AllOf(Not(HasSubstr("model=")), Not(HasSubstr("nonsense"))));
+  metrics.OnModelCreated("m");
+  EXPECT_THAT(metrics.Text({}), HasSubstr("ema_push_received_bytes_total{model=\"m\"} 0\n"));
+}
+
+TEST(MetricsTest, AStateIsShownAsItIs) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  ServerState state{.health = absl::UnavailableError("recovering"), .device = "cpu"};
+  ServerState::Model& model = state.models.emplace_back();
+  model.name = "m";
+  model.overview.step = 40;
+  model.overview.version = {4, 1};
+  model.overview.commit_time = absl::FromUnixSeconds(1000);
+  model.overview.durable_step = 30;
+  model.overview.durable_commit_time = absl::FromUnixSeconds(900);
+  model.overview.begun_step = 45;
+  model.overview.tracks.push_back(
+      {.name = "ema", .update_weight = 0.25, .statistics = TrackStatistics{"ema", 3, 0.5}});
+  state.workers.push_back({"rpc-0", absl::Seconds(2)});
+  const std::string text = metrics.Text(state);
+  for (const char* const line :
+       {"ema_model_step{model=\"m\"} 40", "ema_model_version{model=\"m\"} 4",
+        "ema_model_durable_step{model=\"m\"} 30", "ema_model_unsaved_steps{model=\"m\"} 10",
+        "ema_model_lag_steps{model=\"m\"} 5",
+        "ema_model_last_commit_timestamp_seconds{model=\"m\"} 1000",
+        "ema_checkpoint_last_success_timestamp_seconds{model=\"m\"} 900",
+        "ema_track_norm{model=\"m\",track=\"ema\"} 3",
+        "ema_track_distance{model=\"m\",track=\"ema\"} 0.5",
+        "ema_track_update_weight{model=\"m\",track=\"ema\"} 0.25",
+        "ema_worker_heartbeat_age_seconds{worker=\"rpc-0\"} 2", "ema_health_serving 0",
+        "ema_device_usable 1", "ema_models 1"}) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
+  }
+}
+
+TEST(MetricsTest, AModelWithoutAVersionHasNoTimes) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  ServerState state;
+  state.models.emplace_back().name = "m";
+  EXPECT_THAT(metrics.Text(state),
+              AllOf(HasSubstr("ema_model_step{model=\"m\"} 0\n"),
+                    Not(HasSubstr("ema_model_last_commit_timestamp_seconds{")),
+                    Not(HasSubstr("ema_checkpoint_last_success_timestamp_seconds{"))));
+}
+
+TEST(MetricsTest, ProblemsAreNewestFirstAndBounded) {
+  Metrics metrics;
+  for (int i = 0; i < 100; ++i) metrics.OnProblem(absl::StrCat("problem ", i));
+  const auto problems = metrics.Problems();
+  ASSERT_THAT(problems, SizeIs(Metrics::kMaxProblems));
+  EXPECT_EQ(problems[0].text, "problem 99");
+  EXPECT_EQ(problems[1].text, "problem 98");
+}
+
+TEST(MetricsTest, TheSameProblemOfAStepAndItsCallsIsOne) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  metrics.OnStepEnded({.model = "m", .status = Rejected()});
+  metrics.OnRpcEnded("Push", Rejected());
+  EXPECT_THAT(metrics.Problems(), ElementsAre(AllOf(Field(&Metrics::Problem::count, 2),
+                                                    Field(&Metrics::Problem::what, "step"))));
+}
+
+TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
+  Metrics metrics;
+  absl::Status early =
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy, "come back");
+  SetRetryDelay(early, absl::Milliseconds(20));
+  metrics.OnRpcEnded("Push", early);
+  metrics.OnRpcEnded("Pull", absl::CancelledError("the reader has left"));
+  EXPECT_THAT(metrics.Problems(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace ema
