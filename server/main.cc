@@ -6,14 +6,51 @@
 #include <signal.h>
 #include <sys/resource.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
 #include "server/server.h"
+
+namespace {
+
+// Waits for SIGTERM or SIGINT in a thread of its own.
+class StopSignal {
+ public:
+  // `signals` are blocked in all threads.
+  explicit StopSignal(const sigset_t& signals) : thread_([this, signals] { Run(signals); }) {}
+  // A server that could not start is not asked to stop.
+  ~StopSignal() {
+    if (!thread_.joinable()) return;
+    is_recovered_ = true;
+    pthread_kill(thread_.native_handle(), SIGTERM);
+    thread_.join();
+  }
+
+  // From here on there may be something to save: a signal ends only Wait().
+  void SetRecovered() { is_recovered_ = true; }
+  void Wait() { thread_.join(); }
+
+ private:
+  void Run(const sigset_t& signals) {
+    int signal_number = 0;
+    sigwait(&signals, &signal_number);
+    if (is_recovered_) return;
+    // A start changes nothing that a crash would spoil, and may wait for the disk for long.
+    ema::LogInfo("stopped before the checkpoints had been read");
+    std::_Exit(0);
+  }
+
+  std::atomic<bool> is_recovered_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
 
 int main(int argc, char** argv) {
   // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap
@@ -47,14 +84,14 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-  absl::StatusOr<std::unique_ptr<ema::Server>> server = ema::Server::Start(parsed.options);
+  StopSignal stop(signals);
+  absl::StatusOr<std::unique_ptr<ema::Server>> server =
+      ema::Server::Start(parsed.options, [&stop] { stop.SetRecovered(); });
   if (!server.ok()) {
     ema::LogError(absl::StrCat("cannot start: ", server.status().ToString()));
     return 1;
   }
-
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
+  stop.Wait();
   ema::LogInfo("draining");
   // A second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);

@@ -20,19 +20,6 @@ namespace ema {
 
 namespace {
 
-CheckpointManager::Options CheckpointOptions(const ServerOptions& options) {
-  return {.store = {.data_dir = options.data_dir,
-                    .keep_count = options.keep_last,
-                    .keep_step_multiple = options.keep_every_steps,
-                    .max_file_bytes = options.max_file_bytes},
-          .policy = {.every_commits = options.save_every_commits,
-                     .every = options.save_every,
-                     .step_multiple = options.save_step_multiple},
-          .scrub_interval = options.scrub_interval,
-          .on_info = [](const std::string& text) { LogInfo(text); },
-          .on_error = [](const std::string& text) { LogError(text); }};
-}
-
 // Of this process.
 int64_t ResidentBytes() {
   int64_t pages = 0;
@@ -46,30 +33,36 @@ int64_t PushStreamBytes(const ServerOptions& options) {
   return std::max(RpcServer::kMaxWindowBytes, 2 * options.max_message_bytes);
 }
 
-// What the process can use at most. Models, and what is cast for readers, reserve their part before
-// they use it.
-void LogMemoryFormula(const ServerOptions& options, const Device& device, int64_t model_bytes) {
+MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   // A chunk that is being made, one that is being sent, and gRPC's buffers.
   constexpr int64_t kPullBytes = int64_t{4} << 20;
-  constexpr int64_t kLaneBytes = 2 * SharedRing::kBytes;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
-  const int64_t push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
-  const int64_t pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
-  const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
-  const int64_t kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
-  const int64_t base_bytes = ResidentBytes();
-  const int64_t lanes =
+  MemoryFormula formula;
+  formula.push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
+  formula.pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
+  formula.lane_bytes = 2 * SharedRing::kBytes;
+  formula.lane_count =
       options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
-  const int64_t total_bytes =
-      base_bytes + host_model_bytes + options.max_push_streams * push_bytes +
-      options.max_pull_streams * pull_bytes + lanes * kLaneBytes + kept_bytes;
+  formula.stream_bytes = options.max_push_streams * formula.push_bytes +
+                         options.max_pull_streams * formula.pull_bytes +
+                         formula.lane_count * formula.lane_bytes;
+  formula.kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
+  return formula;
+}
+
+void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula,
+                      const Device& device, int64_t model_bytes) {
+  const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
+  const int64_t base_bytes = ResidentBytes();
   LogInfo(absl::StrCat(
-      "memory: at most ", total_bytes, " bytes = ", base_bytes, " now + ", host_model_bytes,
-      " for models + ", options.max_push_streams, " push streams x ", push_bytes, " + ",
-      options.max_pull_streams, " pull streams x ", pull_bytes, " + ", lanes, " lanes x ",
-      kLaneBytes, " + ", kept_bytes,
+      "memory: at most ", base_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes,
+      " bytes = ", base_bytes, " now + ", host_model_bytes, " for models + ",
+      options.max_push_streams, " push streams x ", formula.push_bytes, " + ",
+      options.max_pull_streams, " pull streams x ", formula.pull_bytes, " + ", formula.lane_count,
+      " lanes x ", formula.lane_bytes, " + ", formula.kept_bytes,
       " of freed buffers; a model takes its tracks' bytes x (2 + max_pinned_versions)"));
   if (device.is_host()) return;
+  const Device::Overhead overhead = device.overhead(options.block_bytes);
   LogInfo(absl::StrCat(
       "memory of ", device.name(), ": at most ",
       model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes,
@@ -89,27 +82,72 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
+                                                      const std::function<void()>& on_recovered) {
   // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
                        MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
-  return Start(options, std::move(device));
+  return Start(options, std::move(device), on_recovered);
+}
+
+CheckpointManager::Options Server::CheckpointOptions() {
+  return {.store = {.data_dir = options_.data_dir,
+                    .keep_count = options_.keep_last,
+                    .keep_step_multiple = options_.keep_every_steps,
+                    .max_file_bytes = options_.max_file_bytes},
+          .policy = {.every_commits = options_.save_every_commits,
+                     .every = options_.save_every,
+                     .step_multiple = options_.save_step_multiple},
+          .scrub_interval = options_.scrub_interval,
+          .on_info = [](const std::string& text) { LogInfo(text); },
+          .on_error =
+              [this](const std::string& text) {
+                LogError(text);
+                metrics_.OnProblem(text);
+              },
+          .observer = &metrics_,
+          .heartbeats = heartbeats_.get()};
+}
+
+RpcServer::Options Server::RpcOptions() {
+  RpcServer::Options rpc;
+  rpc.listen_addresses = options_.listen;
+  rpc.connections = {options_.max_connections, options_.max_connections_per_peer};
+  rpc.max_streams_per_connection = options_.max_streams_per_connection;
+  rpc.max_message_bytes = options_.max_message_bytes;
+  rpc.max_metadata_bytes = options_.max_metadata_bytes;
+  rpc.handshake_timeout = options_.handshake_timeout;
+  rpc.keepalive_time = options_.keepalive_time;
+  rpc.keepalive_timeout = options_.keepalive_timeout;
+  rpc.tls = {options_.tls_cert, options_.tls_key, options_.tls_client_ca};
+  rpc.thread_count = static_cast<int>(options_.thread_count);
+  rpc.max_push_streams = options_.max_push_streams;
+  rpc.max_pull_streams = options_.max_pull_streams;
+  rpc.same_host_lane = options_.same_host_lane == "on";
+  rpc.session_timeout = options_.session_timeout;
+  rpc.max_calls_per_second = options_.max_calls_per_second;
+  rpc.stall_timeout = options_.stream_timeout;
+  rpc.authenticator = tokens_.get();
+  rpc.heartbeats = heartbeats_;
+  rpc.observer = &metrics_;
+  return rpc;
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      std::shared_ptr<Device> device) {
-  const absl::Time begin = absl::Now();
+                                                      std::shared_ptr<Device> device,
+                                                      const std::function<void()>& on_recovered) {
   std::unique_ptr<Server> server(new Server(options));
   ModelStore::Options store_options;
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);
   store_options.max_models = options.max_models;
   store_options.model.block_bytes = options.block_bytes;
-  store_options.model.incarnation = IncarnationWithoutStore(begin);
+  store_options.model.incarnation = IncarnationWithoutStore(server->start_time_);
   store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
+  store_options.model.observer = &server->metrics_;
   if (!options.data_dir.empty()) {
     EMA_ASSIGN_OR_RETURN(server->checkpoints_,
-                         CheckpointManager::Open(PosixFileSystem(), CheckpointOptions(options)));
+                         CheckpointManager::Open(PosixFileSystem(), server->CheckpointOptions()));
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
   }
@@ -123,27 +161,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
         if (statistics != nullptr) statistics->OnCommit(model, snapshot);
       };
   server->store_ = std::make_shared<ModelStore>(device, store_options);
+  server->formula_ = FormulaOf(options, *device);
+  server->incarnation_ = store_options.model.incarnation;
+  EMA_RETURN_IF_ERROR(server->StartHttp());
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
   }
 
-  RpcServer::Options rpc_options;
-  rpc_options.listen_addresses = options.listen;
-  rpc_options.connections = {options.max_connections, options.max_connections_per_peer};
-  rpc_options.max_streams_per_connection = options.max_streams_per_connection;
-  rpc_options.max_message_bytes = options.max_message_bytes;
-  rpc_options.max_metadata_bytes = options.max_metadata_bytes;
-  rpc_options.handshake_timeout = options.handshake_timeout;
-  rpc_options.keepalive_time = options.keepalive_time;
-  rpc_options.keepalive_timeout = options.keepalive_timeout;
-  rpc_options.tls = {options.tls_cert, options.tls_key, options.tls_client_ca};
-  rpc_options.thread_count = static_cast<int>(options.thread_count);
-  rpc_options.max_push_streams = options.max_push_streams;
-  rpc_options.max_pull_streams = options.max_pull_streams;
-  rpc_options.max_calls_per_second = options.max_calls_per_second;
-  rpc_options.same_host_lane = options.same_host_lane == "on";
-  rpc_options.session_timeout = options.session_timeout;
-  rpc_options.stall_timeout = options.stream_timeout;
   if (!options.auth_tokens.empty()) {
     EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
     server->tokens_->on_change = [](const absl::Status& status) {
@@ -151,15 +175,21 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                   : LogError(absl::StrCat("the token file has changed, and is not taken over: ",
                                           status.message()));
     };
-    rpc_options.authenticator = server->tokens_.get();
   }
+  if (on_recovered) on_recovered();
+
   Checkpoints* checkpoints = &server->no_checkpoints_;
   if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
-  EMA_ASSIGN_OR_RETURN(server->rpc_, RpcServer::Start(server->store_, checkpoints, rpc_options));
-  LogMemoryFormula(options, *device, store_options.memory_bytes);
+  EMA_ASSIGN_OR_RETURN(server->rpc_,
+                       RpcServer::Start(server->store_, checkpoints, server->RpcOptions()));
+  {
+    absl::MutexLock lock(&server->mu_);
+    server->serving_ = server->rpc_.get();
+  }
+  LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
   LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(), " (",
                        DescribeGpus(), "), incarnation ", store_options.model.incarnation,
-                       ", ready after ", absl::FormatDuration(absl::Now() - begin)));
+                       ", ready after ", absl::FormatDuration(absl::Now() - server->start_time_)));
   if (!options.port_file.empty()) {
     EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
   }

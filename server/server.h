@@ -5,50 +5,90 @@
 #define EMA_SERVER_SERVER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/base/heartbeat.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
 #include "server/core/no_checkpoints.h"
+#include "server/ops/http_server.h"
+#include "server/ops/metrics.h"
 #include "server/ops/options.h"
+#include "server/ops/server_state.h"
 #include "server/ops/token_file.h"
 #include "server/rpc/rpc_server.h"
 
 namespace ema {
 
-// One EMA server: Start, serve, Drain.
+// What the process can use at most, beside the program. Models, and what is cast for readers,
+// reserve their part before they use it.
+struct MemoryFormula {
+  int64_t push_bytes = 0;  // Of one stream, as what follows.
+  int64_t pull_bytes = 0;
+  int64_t lane_bytes = 0;
+  int64_t lane_count = 0;
+  int64_t stream_bytes = 0;  // Of all together.
+  int64_t kept_bytes = 0;
+};
+
+// One EMA server: Start, serve, Drain. Files: server.cc, and server_status.cc for what HTTP shows.
 class Server {
  public:
   // Freed buffers that main() lets the heap keep.
   static constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 
-  // Loads the newest checkpoints and serves. The message of an error says what to do.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+  // Loads the newest checkpoints and serves; HTTP comes first, and says that it is not ready. Calls
+  // `on_recovered`, if it is not empty, before the first client can get in: until then there is
+  // nothing that only this process has. The message of an error says what to do.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(
+      const ServerOptions& options, const std::function<void()>& on_recovered = nullptr);
   // On this device, whatever `options` say.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       std::shared_ptr<Device> device);
+  static absl::StatusOr<std::unique_ptr<Server>> Start(
+      const ServerOptions& options, std::shared_ptr<Device> device,
+      const std::function<void()>& on_recovered = nullptr);
 
   int port() const { return rpc_->port(); }
 
-  // Health turns NOT_SERVING; sessions that are open may commit, for at most the drain grace; then
-  // every model's newest version is saved (if there is a data directory) and running pulls get what
-  // is left of the grace. Blocks. What has broken the device, or else the first error of a save,
-  // which the process should exit with; all else is done all the same.
+  // Health turns NOT_SERVING at once; sessions that are open may commit, for at most the drain
+  // grace; then every model's newest version is saved (if there is a data directory) and running
+  // pulls get what is left of the grace. Blocks. What has broken the device, or else the first
+  // error of a save, which the process should exit with; all else is done all the same.
   absl::Status Drain();
 
  private:
   explicit Server(const ServerOptions& options) : options_(options) {}
 
+  CheckpointManager::Options CheckpointOptions();
+  RpcServer::Options RpcOptions();
+  absl::Status StartHttp();
+  // OK: it serves. UNAVAILABLE: it recovers, or as RpcServer::health().
+  absl::Status Health() const ABSL_LOCKS_EXCLUDED(mu_);
+  ServerState State(bool with_history) const ABSL_LOCKS_EXCLUDED(mu_);
+
   const ServerOptions options_;
+  const absl::Time start_time_ = absl::Now();
+  Metrics metrics_;
+  const std::shared_ptr<Heartbeats> heartbeats_ = std::make_shared<Heartbeats>();
+  MemoryFormula formula_;  // Constant once HTTP has started, as store_ and checkpoints_.
+  int64_t incarnation_ = 0;
   NoCheckpoints no_checkpoints_;
   std::unique_ptr<TokenFile> tokens_;  // Null: callers need none.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<CommitStatistics> statistics_;    // Null if they are only asked for.
-  std::unique_ptr<RpcServer> rpc_;  // Last, so that it goes first: its calls use the others.
+  std::unique_ptr<RpcServer> rpc_;  // Behind the others, so that it goes first: its calls use them.
+  mutable absl::Mutex mu_;
+  // rpc_, from the moment when it serves.
+  RpcServer* serving_ ABSL_GUARDED_BY(mu_) = nullptr;
+  std::unique_ptr<HttpServer> http_;  // Uses all of the above. Null: there is none.
 };
 
 }  // namespace ema

@@ -99,6 +99,13 @@ std::string CheckListen(const std::string& text) {
                       "\" is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
 }
 
+// Empty if `text` is host:port, or empty.
+std::string CheckHttpListen(const std::string& text) {
+  const int port = NumberAfterColon(text);
+  if (text.empty() || (port >= 0 && port <= 65535 && !text.starts_with("unix:"))) return "";
+  return absl::StrCat("\"", text, "\" is not host:port, such as 127.0.0.1:8080 or [::]:0");
+}
+
 // Empty if `text` could be a device; whether it is there, MakeDevice() finds out.
 std::string CheckDevice(const std::string& text) {
   if (text == "auto" || text == "cpu") return "";
@@ -124,6 +131,12 @@ void AddOptions(CLI::App& app, ServerOptions& o) {
       ->delimiter(',')
       ->type_name("HOST:PORT")
       ->check(CheckListen);
+  AddText(
+      app, "--http-listen", o.http_listen,
+      "Address of Prometheus metrics (/metrics), probes (/livez, /readyz) and a status page (/), "
+      "such as 127.0.0.1:8080; for all who get there. Empty: none")
+      ->type_name("HOST:PORT")
+      ->check(CheckHttpListen);
   AddText(app, "--port-file", o.port_file,
           "Write the bound port to this file, at once, when serving. Empty: do not")
       ->type_name("FILE");

@@ -20,6 +20,9 @@ namespace ema {
 struct ServerOptions {
   // Each host:port (port 0: any free one) or unix:/path.
   std::vector<std::string> listen = {"127.0.0.1:50051"};
+  // host:port of metrics, health and the status page, which anybody who gets there may read. Empty:
+  // nowhere.
+  std::string http_listen;
   std::string port_file;        // Empty: none. Where the bound port is written when serving.
   std::string device = "auto";  // "auto" or "cpu".
   int64_t memory_bytes = 0;     // For all models. 0: 80 % of what receive windows leave of it.

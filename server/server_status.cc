@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of Server that HTTP shows.
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/ops/logging.h"
+#include "server/ops/status_page.h"
+#include "server/server.h"
+
+namespace ema {
+
+absl::Status Server::StartHttp() {
+  if (options_.http_listen.empty()) return absl::OkStatus();
+  HttpServer::Pages pages;
+  pages["/livez"] = [] { return HttpServer::Answer{.body = "ok\n"}; };
+  pages["/readyz"] = [this] {
+    const absl::Status health = Health();
+    if (health.ok()) return HttpServer::Answer{.body = "ok\n"};
+    return HttpServer::Answer{.code = 503,
+                              .body = absl::StrCat(std::string(health.message()), "\n")};
+  };
+  pages["/metrics"] = [this] {
+    return HttpServer::Answer{.type = "text/plain; version=0.0.4; charset=utf-8",
+                              .body = metrics_.Text(State(/*with_history=*/false))};
+  };
+  pages["/"] = [this] {
+    return HttpServer::Answer{
+        .type = "text/html; charset=utf-8",
+        .body = StatusPage(State(/*with_history=*/true), metrics_.Problems())};
+  };
+  EMA_ASSIGN_OR_RETURN(http_, HttpServer::Start(options_.http_listen, std::move(pages)));
+  LogInfo(absl::StrCat("metrics, probes and status page on ", http_->url()));
+  return absl::OkStatus();
+}
+
+absl::Status Server::Health() const {
+  absl::MutexLock lock(&mu_);
+  if (serving_ != nullptr) return serving_->health();
+  return absl::UnavailableError("recovering: the checkpoints are being read");
+}
+
+ServerState Server::State(bool with_history) const {
+  constexpr size_t kPlottedPoints = 160;
+  const Device& device = store_->device();
+  ServerState state{.now = absl::Now(),
+                    .start_time = start_time_,
+                    .health = Health(),
+                    .device_health = device.health(),
+                    .has_data_dir = checkpoints_ != nullptr,
+                    .device = device.name(),
+                    .cuda_version = CudaVersion(),
+                    .incarnation = incarnation_,
+                    .statistics_every_commits = options_.statistics_every_commits,
+                    .max_models = store_->max_models()};
+  state.memory = {.budget_bytes = store_->budget().total_bytes(),
+                  .reserved_bytes = store_->budget().reserved_bytes(),
+                  .used_bytes = device.used_bytes(),
+                  .stream_bytes = formula_.stream_bytes,
+                  .kept_bytes = formula_.kept_bytes};
+  if (checkpoints_ != nullptr) {
+    state.is_store_read_only =
+        GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    if (serving_ != nullptr) {
+      if (checkpoints_ != nullptr) state.checkpoints_health = serving_->checkpoints_health();
+      const RpcServer::Usage usage = serving_->usage();
+      state.push_streams = {usage.push_streams, usage.max_push_streams};
+      state.pull_streams = {usage.pull_streams, usage.max_pull_streams};
+      state.connections = {usage.connections, usage.max_connections};
+    } else {
+      state.push_streams.limit = options_.max_push_streams;
+      state.pull_streams.limit = options_.max_pull_streams;
+      state.connections.limit = options_.max_connections;
+    }
+  }
+  for (const Heartbeats::Age& age : heartbeats_->Ages(Heartbeats::Clock::now())) {
+    state.workers.push_back({age.name, absl::FromChrono(age.silent_time)});
+  }
+  for (const std::shared_ptr<Model>& model : store_->List()) {
+    ServerState::Model& shown = state.models.emplace_back();
+    shown.name = model->config().name;
+    shown.overview = model->Overview();
+    if (with_history) shown.history = model->StatisticsHistory(kPlottedPoints);
+  }
+  return state;
+}
+
+}  // namespace ema

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server's HTTP address shows."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from server_process import ServerProcess
+
+# Of a metric: its labels, sorted, and what it is.
+Series = dict[tuple[tuple[str, str], ...], float]
+
+LISTEN = ("--http-listen", "127.0.0.1:0")
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+
+
+def find_url(log: str) -> str:
+    """The address, from the server's log; empty: it is not there yet."""
+    found = re.findall(r"on (http://\S+)/$", log, flags=re.MULTILINE)
+    return found[-1] if found else ""
+
+
+def get(url: str, path: str) -> tuple[int, str]:
+    """Status code and body."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def parse(text: str) -> dict[str, Series]:
+    """The series of Prometheus' text format, by name."""
+    metrics: dict[str, Series] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([a-z_]+)(?:\{(.*)\})? (\S+)", line)
+        assert match, line
+        labels = tuple(sorted(re.findall(r'(\w+)="([^"]*)"', match[2] or "")))
+        assert labels not in metrics.setdefault(match[1], {}), line
+        metrics[match[1]][labels] = float(match[3])
+    return metrics
+
+
+def scrape(server: ServerProcess) -> dict[str, Series]:
+    code, text = get(find_url(server.log_path.read_text()), "/metrics")
+    assert code == 200
+    return parse(text)
+
+
+def value(metrics: dict[str, Series], name: str, **labels: str) -> float:
+    return metrics[name][tuple(sorted(labels.items()))]
