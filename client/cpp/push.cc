@@ -208,6 +208,7 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   // A header that comes late, over another connection, does not take over from a later try.
   header.set_stream_group(absl::ToUnixNanos(start_) + stream_count_.load());
   header.set_stream_count(1);
+  header.set_report_timing(run_->client().options().report_timing);
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
   return header;
 }
@@ -219,7 +220,13 @@ int64_t PendingPush::Impl::BytesToSend() const {
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
-    const v1::PushResponse& response) const {
+    const v1::PushResponse& response) {
+  if (response.has_timing()) {
+    const v1::PushTiming& timing = response.timing();
+    absl::MutexLock lock(&mu_);
+    server_time_ = {absl::Seconds(timing.receive_seconds()), absl::Seconds(timing.fold_seconds()),
+                    absl::Seconds(timing.wait_seconds()), absl::Seconds(timing.commit_seconds())};
+  }
   EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
   return Committed{client_internal::FromProto(response.version()), std::move(plan)};
 }
@@ -393,12 +400,14 @@ void PendingPush::Impl::Abandon() {
 
 PendingPush::Stats PendingPush::Impl::stats() const {
   const absl::Time left = gate_.left_time();
+  absl::MutexLock lock(&mu_);
   return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
           .connection_count = connection_count_.load(std::memory_order_relaxed),
           .send_time = std::min(left, absl::Now()) - start_,
-          .lane = lane_.load(std::memory_order_relaxed)};
+          .lane = lane_.load(std::memory_order_relaxed),
+          .server_time = server_time_};
 }
 
 }  // namespace ema

@@ -60,7 +60,7 @@ class PendingPush::Impl {
   bool WaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool done() const ABSL_LOCKS_EXCLUDED(mu_);
   void Abandon();
-  Stats stats() const;
+  Stats stats() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // The version that the step has become, and which pushes are due from there on.
@@ -100,7 +100,7 @@ class PendingPush::Impl {
   // Notes that a stream begins, and gives its first message.
   v1::PushHeader BeginStream(Lane lane);
   int64_t BytesToSend() const;
-  absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) const;
+  absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) ABSL_LOCKS_EXCLUDED(mu_);
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
@@ -160,6 +160,7 @@ class PendingPush::Impl {
 
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
+  std::optional<ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
   absl::Time cut_off_since_ ABSL_GUARDED_BY(mu_) = start_;  // InfiniteFuture: it is not.
 
   std::thread thread_;

@@ -185,6 +185,8 @@ class Client {
     // processors, 8 at most. A run begins with one, tries more for some large pushes, and keeps
     // them if these were faster.
     int64_t max_connections = 0;
+    // Pushes ask the server where its time has gone: PendingPush::Stats::server_time.
+    bool report_timing = false;
     Tls tls = {};
     // A bearer token for a server that asks for one: itself, or a file of it, which is read for
     // each call. It is sent as it is: over a network, use TLS.
@@ -616,6 +618,14 @@ class PendingPush {
   // any more and the server has answered; for that, a second at most.
   void Abandon();
 
+  // Where the server's time went, from a stream's header to its reply; ema.v1.PushTiming says what
+  // each means.
+  struct ServerTime {
+    absl::Duration receive;
+    absl::Duration fold;
+    absl::Duration wait;
+    absl::Duration commit;
+  };
   // What has happened so far: for logs and tests.
   struct Stats {
     int64_t total_bytes = 0;       // Of this rank, to be pushed; 0 until the run is ready.
@@ -625,6 +635,9 @@ class PendingPush {
     // From the start to the last byte's leaving; of weights on a GPU, to the last copy's start.
     absl::Duration send_time;
     Lane lane = Lane::kGrpc;  // Of the last stream.
+    // Of the stream whose reply it was, if Client::Options::report_timing; absent before the reply,
+    // from a server that does not tell, and where only QueryPush told of the commit.
+    std::optional<ServerTime> server_time = std::nullopt;
   };
   Stats stats() const;
 

@@ -48,6 +48,7 @@ class Client(EvaluatorCalls):
             same user, and offers it. gRPC stands in when there is none.
         max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
             begins with one, and keeps more if its large pushes are faster with them.
+        report_timing: the server tells with each push where its time has gone: `stats.server_seconds`.
         tls: PEM files for an `emas://` address; None: those that the environment names, as `Tls` says.
         token: a bearer token, for a server that asks for one. It is sent as it is: over a network, use
             TLS. "": that of the environment, EMA_TOKEN, unless a file is named.
@@ -69,6 +70,7 @@ class Client(EvaluatorCalls):
         timeout_s: float = 60.0,
         same_host_lane: bool = True,
         max_connections: int = 0,
+        report_timing: bool = False,
         tls: Tls | None = None,
         token: str = "",
         token_file: str = "",
@@ -83,6 +85,7 @@ class Client(EvaluatorCalls):
             timeout_s,
             same_host_lane,
             max_connections,
+            report_timing,
             (files.ca_file, files.certificate_file, files.key_file),
             token,
             token_file,

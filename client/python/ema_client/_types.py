@@ -363,6 +363,8 @@ class PushStats:
         connection_count: by how many connections it was sent last; 0: by none.
         send_seconds: from the start to the last byte's leaving.
         lane: what the last stream went through: "grpc" or "shared memory".
+        server_seconds: after the reply, with `Client(report_timing=True)`, where the server's time has
+            gone: "receive" (no byte was there), "fold", "wait" (for its device and other ranks), "commit".
     """
 
     total_bytes: int
@@ -371,6 +373,7 @@ class PushStats:
     connection_count: int
     send_seconds: float
     lane: str
+    server_seconds: dict[str, float] | None = None
 
 
 class Weights(dict[str, Any]):

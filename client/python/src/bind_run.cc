@@ -94,6 +94,15 @@ class PyPendingPush {
     result["connection_count"] = stats.connection_count;
     result["send_seconds"] = absl::ToDoubleSeconds(stats.send_time);
     result["lane"] = std::string(LaneName(stats.lane));
+    result["server_seconds"] = nb::none();
+    if (stats.server_time.has_value()) {
+      nb::dict seconds;
+      seconds["receive"] = absl::ToDoubleSeconds(stats.server_time->receive);
+      seconds["fold"] = absl::ToDoubleSeconds(stats.server_time->fold);
+      seconds["wait"] = absl::ToDoubleSeconds(stats.server_time->wait);
+      seconds["commit"] = absl::ToDoubleSeconds(stats.server_time->commit);
+      result["server_seconds"] = seconds;
+    }
     return result;
   }
 
