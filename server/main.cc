@@ -12,9 +12,9 @@
 #include <memory>
 #include <thread>
 
-#include "absl/strings/str_cat.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
+#include "server/ops/version.h"
 #include "server/server.h"
 
 namespace {
@@ -34,21 +34,39 @@ class StopSignal {
 
   // From here on there may be something to save: a signal ends only Wait().
   void SetRecovered() { is_recovered_ = true; }
-  void Wait() { thread_.join(); }
+  // Which it was.
+  int Wait() {
+    thread_.join();
+    return signal_number_;
+  }
 
  private:
   void Run(const sigset_t& signals) {
-    int signal_number = 0;
-    sigwait(&signals, &signal_number);
+    sigwait(&signals, &signal_number_);
     if (is_recovered_) return;
     // A start changes nothing that a crash would spoil, and may wait for the disk for long.
-    ema::LogInfo("stopped before the checkpoints had been read");
+    ema::Log(ema::LogLevel::kInfo, "stopped before the checkpoints had been read",
+             {{"signal", signal_number_}});
     std::_Exit(0);
   }
 
   std::atomic<bool> is_recovered_ = false;
+  int signal_number_ = 0;  // The thread's, until it has ended.
   std::thread thread_;
 };
+
+// From here on the log is as the options say.
+void LogStart(const ema::ParsedOptions& parsed) {
+  const ema::ServerOptions& options = parsed.options;
+  ema::SetLogLevel(*ema::ParseLogLevel(options.log_level));
+  ema::SetLogFormat(options.log_format == "json" ? ema::LogFormat::kJson : ema::LogFormat::kText);
+  ema::Log(ema::LogLevel::kInfo, "starting",
+           {{"version", ema::ServerVersion()},
+            {"config", parsed.config_file},
+            {"data_dir", options.data_dir},
+            {"device", options.device}});
+  for (const ema::LogEvent& warning : parsed.warnings) ema::Log(warning);
+}
 
 }  // namespace
 
@@ -65,10 +83,13 @@ int main(int argc, char** argv) {
 
   const ema::ParsedOptions parsed = ema::ParseOptions(argc, argv);
   if (parsed.should_exit) {
+    for (const ema::LogEvent& warning : parsed.warnings) {
+      std::fprintf(stderr, "%s\n", ema::ToText(warning).c_str());
+    }
     std::fputs(parsed.text.c_str(), parsed.exit_code == 0 ? stdout : stderr);
     return parsed.exit_code;
   }
-  ema::InitLogging(parsed.options.log_level);
+  LogStart(parsed);
 
   // Every connection is a descriptor.
   rlimit files{};
@@ -88,16 +109,21 @@ int main(int argc, char** argv) {
   absl::StatusOr<std::unique_ptr<ema::Server>> server =
       ema::Server::Start(parsed.options, [&stop] { stop.SetRecovered(); });
   if (!server.ok()) {
-    ema::LogError(absl::StrCat("cannot start: ", server.status().ToString()));
+    ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
-  stop.Wait();
-  ema::LogInfo("draining");
+  const int signal_number = stop.Wait();
+  ema::Log(ema::LogLevel::kInfo, "draining",
+           {{"signal", signal_number}, {"grace", parsed.options.drain_grace}});
   // A second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   signal(SIGTERM, SIG_DFL);
   signal(SIGINT, SIG_DFL);
   const absl::Status drained = (*server)->Drain();
-  ema::LogInfo(absl::StrCat("stopped: ", drained.ToString()));
+  if (drained.ok()) {
+    ema::Log(ema::LogLevel::kInfo, "stopped");
+  } else {
+    ema::Log(ema::LogLevel::kError, "stopped", {{"error", drained}});
+  }
   return drained.ok() ? 0 : 1;
 }

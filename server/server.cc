@@ -9,12 +9,12 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/shared_ring.h"
 #include "server/checkpoint/file_system.h"
 #include "server/ops/logging.h"
+#include "server/ops/port_file.h"
 
 namespace ema {
 
@@ -54,20 +54,41 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
                       const Device& device, int64_t model_bytes) {
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
   const int64_t base_bytes = ResidentBytes();
-  LogInfo(absl::StrCat(
-      "memory: at most ", base_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes,
-      " bytes = ", base_bytes, " now + ", host_model_bytes, " for models + ",
-      options.max_push_streams, " push streams x ", formula.push_bytes, " + ",
-      options.max_pull_streams, " pull streams x ", formula.pull_bytes, " + ", formula.lane_count,
-      " lanes x ", formula.lane_bytes, " + ", formula.kept_bytes,
-      " of freed buffers; a model takes its tracks' bytes x (2 + max_pinned_versions)"));
+  Log(LogLevel::kInfo, "memory",
+      {{"at_most_bytes", base_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes},
+       {"formula",
+        "now + models + push_streams * push_stream + pull_streams * pull_stream + lanes * lane + "
+        "freed; a model takes the bytes of its tracks * (2 + max_pinned_versions)"},
+       {"now", base_bytes},
+       {"models", host_model_bytes},
+       {"push_streams", options.max_push_streams},
+       {"push_stream", formula.push_bytes},
+       {"pull_streams", options.max_pull_streams},
+       {"pull_stream", formula.pull_bytes},
+       {"lanes", formula.lane_count},
+       {"lane", formula.lane_bytes},
+       {"freed", formula.kept_bytes}});
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
-  LogInfo(absl::StrCat(
-      "memory of ", device.name(), ": at most ",
-      model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes,
-      " bytes = ", model_bytes, " for models + ", options.max_push_streams, " push streams x ",
-      overhead.bytes_per_stream, " + ", overhead.shared_bytes, " for readers"));
+  Log(LogLevel::kInfo, "device memory",
+      {{"at_most_bytes",
+        model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes},
+       {"formula", "models + push_streams * push_stream + readers"},
+       {"device", device.name()},
+       {"models", model_bytes},
+       {"push_streams", options.max_push_streams},
+       {"push_stream", overhead.bytes_per_stream},
+       {"readers", overhead.shared_bytes}});
+}
+
+// At debug: there may be many a second.
+void LogCommit(const Model& model, const VersionRecord& record) {
+  if (log_level() > LogLevel::kDebug) return;
+  Log(LogLevel::kDebug, "committed",
+      {{"model", model.config().name},
+       {"run", record.run_epoch},
+       {"step", record.step},
+       {"version", record.version}});
 }
 
 // What `--memory-bytes` is if nobody says it.
@@ -90,6 +111,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   return Start(options, std::move(device), on_recovered);
 }
 
+LogSink Server::Sink() {
+  return [this](const LogEvent& event) {
+    Log(event);
+    if (event.level == LogLevel::kError) metrics_.OnProblem(ToText(event));
+  };
+}
+
 CheckpointManager::Options Server::CheckpointOptions() {
   return {.store = {.data_dir = options_.data_dir,
                     .keep_count = options_.keep_last,
@@ -99,12 +127,7 @@ CheckpointManager::Options Server::CheckpointOptions() {
                      .every = options_.save_every,
                      .step_multiple = options_.save_step_multiple},
           .scrub_interval = options_.scrub_interval,
-          .on_info = [](const std::string& text) { LogInfo(text); },
-          .on_error =
-              [this](const std::string& text) {
-                LogError(text);
-                metrics_.OnProblem(text);
-              },
+          .log = Sink(),
           .observer = &metrics_,
           .heartbeats = heartbeats_.get()};
 }
@@ -128,6 +151,7 @@ RpcServer::Options Server::RpcOptions() {
   rpc.max_calls_per_second = options_.max_calls_per_second;
   rpc.stall_timeout = options_.stream_timeout;
   rpc.authenticator = tokens_.get();
+  rpc.log = Sink();
   rpc.heartbeats = heartbeats_;
   rpc.observer = &metrics_;
   return rpc;
@@ -143,7 +167,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.max_models = options.max_models;
   store_options.model.block_bytes = options.block_bytes;
   store_options.model.incarnation = IncarnationWithoutStore(server->start_time_);
-  store_options.model.on_warning = [](const std::string& warning) { LogWarning(warning); };
+  store_options.model.log = server->Sink();
   store_options.model.observer = &server->metrics_;
   if (!options.data_dir.empty()) {
     EMA_ASSIGN_OR_RETURN(server->checkpoints_,
@@ -157,6 +181,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.model.on_commit =
       [checkpoints = server->checkpoints_.get(), statistics = server->statistics_.get()](
           const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+        LogCommit(*model, snapshot.record);
         if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
         if (statistics != nullptr) statistics->OnCommit(model, snapshot);
       };
@@ -170,10 +195,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 
   if (!options.auth_tokens.empty()) {
     EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
-    server->tokens_->on_change = [](const absl::Status& status) {
-      status.ok() ? LogInfo("the token file has changed, and is taken over")
-                  : LogError(absl::StrCat("the token file has changed, and is not taken over: ",
-                                          status.message()));
+    server->tokens_->on_change = [log = server->Sink()](const absl::Status& status) {
+      LogTo(log, status.ok() ? LogLevel::kInfo : LogLevel::kError,
+            status.ok() ? "token file taken over" : "token file not taken over",
+            {{"error", status}});
     };
   }
   if (on_recovered) on_recovered();
@@ -186,10 +211,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     absl::MutexLock lock(&server->mu_);
     server->serving_ = server->rpc_.get();
   }
+  Log(LimitsEvent(options));
   LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
-  LogInfo(absl::StrCat("serving on port ", server->port(), ", device ", device->name(), " (",
-                       DescribeGpus(), "), incarnation ", store_options.model.incarnation,
-                       ", ready after ", absl::FormatDuration(absl::Now() - server->start_time_)));
+  Log(LogLevel::kInfo, "serving",
+      {{"listen", server->rpc_->addresses()},
+       {"device", device->name()},
+       {"gpus", DescribeGpus()},
+       {"incarnation", store_options.model.incarnation},
+       {"seconds", absl::ToDoubleSeconds(absl::Now() - server->start_time_)}});
   if (!options.port_file.empty()) {
     EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
   }

@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/base/heartbeat.h"
+#include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
@@ -66,6 +67,8 @@ class Server {
  private:
   explicit Server(const ServerOptions& options) : options_(options) {}
 
+  // The log, whose errors the status page shows, too.
+  LogSink Sink();
   CheckpointManager::Options CheckpointOptions();
   RpcServer::Options RpcOptions();
   absl::Status StartHttp();

@@ -33,7 +33,7 @@ absl::Status Server::StartHttp() {
         .body = StatusPage(State(/*with_history=*/true), metrics_.Problems())};
   };
   EMA_ASSIGN_OR_RETURN(http_, HttpServer::Start(options_.http_listen, std::move(pages)));
-  LogInfo(absl::StrCat("metrics, probes and status page on ", http_->url()));
+  Log(LogLevel::kInfo, "serving metrics, probes and the status page", {{"url", http_->url()}});
   return absl::OkStatus();
 }
 

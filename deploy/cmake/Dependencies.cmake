@@ -5,6 +5,7 @@
 #   ema::dep_grpc_reflection                            + gRPC's service that describes the others
 #   ema::dep_isal                                       ISA-L: CRC32C
 #   ema::dep_torch  ema::dep_hwy                        LibTorch (CPU) of the wheel; Highway
+#   ema::dep_toml                                       toml++
 #   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json  prometheus-cpp::core
 #   GTest::gmock  benchmark::benchmark
 include_guard()
@@ -98,6 +99,11 @@ if(EMA_BUILD_SERVER)
   find_package(CLI11 REQUIRED)
   find_package(nlohmann_json REQUIRED)
   find_package(prometheus-cpp REQUIRED)
+  # The headers alone: the distribution's library, which its CMake target links, throws.
+  find_path(EMA_TOML_INCLUDE_DIR toml++/toml.h REQUIRED)
+  add_library(ema::dep_toml INTERFACE IMPORTED)
+  target_include_directories(ema::dep_toml SYSTEM INTERFACE ${EMA_TOML_INCLUDE_DIR})
+  target_compile_definitions(ema::dep_toml INTERFACE TOML_HEADER_ONLY=1 TOML_EXCEPTIONS=0)
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)

@@ -47,8 +47,8 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
     label.step = stored->id.step;
     EMA_RETURN_IF_ERROR(store_->PutLabel(model.config().name, label));
   }
-  Info(model, absl::StrCat("label ", label.name, " is at version ", label.id.version, ", step ",
-                           label.step));
+  Log(LogLevel::kInfo, "label set", model,
+      {{"label", label.name}, {"version", label.id.version}, {"step", label.step}});
   return label;
 }
 
@@ -64,7 +64,7 @@ absl::Status CheckpointManager::RemoveLabel(Model& model, const std::string& lab
   EMA_RETURN_IF_ERROR(model.closed());
   absl::MutexLock lock(&label_mu_);
   EMA_RETURN_IF_ERROR(store_->RemoveLabel(model.config().name, label));
-  Info(model, absl::StrCat("label ", label, " is taken away"));
+  Log(LogLevel::kInfo, "label removed", model, {{"label", label}});
   return absl::OkStatus();
 }
 

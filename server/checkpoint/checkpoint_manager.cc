@@ -71,7 +71,9 @@ absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const 
 absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Open(FileSystem& file_system,
                                                                            Options options,
                                                                            absl::Time now) {
-  options.store.on_read_only = options.on_error;
+  options.store.on_read_only = [log = options.log](const std::string& why) {
+    LogTo(log, LogLevel::kError, "checkpoints read-only", {{"error", why}});
+  };
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<CheckpointStore> store,
                        CheckpointStore::Open(file_system, options.store, now));
   return std::unique_ptr<CheckpointManager>(
@@ -93,8 +95,8 @@ CheckpointManager::CheckpointManager(Options options, std::unique_ptr<Checkpoint
           },
       .on_error =
           [this](const Model& model, const absl::Status& status) {
-            Error(model, absl::StrCat("an automatic save has failed, and is tried again: ",
-                                      status.ToString()));
+            Log(LogLevel::kError, "checkpoint failed", model,
+                {{"automatic", true}, {"retry", true}, {"error", status}});
           },
       .retry_delay = options_.retry_delay});
   queue_thread_ = std::thread([this] { RunQueue(); });
@@ -117,35 +119,34 @@ void CheckpointManager::Stop() {
   if (scrub_thread_.joinable()) scrub_thread_.join();
 }
 
-void CheckpointManager::Info(const Model& model, const std::string& text) const {
-  if (options_.on_info) options_.on_info(absl::StrCat("model ", model.config().name, ": ", text));
-}
-
-void CheckpointManager::Error(const Model& model, const std::string& text) const {
-  if (options_.on_error) options_.on_error(absl::StrCat("model ", model.config().name, ": ", text));
+void CheckpointManager::Log(LogLevel level, std::string_view event, const Model& model,
+                            std::vector<LogField> fields) const {
+  fields.insert(fields.begin(), {"model", model.config().name});
+  LogTo(options_.log, level, event, std::move(fields));
 }
 
 absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report, store_->LoadAll(models));
   for (const CheckpointStore::Quarantined& bad : report.quarantined) {
-    if (!options_.on_error) break;
-    options_.on_error(absl::StrCat("model ", bad.model, ": checkpoint ", bad.checkpoint,
-                                   " is set aside: ", bad.problem.ToString()));
+    LogTo(options_.log, LogLevel::kError, "checkpoint set aside",
+          {{"model", bad.model}, {"checkpoint", bad.checkpoint}, {"error", bad.problem}});
   }
   for (const auto& [model, name] : report.abandoned) {
-    if (!options_.on_error) break;
-    options_.on_error(absl::StrCat("model ", model, ": a crash had left a checkpoint newer than ",
-                                   "LATEST: set aside as ", name));
+    LogTo(options_.log, LogLevel::kError, "checkpoint set aside",
+          {{"model", model},
+           {"checkpoint", name},
+           {"error", "a crash had left it newer than LATEST"}});
   }
   for (const auto& [model, problem] : report.lost_labels) {
-    if (!options_.on_error) break;
-    options_.on_error(absl::StrCat("model ", model, ": its labels are lost: ", problem.ToString()));
+    LogTo(options_.log, LogLevel::kError, "labels lost", {{"model", model}, {"error", problem}});
   }
   for (const CheckpointStore::Loaded& loaded : report.loaded) {
-    if (!options_.on_info) break;
-    options_.on_info(absl::StrCat("model ", loaded.model, ": step ", loaded.record.step,
-                                  ", version ", loaded.record.version, " loaded from ",
-                                  loaded.checkpoint));
+    LogTo(options_.log, LogLevel::kInfo, "restored",
+          {{"model", loaded.model},
+           {"step", loaded.record.step},
+           {"version", loaded.record.version},
+           {"checkpoint", loaded.checkpoint},
+           {"bytes", loaded.total_bytes}});
   }
   models_ = &models;
   if (options_.scrub_interval > absl::ZeroDuration()) {
@@ -163,7 +164,10 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
     const auto saved =
         SaveSnapshot(*model, newest, {.keep = IsKeepDue(*newest, model->kept_time())});
     if (saved.ok()) continue;
-    Error(*model, absl::StrCat("not saved: ", saved.status().ToString()));
+    Log(LogLevel::kError, "checkpoint failed", *model,
+        {{"step", newest->record.step},
+         {"version", newest->record.version},
+         {"error", saved.status()}});
     result.Update(saved.status());
   }
   return result;
@@ -190,8 +194,12 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
     NoteEnd(key, saved.status());
   }
   EMA_RETURN_IF_ERROR(saved.status());
-  Info(model, absl::StrCat("step ", snapshot->record.step, ", version ", snapshot->record.version,
-                           " saved as ", saved->name, options.keep ? ", to be kept" : ""));
+  Log(LogLevel::kInfo, "checkpoint saved", model,
+      {{"step", snapshot->record.step},
+       {"version", snapshot->record.version},
+       {"checkpoint", saved->name},
+       {"bytes", saved->total_bytes},
+       {"keep", options.keep}});
   return Saved{snapshot->record, saved->name, saved->total_bytes};
 }
 
@@ -320,7 +328,8 @@ void CheckpointManager::RunQueue() {
       saving.model = nullptr;
     }
     if (!status.ok()) {
-      Error(*model, absl::StrCat(key.second, " could not be saved: ", status.ToString()));
+      Log(LogLevel::kError, "checkpoint failed", *model,
+          {{"checkpoint", key.second}, {"error", status}});
     }
     // Lets go of the version before it is said that nothing is waiting.
     snapshot = nullptr;
@@ -393,7 +402,7 @@ absl::StatusOr<CheckpointInfo> CheckpointManager::Get(Model& model, std::string_
 absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
   EMA_RETURN_IF_ERROR(model.closed());
   EMA_RETURN_IF_ERROR(store_->Delete(model.config().name, name));
-  Info(model, absl::StrCat("checkpoint ", std::string(name), " removed, as was asked for"));
+  Log(LogLevel::kInfo, "checkpoint deleted", model, {{"checkpoint", name}});
   return absl::OkStatus();
 }
 
@@ -467,9 +476,12 @@ absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
                                                         const SynthesisRequest& request) {
   const absl::Time begin = absl::Now();
   EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*store_, model, request));
-  Info(model, absl::StrCat(request.name, " built for step ", result.record.step, " from ",
-                           result.sources.size(), " snapshots, residual ", result.residual, ", in ",
-                           absl::FormatDuration(absl::Now() - begin)));
+  Log(LogLevel::kInfo, "average synthesized", model,
+      {{"track", request.name},
+       {"step", result.record.step},
+       {"snapshots", result.sources.size()},
+       {"residual", result.residual},
+       {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   return result;
 }
 
@@ -486,11 +498,11 @@ void CheckpointManager::SetAside(Model& model, const std::string& name,
                                  const absl::Status& problem) {
   const absl::StatusOr<bool> was_latest = store_->Quarantine(model.config().name, name, problem);
   if (!was_latest.ok()) {
-    Error(model, absl::StrCat("checkpoint ", name, " is bad (", problem.ToString(),
-                              ") and cannot be set aside: ", was_latest.status().ToString()));
+    Log(LogLevel::kError, "bad checkpoint not set aside", model,
+        {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
     return;
   }
-  Error(model, absl::StrCat("checkpoint ", name, " is set aside: ", problem.ToString()));
+  Log(LogLevel::kError, "checkpoint set aside", model, {{"checkpoint", name}, {"error", problem}});
   if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
 }
 
@@ -533,10 +545,8 @@ void CheckpointManager::RunScrub() {
   while (Rest(options_.scrub_interval)) {
     const absl::Time begin = absl::Now();
     const int64_t bad_count = Scrub(*models_);
-    if (!options_.on_info) continue;
-    options_.on_info(absl::StrCat("all checkpoints have been read again in ",
-                                  absl::FormatDuration(absl::Now() - begin), ": ", bad_count,
-                                  " were bad"));
+    LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
+          {{"bad", bad_count}, {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   }
 }
 

@@ -24,6 +24,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/base/heartbeat.h"
+#include "server/base/log_event.h"
 #include "server/base/observer.h"
 #include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
@@ -51,9 +52,7 @@ class CheckpointManager final : public Checkpoints {
     // Every checkpoint is read again, to find bytes that have gone bad, once in so long. Zero:
     // never.
     absl::Duration scrub_interval = absl::ZeroDuration();
-    // Told what the log should say. Called from any thread. May be empty.
-    std::function<void(const std::string&)> on_info;
-    std::function<void(const std::string&)> on_error;
+    LogSink log;
     // Told how saves have ended. Outlives the manager.
     ServerObserver* observer = &ServerObserver::None();
     // Where the threads that save and read again show that they get on. Outlives the manager; null:
@@ -136,8 +135,9 @@ class CheckpointManager final : public Checkpoints {
 
   CheckpointManager(Options options, std::unique_ptr<CheckpointStore> store);
 
-  void Info(const Model& model, const std::string& text) const;
-  void Error(const Model& model, const std::string& text) const;
+  // Tells the log, with the model's name.
+  void Log(LogLevel level, std::string_view event, const Model& model,
+           std::vector<LogField> fields) const;
 
   // Saves, and keeps in mind that it is done, or why not.
   absl::StatusOr<Saved> SaveSnapshot(Model& model, const SnapshotRef& snapshot,

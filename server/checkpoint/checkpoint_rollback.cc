@@ -48,8 +48,10 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
     record = GoBackToStored(model, *stored, result);
   }
   EMA_RETURN_IF_ERROR(record.status());
-  Info(model, absl::StrCat("rolled back to version ", record->restored_from->version, ", step ",
-                           record->step, ", which is now version ", record->version));
+  Log(LogLevel::kInfo, "rolled back", model,
+      {{"step", record->step},
+       {"version", record->version},
+       {"from_version", record->restored_from->version}});
   EMA_RETURN_IF_ERROR(SaveRollback(model, *record, result));
   return record;
 }

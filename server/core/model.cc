@@ -73,6 +73,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
   JoinResult result;
   result.layout_digest = layout.digest();
   std::shared_ptr<PushSession> fenced;
+  bool is_new = false;
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
@@ -99,6 +100,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       begun_step_ = 0;
       ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
+      is_new = true;
     }
     result.run_epoch = run_epoch_;
     result.ready = run_->ready();
@@ -106,11 +108,18 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
     if (current_ != nullptr) result.latest = current_->record;
     result.plan = PlanLocked();
   }
+  if (is_new) {
+    LogTo(options_.log, LogLevel::kInfo, "run opened",
+          {{"model", config_.name},
+           {"run", result.run_epoch},
+           {"launch", launch_id},
+           {"ranks", world_size}});
+  }
   if (fenced != nullptr) {
-    fenced->End(
-        Aborted(ErrorReason::kFenced,
-                absl::StrCat("step ", fenced->plan().step, ": run epoch ", fenced->run().epoch(),
-                             " has been fenced by epoch ", result.run_epoch)));
+    DropStep(*fenced, Aborted(ErrorReason::kFenced,
+                              absl::StrCat("step ", fenced->plan().step, ": run epoch ",
+                                           fenced->run().epoch(), " has been fenced by epoch ",
+                                           result.run_epoch)));
   }
   return result;
 }
@@ -285,10 +294,10 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     base = current_;
   }
   if (abandoned != nullptr) {
-    abandoned->End(
-        Aborted(ErrorReason::kStepAbandoned,
-                absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank, " began step ",
-                             start.step, " without having committed it")));
+    DropStep(*abandoned,
+             Aborted(ErrorReason::kStepAbandoned,
+                     absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
+                                  " began step ", start.step, " without having committed it")));
     abandoned.reset();
   }
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
@@ -346,7 +355,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;  // Freed last, after everybody has been told.
   PushPlan plan;
-  std::vector<std::string> warnings;
+  std::vector<LogEvent> warnings;
   {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
@@ -361,8 +370,8 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
-  if (!options_.on_warning) return;
-  for (const std::string& warning : warnings) options_.on_warning(warning);
+  if (!options_.log) return;
+  for (const LogEvent& warning : warnings) options_.log(warning);
 }
 
 SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
@@ -388,7 +397,17 @@ void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl:
     absl::MutexLock lock(&mu_);
     DetachLocked(session.get());
   }
-  session->End(status);
+  DropStep(*session, status);
+}
+
+void Model::DropStep(PushSession& session, const absl::Status& status) const {
+  if (!session.End(status)) return;
+  LogTo(options_.log, LogLevel::kWarning, "step dropped",
+        {{"model", config_.name},
+         {"run", session.run().epoch()},
+         {"step", session.plan().step},
+         {"reason", ErrorReasonName(GetErrorReason(status))},
+         {"error", status}});
 }
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
@@ -424,8 +443,8 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     if (abandon_if_unfinished) session_ = nullptr;
   }
   if (abandon_if_unfinished) {
-    session->End(Aborted(ErrorReason::kStepAbandoned,
-                         absl::StrCat("step ", step, ": abandoned by rank ", rank)));
+    DropStep(*session, Aborted(ErrorReason::kStepAbandoned,
+                               absl::StrCat("step ", step, ": abandoned by rank ", rank)));
     result.state = PushState::State::kAbandoned;
     return result;
   }
@@ -448,11 +467,12 @@ void Model::ExpireSession(std::chrono::steady_clock::time_point now,
     if (session_ == nullptr || now - session_->last_progress() < timeout) return;
     session = std::exchange(session_, nullptr);
   }
-  session->End(Aborted(
-      ErrorReason::kSessionExpired,
-      absl::StrCat("step ", session->plan().step, ": nothing arrived for ",
-                   absl::FormatDuration(absl::FromChrono(timeout)),
-                   "; missing ranks: ", absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
+  DropStep(
+      *session,
+      Aborted(ErrorReason::kSessionExpired,
+              absl::StrCat("step ", session->plan().step, ": nothing arrived for ",
+                           absl::FormatDuration(absl::FromChrono(timeout)), "; missing ranks: ",
+                           absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
 }
 
 void Model::RefuseNew(const absl::Status& status) {
@@ -468,7 +488,7 @@ void Model::Drain(const absl::Status& status, absl::Time deadline) {
     mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline);
     session = std::exchange(session_, nullptr);
   }
-  if (session != nullptr) session->End(status);
+  if (session != nullptr) DropStep(*session, status);
 }
 
 void Model::AwaitQuiet(absl::Duration timeout) {

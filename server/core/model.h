@@ -27,6 +27,7 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
+#include "server/base/log_event.h"
 #include "server/base/observer.h"
 #include "server/core/attached_files.h"
 #include "server/core/memory_budget.h"
@@ -54,8 +55,9 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t incarnation = 1;
     // Records kept for Watch and ListVersions.
     int64_t record_count = 4096;
-    // Told, once for each track, what its owner should know. May be empty. Called from any thread.
-    std::function<void(const std::string&)> on_warning;
+    // Told of runs that are opened, steps that are dropped, and, once for each track, what its
+    // owner should know. Called without a lock that readers take.
+    LogSink log;
     // Told of every commit, after the trainer's ranks. May be empty. Called from any thread, also
     // from several at once, without a lock of the model's; must not block for long.
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
@@ -135,7 +137,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
   // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
   // gives has its values in blocks (shared ones, perhaps), and nobody else holds it. Of its tracks,
-  // those stay that the model has, by name and in the same form (on_warning is told of the others);
+  // those stay that the model has, by name and in the same form (the log is told of the others);
   // tracks of the model that it has not begin with the next push. Records, watchers and on_commit
   // as at a commit. Errors: those of `load`, what RefuseNew() or Close() was given, or
   // FAILED_PRECONDITION, MODEL_DIFFERS: none of its tracks would stay; the run has been ended,
@@ -325,8 +327,8 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status CheckNoTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // What Options::on_warning is to be told of a commit.
-  std::vector<std::string> NewWarningsLocked(const VersionRecord& record)
+  // What Options::log is to be told of a commit.
+  std::vector<LogEvent> NewWarningsLocked(const VersionRecord& record)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -393,6 +395,9 @@ class Model : public std::enable_shared_from_this<Model> {
   void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends `session`, which is off the model, without a version, and tells the log, if it has not
+  // ended yet.
+  void DropStep(PushSession& session, const absl::Status& status) const ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(const Snapshot* snapshot) ABSL_LOCKS_EXCLUDED(mu_);
   void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
 

@@ -155,8 +155,8 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
   }
   if (fenced != nullptr) {
-    fenced->End(Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"", config_.name,
-                                    "\" is rolled back to ", target)));
+    DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
+                                          config_.name, "\" is rolled back to ", target)));
     fenced.reset();
   }
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
@@ -183,10 +183,12 @@ absl::StatusOr<VersionRecord> Model::RollBack(
   }
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
-  if (options_.on_warning && !left_out.empty()) {
-    options_.on_warning(absl::StrCat(
-        "model ", config_.name, ": rolled back to version ", from.version, " without its tracks ",
-        absl::StrJoin(left_out, ", "), ", which the model has no longer, or in another form"));
+  if (!left_out.empty()) {
+    LogTo(options_.log, LogLevel::kWarning, "rolled back without some tracks",
+          {{"model", config_.name},
+           {"version", from.version},
+           {"tracks", absl::StrJoin(left_out, ",")},
+           {"why", "the model has them no longer, or in another form"}});
   }
   return (*loaded)->record;
 }

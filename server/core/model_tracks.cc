@@ -308,22 +308,26 @@ void Model::SetKeptTime(const TrainingTime& time) {
   kept_time_ = time;
 }
 
-std::vector<std::string> Model::NewWarningsLocked(const VersionRecord& record) {
+std::vector<LogEvent> Model::NewWarningsLocked(const VersionRecord& record) {
   constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
-  std::vector<std::string> warnings;
+  std::vector<LogEvent> warnings;
   // `rule`: of the track's, by whose schedule the tensors go; null: the track's own schedule.
   const auto check = [&](const TrackRecord& track,
                          const TrackRecord* rule) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const TrackRecord& by = rule != nullptr ? *rule : track;
     if (by.stall_gap < kStallGap) return;
-    std::string about = absl::StrCat("model ", config_.name, ", track ", track.track);
-    if (rule != nullptr) absl::StrAppend(&about, ", tensors ", rule->track);
-    absl::StrAppend(&about, " (", by.config, ")");
-    if (!warned_configs_.insert(about).second) return;
-    warnings.push_back(
-        absl::StrCat(about, ": an update weight of ", by.update_weight,
-                     " is below what float32 can resolve: values stall within ", by.stall_gap,
-                     " of their size short of the average; a compensated track does not"));
+    LogEvent event{LogLevel::kWarning, "float32 stalls", {{"model", config_.name}}};
+    event.fields.emplace_back("track", track.track);
+    if (rule != nullptr) event.fields.emplace_back("tensors", rule->track);
+    event.fields.emplace_back("schedule", by.config);
+    if (!warned_configs_.insert(ToText(event)).second) return;
+    event.fields.emplace_back("update_weight", by.update_weight);
+    event.fields.emplace_back("stall_gap", by.stall_gap);
+    event.fields.emplace_back("hint",
+                              "the weight is below what float32 can resolve: values stall within "
+                              "stall_gap of their size short of the average; a compensated track "
+                              "does not");
+    warnings.push_back(std::move(event));
   };
   for (const TrackRecord& track : record.tracks) {
     check(track, nullptr);

@@ -448,12 +448,12 @@ std::chrono::steady_clock::time_point PushSession::last_progress() const {
   return last_progress_;
 }
 
-void PushSession::End(const absl::StatusOr<PushResult>& result) {
+bool PushSession::End(const absl::StatusOr<PushResult>& result) {
   std::vector<OpenedStream> streams;
   Memory unused;
   {
     absl::MutexLock lock(&mu_);
-    if (ended_.has_value()) return;
+    if (ended_.has_value()) return false;
     ended_ = result.ok() ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                                      absl::StrCat("step ", plan_.step, " is committed already"))
                          : result.status();
@@ -467,6 +467,7 @@ void PushSession::End(const absl::StatusOr<PushResult>& result) {
        .duration = absl::FromChrono(std::chrono::steady_clock::now() - begin_),
        .skipped_tensor_count = result.ok() ? result->record.skipped_tensor_count : 0});
   for (const OpenedStream& stream : streams) stream.on_end(result);
+  return true;
 }
 
 }  // namespace ema

@@ -169,10 +169,10 @@ class PushSession {
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
   absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends the session; the first call wins, later ones do nothing. Tells the observer, then calls
-  // every open stream's `on_end`. Gives the blocks and the base back: at once, or when the folds
-  // that are running end.
-  void End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the session; the first call wins, later ones do nothing and return false. Tells the
+  // observer, then calls every open stream's `on_end`. Gives the blocks and the base back: at once,
+  // or when the folds that are running end.
+  bool End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   struct RankState {

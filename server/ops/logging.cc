@@ -4,54 +4,87 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <array>
+#include <atomic>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 
 namespace ema {
 namespace {
 
-spdlog::level::level_enum SpdlogLevel(LogLevel level) {
-  switch (level) {
-    case LogLevel::kDebug:
-      return spdlog::level::debug;
-    case LogLevel::kInfo:
-      return spdlog::level::info;
-    case LogLevel::kWarning:
-      return spdlog::level::warn;
-    case LogLevel::kError:
-      return spdlog::level::err;
-  }
-  return spdlog::level::err;
-}
+// By LogLevel.
+constexpr std::array<std::string_view, 4> kLevelNames = {"debug", "info", "warn", "error"};
+constexpr std::array<spdlog::level::level_enum, 4> kSpdlogLevels = {
+    spdlog::level::debug, spdlog::level::info, spdlog::level::warn, spdlog::level::err};
 
-// Never destroyed: threads may log until the process ends.
+// Relaxed: a line may still be written as before.
+std::atomic<LogLevel> least_level{LogLevel::kInfo};
+std::atomic<LogFormat> line_format{LogFormat::kText};
+
+// Serializes the lines. Never destroyed: threads may log until the process ends.
 spdlog::logger& Logger() {
   static spdlog::logger* const logger = [] {
     auto* const made = new spdlog::logger("ema", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_pattern("%Y-%m-%dT%H:%M:%S.%fZ %l %v", spdlog::pattern_time_type::utc);
-    made->flush_on(spdlog::level::debug);
+    made->set_pattern("%v");
+    made->set_level(spdlog::level::trace);
+    made->flush_on(spdlog::level::trace);
     return made;
   }();
   return *logger;
 }
 
-}  // namespace
-
-void InitLogging(std::string_view level) {
-  Logger().set_level(level == "debug"   ? spdlog::level::debug
-                     : level == "warn"  ? spdlog::level::warn
-                     : level == "error" ? spdlog::level::err
-                                        : spdlog::level::info);
+std::string ToJson(const LogEvent& event, const std::string& time) {
+  nlohmann::ordered_json line;
+  line["ts"] = time;
+  line["level"] = LogLevelName(event.level);
+  line["event"] = event.name;
+  for (const LogField& field : event.fields) {
+    std::visit([&](const auto& value) { line[field.key] = value; }, field.value);
+  }
+  // In ASCII, and bytes that are not UTF-8 replaced: no text can end the line.
+  return line.dump(/*indent=*/-1, ' ', /*ensure_ascii=*/true,
+                   nlohmann::ordered_json::error_handler_t::replace);
 }
 
-void Log(LogLevel level, std::string_view message) {
-  if (!Logger().should_log(SpdlogLevel(level))) return;
-  std::string line(message);
-  for (char& c : line) {
-    if (c == '\n' || c == '\r') c = ' ';
+}  // namespace
+
+std::optional<LogLevel> ParseLogLevel(std::string_view name) {
+  for (size_t i = 0; i < kLevelNames.size(); ++i) {
+    if (kLevelNames[i] == name) return static_cast<LogLevel>(i);
   }
-  // Without its formatting: a message may hold braces.
-  Logger().log(SpdlogLevel(level), spdlog::string_view_t(line.data(), line.size()));
+  return std::nullopt;
+}
+
+std::string_view LogLevelName(LogLevel level) { return kLevelNames[static_cast<size_t>(level)]; }
+
+void SetLogLevel(LogLevel level) { least_level.store(level, std::memory_order_relaxed); }
+
+LogLevel log_level() { return least_level.load(std::memory_order_relaxed); }
+
+void SetLogFormat(LogFormat format) { line_format.store(format, std::memory_order_relaxed); }
+
+void Log(const LogEvent& event) {
+  if (event.level < log_level()) return;
+  const std::string time =
+      absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());
+  const std::string line =
+      line_format.load(std::memory_order_relaxed) == LogFormat::kJson
+          ? ToJson(event, time)
+          : absl::StrCat(time, " ", std::string(LogLevelName(event.level)), " ", ToText(event));
+  // Without spdlog's formatting: a line may hold braces.
+  Logger().log(kSpdlogLevels[static_cast<size_t>(event.level)],
+               spdlog::string_view_t(line.data(), line.size()));
+}
+
+void Log(LogLevel level, std::string_view name, std::vector<LogField> fields) {
+  Log(LogEvent{level, std::string(name), std::move(fields)});
 }
 
 }  // namespace ema

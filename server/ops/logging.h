@@ -1,27 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The server's log: one line an event on stderr, with time and level.
+// The server's log: one line an event on stderr, as text or JSON.
 #ifndef EMA_SERVER_OPS_LOGGING_H_
 #define EMA_SERVER_OPS_LOGGING_H_
 
+#include <optional>
 #include <string_view>
+#include <vector>
+
+#include "server/base/log_event.h"
 
 namespace ema {
 
-enum class LogLevel { kDebug, kInfo, kWarning, kError };
+enum class LogFormat {
+  kText,  // 2026-01-02T03:04:05.678901Z info committed model=gpt step=5
+  kJson,  // {"ts":"2026-01-02T03:04:05.678901Z","level":"info","event":"committed","model":"gpt",..}
+};
 
-// Sets the level ("debug", "info", "warn", "error") from which on events are logged. To be called
-// once, before other threads start; without it "info" holds. An unknown name counts as "info".
-void InitLogging(std::string_view level);
+// "debug", "info", "warn", "error"; nullopt: anything else.
+std::optional<LogLevel> ParseLogLevel(std::string_view name);
+std::string_view LogLevelName(LogLevel level);
 
-// Writes `2026-01-02T03:04:05.678901Z info message`, line ends in it replaced so that it stays one
-// line. Thread-safe; blocks while stderr does. Not for tensor values, secrets or paths from
-// clients.
-void Log(LogLevel level, std::string_view message);
+// Events from this level on are written; kInfo without a call. Thread-safe, at any time.
+void SetLogLevel(LogLevel level);
+LogLevel log_level();
+// kText without a call. Thread-safe.
+void SetLogFormat(LogFormat format);
 
-inline void LogInfo(std::string_view message) { Log(LogLevel::kInfo, message); }
-inline void LogWarning(std::string_view message) { Log(LogLevel::kWarning, message); }
-inline void LogError(std::string_view message) { Log(LogLevel::kError, message); }
+// Writes `event` as one line, with the time (UTC). Thread-safe; blocks while stderr does. Not for
+// values of tensors, or secrets.
+void Log(const LogEvent& event);
+void Log(LogLevel level, std::string_view name, std::vector<LogField> fields = {});
 
 }  // namespace ema
 

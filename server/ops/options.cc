@@ -4,272 +4,281 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <charconv>
-#include <cstdio>
-#include <fstream>
-#include <functional>
-#include <limits>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
 #include <sstream>
-#include <system_error>
+#include <string_view>
 #include <thread>
 #include <utility>
 
-#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "server/base/nearest_name.h"
+#include "server/ops/config_file.h"
+#include "server/ops/environment.h"
+#include "server/ops/option_table.h"
+#include "server/ops/version.h"
 
 namespace ema {
 namespace {
 
 constexpr int kUsageExitCode = 2;
-constexpr int64_t kMostSteps = int64_t{1} << 62;
-// gRPC counts milliseconds in an int.
-constexpr absl::Duration kMostOfTransport = absl::Hours(24);
+constexpr char kConfigVariable[] = "EMA_CONFIG";
 
-// "--data-dir" -> "EMA_DATA_DIR".
-std::string EnvironmentName(const std::string& flag) {
-  std::string name = absl::StrCat("EMA_", absl::AsciiStrToUpper(flag.substr(2)));
-  std::replace(name.begin(), name.end(), '-', '_');
-  return name;
+// What clients read, and the server does not; they may share its environment.
+constexpr std::array<std::string_view, 2> kClientVariables = {"EMA_SERVER", "EMA_TLS_CA"};
+
+std::string Variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
 }
 
-CLI::Option* AddText(CLI::App& app, const std::string& flag, std::string& value,
-                     const std::string& help) {
-  return app.add_option(flag, value, help)->envname(EnvironmentName(flag))->capture_default_str();
+// `; did you mean "max-models"?`, or nothing if `name` resembles none of `names`.
+std::string Suggestion(const std::string& name, const std::vector<std::string>& names) {
+  const std::string_view nearest =
+      NearestName(name, names, [](const std::string& known) { return std::string_view(known); });
+  if (SharedEnds(name, nearest) * 2 < name.size()) return "";
+  return absl::StrCat("; did you mean \"", std::string(nearest), "\"?");
 }
 
-CLI::Option* AddCount(CLI::App& app, const std::string& flag, int64_t& value, int64_t least,
-                      const std::string& help, int64_t most = int64_t{1} << 20) {
-  return app.add_option(flag, value, help)
-      ->envname(EnvironmentName(flag))
-      ->capture_default_str()
-      ->check(CLI::Range(least, most));
-}
+// One reading of all options, from the weakest source to the strongest.
+class Reading {
+ public:
+  explicit Reading(ServerOptions& options) : table_(OptionTable(options)) {
+    for (const Option& option : table_) names_.push_back(option.name);
+  }
 
-CLI::Option* AddDuration(CLI::App& app, const std::string& flag, absl::Duration& value,
-                         absl::Duration least, const std::string& help,
-                         absl::Duration most = absl::Hours(24 * 365)) {
-  const auto set = [&value, flag, least, most](const std::string& text) {
-    if (!absl::ParseDuration(text, &value) || value < least || value > most) {
-      throw CLI::ValidationError(
-          flag, absl::StrCat("\"", text, "\" is not a duration from ", absl::FormatDuration(least),
-                             " to ", absl::FormatDuration(most), ", such as 30s or 1m30s"));
+  const std::vector<Option>& table() const { return table_; }
+  const std::vector<std::string>& problems() const { return problems_; }
+
+  void AddProblem(std::string problem) { problems_.push_back(std::move(problem)); }
+
+  void ReadFile(const std::string& path) {
+    const absl::StatusOr<std::vector<ConfigEntry>> entries = ReadConfigFile(path);
+    if (!entries.ok()) return AddProblem(std::string(entries.status().message()));
+    for (const ConfigEntry& entry : *entries) {
+      const std::string where = absl::StrCat(path, ":", entry.line);
+      const auto option = std::find(names_.begin(), names_.end(), entry.key);
+      if (option == names_.end()) {
+        const std::string as_key = absl::StrReplaceAll(entry.key, {{"_", "-"}});
+        AddProblem(absl::StrCat(where, ": \"", absl::CHexEscape(entry.key), "\" is not an option",
+                                Suggestion(as_key, names_)));
+      } else if (!entry.problem.empty()) {
+        AddProblem(absl::StrCat(where, ": ", entry.key, ": ", entry.problem));
+      } else {
+        Set(table_[option - names_.begin()], entry.value, absl::StrCat(where, ": ", entry.key),
+            absl::StrCat("file, line ", entry.line));
+      }
     }
-  };
-  return app.add_option_function<std::string>(flag, set, help)
-      ->envname(EnvironmentName(flag))
-      ->type_name("DURATION")
-      ->default_str(absl::FormatDuration(value));
-}
+  }
 
-CLI::Option* AddBytes(CLI::App& app, const std::string& flag, int64_t& value,
-                      const std::string& help, int64_t least = 0,
-                      int64_t most = std::numeric_limits<int64_t>::max()) {
-  const auto set = [&value, flag, least, most](const std::string& text) {
-    const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
-    if (!bytes.ok()) throw CLI::ValidationError(flag, std::string(bytes.status().message()));
-    if (*bytes < least || *bytes > most) {
-      throw CLI::ValidationError(
-          flag, absl::StrCat("\"", text, "\" is not from ", least, " to ", most, " bytes"));
+  void ReadEnvironment() {
+    for (const Option& option : table_) {
+      const std::string name = EnvironmentName(option.name);
+      const std::string value = Variable(name.c_str());
+      if (!value.empty()) Set(option, value, name, absl::StrCat("environment, ", name));
     }
-    value = *bytes;
-  };
-  return app.add_option_function<std::string>(flag, set, help)
-      ->envname(EnvironmentName(flag))
-      ->type_name("BYTES")
-      ->default_str(absl::StrCat(value));
-}
+  }
 
-// The number behind the last colon of "x:7"; -1: there is none.
-int NumberAfterColon(const std::string& text) {
-  const size_t colon = text.rfind(':');
-  if (colon == std::string::npos || colon == 0) return -1;
-  int number = -1;
-  const char* const end = text.data() + text.size();
-  const std::from_chars_result result = std::from_chars(text.data() + colon + 1, end, number);
-  return result.ec == std::errc() && result.ptr == end ? number : -1;
-}
+  void ReadFlag(const Option& option, const std::string& value) {
+    const std::string flag = "--" + option.name;
+    Set(option, value, flag, absl::StrCat("flag, ", flag));
+  }
 
-// Empty if `text` is host:port or unix:/path.
-std::string CheckListen(const std::string& text) {
-  if (text.starts_with("unix:/")) return "";
-  const int port = NumberAfterColon(text);
-  if (port >= 0 && port <= 65535) return "";
-  return absl::StrCat("\"", text,
-                      "\" is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
-}
+  void RefuseFlag(const std::string& argument) {
+    const std::string name = argument.substr(0, argument.find('='));
+    if (!name.starts_with("--")) {
+      return AddProblem(absl::StrCat("\"", argument, "\" is not expected; options begin with --"));
+    }
+    std::vector<std::string> flags = {"--config", "--print-config", "--help", "--version"};
+    for (const std::string& known : names_) flags.push_back("--" + known);
+    AddProblem(absl::StrCat("\"", name, "\" is not an option",
+                            Suggestion(absl::StrReplaceAll(name, {{"_", "-"}}), flags)));
+  }
 
-// Empty if `text` is host:port, or empty.
-std::string CheckHttpListen(const std::string& text) {
-  const int port = NumberAfterColon(text);
-  if (text.empty() || (port >= 0 && port <= 65535 && !text.starts_with("unix:"))) return "";
-  return absl::StrCat("\"", text, "\" is not host:port, such as 127.0.0.1:8080 or [::]:0");
-}
+  // For variables that are no option of ours, nor a client's.
+  std::vector<LogEvent> UnknownVariables() const {
+    std::vector<std::string> known(kClientVariables.begin(), kClientVariables.end());
+    known.emplace_back(kConfigVariable);
+    for (const std::string& name : names_) known.push_back(EnvironmentName(name));
+    std::vector<LogEvent> events;
+    for (const std::string& name : EmaVariables()) {
+      if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+      LogEvent& event = events.emplace_back();
+      event = {LogLevel::kWarning, "unknown environment variable", {{"name", name}}};
+      event.fields.emplace_back("nearest", NearestName(name, known, [](const std::string& other) {
+                                  return std::string_view(other);
+                                }));
+    }
+    return events;
+  }
 
-// Empty if `text` could be a device; whether it is there, MakeDevice() finds out.
-std::string CheckDevice(const std::string& text) {
-  if (text == "auto" || text == "cpu") return "";
-  if (text.starts_with("cuda:") && NumberAfterColon(text) >= 0) return "";
-  return absl::StrCat("\"", text, "\" is not auto, cpu, or a GPU such as cuda:0");
-}
+  // TOML that ReadFile() reads as the same values.
+  std::string ToToml() const {
+    std::string text = absl::StrCat("# ema-server ", std::string(ServerVersion()), "\n");
+    std::string group;
+    for (const Option& option : table_) {
+      const auto source = sources_.find(option.name);
+      if (option.is_hidden && source == sources_.end()) continue;
+      if (group != option.group) absl::StrAppend(&text, "\n# ", option.group, "\n");
+      group = option.group;
+      absl::StrAppend(&text, option.name, " = ", TomlValue(option), "  # ",
+                      source == sources_.end() ? "default" : source->second, "\n");
+    }
+    return text;
+  }
 
-// Empty if blocks of `text` bytes are allowed.
-std::string CheckBlockBytes(const std::string& text) {
-  constexpr int64_t kGranule = 4096;
-  const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
-  if (bytes.ok() && *bytes > 0 && *bytes % kGranule == 0) return "";
-  return absl::StrCat("--block-bytes: \"", text, "\" is not a multiple of ", kGranule, " bytes");
-}
+ private:
+  // `where`: for errors; `source`: for ToToml().
+  void Set(const Option& option, const std::string& value, const std::string& where,
+           const std::string& source) {
+    const absl::Status status = option.set(value);
+    if (!status.ok()) return AddProblem(absl::StrCat(where, ": ", std::string(status.message())));
+    sources_[option.name] = source;
+  }
 
-void AddOptions(CLI::App& app, ServerOptions& o) {
-  app.add_option(
-         "--listen", o.listen,
-         "Addresses to serve gRPC on, separated by commas: host:port (port 0 takes any free "
-         "one) or unix:/path")
-      ->envname(EnvironmentName("--listen"))
-      ->capture_default_str()
-      ->delimiter(',')
-      ->type_name("HOST:PORT")
-      ->check(CheckListen);
-  AddText(
-      app, "--http-listen", o.http_listen,
-      "Address of Prometheus metrics (/metrics), probes (/livez, /readyz) and a status page (/), "
-      "such as 127.0.0.1:8080; for all who get there. Empty: none")
-      ->type_name("HOST:PORT")
-      ->check(CheckHttpListen);
-  AddText(app, "--port-file", o.port_file,
-          "Write the bound port to this file, at once, when serving. Empty: do not")
-      ->type_name("FILE");
-  AddText(app, "--device", o.device,
-          "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first GPU "
-          "that can be used, or cpu")
-      ->type_name("NAME")
-      ->check(CheckDevice);
-  AddBytes(app, "--memory-bytes", o.memory_bytes,
-           "Memory for all models together, such as 512M or 4G. 0: 80 % of what push streams leave "
-           "of the device's");
-  AddText(
-      app, "--data-dir", o.data_dir,
-      "Directory of the checkpoints, made if need be; used by one server. Empty: no checkpoints")
-      ->type_name("DIR");
-  AddCount(app, "--save-every-commits", o.save_every_commits, 0,
-           "Save a model by itself so many commits after its last save. 0: not by their number")
-      ->type_name("N");
-  AddDuration(app, "--save-every", o.save_every, absl::ZeroDuration(),
-              "The same after so long, if anything has been committed. 0: not by time");
-  AddCount(app, "--save-step-multiple", o.save_step_multiple, 0,
-           "The same when a step has reached a multiple of this. 0: not by steps", kMostSteps)
-      ->type_name("STEPS");
-  AddCount(app, "--keep-last", o.keep_last, 1,
-           "Checkpoints of a model that are kept, the newest; those with a label or a KEEP file "
-           "are kept anyway")
-      ->type_name("N");
-  AddCount(app, "--keep-every-steps", o.keep_every_steps, 0,
-           "Keep those whose step is a multiple of this, too. 0: not because of their step",
-           kMostSteps)
-      ->type_name("STEPS");
-  AddDuration(app, "--scrub-interval", o.scrub_interval, absl::ZeroDuration(),
-              "Read every checkpoint again once in so long, to find bytes that have gone bad. 0: "
-              "never");
-  AddCount(
-      app, "--statistics-every-commits", o.statistics_every_commits, 0,
-      "After every so many commits of a model, compute its averages' norms and their distances "
-      "from the raw weights, in the background; holds one version as a reader does. 0: only "
-      "when asked for")
-      ->type_name("N");
-  AddCount(app, "--threads", o.thread_count, 0,
-           "Threads that serve RPCs. 0: half of the processors, at least 1")
-      ->type_name("N");
-  AddCount(app, "--max-push-streams", o.max_push_streams, 1, "Pushes that may run at once")
-      ->type_name("N");
-  AddCount(app, "--max-pull-streams", o.max_pull_streams, 1, "Pulls that may run at once")
-      ->type_name("N");
-  AddCount(app, "--max-calls-per-second", o.max_calls_per_second, 0,
-           "Calls that one address may begin in a second, but health probes. 0: any number")
-      ->type_name("N");
-  AddCount(app, "--max-connections", o.max_connections, 1, "Connections that may be open at once")
-      ->type_name("N");
-  AddCount(app, "--max-connections-per-peer", o.max_connections_per_peer, 1,
-           "The same of one IP address that is not loopback")
-      ->type_name("N");
-  AddCount(app, "--max-streams-per-connection", o.max_streams_per_connection, 1,
-           "Calls that may run at once on one connection")
-      ->type_name("N");
-  AddBytes(app, "--max-message-bytes", o.max_message_bytes,
-           "The longest message that is taken; clients send up to 4 MiB and a header",
-           int64_t{5} << 20, int64_t{1} << 30);
-  AddBytes(app, "--max-metadata-bytes", o.max_metadata_bytes, "The longest headers of a call",
-           int64_t{1} << 10, int64_t{1} << 20);
-  AddCount(app, "--max-models", o.max_models, 1, "Models that there may be at once")
-      ->type_name("N");
-  AddDuration(app, "--handshake-timeout", o.handshake_timeout, absl::Milliseconds(1),
-              "Close a new connection that has not begun to speak HTTP/2 after so long",
-              kMostOfTransport);
-  AddDuration(app, "--keepalive-time", o.keepalive_time, absl::Seconds(1),
-              "Ask a peer that has been silent for so long whether it is there", kMostOfTransport);
-  AddDuration(app, "--keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
-              "Close a connection whose peer does not answer that for so long", kMostOfTransport);
-  CLI::Option* const cert =
-      AddText(app, "--tls-cert", o.tls_cert,
-              "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "
-              "and nothing else. A changed file is read again. Empty: no TLS")
-          ->type_name("FILE");
-  CLI::Option* const key =
-      AddText(app, "--tls-key", o.tls_key, "PEM file of the certificate's key")->type_name("FILE");
-  cert->needs(key);
-  key->needs(cert);
-  AddText(app, "--tls-client-ca", o.tls_client_ca,
-          "PEM file: clients must have a certificate that this signs. Empty: they need none")
-      ->type_name("FILE")
-      ->needs(cert);
-  AddText(app, "--auth-tokens", o.auth_tokens,
-          "File of bearer tokens: each line a role (evaluator, trainer, admin), a token, and the "
-          "models that it is for, such as vision-*. Calls without one are refused. A changed file "
-          "is read again; replace it by a rename. Empty: whoever reaches the server may do all")
-      ->type_name("FILE");
-  AddText(app, "--same-host-lane", o.same_host_lane,
-          "Let clients of this host and user push and pull through shared memory: on or off")
-      ->type_name("on|off")
-      ->check(CLI::IsMember({"on", "off"}));
-  AddDuration(app, "--session-timeout", o.session_timeout, absl::Milliseconds(1),
-              "End a push that makes no progress for so long");
-  AddDuration(app, "--stream-timeout", o.stream_timeout, absl::Milliseconds(1),
-              "End a push or pull whose peer sends or takes nothing for so long");
-  AddDuration(app, "--drain-grace", o.drain_grace, absl::ZeroDuration(),
-              "After SIGTERM, wait so long for running calls");
-  AddText(app, "--log-level", o.log_level, "Least severe events to log: debug, info, warn, error")
-      ->type_name("LEVEL")
-      ->check(CLI::IsMember({"debug", "info", "warn", "error"}));
-  AddBytes(app, "--block-bytes", o.block_bytes, "Size of a block of weights")
-      ->check(CheckBlockBytes)
-      ->group("");  // Not in --help.
-  AddBytes(app, "--max-file-bytes", o.max_file_bytes,
-           "Weights in one file of a checkpoint; a track that has more is split, as Hugging Face "
-           "splits it",
-           /*least=*/1);
-}
+  static std::string TomlValue(const Option& option) {
+    switch (option.kind) {
+      case Option::Kind::kNumber:
+      case Option::Kind::kSwitch:
+        return option.get();
+      case Option::Kind::kText:
+        return TomlString(option.get());
+      case Option::Kind::kList:
+        break;
+    }
+    std::vector<std::string> elements = absl::StrSplit(option.get(), ',');
+    for (std::string& element : elements) element = TomlString(element);
+    return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
+  }
+
+  const std::vector<Option> table_;
+  std::vector<std::string> names_;  // Of the table.
+  std::vector<std::string> problems_;
+  std::map<std::string, std::string> sources_;  // By name, of what is not a default.
+};
+
+// The command line, as CLI11 takes it apart.
+class CommandLine {
+ public:
+  explicit CommandLine(const std::vector<Option>& table) {
+    app_.set_version_flag("--version", absl::StrCat("ema-server ", std::string(ServerVersion())),
+                          "Print the version and exit");
+    app_.get_formatter()->column_width(36);
+    app_.allow_extras();
+    constexpr char kGroup[] = "Configuration";
+    app_.get_help_ptr()->group(kGroup);
+    app_.get_option("--version")->group(kGroup);
+    config_ = app_.add_option("--config", CLI::callback_t(),
+                              "TOML file with an option on each line, such as max-models = 64")
+                  ->option_text(absl::StrCat("FILE (Env:", kConfigVariable, ")"))
+                  ->group(kGroup);
+    print_config_ = app_.add_flag("--print-config")
+                        ->description(
+                            "Print what is in effect, and where it comes from, as such a file, and "
+                            "exit")
+                        ->group(kGroup);
+    for (const Option& option : table) Add(option);
+  }
+
+  // True: parsed is ready.
+  bool Parse(int argc, const char* const* argv, ParsedOptions& parsed) {
+    // The last argument first, as CLI11 takes them.
+    std::vector<std::string> arguments;
+    for (int i = argc - 1; i > 0; --i) {
+      std::string argument = argv[i];
+      // "--data-dir=" would take the next argument for its value.
+      if (argument.starts_with("--") && argument.find('=') == argument.size() - 1) {
+        arguments.emplace_back();
+        argument.pop_back();
+      }
+      arguments.push_back(std::move(argument));
+    }
+    try {
+      app_.parse(std::move(arguments));
+      return true;
+    } catch (const CLI::ParseError& error) {
+      std::ostringstream out;
+      std::ostringstream problem;
+      parsed.exit_code = app_.exit(error, out, problem) == 0 ? 0 : kUsageExitCode;
+      parsed.should_exit = true;
+      parsed.text = parsed.exit_code == 0 ? out.str() : problem.str();
+      return false;
+    }
+  }
+
+  std::string config_file() const {
+    return config_->count() > 0 ? config_->results().back() : Variable(kConfigVariable);
+  }
+  bool print_config() const { return print_config_->count() > 0; }
+
+  // Gives `reading` what has been parsed.
+  void Read(Reading& reading) {
+    for (const Option& option : reading.table()) {
+      const CLI::Option* const flag = flags_[option.name];
+      if (flag->count() > 0) reading.ReadFlag(option, absl::StrJoin(flag->results(), ","));
+    }
+    // What follows an unknown flag may be its value.
+    const std::vector<std::string> others = app_.remaining();
+    if (!others.empty()) reading.RefuseFlag(others.front());
+  }
+
+ private:
+  void Add(const Option& option) {
+    const std::string flag = "--" + option.name;
+    CLI::Option* const added =
+        option.kind == Option::Kind::kSwitch ? app_.add_flag(flag) : app_.add_option(flag);
+    added->description(option.help);
+    if (option.kind == Option::Kind::kList) added->expected(CLI::detail::expected_max_vector_size);
+    std::string text = option.type_name;
+    const std::string value = option.get();
+    if (option.kind != Option::Kind::kSwitch && !value.empty()) absl::StrAppend(&text, "=", value);
+    if (option.kind == Option::Kind::kList) absl::StrAppend(&text, " ...");
+    absl::StrAppend(&text, text.empty() ? "" : " ", "(Env:", EnvironmentName(option.name), ")");
+    added->option_text(text)->group(option.is_hidden ? "" : option.group);
+    flags_[option.name] = added;
+  }
+
+  CLI::App app_{
+      "EMA Server: keeps exponential moving averages of a model's weights outside the training "
+      "job.\nEach option can be a flag, the environment variable shown with it, or a line in the "
+      "file of --config; the first of these wins.",
+      "ema-server"};
+  const CLI::Option* config_ = nullptr;
+  const CLI::Option* print_config_ = nullptr;
+  std::map<std::string, const CLI::Option*> flags_;
+};
 
 }  // namespace
 
 ParsedOptions ParseOptions(int argc, const char* const* argv) {
   ParsedOptions parsed;
-  CLI::App app(
-      "EMA Server: keeps exponential moving averages of a model's weights outside the training "
-      "job.\nEach option can be given by the environment variable shown with it; the command line "
-      "wins.",
-      "ema-server");
-  app.set_version_flag("--version", "ema-server " EMA_VERSION, "Print the version and exit");
-  app.get_formatter()->column_width(36);
-  AddOptions(app, parsed.options);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    std::ostringstream out;
-    std::ostringstream problem;
-    parsed.exit_code = app.exit(error, out, problem) == 0 ? 0 : kUsageExitCode;
+  Reading reading(parsed.options);
+  CommandLine command_line(reading.table());
+  if (!command_line.Parse(argc, argv, parsed)) return parsed;
+  parsed.config_file = command_line.config_file();
+  if (!parsed.config_file.empty()) reading.ReadFile(parsed.config_file);
+  reading.ReadEnvironment();
+  command_line.Read(reading);
+  if (reading.problems().empty()) {
+    for (std::string& problem : Contradictions(parsed.options)) {
+      reading.AddProblem(std::move(problem));
+    }
+  }
+  parsed.warnings = reading.UnknownVariables();
+  if (!reading.problems().empty()) {
     parsed.should_exit = true;
-    parsed.text = parsed.exit_code == 0 ? out.str() : problem.str();
-    return parsed;
+    parsed.exit_code = kUsageExitCode;
+    parsed.text = absl::StrCat(absl::StrJoin(reading.problems(), "\n"),
+                               "\nRun with --help for all options.\n");
+  } else if (command_line.print_config()) {
+    parsed.should_exit = true;
+    parsed.text = reading.ToToml();
   }
   if (parsed.options.thread_count == 0) {
     parsed.options.thread_count = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
@@ -277,37 +286,20 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   return parsed;
 }
 
-absl::StatusOr<int64_t> ParseByteCount(std::string_view text) {
-  constexpr std::array<char, 4> kUnits = {'k', 'm', 'g', 't'};
-  constexpr int64_t kLimit = int64_t{1} << 62;
-  const absl::Status bad = absl::InvalidArgumentError(absl::StrCat(
-      "\"", std::string(text), "\" is not a number of bytes, such as 1048576, 512M or 4G"));
-  int64_t bytes = 0;
-  const char* const end = text.data() + text.size();
-  const std::from_chars_result result = std::from_chars(text.data(), end, bytes);
-  if (result.ec != std::errc() || bytes < 0 || bytes >= kLimit) return bad;
-  std::string unit = absl::AsciiStrToLower(std::string(result.ptr, end - result.ptr));
-  if (unit.size() == 3 && unit.substr(1) == "ib") unit.resize(1);
-  if (unit.size() == 2 && unit[1] == 'b') unit.resize(1);
-  if (unit.empty() || unit == "b") return bytes;
-  const auto found = std::find(kUnits.begin(), kUnits.end(), unit[0]);
-  if (unit.size() != 1 || found == kUnits.end()) return bad;
-  for (auto it = kUnits.begin(); it <= found; ++it) {
-    if (__builtin_mul_overflow(bytes, int64_t{1024}, &bytes) || bytes >= kLimit) return bad;
+LogEvent LimitsEvent(const ServerOptions& options) {
+  LogEvent event{.name = "limits"};
+  ServerOptions copy = options;
+  for (const Option& option : OptionTable(copy)) {
+    if (option.group != kLimits && option.group != kTimeLimits) continue;
+    const std::string key = absl::StrReplaceAll(option.name, {{"-", "_"}});
+    int64_t number = 0;
+    if (option.kind == Option::Kind::kNumber && absl::SimpleAtoi(option.get(), &number)) {
+      event.fields.emplace_back(key, number);
+    } else {
+      event.fields.emplace_back(key, option.get());
+    }
   }
-  return bytes;
-}
-
-absl::Status WritePortFile(const std::string& path, int port) {
-  const std::string temporary = path + ".tmp";
-  std::ofstream file(temporary, std::ios::trunc);
-  file << port << '\n';
-  file.close();
-  if (!file.fail() && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
-  const int error = errno;
-  std::remove(temporary.c_str());
-  return absl::UnavailableError(
-      absl::StrCat("cannot write the port file: ", std::generic_category().message(error)));
+  return event;
 }
 
 }  // namespace ema

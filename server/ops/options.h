@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an operator can set: command line, then EMA_* environment, then defaults.
+// What an operator can set: command line, then EMA_* environment, then a file, then defaults.
 #ifndef EMA_SERVER_OPS_OPTIONS_H_
 #define EMA_SERVER_OPS_OPTIONS_H_
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/base/log_event.h"
 
 namespace ema {
 
-// Each has a flag of the same name (`--data-dir`, `--threads` for thread_count) and an environment
-// variable (`EMA_DATA_DIR`); --help documents them.
+// option_table.cc gives each its flag (`--data-dir`; `--threads` for thread_count), environment
+// variable (`EMA_DATA_DIR`), key in the file (`data-dir`) and help.
 struct ServerOptions {
-  // Each host:port (port 0: any free one) or unix:/path.
+  // Each host:port (port 0: any free one) or unix:/path. Only loopback addresses, unless there is
+  // authentication or `allow_unauthenticated`.
   std::vector<std::string> listen = {"127.0.0.1:50051"};
   // host:port of metrics, health and the status page, which anybody who gets there may read. Empty:
   // nowhere.
@@ -55,37 +54,38 @@ struct ServerOptions {
   std::string tls_cert;
   std::string tls_key;
   std::string tls_client_ca;
-  std::string auth_tokens;            // Empty: no authentication by tokens.
+  std::string auth_tokens;  // Empty: no authentication by tokens.
+  bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
   absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
   absl::Duration stream_timeout =
       absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.
   absl::Duration drain_grace = absl::Seconds(25);  // For running calls, after SIGTERM.
   std::string log_level = "info";                  // "debug", "info", "warn" or "error".
+  std::string log_format = "text";                 // "text" or "json".
   int64_t block_bytes = int64_t{32} << 20;         // For tests; not in --help.
   int64_t max_file_bytes = 5'000'000'000;          // Of weights, in one file of a checkpoint.
 };
 
 struct ParsedOptions {
   ServerOptions options;
-  // Set after --help, --version or a usage error: the process should print `text` (to stdout if
-  // exit_code is 0, else to stderr) and exit.
+  std::string config_file;  // That was read; empty: none.
+  // For the log, or for stderr if the process should exit: EMA_* variables that nothing reads.
+  std::vector<LogEvent> warnings;
+  // Set after --help, --version, --print-config or a usage error: the process should print `text`
+  // (to stdout if exit_code is 0, else to stderr) and exit.
   bool should_exit = false;
   int exit_code = 0;  // 2: usage error.
   std::string text;
 };
 
-// Reads argv, then the environment. Errors are in the result. Not safe against a concurrent
+// Reads argv, the environment, and the file that --config or EMA_CONFIG names. All errors are in
+// the result, each on a line that says where the value came from. Not safe against a concurrent
 // setenv().
 ParsedOptions ParseOptions(int argc, const char* const* argv);
 
-// Bytes in "4096", "512K", "512M", "4G" or "1T": powers of 1024; "4GiB" and "4gb" mean the same.
-// INVALID_ARGUMENT: anything else, or 2^62 and more.
-absl::StatusOr<int64_t> ParseByteCount(std::string_view text);
-
-// Writes `port` and a line end to `path`, by a temporary file beside it and a rename, so that a
-// reader sees all or nothing. UNAVAILABLE: it cannot be written; no temporary file is left.
-absl::Status WritePortFile(const std::string& path, int port);
+// The event that names every limit with its value.
+LogEvent LimitsEvent(const ServerOptions& options);
 
 }  // namespace ema
 

@@ -15,9 +15,6 @@
 
 namespace ema {
 
-// This build's, as `ema-server --version` says it.
-std::string_view ServerVersion();
-
 // At one moment; read anew for each who asks.
 struct ServerState {
   // What the memory formula allows each part.

@@ -7,6 +7,7 @@
 
 #include "server/ops/metric_families.h"
 #include "server/ops/process_stats.h"
+#include "server/ops/version.h"
 
 namespace ema {
 namespace {
@@ -155,8 +156,6 @@ void AddProcess(Families& families) {
 }
 
 }  // namespace
-
-std::string_view ServerVersion() { return EMA_VERSION; }
 
 std::vector<MetricFamily> StateMetrics(const ServerState& state) {
   Families families;

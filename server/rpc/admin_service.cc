@@ -110,6 +110,14 @@ absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(
     const v1::CreateModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request, kDefaultMaxPinnedVersions));
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, store_->Create(std::move(config)));
+  if (created.created) {
+    const ModelConfig& made = created.model->config();
+    LogTo(log_, LogLevel::kInfo, "model created",
+          {{"model", made.name},
+           {"tensors", made.manifest->tensors().size()},
+           {"tracks", made.tracks.size()},
+           {"reserved_bytes", made.MemoryBytes()}});
+  }
   v1::CreateModelResponse response;
   *response.mutable_model() = ToProto(*created.model, /*with_manifest=*/true);
   response.set_created(created.created);
@@ -138,6 +146,7 @@ absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
   EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
+  LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
   v1::UpdateModelResponse response;
   *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
   return response;
@@ -151,9 +160,14 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
                                    "\" given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
   }
+  const bool is_there = store_->Get(request.model()).ok();
   // Also if it is not there: a call before may have failed at its checkpoints.
   EMA_RETURN_IF_ERROR(store_->Delete(
       request.model(), [&] { return checkpoints_.Forget(request.model(), request.purge()); }));
+  if (is_there) {
+    LogTo(log_, LogLevel::kInfo, "model deleted",
+          {{"model", request.model()}, {"purge", request.purge()}});
+  }
   return v1::DeleteModelResponse();
 }
 

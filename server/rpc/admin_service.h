@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "server/base/log_event.h"
 #include "server/core/checkpoints.h"
 #include "server/rpc/call.h"
 
@@ -19,9 +20,9 @@ namespace ema {
 // and admin_checkpoints.cc for the calls about checkpoints and labels.
 class AdminService {
  public:
-  // `checkpoints` outlives this.
-  AdminService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints)
-      : store_(std::move(store)), checkpoints_(*checkpoints) {}
+  // `checkpoints` outlives this. `log` is told of models that are created, changed and deleted.
+  AdminService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
+      : store_(std::move(store)), checkpoints_(*checkpoints), log_(std::move(log)) {}
 
   // What GetLane() answers. REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
@@ -82,6 +83,7 @@ class AdminService {
 
   const std::shared_ptr<ModelStore> store_;
   Checkpoints& checkpoints_;
+  const LogSink log_;
   v1::GetLaneResponse lane_;
 };
 

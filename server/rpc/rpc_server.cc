@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/pull_call.h"
@@ -118,7 +119,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .authenticator = options.authenticator,
            .observer = options.observer,
            .disk_reader = ExecutorOf(&disk_reads_)},
-      admin_(store, checkpoints) {}
+      admin_(store, checkpoints, options.log) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -162,6 +163,15 @@ RpcServer::Usage RpcServer::usage() const {
     usage.max_connections += options_.connections.connections;
   }
   return usage;
+}
+
+std::string RpcServer::addresses() const {
+  std::vector<std::string> bound = options_.listen_addresses;
+  for (size_t i = 0; i < bound.size(); ++i) {
+    if (listeners_[i]->is_unix()) continue;
+    bound[i] = absl::StrCat(bound[i].substr(0, bound[i].rfind(':')), ":", listeners_[i]->port());
+  }
+  return absl::StrJoin(bound, ",");
 }
 
 absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(

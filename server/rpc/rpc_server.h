@@ -73,6 +73,7 @@ class RpcServer {
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
+    LogSink log;
   };
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
@@ -87,6 +88,8 @@ class RpcServer {
 
   // Of the first listen address.
   int port() const { return listeners_.front()->port(); }
+  // As Options::listen_addresses, with the ports that are bound, separated by commas.
+  std::string addresses() const;
 
   // False: health() is not OK. True from Start() on.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }

@@ -4,7 +4,6 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -42,14 +41,14 @@ double BytesBesideModels(const std::string& server) {
       ChildProcess::Stop::kTerminate);
   while (true) {
     const std::string line = process.ReadLine();
-    constexpr std::string_view kStart = "memory: at most ";
-    const size_t found = line.find(kStart);
-    if (found == std::string::npos) continue;
+    if (line.find(" info memory ") == std::string::npos) continue;
     double total = 0;
-    double now = 0;
     double models = 0;
-    if (std::sscanf(line.c_str() + found + kStart.size(), "%lf bytes = %lf now + %lf for models",
-                    &total, &now, &models) != 3) {
+    const size_t of_total = line.find(" at_most_bytes=");
+    const size_t of_models = line.find(" models=");
+    if (of_total == std::string::npos || of_models == std::string::npos ||
+        std::sscanf(line.c_str() + of_total, " at_most_bytes=%lf", &total) != 1 ||
+        std::sscanf(line.c_str() + of_models, " models=%lf", &models) != 1) {
       Die(absl::StrCat("not the formula of the server's memory: ", line));
     }
     return total - models;

@@ -658,7 +658,7 @@ class OpenVersionTest : public CheckpointManagerTest {
                 ReasonIs(ErrorReason::kCheckpointCorrupt));
     EXPECT_THAT(server.Complete(), testing::Not(testing::Contains(1)));
     ASSERT_THAT(server.errors(), SizeIs(1));
-    EXPECT_THAT(server.errors()[0], AllOf(HasSubstr(name_), HasSubstr("is set aside")));
+    EXPECT_THAT(server.errors()[0], AllOf(HasSubstr(name_), HasSubstr("set aside")));
     EXPECT_THAT(server.manager().OpenVersion(server.model(), {1, 0}, "raw"),
                 ReasonIs(ErrorReason::kVersionNotKept));
   }
@@ -771,7 +771,7 @@ TEST_F(CheckpointManagerTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
   EXPECT_THAT(listing.checkpoints, SizeIs(2));
   EXPECT_THAT(server.Complete(), ElementsAre(1));
   ASSERT_THAT(server.errors(), SizeIs(1));
-  EXPECT_THAT(server.errors()[0], HasSubstr("track \"raw\""));
+  EXPECT_THAT(server.errors()[0], HasSubstr("track \\\"raw\\\""));
   EXPECT_EQ(server.manager().Scrub(server.models()), 0);
   const auto after = files_.AfterCrash(PowerLoss::kNothing);
   TestServer next(*after);

@@ -36,9 +36,10 @@ class TestServer {
                       absl::Time now = absl::FromUnixSeconds(1'760'000'000)) {
     options.store.data_dir = "/data";
     options.retry_delay = absl::Hours(1);
-    options.on_error = [this](const std::string& error) {
+    options.log = [this](const LogEvent& event) {
+      if (event.level != LogLevel::kError) return;
       absl::MutexLock lock(&mu_);
-      errors_.push_back(error);
+      errors_.push_back(ToText(event));
     };
     Start(files, std::move(options), config, now);
   }

@@ -25,7 +25,9 @@ class AveragingTest : public testing::Test {
 
   ModelStore::Options Options() {
     ModelStore::Options options = SmallBlocks();
-    options.model.on_warning = [this](const std::string& text) { warnings_.push_back(text); };
+    options.model.log = [this](const LogEvent& event) {
+      if (event.level == LogLevel::kWarning) warnings_.push_back(ToText(event));
+    };
     return options;
   }
 
@@ -118,7 +120,7 @@ TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
   const double expected = target - (target - 1.0) * std::pow(0.99999, kSteps - 1);
   EXPECT_EQ(Read("compensated")[0], static_cast<float>(expected));
   ASSERT_EQ(warnings_.size(), 1);
-  EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track plain"), HasSubstr("compensated")));
+  EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track=plain"), HasSubstr("compensated")));
   const VersionRecord record = *model_->latest();
   EXPECT_NEAR(record.tracks[0].stall_gap, 0x1p-24 / 1e-5, 1e-8);
   EXPECT_EQ(record.tracks[1].stall_gap, 0);

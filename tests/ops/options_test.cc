@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/options.h"
 
-#include <cstdlib>
-#include <fstream>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "server/ops/version.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -101,7 +101,7 @@ TEST(OptionsTest, TlsNeedsCertificateAndKey) {
 
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
-                                      "[::]:0,unix:/run/ema.sock",
+                                      "[::1]:0,unix:/run/ema.sock",
                                       "--port-file",
                                       "p",
                                       "--device",
@@ -135,7 +135,7 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "1G"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
-  EXPECT_THAT(o.listen, ElementsAre("[::]:0", "unix:/run/ema.sock"));
+  EXPECT_THAT(o.listen, ElementsAre("[::1]:0", "unix:/run/ema.sock"));
   EXPECT_EQ(o.port_file, "p");
   EXPECT_EQ(o.device, "cpu");
   EXPECT_EQ(o.memory_bytes, int64_t{4} << 30);
@@ -152,20 +152,6 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.log_level, "debug");
   EXPECT_EQ(o.block_bytes, 8192);
   EXPECT_EQ(o.max_file_bytes, int64_t{1} << 30);
-}
-
-TEST(OptionsTest, TheEnvironmentIsReadAndFlagsWin) {
-  setenv("EMA_MEMORY_BYTES", "512M", 1);
-  setenv("EMA_LISTEN", "0.0.0.0:1", 1);
-  const ParsedOptions parsed = Parse({"--listen", "localhost:2"});
-  setenv("EMA_MEMORY_BYTES", "much", 1);
-  const ParsedOptions bad = Parse({});
-  unsetenv("EMA_MEMORY_BYTES");
-  unsetenv("EMA_LISTEN");
-  EXPECT_EQ(parsed.options.memory_bytes, int64_t{512} << 20);
-  EXPECT_THAT(parsed.options.listen, ElementsAre("localhost:2"));
-  EXPECT_EQ(bad.exit_code, 2);
-  EXPECT_THAT(bad.text, HasSubstr("\"much\" is not a number of bytes"));
 }
 
 struct BadCase {
@@ -200,6 +186,11 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"DurationWithoutUnit", {"--session-timeout", "30"}, "such as 30s"},
         BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration from 1ms to 8760h"},
         BadCase{"DurationInfinite", {"--drain-grace", "inf"}, "\"inf\" is not a duration"},
+        BadCase{"LogFormat", {"--log-format", "xml"}, "\"xml\" is none of text, json"},
+        BadCase{"Switch", {"--allow-unauthenticated=perhaps"}, "is neither true nor false"},
+        BadCase{"Repeated", {"--device=cpu", "--device=auto"}, "--device"},
+        BadCase{"FlagLikeAnother", {"--max-modles=3"}, "did you mean \"--max-models\"?"},
+        BadCase{"FlagWithUnderscores", {"--max_models", "3"}, "did you mean \"--max-models\"?"},
         BadCase{"LogLevel", {"--log-level", "loud"}, "loud"},
         BadCase{"BlockBytes", {"--block-bytes", "1000"}, "--block-bytes"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
@@ -208,7 +199,11 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
   const ParsedOptions parsed = Parse({"--help"});
   EXPECT_TRUE(parsed.should_exit);
   EXPECT_EQ(parsed.exit_code, 0);
-  for (const char* text : {"--listen HOST:PORT=[127.0.0.1:50051] ... (Env:EMA_LISTEN)",
+  for (const char* text : {"--listen HOST:PORT=127.0.0.1:50051 ... (Env:EMA_LISTEN)",
+                           "--config FILE (Env:EMA_CONFIG)",
+                           "--allow-unauthenticated (Env:EMA_ALLOW_UNAUTHENTICATED)",
+                           "BYTES=8MiB (Env:EMA_MAX_MESSAGE_BYTES)",
+                           "BYTES=8KiB (Env:EMA_MAX_METADATA_BYTES)",
                            "--port-file FILE (Env:EMA_PORT_FILE)",
                            "(Env:EMA_DEVICE)",
                            "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)",
@@ -233,6 +228,10 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));
   }
+  for (const char* group : {"Configuration:", "Addresses:", "Security:", "Memory and device:",
+                            "Checkpoints:", "Limits:", "Time limits:", "Logging:"}) {
+    EXPECT_THAT(parsed.text, HasSubstr(absl::StrCat("\n", group, "\n")));
+  }
   EXPECT_THAT(parsed.text, Not(HasSubstr("block-bytes")));
 }
 
@@ -240,37 +239,62 @@ TEST(OptionsTest, VersionIsPrinted) {
   const ParsedOptions parsed = Parse({"--version"});
   EXPECT_TRUE(parsed.should_exit);
   EXPECT_EQ(parsed.exit_code, 0);
-  EXPECT_THAT(parsed.text, testing::StartsWith("ema-server "));
+  EXPECT_THAT(parsed.text, absl::StrCat("ema-server ", std::string(ServerVersion()), "\n"));
 }
 
-TEST(ParseByteCountTest, KnowsPowersOf1024) {
-  EXPECT_THAT(ParseByteCount("0"), IsOkAndHolds(0));
-  EXPECT_THAT(ParseByteCount("4096"), IsOkAndHolds(4096));
-  EXPECT_THAT(ParseByteCount("12B"), IsOkAndHolds(12));
-  EXPECT_THAT(ParseByteCount("512k"), IsOkAndHolds(512 << 10));
-  EXPECT_THAT(ParseByteCount("3MiB"), IsOkAndHolds(3 << 20));
-  EXPECT_THAT(ParseByteCount("4gb"), IsOkAndHolds(int64_t{4} << 30));
-  EXPECT_THAT(ParseByteCount("2T"), IsOkAndHolds(int64_t{2} << 40));
-  for (const char* bad : {"", "x", "G", "4P", "1.5G", "-1", "+1", " 1", "1 G", "1ib", "1kk",
-                          "99999999999999999999", "4611686018427387904", "8388608T"}) {
-    EXPECT_THAT(ParseByteCount(bad), StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(bad)));
+TEST(OptionsTest, EveryLimitIsNamedInOneEvent) {
+  const std::string limits = ToText(LimitsEvent(Parse({"--max-models=7"}).options));
+  for (const char* text : {"limits max_push_streams=32 max_pull_streams=64 max_connections=1024 ",
+                           " max_message_bytes=8MiB ", " max_models=7 ", " handshake_timeout=5s ",
+                           " session_timeout=30s ", " drain_grace=25s"}) {
+    EXPECT_THAT(limits, HasSubstr(text));
+  }
+  EXPECT_THAT(limits, Not(HasSubstr("log_level")));
+}
+
+struct ListenCase {
+  std::string name;
+  std::vector<const char*> arguments;
+  bool is_allowed;
+};
+
+class LoopbackRuleTest : public testing::TestWithParam<ListenCase> {};
+
+TEST_P(LoopbackRuleTest, OnlyThisHostIsServedUnlessSomethingTellsWhoMay) {
+  const ParsedOptions parsed = Parse(GetParam().arguments);
+  if (GetParam().is_allowed) {
+    EXPECT_FALSE(parsed.should_exit) << parsed.text;
+    return;
+  }
+  EXPECT_EQ(parsed.exit_code, 2);
+  for (const char* text : {"--listen: \"", "--tls-client-ca", "--allow-unauthenticated"}) {
+    EXPECT_THAT(parsed.text, HasSubstr(text));
   }
 }
 
-TEST(WritePortFileTest, ReplacesTheFile) {
-  const std::string path = testing::TempDir() + "/ema_port_file";
-  for (const int port : {50051, 7}) {
-    ASSERT_THAT(WritePortFile(path, port), IsOk());
-    std::ifstream file(path);
-    int read = 0;
-    file >> read;
-    EXPECT_EQ(read, port);
-  }
-  EXPECT_FALSE(std::ifstream(path + ".tmp").good());
-  std::remove(path.c_str());
-  EXPECT_THAT(WritePortFile(testing::TempDir() + "/no/such/folder/port", 1),
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("No such file")));
-}
+INSTANTIATE_TEST_SUITE_P(
+    Options, LoopbackRuleTest,
+    testing::Values(
+        ListenCase{"V4", {"--listen=127.0.0.1:1"}, true},
+        ListenCase{"V4Other", {"--listen=127.8.0.1:1"}, true},
+        ListenCase{"V6", {"--listen=[::1]:1"}, true},
+        ListenCase{"V6OfV4", {"--listen=[::ffff:127.0.0.1]:1"}, true},
+        ListenCase{"Localhost", {"--listen=localhost:1"}, true},
+        ListenCase{"Unix", {"--listen=unix:/run/ema.sock"}, true},
+        ListenCase{"AllV4", {"--listen=0.0.0.0:1"}, false},
+        ListenCase{"AllV6", {"--listen=[::]:1"}, false},
+        ListenCase{"Network", {"--listen=10.0.0.1:1"}, false},
+        // May be any address tomorrow.
+        ListenCase{"Name", {"--listen=trainer:1"}, false},
+        ListenCase{"NameLikeLoopback", {"--listen=127.0.0.1.example.org:1"}, false},
+        ListenCase{"OneOfTwo", {"--listen=127.0.0.1:1,0.0.0.0:1"}, false},
+        ListenCase{"TlsAlone", {"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k"}, false},
+        ListenCase{"TlsClients",
+                   {"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"},
+                   true},
+        ListenCase{"Allowed", {"--listen=0.0.0.0:1", "--allow-unauthenticated"}, true},
+        ListenCase{"NotAllowed", {"--listen=0.0.0.0:1", "--allow-unauthenticated=false"}, false}),
+    [](const testing::TestParamInfo<ListenCase>& tested) { return tested.param.name; });
 
 }  // namespace
 }  // namespace ema

@@ -11,15 +11,15 @@ def test_auto_starts_anywhere_and_says_what_it_has_found(tmp_path):
     with ServerProcess(tmp_path, "--device", "auto") as server:
         log = server.log()
     if "no GPU can be used: " in log:
-        assert "device cpu (no GPU can be used: " in log
+        assert 'device=cpu gpus="no GPU can be used: ' in log
     else:
-        assert "device cuda:0 (" in log
+        assert "device=cuda:0 " in log
 
 
 def test_a_gpu_that_is_not_there_ends_the_start_with_the_reason(tmp_path):
     with pytest.raises(ServerError, match="ended with 1: ") as error:
         ServerProcess(tmp_path, "--device", "cuda:99").start()
-    assert 'cannot start: FAILED_PRECONDITION: device "cuda:99": ' in str(error.value)
+    assert 'cannot start error="FAILED_PRECONDITION: device \\"cuda:99\\": ' in str(error.value)
     assert "there is no GPU of index 99" in str(error.value) or "no GPU can be used: " in str(
         error.value
     )

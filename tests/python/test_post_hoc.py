@@ -38,10 +38,10 @@ def kept_steps(data_dir: pathlib.Path, model: str) -> list[int]:
 
 def wait_until_kept(server: ServerProcess, model: str, step: int) -> None:
     """Until the server has said so: then it can keep the next."""
-    line = f"model {model}: step {step}, "
+    line = f" checkpoint saved model={model} step={step} "
     deadline = time.monotonic() + 30
     while not any(
-        line in text and "to be kept" in text for text in server.log_path.read_text().splitlines()
+        line in text and " keep=true" in text for text in server.log_path.read_text().splitlines()
     ):
         assert time.monotonic() < deadline, (step, server.log())
         time.sleep(0.002)

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ops/option_table.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/loopback.h"
+#include "server/ops/byte_count.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kMostSteps = int64_t{1} << 62;
+// gRPC counts milliseconds in an int.
+constexpr absl::Duration kMostOfTransport = absl::Hours(24);
+
+absl::Status Bad(const std::string& text, const std::string& problem) {
+  return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" ", problem));
+}
+
+// Of a text: OK, or as Option::set.
+using Check = std::function<absl::Status(const std::string&)>;
+
+absl::Status Anything(const std::string&) { return absl::OkStatus(); }
+
+Check OneOf(std::vector<std::string> names) {
+  return [names = std::move(names)](const std::string& text) {
+    if (std::find(names.begin(), names.end(), text) != names.end()) return absl::OkStatus();
+    return Bad(text, absl::StrCat("is none of ", absl::StrJoin(names, ", ")));
+  };
+}
+
+// The number behind the last colon of "x:7"; -1: there is none.
+int NumberAfterColon(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon == 0) return -1;
+  int number = -1;
+  const char* const end = text.data() + text.size();
+  const std::from_chars_result result = std::from_chars(text.data() + colon + 1, end, number);
+  return result.ec == std::errc() && result.ptr == end ? number : -1;
+}
+
+absl::Status CheckListen(const std::string& text) {
+  if (text.starts_with("unix:/")) return absl::OkStatus();
+  const int port = NumberAfterColon(text);
+  if (port >= 0 && port <= 65535) return absl::OkStatus();
+  return Bad(text, "is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
+}
+
+// Whether the device is there, MakeDevice() finds out.
+absl::Status CheckDevice(const std::string& text) {
+  if (text == "auto" || text == "cpu") return absl::OkStatus();
+  if (text.starts_with("cuda:") && NumberAfterColon(text) >= 0) return absl::OkStatus();
+  return Bad(text, "is not auto, cpu, or a GPU such as cuda:0");
+}
+
+absl::Status CheckHttpListen(const std::string& text) {
+  const int port = NumberAfterColon(text);
+  if (text.empty() || (port >= 0 && port <= 65535 && !text.starts_with("unix:"))) {
+    return absl::OkStatus();
+  }
+  return Bad(text, "is not host:port, such as 127.0.0.1:8080 or [::]:0");
+}
+
+struct Bounds {
+  int64_t least = 0;
+  int64_t most = int64_t{1} << 20;
+};
+
+// Makes the table, a group after the other. Each method adds one option.
+class Table {
+ public:
+  void Group(std::string_view name) { group_ = name; }
+
+  Option& Text(const std::string& name, std::string& value, const std::string& type,
+               const std::string& help, Check check = Anything) {
+    Option& option = Add(name, type, help, Option::Kind::kText);
+    option.set = [&value, check = std::move(check)](const std::string& text) {
+      EMA_RETURN_IF_ERROR(check(text));
+      value = text;
+      return absl::OkStatus();
+    };
+    option.get = [&value] { return value; };
+    return option;
+  }
+
+  Option& Texts(const std::string& name, std::vector<std::string>& values, const std::string& type,
+                const std::string& help, Check check) {
+    Option& option = Add(name, type, help, Option::Kind::kList);
+    option.set = [&values, check = std::move(check)](const std::string& text) {
+      std::vector<std::string> given = absl::StrSplit(text, ',');
+      for (const std::string& element : given) EMA_RETURN_IF_ERROR(check(element));
+      values = std::move(given);
+      return absl::OkStatus();
+    };
+    option.get = [&values] { return absl::StrJoin(values, ","); };
+    return option;
+  }
+
+  Option& Count(const std::string& name, int64_t& value, const std::string& type, Bounds bounds,
+                const std::string& help) {
+    Option& option = Add(name, type, help, Option::Kind::kNumber);
+    option.set = [&value, bounds](const std::string& text) {
+      int64_t given = 0;
+      const char* const end = text.data() + text.size();
+      const std::from_chars_result result = std::from_chars(text.data(), end, given);
+      if (result.ec != std::errc() || result.ptr != end || given < bounds.least ||
+          given > bounds.most) {
+        return Bad(text,
+                   absl::StrCat("is not an integer from ", bounds.least, " to ", bounds.most));
+      }
+      value = given;
+      return absl::OkStatus();
+    };
+    option.get = [&value] { return absl::StrCat(value); };
+    return option;
+  }
+
+  Option& Bytes(const std::string& name, int64_t& value, Bounds bounds, const std::string& help) {
+    Option& option = Add(name, "BYTES", help, Option::Kind::kText);
+    option.set = [&value, bounds](const std::string& text) {
+      EMA_ASSIGN_OR_RETURN(const int64_t bytes, ParseByteCount(text));
+      if (bytes < bounds.least || bytes > bounds.most) {
+        const std::string from = FormatByteCount(bounds.least);
+        if (bounds.most == std::numeric_limits<int64_t>::max()) {
+          return Bad(text, absl::StrCat("is less than ", from));
+        }
+        return Bad(text, absl::StrCat("is not from ", from, " to ", FormatByteCount(bounds.most)));
+      }
+      value = bytes;
+      return absl::OkStatus();
+    };
+    option.get = [&value] { return FormatByteCount(value); };
+    return option;
+  }
+
+  Option& Duration(const std::string& name, absl::Duration& value, absl::Duration least,
+                   const std::string& help, absl::Duration most = absl::Hours(24 * 365)) {
+    Option& option = Add(name, "DURATION", help, Option::Kind::kText);
+    option.set = [&value, least, most](const std::string& text) {
+      absl::Duration given;
+      if (!absl::ParseDuration(text, &given) || given < least || given > most) {
+        return Bad(text,
+                   absl::StrCat("is not a duration from ", absl::FormatDuration(least), " to ",
+                                absl::FormatDuration(most), ", such as 30s or 1m30s"));
+      }
+      value = given;
+      return absl::OkStatus();
+    };
+    option.get = [&value] { return absl::FormatDuration(value); };
+    return option;
+  }
+
+  Option& Switch(const std::string& name, bool& value, const std::string& help) {
+    Option& option = Add(name, "", help, Option::Kind::kSwitch);
+    option.set = [&value](const std::string& text) {
+      if (!absl::SimpleAtob(text, &value)) return Bad(text, "is neither true nor false");
+      return absl::OkStatus();
+    };
+    option.get = [&value] { return value ? "true" : "false"; };
+    return option;
+  }
+
+  std::vector<Option> Take() { return std::move(options_); }
+
+ private:
+  Option& Add(const std::string& name, const std::string& type, const std::string& help,
+              Option::Kind kind) {
+    Option& option = options_.emplace_back();
+    option.name = name;
+    option.group = group_;
+    option.type_name = type;
+    option.help = help;
+    option.kind = kind;
+    return option;
+  }
+
+  std::vector<Option> options_;
+  std::string group_;
+};
+
+constexpr int64_t kAnyBytes = std::numeric_limits<int64_t>::max();
+
+void AddAddresses(Table& table, ServerOptions& o) {
+  table.Group("Addresses");
+  table.Texts("listen", o.listen, "HOST:PORT",
+              "Addresses to serve gRPC on, separated by commas: host:port (port 0 takes any free "
+              "one) or unix:/path",
+              CheckListen);
+  table.Text("http-listen", o.http_listen, "HOST:PORT",
+             "Address of Prometheus metrics (/metrics), probes (/livez, /readyz) and a status page "
+             "(/), such as 127.0.0.1:8080; for all who get there. Empty: none",
+             CheckHttpListen);
+  table.Text("port-file", o.port_file, "FILE",
+             "Write the bound port to this file, at once, when serving. Empty: do not");
+  table.Text("same-host-lane", o.same_host_lane, "on|off",
+             "Let clients of this host and user push and pull through shared memory",
+             OneOf({"on", "off"}));
+}
+
+void AddSecurity(Table& table, ServerOptions& o) {
+  table.Group("Security");
+  table.Text("tls-cert", o.tls_cert, "FILE",
+             "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "
+             "and nothing else. A changed file is read again. Empty: no TLS");
+  table.Text("tls-key", o.tls_key, "FILE", "PEM file of the certificate's key");
+  table.Text("tls-client-ca", o.tls_client_ca, "FILE",
+             "PEM file: clients must have a certificate that this signs. Empty: they need none");
+  table.Text(
+      "auth-tokens", o.auth_tokens, "FILE",
+      "File of bearer tokens: each line a role (evaluator, trainer, admin), a token, and the "
+      "models that it is for, such as vision-*. Calls without one are refused. A changed "
+      "file is read again; replace it by a rename. Empty: none are asked for");
+  table.Switch("allow-unauthenticated", o.allow_unauthenticated,
+               "Let everybody who can reach the server use it. Without this, and without anything "
+               "that tells who may, it listens on loopback addresses and unix sockets only");
+}
+
+void AddDevice(Table& table, ServerOptions& o) {
+  table.Group("Memory and device");
+  table.Text("device", o.device, "NAME",
+             "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first "
+             "GPU that can be used, or cpu",
+             CheckDevice);
+  table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
+              "Memory for all models together, such as 512M or 4G. 0: 80 % of what push streams "
+              "leave of the device's");
+  table.Count("threads", o.thread_count, "N", {},
+              "Threads that serve RPCs. 0: half of the processors, at least 1");
+  Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
+  block.is_hidden = true;
+  block.set = [&value = o.block_bytes](const std::string& text) {
+    constexpr int64_t kGranule = 4096;
+    const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
+    if (!bytes.ok() || *bytes <= 0 || *bytes % kGranule != 0) {
+      return Bad(text, absl::StrCat("is not a multiple of ", kGranule, " bytes"));
+    }
+    value = *bytes;
+    return absl::OkStatus();
+  };
+}
+
+void AddCheckpoints(Table& table, ServerOptions& o) {
+  table.Group("Checkpoints");
+  table.Text("data-dir", o.data_dir, "DIR",
+             "Directory of the checkpoints, made if need be; used by one server. Empty: no "
+             "checkpoints");
+  table.Count("save-every-commits", o.save_every_commits, "N", {},
+              "Save a model by itself so many commits after its last save. 0: not by their number");
+  table.Duration("save-every", o.save_every, absl::ZeroDuration(),
+                 "The same after so long, if anything has been committed. 0: not by time");
+  table.Count("save-step-multiple", o.save_step_multiple, "STEPS", {0, kMostSteps},
+              "The same when a step has reached a multiple of this. 0: not by steps");
+  table.Count("keep-last", o.keep_last, "N", {.least = 1},
+              "Checkpoints of a model that are kept, the newest; those with a label or a KEEP file "
+              "are kept anyway");
+  table.Count("keep-every-steps", o.keep_every_steps, "STEPS", {0, kMostSteps},
+              "Keep those whose step is a multiple of this, too. 0: not because of their step");
+  table.Duration("scrub-interval", o.scrub_interval, absl::ZeroDuration(),
+                 "Read every checkpoint again once in so long, to find bytes that have gone bad. "
+                 "0: never");
+  table.Bytes("max-file-bytes", o.max_file_bytes, {1, kAnyBytes},
+              "Weights in one file of a checkpoint; a track that has more is split, as Hugging "
+              "Face splits it");
+}
+
+void AddStatistics(Table& table, ServerOptions& o) {
+  table.Group("Statistics");
+  table.Count("statistics-every-commits", o.statistics_every_commits, "N", {},
+              "After every so many commits of a model, compute its averages' norms and their "
+              "distances from the raw weights, in the background; holds one version as a reader "
+              "does. 0: only when asked for");
+}
+
+void AddLimits(Table& table, ServerOptions& o) {
+  table.Group(kLimits);
+  table.Count("max-push-streams", o.max_push_streams, "N", {.least = 1},
+              "Pushes that may run at once");
+  table.Count("max-pull-streams", o.max_pull_streams, "N", {.least = 1},
+              "Pulls that may run at once");
+  table.Count("max-calls-per-second", o.max_calls_per_second, "N", {},
+              "Calls that one address may begin in a second, but health probes. 0: any number");
+  table.Count("max-connections", o.max_connections, "N", {.least = 1},
+              "Connections that may be open at once");
+  table.Count("max-connections-per-peer", o.max_connections_per_peer, "N", {.least = 1},
+              "The same of one IP address that is not loopback");
+  table.Count("max-streams-per-connection", o.max_streams_per_connection, "N", {.least = 1},
+              "Calls that may run at once on one connection");
+  table.Bytes("max-message-bytes", o.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
+              "The longest message that is taken; clients send up to 4 MiB and a header");
+  table.Bytes("max-metadata-bytes", o.max_metadata_bytes, {int64_t{1} << 10, int64_t{1} << 20},
+              "The longest headers of a call");
+  table.Count("max-models", o.max_models, "N", {.least = 1}, "Models that there may be at once");
+}
+
+void AddTimeLimits(Table& table, ServerOptions& o) {
+  table.Group(kTimeLimits);
+  table.Duration("handshake-timeout", o.handshake_timeout, absl::Milliseconds(1),
+                 "Close a new connection that has not begun to speak HTTP/2 after so long",
+                 kMostOfTransport);
+  table.Duration("keepalive-time", o.keepalive_time, absl::Seconds(1),
+                 "Ask a peer that has been silent for so long whether it is there",
+                 kMostOfTransport);
+  table.Duration("keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
+                 "Close a connection whose peer does not answer that for so long",
+                 kMostOfTransport);
+  table.Duration("session-timeout", o.session_timeout, absl::Milliseconds(1),
+                 "End a push that makes no progress for so long");
+  table.Duration("stream-timeout", o.stream_timeout, absl::Milliseconds(1),
+                 "End a push or pull whose peer sends or takes nothing for so long");
+  table.Duration("drain-grace", o.drain_grace, absl::ZeroDuration(),
+                 "After SIGTERM, wait so long for running calls");
+}
+
+void AddLogging(Table& table, ServerOptions& o) {
+  table.Group("Logging");
+  table.Text("log-level", o.log_level, "LEVEL",
+             "Least severe events to log: debug, info, warn, error",
+             OneOf({"debug", "info", "warn", "error"}));
+  table.Text("log-format", o.log_format, "text|json", "What a line of the log is",
+             OneOf({"text", "json"}));
+}
+
+// Something tells who may use the server.
+bool HasAuthentication(const ServerOptions& options) {
+  return !options.tls_client_ca.empty() || !options.auth_tokens.empty();
+}
+
+// Only this host can reach `listen`. A name other than localhost may be any address.
+bool IsLocal(const std::string& listen) {
+  if (listen.starts_with("unix:")) return true;
+  std::string host = listen.substr(0, listen.rfind(':'));
+  if (host == "localhost") return true;
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  sockaddr_in v4{.sin_family = AF_INET};
+  sockaddr_in6 v6{.sin6_family = AF_INET6};
+  return (inet_pton(AF_INET, host.c_str(), &v4.sin_addr) == 1 &&
+          IsLoopback(reinterpret_cast<const sockaddr*>(&v4))) ||
+         (inet_pton(AF_INET6, host.c_str(), &v6.sin6_addr) == 1 &&
+          IsLoopback(reinterpret_cast<const sockaddr*>(&v6)));
+}
+
+}  // namespace
+
+std::vector<Option> OptionTable(ServerOptions& options) {
+  Table table;
+  AddAddresses(table, options);
+  AddSecurity(table, options);
+  AddDevice(table, options);
+  AddCheckpoints(table, options);
+  AddStatistics(table, options);
+  AddLimits(table, options);
+  AddTimeLimits(table, options);
+  AddLogging(table, options);
+  return table.Take();
+}
+
+std::vector<std::string> Contradictions(const ServerOptions& options) {
+  std::vector<std::string> problems;
+  if (options.tls_cert.empty() != options.tls_key.empty()) {
+    problems.emplace_back("--tls-cert and --tls-key: only one of them is given, expected both");
+  }
+  if (!options.tls_client_ca.empty() && options.tls_cert.empty()) {
+    problems.emplace_back("--tls-client-ca: given without --tls-cert and --tls-key");
+  }
+  if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
+  for (const std::string& listen : options.listen) {
+    if (IsLocal(listen)) continue;
+    problems.push_back(absl::StrCat(
+        "--listen: \"", listen,
+        "\" can be reached from other hosts, and nothing tells who may use "
+        "the server. Give --auth-tokens, or --tls-client-ca (with --tls-cert and --tls-key), or "
+        "say "
+        "--allow-unauthenticated if everybody who can reach it may; or listen on a loopback "
+        "address, such as 127.0.0.1:50051"));
+  }
+  return problems;
+}
+
+}  // namespace ema

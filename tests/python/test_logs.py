@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real server writes to its log."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import ema_client
+import numpy as np
+import pytest
+from server_process import ServerProcess
+
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+
+
+def weights(value: float) -> dict[str, np.ndarray]:
+    return {"w": np.full(1000, value, np.float32)}
+
+
+def events(server: ServerProcess) -> list[dict[str, Any]]:
+    """All lines, each of which is JSON."""
+    lines = [json.loads(line) for line in server.log_path.read_text().splitlines()]
+    for line in lines:
+        assert TIME.fullmatch(line["ts"]) and line["level"] in ("debug", "info", "warn", "error")
+    return lines
+
+
+def only(lines: list[dict[str, Any]], event: str) -> dict[str, Any]:
+    (found,) = [line for line in lines if line["event"] == event]
+    return found
+
+
+def use(server: ServerProcess) -> None:
+    with ema_client.Client(server.address) as client:
+        client.create_model("m", weights(0), tracks={"ema": "1ba", "raw": "copy"})
+        with client.open_run("m", launch_id="first") as run:
+            for step in (1, 2, 3):
+                run.push(step=step, weights=weights(step))
+        client.create_checkpoint("m", label="stable")
+        client.update_model("m", tracks={"slow": "10ba"})
+        client.restore("m", label="stable")
+        client.delete_model("m")
+
+
+def test_json_has_one_line_an_event_with_its_fields(tmp_path):
+    flags = ["--log-format", "json", "--log-level", "debug"]
+    with ServerProcess(tmp_path, *flags, data_dir=tmp_path / "data") as server:
+        use(server)
+    lines = events(server)
+    starting = only(lines, "starting")
+    assert starting["version"].count(".") == 2 and starting["data_dir"] == str(tmp_path / "data")
+    limits = only(lines, "limits")
+    assert limits["max_models"] == 64 and limits["session_timeout"] == "30s"
+    memory = only(lines, "memory")
+    assert memory["at_most_bytes"] == (
+        memory["now"]
+        + memory["models"]
+        + memory["push_streams"] * memory["push_stream"]
+        + memory["pull_streams"] * memory["pull_stream"]
+        + memory["lanes"] * memory["lane"]
+        + memory["freed"]
+    )
+    assert only(lines, "serving")["listen"] == server.address
+    assert only(lines, "model created")["model"] == "m"
+    opened = only(lines, "run opened")
+    assert (opened["model"], opened["ranks"], opened["launch"]) == ("m", 1, "first")
+    commits = [line for line in lines if line["event"] == "committed"]
+    # The last is the rollback's.
+    assert [line["step"] for line in commits] == [1, 2, 3, 3]
+    assert [line["version"] for line in commits] == [1, 2, 3, 4]
+    assert {line["level"] for line in commits} == {"debug"}
+    assert {line["run"] for line in commits[:3]} == {opened["run"]}
+    saved = [line for line in lines if line["event"] == "checkpoint saved"]
+    assert (saved[0]["model"], saved[0]["step"], saved[0]["version"]) == ("m", 3, 3)
+    for event in ("model updated", "label set", "rolled back", "model deleted", "draining"):
+        assert only(lines, event)["level"] == "info"
+    assert lines[-1]["event"] == "stopped"
+
+
+def test_text_says_the_same_without_commits(tmp_path):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        use(server)
+    text = server.log_path.read_text()
+    for line in text.splitlines():
+        time, level, rest = line.split(" ", 2)
+        assert TIME.fullmatch(time) and level in ("info", "warn"), line
+    assert re.search(r" info run opened model=m run=\d+ launch=first ranks=1\n", text)
+    assert re.search(r" info checkpoint saved model=m step=3 version=3 checkpoint=\S+ ", text)
+    assert " committed " not in text
+
+
+def test_a_restart_says_what_it_has_restored(tmp_path):
+    flags = ["--log-format", "json"]
+    with ServerProcess(tmp_path, *flags, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model("m", weights(0), tracks={"ema": "1ba"})
+            with client.open_run("m") as run:
+                run.push(step=7, weights=weights(7))
+    assert only(events(server), "checkpoint saved")["step"] == 7
+    with server:
+        pass
+    restored = only(events(server), "restored")
+    assert (restored["model"], restored["step"], restored["version"]) == ("m", 7, 1)
+    # At the first start, not the second.
+    assert only(events(server), "model created")
+
+
+def test_a_dropped_step_is_a_warning_with_its_reason(tmp_path):
+    with ServerProcess(tmp_path, "--log-format", "json") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model("m", weights(0), tracks={"ema": "1ba"})
+            with client.open_run("m") as run:
+                with pytest.raises(ema_client.EmaError):
+                    run.push(step=1, weights=weights(np.nan))
+    dropped = only(events(server), "step dropped")
+    assert dropped["level"] == "warn" and dropped["model"] == "m" and dropped["step"] == 1
+    assert dropped["reason"] == "NON_FINITE" and '"w"' in dropped["error"]
+
+
+def test_names_from_clients_cannot_make_lines(tmp_path):
+    hostile = 'w\n{"event":"forged"}\r\x1b[2J"'
+    for log_format in ("json", "text"):
+        folder = tmp_path / log_format
+        with ServerProcess(folder, "--log-format", log_format) as server:
+            with ema_client.Client(server.address) as client:
+                tensor = {hostile: np.full(4, np.nan, np.float32)}
+                client.create_model("m", tensor, tracks={"ema": "1ba"})
+                with client.open_run("m") as run:
+                    with pytest.raises(ema_client.EmaError):
+                        run.push(step=1, weights=tensor)
+        log = server.log_path.read_text()
+        assert "step dropped" in log
+        assert all(" " <= c <= "~" or c == "\n" for c in log)
+        assert not [line for line in log.splitlines() if line.startswith('{"event":"forged')]
+        if log_format == "json":
+            assert hostile in only(events(server), "step dropped")["error"]
+
+
+def test_keys_stay_secret(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        + ["-nodes", "-subj", "/CN=server", "-keyout", str(key), "-out", str(cert)],
+        check=True,
+        capture_output=True,
+    )
+    with ServerProcess(
+        tmp_path,
+        *("--log-level", "debug", "--log-format", "json"),
+        *("--tls-cert", str(cert), "--tls-key", str(key)),
+    ) as server:
+        pass
+    log = server.log_path.read_text()
+    secret = [line for line in key.read_text().splitlines() if not line.startswith("-----")]
+    assert events(server) and secret
+    assert not [line for line in secret if line in log]
