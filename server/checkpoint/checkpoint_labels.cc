@@ -29,6 +29,18 @@ bool IsInMemory(const Model& model, const VersionId& id) {
 
 }  // namespace
 
+void CheckpointManager::LogLabelSet(const Model& model, std::string_view label, int64_t version,
+                                    int64_t step) const {
+  Log(LogLevel::kInfo, "label set", model,
+      {{"label", label}, {"version", version}, {"step", step}});
+}
+
+absl::Status CheckpointManager::PutLabel(const Model& model, const CheckpointLabel& label) {
+  EMA_RETURN_IF_ERROR(store_->PutLabel(model.config().name, label));
+  LogLabelSet(model, label.name, label.id.version, label.step);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, CheckpointLabel label,
                                                          const VersionId& id) {
   const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
@@ -45,10 +57,8 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
     }
     label.id = {stored->id.version, stored->id.incarnation};
     label.step = stored->id.step;
-    EMA_RETURN_IF_ERROR(store_->PutLabel(model.config().name, label));
+    EMA_RETURN_IF_ERROR(PutLabel(model, label));
   }
-  Log(LogLevel::kInfo, "label set", model,
-      {{"label", label.name}, {"version", label.id.version}, {"step", label.step}});
   return label;
 }
 

@@ -200,6 +200,9 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
        {"checkpoint", saved->name},
        {"bytes", saved->total_bytes},
        {"keep", options.keep}});
+  if (options.label.has_value()) {
+    LogLabelSet(model, options.label->name, snapshot->record.version, snapshot->record.step);
+  }
   return Saved{snapshot->record, saved->name, saved->total_bytes};
 }
 
@@ -239,8 +242,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     if (held == nullptr) return NotKept(model, request.id);
     EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
     if (!request.label.empty()) {
-      EMA_RETURN_IF_ERROR(store_->PutLabel(
-          model.config().name,
+      EMA_RETURN_IF_ERROR(PutLabel(
+          model,
           {.name = request.label, .id = manifest.record.id(), .step = manifest.record.step}));
     }
     return Saved{manifest.record, stored->name, manifest.total_bytes};

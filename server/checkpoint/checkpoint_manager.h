@@ -139,6 +139,9 @@ class CheckpointManager final : public Checkpoints {
   void Log(LogLevel level, std::string_view event, const Model& model,
            std::vector<LogField> fields) const;
 
+  void LogLabelSet(const Model& model, std::string_view label, int64_t version, int64_t step) const;
+  // As that of the store, and tells the log.
+  absl::Status PutLabel(const Model& model, const CheckpointLabel& label);
   // Saves, and keeps in mind that it is done, or why not.
   absl::StatusOr<Saved> SaveSnapshot(Model& model, const SnapshotRef& snapshot,
                                      const CheckpointStore::SaveOptions& options)
