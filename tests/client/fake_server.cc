@@ -218,7 +218,8 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
                       .extents = {shard.extents().begin(), shard.extents().end()}});
   }
   absl::StatusOr<RankLayout> layout =
-      RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count());
+      RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count(),
+                         static_cast<WireDtype>(request->layout().wire_dtype()));
   if (!layout.ok()) return WithDetail(context, layout.status());
   absl::MutexLock lock(&mu_);
   open_runs_.push_back(*request);
