@@ -73,11 +73,17 @@ void StagedChunks::StartMore() {
       return;
     }
     const int64_t chunk = order_[started_count_];
-    Staged& staged = staged_[chunk];
-    staged.slot = *slot;
+    Staged staged = {.slot = *slot, .gpus = {}};
     status_ = StartCopies(chunk, staged);
+    if (!status_.ok()) {
+      // Its buffer may have the mark of a chunk before: nobody may take that for this one's.
+      AwaitCopies(staged);
+      ring_->GiveBack(staged.slot);
+    } else {
+      staged_.emplace(chunk, std::move(staged));
+      ++started_count_;
+    }
     gate_->EndRead();
-    ++started_count_;
   }
   if (started_count_ == order_.size()) gate_->HaveRead();
 }
