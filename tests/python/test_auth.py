@@ -151,7 +151,9 @@ def test_changed_files_are_taken_over_on_both_sides(
     with client_of(server, new) as trainer:
         assert trainer.model("digits-3").name == "digits-3"
     write(tokens, f"admin {new}")
-    eventually(lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1])
+    eventually(
+        lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1]
+    )
 
 
 def test_emactl_has_a_token_too(server: ServerProcess, tmp_path: pathlib.Path) -> None:

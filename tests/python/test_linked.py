@@ -13,7 +13,14 @@ from server_process import ROOT, server_binary
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 # Where the CUDA toolkit is, also LibTorch's memory for GPUs and the CUDA runtime: the driver is loaded, not linked.
-SERVER = {"libc10", "libc10_cuda", "libcudart", "libprometheus-cpp-core", "libspdlog", "libtorch_cpu"}
+SERVER = {
+    "libc10",
+    "libc10_cuda",
+    "libcudart",
+    "libprometheus-cpp-core",
+    "libspdlog",
+    "libtorch_cpu",
+}
 
 
 @pytest.mark.parametrize(
