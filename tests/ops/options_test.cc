@@ -244,9 +244,9 @@ TEST(OptionsTest, VersionIsPrinted) {
 
 TEST(OptionsTest, EveryLimitIsNamedInOneEvent) {
   const std::string limits = ToText(LimitsEvent(Parse({"--max-models=7"}).options));
-  for (const char* text : {"limits max_push_streams=32 max_pull_streams=64 max_connections=1024 ",
-                           " max_message_bytes=8MiB ", " max_models=7 ", " handshake_timeout=5s ",
-                           " session_timeout=30s ", " drain_grace=25s"}) {
+  for (const char* text : {"limits max_push_streams=32 max_pull_streams=64 ",
+                           " max_connections=1024 ", " max_message_bytes=8MiB ", " max_models=7 ",
+                           " handshake_timeout=5s ", " session_timeout=30s ", " drain_grace=25s"}) {
     EXPECT_THAT(limits, HasSubstr(text));
   }
   EXPECT_THAT(limits, Not(HasSubstr("log_level")));
