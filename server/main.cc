@@ -117,8 +117,11 @@ int main(int argc, char** argv) {
            {{"signal", signal_number}, {"grace", parsed.options.drain_grace}});
   // A second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-  signal(SIGTERM, SIG_DFL);
-  signal(SIGINT, SIG_DFL);
+  struct sigaction now = {};
+  // Not the default action, which the kernel leaves out for a container's first process.
+  now.sa_handler = [](int number) { _exit(128 + number); };
+  sigaction(SIGTERM, &now, nullptr);
+  sigaction(SIGINT, &now, nullptr);
   const absl::Status drained = (*server)->Drain();
   if (drained.ok()) {
     ema::Log(ema::LogLevel::kInfo, "stopped");

@@ -47,19 +47,20 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
                          options.max_pull_streams * formula.pull_bytes +
                          formula.lane_count * formula.lane_bytes;
   formula.kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
+  formula.process_bytes = ResidentBytes();
   return formula;
 }
 
 void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula,
                       const Device& device, int64_t model_bytes) {
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
-  const int64_t base_bytes = ResidentBytes();
   Log(LogLevel::kInfo, "memory",
-      {{"at_most_bytes", base_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes},
+      {{"at_most_bytes",
+        formula.process_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes},
        {"formula",
         "now + models + push_streams * push_stream + pull_streams * pull_stream + lanes * lane + "
         "freed; a model takes the bytes of its tracks * (2 + max_pinned_versions)"},
-       {"now", base_bytes},
+       {"now", formula.process_bytes},
        {"models", host_model_bytes},
        {"push_streams", options.max_push_streams},
        {"push_stream", formula.push_bytes},
@@ -161,6 +162,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                                                       std::shared_ptr<Device> device,
                                                       const std::function<void()>& on_recovered) {
   std::unique_ptr<Server> server(new Server(options));
+  // What is wrong with the options is told before checkpoints are read, which may take long.
+  if (!options.auth_tokens.empty()) {
+    EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
+    server->tokens_->on_change = [log = server->Sink()](const absl::Status& status) {
+      LogTo(log, status.ok() ? LogLevel::kInfo : LogLevel::kError,
+            status.ok() ? "token file taken over" : "token file not taken over",
+            {{"error", status}});
+    };
+  }
   ModelStore::Options store_options;
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);
@@ -187,20 +197,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
       };
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   server->formula_ = FormulaOf(options, *device);
+  Log(LimitsEvent(options));
+  LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
   server->incarnation_ = store_options.model.incarnation;
   EMA_RETURN_IF_ERROR(server->StartHttp());
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
   }
 
-  if (!options.auth_tokens.empty()) {
-    EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
-    server->tokens_->on_change = [log = server->Sink()](const absl::Status& status) {
-      LogTo(log, status.ok() ? LogLevel::kInfo : LogLevel::kError,
-            status.ok() ? "token file taken over" : "token file not taken over",
-            {{"error", status}});
-    };
-  }
   if (on_recovered) on_recovered();
 
   Checkpoints* checkpoints = &server->no_checkpoints_;
@@ -211,8 +215,6 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     absl::MutexLock lock(&server->mu_);
     server->serving_ = server->rpc_.get();
   }
-  Log(LimitsEvent(options));
-  LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
   Log(LogLevel::kInfo, "serving",
       {{"listen", server->rpc_->addresses()},
        {"device", device->name()},

@@ -38,6 +38,7 @@ struct MemoryFormula {
   int64_t lane_count = 0;
   int64_t stream_bytes = 0;  // Of all together.
   int64_t kept_bytes = 0;
+  int64_t process_bytes = 0;  // Before the first of these.
 };
 
 // One EMA server: Start, serve, Drain. Files: server.cc, and server_status.cc for what HTTP shows.

@@ -12,6 +12,21 @@
 #include "server/server.h"
 
 namespace ema {
+namespace {
+
+std::string_view NeedName(Heartbeats::Need need) {
+  switch (need) {
+    case Heartbeats::Need::kServing:
+      return "serving";
+    case Heartbeats::Need::kCheckpoints:
+      return "checkpoints";
+    case Heartbeats::Need::kNeither:
+      break;
+  }
+  return "neither";
+}
+
+}  // namespace
 
 absl::Status Server::StartHttp() {
   if (options_.http_listen.empty()) return absl::OkStatus();
@@ -60,7 +75,9 @@ ServerState Server::State(bool with_history) const {
                   .reserved_bytes = store_->budget().reserved_bytes(),
                   .used_bytes = device.used_bytes(),
                   .stream_bytes = formula_.stream_bytes,
-                  .kept_bytes = formula_.kept_bytes};
+                  .kept_bytes = formula_.kept_bytes,
+                  .process_bytes = formula_.process_bytes,
+                  .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0};
   if (checkpoints_ != nullptr) {
     state.is_store_read_only =
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
@@ -80,7 +97,7 @@ ServerState Server::State(bool with_history) const {
     }
   }
   for (const Heartbeats::Age& age : heartbeats_->Ages(Heartbeats::Clock::now())) {
-    state.workers.push_back({age.name, absl::FromChrono(age.silent_time)});
+    state.workers.push_back({age.name, NeedName(age.need), absl::FromChrono(age.silent_time)});
   }
   for (const std::shared_ptr<Model>& model : store_->List()) {
     ServerState::Model& shown = state.models.emplace_back();

@@ -186,7 +186,10 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
   const VersionId durable = model.durable_version();
   const absl::Time begin = absl::Now();
   const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
-  options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
+  // Of a model that is deleted meanwhile nobody asks; another may have its name by now.
+  if (!absl::IsNotFound(saved.status())) {
+    options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
+  }
   // Not after some tracks only, or what was there before: that puts no automatic save off.
   if (saved.ok() && model.durable_version() > durable) scheduler_->OnSaved(model);
   {

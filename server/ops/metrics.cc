@@ -73,6 +73,9 @@ Metrics::ModelSeries* Metrics::FindLocked(std::string_view model) {
 void Metrics::NoteProblemLocked(std::string_view what, std::string_view text) {
   // What ends a step ends its calls, too, with the same text.
   constexpr ptrdiff_t kCompared = 4;
+  // Clients have a say in it.
+  constexpr size_t kMaxTextBytes = 512;
+  text = text.substr(0, kMaxTextBytes);
   const auto end = problems_.begin() + std::min<ptrdiff_t>(kCompared, std::ssize(problems_));
   Problem problem{absl::Now(), 1, std::string(what), std::string(text)};
   const auto same = std::find_if(problems_.begin(), end,

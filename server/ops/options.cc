@@ -31,7 +31,8 @@ constexpr int kUsageExitCode = 2;
 constexpr char kConfigVariable[] = "EMA_CONFIG";
 
 // What clients read, and the server does not; they may share its environment.
-constexpr std::array<std::string_view, 2> kClientVariables = {"EMA_SERVER", "EMA_TLS_CA"};
+constexpr std::array<std::string_view, 4> kClientVariables = {"EMA_SERVER", "EMA_TLS_CA",
+                                                              "EMA_TOKEN", "EMA_TOKEN_FILE"};
 
 std::string Variable(const char* name) {
   const char* const value = std::getenv(name);

@@ -19,11 +19,13 @@ namespace ema {
 struct ServerState {
   // What the memory formula allows each part.
   struct Memory {
-    int64_t budget_bytes = 0;    // For models.
-    int64_t reserved_bytes = 0;  // Of it.
-    int64_t used_bytes = 0;      // In blocks.
-    int64_t stream_bytes = 0;    // Receive windows, and what sending and lanes take.
-    int64_t kept_bytes = 0;      // Freed buffers.
+    int64_t budget_bytes = 0;      // For models.
+    int64_t reserved_bytes = 0;    // Of it.
+    int64_t used_bytes = 0;        // In blocks.
+    int64_t stream_bytes = 0;      // Receive windows, and what sending and lanes take.
+    int64_t kept_bytes = 0;        // Freed buffers.
+    int64_t process_bytes = 0;     // What the process took at its start.
+    int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
   };
   struct Usage {
     int64_t open = 0;
@@ -31,6 +33,7 @@ struct ServerState {
   };
   struct Worker {
     std::string name;
+    std::string_view need;  // "serving", "checkpoints" or "neither": what does not work without it.
     absl::Duration silent_time;
   };
   struct Model {

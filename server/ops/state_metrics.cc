@@ -110,8 +110,9 @@ void AddServer(const ServerState& state, Families& families) {
   families.Add("ema_memory_used_bytes", "Bytes in blocks of the device that somebody holds.",
                memory.used_bytes);
   families.Add(
-      Gauge("ema_memory_formula_bytes", "What each part may take at most, beside the program.")
-          .Add(memory.budget_bytes, {{"part", "models"}})
+      Gauge("ema_memory_formula_bytes", "What each part may take at most of the host's memory.")
+          .Add(memory.process_bytes, {{"part", "process"}})
+          .Add(memory.host_model_bytes, {{"part", "models"}})
           .Add(memory.stream_bytes, {{"part", "streams"}})
           .Add(memory.kept_bytes, {{"part", "kept"}}));
   families.Add(Gauge("ema_streams_open", "Data streams that are open, lanes among them.")
@@ -135,7 +136,8 @@ void AddServer(const ServerState& state, Families& families) {
   FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
                                 "How long a thread has been at work without progress; 0: idle.");
   for (const ServerState::Worker& worker : state.workers) {
-    workers.Add(absl::ToDoubleSeconds(worker.silent_time), {{"worker", worker.name}});
+    workers.Add(absl::ToDoubleSeconds(worker.silent_time),
+                {{"worker", worker.name}, {"need", std::string(worker.need)}});
   }
   families.Add(std::move(workers));
   families.Add(Gauge("ema_build_info", "1.")

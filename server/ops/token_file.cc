@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
+#include <ios>
 #include <optional>
 #include <utility>
 
@@ -30,10 +30,18 @@ std::array<unsigned char, 32> Sha256(std::string_view text) {
 }
 
 absl::StatusOr<std::string> Read(const std::string& path) {
+  constexpr std::streamsize kMaxBytes = 1 << 20;
   std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (file.is_open() && !file.bad()) return text;
-  return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": cannot be read"));
+  std::string text(kMaxBytes + 1, '\0');
+  if (!file.is_open() || (file.read(text.data(), kMaxBytes + 1), file.bad())) {
+    return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": cannot be read"));
+  }
+  if (file.gcount() > kMaxBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("token file \"", path, "\": longer than ", kMaxBytes, " bytes"));
+  }
+  text.resize(file.gcount());
+  return text;
 }
 
 std::optional<Role> ParseRole(absl::string_view text) {

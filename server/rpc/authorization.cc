@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
 
 namespace ema {
 namespace {
@@ -77,11 +78,16 @@ absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string
                                    std::string(RoleName(access.role)), ", expected ",
                                    std::string(RoleName(*needed))));
   }
-  if (model.has_value() && !access.Covers(*model)) {
-    return NotAllowed(absl::StrCat("model \"", std::string(*model),
-                                   "\": not one of those that the token is for"));
-  }
+  if (model.has_value()) EMA_RETURN_IF_ERROR(CheckCovers(access, *model));
   return access;
+}
+
+absl::Status CheckCovers(const Access& access, std::string_view model) {
+  if (access.Covers(model)) return absl::OkStatus();
+  // What is no name would be as long as a message may be.
+  EMA_RETURN_IF_ERROR(ValidateName("model", model));
+  return NotAllowed(
+      absl::StrCat("model \"", std::string(model), "\": not one of those that the token is for"));
 }
 
 std::string AuthorizationOf(const grpc::ServerContext& context) {

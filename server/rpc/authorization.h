@@ -26,6 +26,8 @@ std::optional<Role> RoleFor(std::string_view method);
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
                                  std::string_view authorization,
                                  std::optional<std::string_view> model);
+// The same for a call that says later what model it is about.
+absl::Status CheckCovers(const Access& access, std::string_view model);
 
 // The value of the header "authorization"; "": there is none.
 std::string AuthorizationOf(const grpc::ServerContext& context);

@@ -28,10 +28,11 @@ void PushCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   BeginTiming();
   Listen(rpc_, queue_);
-  authorization_ = AuthorizationOf(context_);
-  absl::Status status = rpc_->Admit("Push", context_, /*model=*/std::nullopt).status();
-  if (status.ok()) status = rpc_->pushes.Enter(this);
-  if (!status.ok()) return Finish(status);
+  // Before it takes a place.
+  absl::StatusOr<Access> access = rpc_->Admit("Push", context_, /*model=*/std::nullopt);
+  if (!access.ok()) return Finish(access.status());
+  access_ = *std::move(access);
+  if (absl::Status status = rpc_->pushes.Enter(this); !status.ok()) return Finish(status);
   Read();
 }
 
@@ -90,9 +91,7 @@ absl::Status PushCall::HandleMessage() {
     return BadMessage("a message that is no PushRequest");
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
-      EMA_RETURN_IF_ERROR(
-          Authorize(rpc_->authenticator, "Push", authorization_, request.header().model())
-              .status());
+      EMA_RETURN_IF_ERROR(CheckCovers(access_, request.header().model()));
       return handler_.OnHeader(request.header(), [self = shared_from_this()](const auto& result) {
         self->Finish(result);
       });

@@ -7,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -43,7 +42,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
-  std::string authorization_;
+  Access access_;  // Constant once admitted.
   grpc::ServerAsyncReader<grpc::ByteBuffer, grpc::ByteBuffer> reader_{&context_};
   MemberTag<PushCall> accepted_{&PushCall::OnAccepted};
   MemberTag<PushCall> read_{&PushCall::OnRead};

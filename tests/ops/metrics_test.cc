@@ -112,7 +112,7 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
   model.overview.begun_step = 45;
   model.overview.tracks.push_back(
       {.name = "ema", .update_weight = 0.25, .statistics = TrackStatistics{"ema", 3, 0.5}});
-  state.workers.push_back({"rpc-0", absl::Seconds(2)});
+  state.workers.push_back({"rpc-0", "serving", absl::Seconds(2)});
   const std::string text = metrics.Text(state);
   for (const char* const line :
        {"ema_model_step{model=\"m\"} 40", "ema_model_version{model=\"m\"} 4",
@@ -123,8 +123,8 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
         "ema_track_norm{model=\"m\",track=\"ema\"} 3",
         "ema_track_distance{model=\"m\",track=\"ema\"} 0.5",
         "ema_track_update_weight{model=\"m\",track=\"ema\"} 0.25",
-        "ema_worker_heartbeat_age_seconds{worker=\"rpc-0\"} 2", "ema_health_serving 0",
-        "ema_device_usable 1", "ema_models 1"}) {
+        "ema_worker_heartbeat_age_seconds{worker=\"rpc-0\",need=\"serving\"} 2",
+        "ema_health_serving 0", "ema_device_usable 1", "ema_models 1"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
   }
 }

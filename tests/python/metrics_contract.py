@@ -43,7 +43,7 @@ METRICS: dict[str, set[str]] = {
     "ema_track_update_weight": {"model", "track"},
     "ema_device_usable": set(),
     "ema_health_serving": set(),
-    "ema_worker_heartbeat_age_seconds": {"worker"},
+    "ema_worker_heartbeat_age_seconds": {"worker", "need"},
     "ema_build_info": {"version", "device", "cuda"},
     "process_resident_memory_bytes": set(),
     "process_open_fds": set(),

@@ -26,6 +26,7 @@ def test_runs(name: str) -> None:
 
 
 @pytest.mark.framework
+@pytest.mark.timeout(300)
 def test_train_bench_runs() -> None:
     command = [sys.executable, FOLDER / "train_bench.py", "--quick"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
