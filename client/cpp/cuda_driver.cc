@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <type_traits>
+
 #include "absl/strings/str_cat.h"
 
 namespace ema::client_internal {
