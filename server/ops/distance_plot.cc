@@ -15,8 +15,8 @@
 namespace ema {
 namespace {
 
-constexpr double kWidth = 640;
-constexpr double kHeight = 180;
+constexpr double kWidth = 900;
+constexpr double kHeight = 200;
 constexpr double kLeft = 56;  // For the numbers of the axis.
 constexpr double kBottom = 22;
 constexpr double kTop = 8;
@@ -37,11 +37,11 @@ std::map<std::string, Line> LinesOf(const std::vector<StatisticsPoint>& history)
   return lines;
 }
 
-// 1, 2 or 5 times a power of ten, at least `value`.
+// A round number, at least `value`.
 double RoundUp(double value) {
   if (!(value > 0)) return 1;
   const double power = std::pow(10, std::floor(std::log10(value)));
-  for (const double factor : {1, 2, 5}) {
+  for (const double factor : {1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0}) {
     if (value <= factor * power) return factor * power;
   }
   return 10 * power;

@@ -33,14 +33,14 @@ h1 { font-size: 1.35rem; margin: 0; } h2 { font-size: 1.1rem; margin: 0 0 .6rem;
 .state { font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad); } .wait { color: var(--wait); }
 .soft, th, figcaption, footer { color: var(--soft); }
 section, .card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .9rem 1.1rem; margin-bottom: 1rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem; margin-bottom: 1rem; } .cards .card { margin: 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem; margin-bottom: 1rem; } .cards .card { margin: 0; } .cards .card:first-child { grid-column: span 2; }
 .card b { display: block; font-size: 1.2rem; font-weight: 600; }
 .facts { display: flex; flex-wrap: wrap; gap: .3rem 1.6rem; margin: 0 0 .8rem; } .facts div { display: flex; gap: .4rem; } .facts dt { color: var(--soft); } .facts dd { margin: 0; font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th { font-weight: 500; text-align: left; } th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } td.text { overflow-wrap: anywhere; }
-.meter { height: .5rem; border-radius: .25rem; background: var(--line); margin-top: .4rem; overflow: hidden; } .meter i { display: block; height: 100%; background: var(--bar); }
-figure { margin: .8rem 0 0; } svg { width: 100%; height: auto; max-height: 15rem; } svg text { fill: var(--soft); font-size: 11px; }
+.meter { height: .5rem; border-radius: .25rem; background: var(--line); margin: .4rem 0; overflow: hidden; } .meter i { display: block; height: 100%; background: var(--bar); }
+figure { margin: .8rem 0 0; } svg { width: 100%; height: auto; max-height: 18rem; } svg text { fill: var(--soft); font-size: 11px; }
 .grid { stroke: var(--line); } polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .key { margin-right: .9rem; } .key::before { content: "\25CF\00A0"; }
 .t0 { stroke: var(--c0); } .t1 { stroke: var(--c1); } .t2 { stroke: var(--c2); } .t3 { stroke: var(--c3); } .t4 { stroke: var(--c4); } .t5 { stroke: var(--c5); } .t6 { stroke: var(--c6); } .t7 { stroke: var(--c7); }
 .key.t0 { color: var(--c0); } .key.t1 { color: var(--c1); } .key.t2 { color: var(--c2); } .key.t3 { color: var(--c3); } .key.t4 { color: var(--c4); } .key.t5 { color: var(--c5); } .key.t6 { color: var(--c6); } .key.t7 { color: var(--c7); }

@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
 
 def find_url(log: str) -> str:
     """The address, from the server's log; empty: it is not there yet."""
-    found = re.findall(r"url=(http://\S+)/$", log, flags=re.MULTILINE)
+    found = re.findall(r"(http://[^\s/]+)/", log)
     return found[-1] if found else ""
 
 
