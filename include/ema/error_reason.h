@@ -59,6 +59,7 @@ enum class ErrorReason : int {
   kDiskFull = 63,
   kTooManyModels = 64,
   kTooManyCalls = 65,
+  kTooManySessions = 66,
   kDraining = 70,
   kRangeBusy = 71,
   kStoreReadOnly = 72,

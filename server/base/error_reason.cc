@@ -126,6 +126,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "TOO_MANY_MODELS";
     case ErrorReason::kTooManyCalls:
       return "TOO_MANY_CALLS";
+    case ErrorReason::kTooManySessions:
+      return "TOO_MANY_SESSIONS";
     case ErrorReason::kDraining:
       return "DRAINING";
     case ErrorReason::kRangeBusy:

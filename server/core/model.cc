@@ -270,6 +270,18 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
   return nullptr;
 }
 
+absl::StatusOr<PlaceLimit::Place> Model::TakeSessionPlace() const {
+  if (options_.sessions == nullptr) return nullptr;
+  PlaceLimit::Place place = options_.sessions->Take();
+  if (place != nullptr) return place;
+  absl::Status status =
+      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
+                absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
+                             " steps are being pushed, as many as the server may have"));
+  SetRetryDelay(status, absl::Milliseconds(100));
+  return status;
+}
+
 absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& start,
                                                                RankPush& retry) {
   std::shared_ptr<PushSession> abandoned;
@@ -300,10 +312,12 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
                                   " began step ", start.step, " without having committed it")));
     abandoned.reset();
   }
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
-                       PushSession::Create({config_.name, config_.manifest, device_,
-                                            config_.non_finite, options_.observer},
-                                           run, std::move(base), std::move(plan)));
+  EMA_ASSIGN_OR_RETURN(PlaceLimit::Place place, TakeSessionPlace());
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<PushSession> session,
+      PushSession::Create(
+          {config_.name, config_.manifest, device_, config_.non_finite, options_.observer}, run,
+          std::move(base), std::move(plan), std::move(place)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a

@@ -29,6 +29,7 @@
 #include "ema/version_id.h"
 #include "server/base/log_event.h"
 #include "server/base/observer.h"
+#include "server/base/place_limit.h"
 #include "server/core/attached_files.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
@@ -65,6 +66,8 @@ class Model : public std::enable_shared_from_this<Model> {
     bool has_data_dir = false;
     // Told what becomes of steps. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
+    // Steps that may be pushed at once, with those of other models. Null: any number.
+    std::shared_ptr<PlaceLimit> sessions;
   };
 
   // REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not
@@ -336,6 +339,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // one, if any.
   absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
+  absl::StatusOr<PlaceLimit::Place> TakeSessionPlace() const;
   absl::StatusOr<std::shared_ptr<PushSession>> GetSession(const PushStart& start, RankPush& retry)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // Checks that do not depend on the open session. True: the step is the last committed one, pushed

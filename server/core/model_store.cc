@@ -22,6 +22,7 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
     : device_(std::move(device)),
       options_(options),
       budget_(std::make_shared<MemoryBudget>(options.memory_bytes)),
+      sessions_(std::make_shared<PlaceLimit>(options.max_sessions)),
       next_incarnation_(options.model.incarnation) {}
 
 absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) {
@@ -61,6 +62,7 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
   const std::string name = config.name;
   Model::Options model_options = options_.model;
   model_options.incarnation = next_incarnation_;
+  model_options.sessions = sessions_;
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
                        Model::Create(std::move(config), device_, budget_, model_options));
   ++next_incarnation_;

@@ -30,7 +30,9 @@ class ModelStore {
   struct Options {
     int64_t memory_bytes = 0;  // What all models together may reserve.
     int64_t max_models = 64;
-    Model::Options model;  // Its incarnation is the first model's; it grows from there.
+    int64_t max_sessions = 64;  // Steps that are pushed at once, over all models.
+    // Its incarnation is the first model's; it grows from there. `sessions` is the store's to set.
+    Model::Options model;
   };
 
   ModelStore(std::shared_ptr<Device> device, const Options& options);
@@ -64,6 +66,7 @@ class ModelStore {
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
 
   int64_t max_models() const { return options_.max_models; }
+  const PlaceLimit& sessions() const { return *sessions_; }
   const MemoryBudget& budget() const { return *budget_; }
   Device& device() const { return *device_; }
 
@@ -71,6 +74,7 @@ class ModelStore {
   const std::shared_ptr<Device> device_;
   const Options options_;
   const std::shared_ptr<MemoryBudget> budget_;
+  const std::shared_ptr<PlaceLimit> sessions_;
 
   mutable absl::Mutex mu_;
   std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mu_);

@@ -171,13 +171,14 @@ class PushSession::Folder {
 };
 
 PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
-                         Plan plan)
+                         Plan plan, PlaceLimit::Place place)
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
       frozen_changed_(plan_.frozen == FrozenTensors::kChanged),
       memory_{.base = std::move(base), .next = {}, .zeros = nullptr},
-      last_progress_(begin_) {
+      last_progress_(begin_),
+      place_(std::move(place)) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     ranks_.emplace_back(PushedBytes(*run_->layout(rank)));
@@ -185,9 +186,10 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
 }
 
 absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
-    ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan) {
-  std::shared_ptr<PushSession> session(
-      new PushSession(std::move(model), std::move(run), std::move(base), std::move(plan)));
+    ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan,
+    PlaceLimit::Place place) {
+  std::shared_ptr<PushSession> session(new PushSession(
+      std::move(model), std::move(run), std::move(base), std::move(plan), std::move(place)));
   EMA_RETURN_IF_ERROR(session->Allocate());
   return session;
 }
@@ -454,6 +456,8 @@ bool PushSession::End(const absl::StatusOr<PushResult>& result) {
   {
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return false;
+    // Before anybody is told: their next step may need it.
+    place_.reset();
     ended_ = result.ok() ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                                      absl::StrCat("step ", plan_.step, " is committed already"))
                          : result.status();

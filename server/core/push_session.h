@@ -26,6 +26,7 @@
 #include "ema/manifest.h"
 #include "ema/v1/chunk_codec.h"
 #include "server/base/observer.h"
+#include "server/base/place_limit.h"
 #include "server/core/coverage.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
@@ -114,11 +115,12 @@ class PushSession {
   };
 
   // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
-  // what the plan's bases are in.
+  // what the plan's bases are in. The session has `place` until it ends.
   // RESOURCE_EXHAUSTED: no memory; none stays allocated.
   static absl::StatusOr<std::shared_ptr<PushSession>> Create(ModelView model,
                                                              std::shared_ptr<const TrainerRun> run,
-                                                             SnapshotRef base, Plan plan);
+                                                             SnapshotRef base, Plan plan,
+                                                             PlaceLimit::Place place);
 
   const Plan& plan() const { return plan_; }
   // A rank has found that the frozen tensors, which it pushes, are not as before.
@@ -222,7 +224,8 @@ class PushSession {
     Writers writers;  // Goes first.
   };
 
-  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan);
+  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan,
+              PlaceLimit::Place place);
 
   // What of a rank's layout is pushed.
   int64_t PushedBytes(const RankLayout& layout) const;
@@ -282,6 +285,7 @@ class PushSession {
       ABSL_GUARDED_BY(mu_);
   absl::btree_set<int64_t> skipped_tensors_ ABSL_GUARDED_BY(mu_);  // NonFinitePolicy::kSkipTensor.
   std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
+  PlaceLimit::Place place_ ABSL_GUARDED_BY(mu_);  // Null once it has ended.
 };
 
 }  // namespace ema
