@@ -5,13 +5,18 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
 #include "server/ops/version.h"
@@ -19,40 +24,60 @@
 
 namespace {
 
-// Waits for SIGTERM or SIGINT in a thread of its own.
-class StopSignal {
+// Waits until the server is asked to stop: by SIGTERM or SIGINT, for which a thread of its own
+// waits, or by a client. A signal after that ends the process at once.
+class StopRequest {
  public:
   // `signals` are blocked in all threads.
-  explicit StopSignal(const sigset_t& signals) : thread_([this, signals] { Run(signals); }) {}
-  // A server that could not start is not asked to stop.
-  ~StopSignal() {
-    if (!thread_.joinable()) return;
-    is_recovered_ = true;
+  explicit StopRequest(const sigset_t& signals) : thread_([this, signals] { Run(signals); }) {}
+  ~StopRequest() {
+    is_over_ = true;
     pthread_kill(thread_.native_handle(), SIGTERM);
     thread_.join();
   }
 
-  // From here on there may be something to save: a signal ends only Wait().
+  // From here on there may be something to save: the first signal ends only Wait().
   void SetRecovered() { is_recovered_ = true; }
-  // Which it was.
-  int Wait() {
-    thread_.join();
-    return signal_number_;
+
+  // As a signal does. False: somebody has asked before.
+  bool Ask(std::string by) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (!asked_by_.empty()) return false;
+    asked_by_ = std::move(by);
+    return true;
+  }
+  // Who has asked.
+  std::string Wait() ABSL_LOCKS_EXCLUDED(mu_) {
+    const auto is_asked = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !asked_by_.empty(); };
+    absl::MutexLock lock(&mu_, absl::Condition(&is_asked));
+    return asked_by_;
   }
 
  private:
   void Run(const sigset_t& signals) {
-    sigwait(&signals, &signal_number_);
-    if (is_recovered_) return;
-    // A start changes nothing that a crash would spoil, and may wait for the disk for long.
-    ema::Log(ema::LogLevel::kInfo, "stopped before the checkpoints had been read",
-             {{"signal", signal_number_}});
-    std::_Exit(0);
+    int number = 0;
+    do {
+      sigwait(&signals, &number);
+      if (is_over_) return;
+      if (!is_recovered_) {
+        // A start changes nothing that a crash would spoil, and may wait for the disk for long.
+        ema::Log(ema::LogLevel::kInfo, "stopped before the checkpoints had been read",
+                 {{"signal", number}});
+        std::_Exit(0);
+      }
+    } while (Ask(number == SIGINT ? "SIGINT" : "SIGTERM"));
+    signal(number, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    raise(number);
+    // The kernel leaves that out for a container's first process.
+    _exit(128 + number);
   }
 
   std::atomic<bool> is_recovered_ = false;
-  int signal_number_ = 0;  // The thread's, until it has ended.
-  std::thread thread_;
+  std::atomic<bool> is_over_ = false;
+  absl::Mutex mu_;
+  std::string asked_by_ ABSL_GUARDED_BY(mu_);  // Empty: nobody has.
+  std::thread thread_;                         // The last: it uses the others.
 };
 
 // From here on the log is as the options say.
@@ -105,23 +130,19 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-  StopSignal stop(signals);
+  StopRequest stop(signals);
   absl::StatusOr<std::unique_ptr<ema::Server>> server =
-      ema::Server::Start(parsed.options, [&stop] { stop.SetRecovered(); });
+      ema::Server::Start(parsed.options, {.on_recovered = [&stop] { stop.SetRecovered(); },
+                                          .on_drain_asked = [&stop] { return stop.Ask("Drain"); }});
   if (!server.ok()) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
-  const int signal_number = stop.Wait();
+  const std::string asked_by = stop.Wait();
   ema::Log(ema::LogLevel::kInfo, "draining",
-           {{"signal", signal_number}, {"grace", parsed.options.drain_grace}});
-  // A second signal ends the process at once.
-  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-  struct sigaction now = {};
-  // Not the default action, which the kernel leaves out for a container's first process.
-  now.sa_handler = [](int number) { _exit(128 + number); };
-  sigaction(SIGTERM, &now, nullptr);
-  sigaction(SIGINT, &now, nullptr);
+           {{"asked_by", asked_by},
+            {"delay", parsed.options.drain_delay},
+            {"grace", parsed.options.drain_grace}});
   const absl::Status drained = (*server)->Drain();
   if (drained.ok()) {
     ema::Log(ema::LogLevel::kInfo, "stopped");

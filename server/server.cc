@@ -6,15 +6,21 @@
 #include <algorithm>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/shared_ring.h"
 #include "server/checkpoint/file_system.h"
 #include "server/ops/logging.h"
 #include "server/ops/port_file.h"
+#include "server/ops/version.h"
 
 namespace ema {
 
@@ -82,6 +88,20 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"readers", overhead.shared_bytes}});
 }
 
+absl::StatusOr<ServingProcess::LogLevels> ChangeLogLevel(std::string_view name) {
+  const std::string before(LogLevelName(log_level()));
+  if (name.empty()) return ServingProcess::LogLevels{before, before};
+  const std::optional<LogLevel> level = ParseLogLevel(name);
+  if (!level.has_value()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("level: \"", absl::CHexEscape(std::string(name)),
+                                  "\" given, expected debug, info, warn or error"));
+  }
+  SetLogLevel(*level);
+  Log(LogLevel::kInfo, "log level changed", {{"before", before}, {"now", name}});
+  return ServingProcess::LogLevels{before, std::string(name)};
+}
+
 // At debug: there may be many a second.
 void LogCommit(const Model& model, const VersionRecord& record) {
   if (log_level() > LogLevel::kDebug) return;
@@ -105,11 +125,11 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      const std::function<void()>& on_recovered) {
+                                                      const Hooks& hooks) {
   // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
                        MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
-  return Start(options, std::move(device), on_recovered);
+  return Start(options, std::move(device), hooks);
 }
 
 LogSink Server::Sink() {
@@ -133,7 +153,7 @@ CheckpointManager::Options Server::CheckpointOptions() {
           .heartbeats = heartbeats_.get()};
 }
 
-RpcServer::Options Server::RpcOptions() {
+RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   RpcServer::Options rpc;
   rpc.listen_addresses = options_.listen;
   rpc.connections = {options_.max_connections, options_.max_connections_per_peer};
@@ -147,6 +167,7 @@ RpcServer::Options Server::RpcOptions() {
   rpc.thread_count = static_cast<int>(options_.thread_count);
   rpc.max_push_streams = options_.max_push_streams;
   rpc.max_pull_streams = options_.max_pull_streams;
+  rpc.max_watch_streams = options_.max_watch_streams;
   rpc.same_host_lane = options_.same_host_lane == "on";
   rpc.session_timeout = options_.session_timeout;
   rpc.max_calls_per_second = options_.max_calls_per_second;
@@ -155,12 +176,19 @@ RpcServer::Options Server::RpcOptions() {
   rpc.log = Sink();
   rpc.heartbeats = heartbeats_;
   rpc.observer = &metrics_;
+  rpc.process = {.version = std::string(ServerVersion()),
+                 .incarnation = incarnation_,
+                 .start_time = start_time_,
+                 .drain_delay = options_.drain_delay,
+                 .drain_grace = options_.drain_grace,
+                 .set_log_level = [](std::string_view level) { return ChangeLogLevel(level); },
+                 .drain = hooks.on_drain_asked};
   return rpc;
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
                                                       std::shared_ptr<Device> device,
-                                                      const std::function<void()>& on_recovered) {
+                                                      const Hooks& hooks) {
   std::unique_ptr<Server> server(new Server(options));
   // What is wrong with the options is told before checkpoints are read, which may take long.
   if (!options.auth_tokens.empty()) {
@@ -175,6 +203,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.memory_bytes =
       options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);
   store_options.max_models = options.max_models;
+  store_options.max_sessions = options.max_sessions;
   store_options.model.block_bytes = options.block_bytes;
   store_options.model.incarnation = IncarnationWithoutStore(server->start_time_);
   store_options.model.log = server->Sink();
@@ -205,12 +234,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
   }
 
-  if (on_recovered) on_recovered();
+  if (hooks.on_recovered) hooks.on_recovered();
 
   Checkpoints* checkpoints = &server->no_checkpoints_;
   if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
   EMA_ASSIGN_OR_RETURN(server->rpc_,
-                       RpcServer::Start(server->store_, checkpoints, server->RpcOptions()));
+                       RpcServer::Start(server->store_, checkpoints, server->RpcOptions(hooks)));
   {
     absl::MutexLock lock(&server->mu_);
     server->serving_ = server->rpc_.get();
@@ -228,8 +257,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 }
 
 absl::Status Server::Drain() {
-  const absl::Time deadline = absl::Now() + options_.drain_grace;
   rpc_->SetServing(false);
+  // Only to let those who look at the health take notice: there is nothing that could end it.
+  absl::SleepFor(options_.drain_delay);
+  const absl::Time deadline = absl::Now() + options_.drain_grace;
+  rpc_->RefuseWork();
   store_->Drain(deadline);
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);

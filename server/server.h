@@ -47,22 +47,38 @@ class Server {
   // Freed buffers that main() lets the heap keep.
   static constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 
-  // Loads the newest checkpoints and serves; HTTP comes first, and says that it is not ready. Calls
-  // `on_recovered`, if it is not empty, before the first client can get in: until then there is
-  // nothing that only this process has. The message of an error says what to do.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(
-      const ServerOptions& options, const std::function<void()>& on_recovered = nullptr);
+  // What the process has to do. Both may be empty, and may be called from any thread.
+  struct Hooks {
+    // Before the first client can get in: until then there is nothing that only this process has.
+    std::function<void()> on_recovered;
+    // A client has asked for Drain(), which is not to be called here, but soon. False: somebody has
+    // asked before.
+    std::function<bool()> on_drain_asked;
+  };
+
+  // Loads the newest checkpoints and serves; HTTP comes first, and says that it is not ready. The
+  // message of an error says what to do.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
+                                                       const Hooks& hooks);
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options) {
+    return Start(options, Hooks());
+  }
   // On this device, whatever `options` say.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(
-      const ServerOptions& options, std::shared_ptr<Device> device,
-      const std::function<void()>& on_recovered = nullptr);
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
+                                                       std::shared_ptr<Device> device,
+                                                       const Hooks& hooks);
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
+                                                       std::shared_ptr<Device> device) {
+    return Start(options, std::move(device), Hooks());
+  }
 
   int port() const { return rpc_->port(); }
 
-  // Health turns NOT_SERVING at once; sessions that are open may commit, for at most the drain
-  // grace; then every model's newest version is saved (if there is a data directory) and running
-  // pulls get what is left of the grace. Blocks. What has broken the device, or else the first
-  // error of a save, which the process should exit with; all else is done all the same.
+  // Health turns NOT_SERVING at once; for the drain delay everything goes on; then what is new is
+  // refused, and sessions that are open may commit, for at most the drain grace; then every model's
+  // newest version is saved (if there is a data directory) and running pulls get what is left of
+  // the grace. Blocks. What has broken the device, or else the first error of a save, which the
+  // process should exit with; all else is done all the same.
   absl::Status Drain();
 
  private:
@@ -71,7 +87,7 @@ class Server {
   // The log, whose errors the status page shows, too.
   LogSink Sink();
   CheckpointManager::Options CheckpointOptions();
-  RpcServer::Options RpcOptions();
+  RpcServer::Options RpcOptions(const Hooks& hooks);
   absl::Status StartHttp();
   // OK: it serves. UNAVAILABLE: it recovers, or as RpcServer::health().
   absl::Status Health() const ABSL_LOCKS_EXCLUDED(mu_);

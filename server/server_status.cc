@@ -70,7 +70,10 @@ ServerState Server::State(bool with_history) const {
                     .cuda_version = CudaVersion(),
                     .incarnation = incarnation_,
                     .statistics_every_commits = options_.statistics_every_commits,
-                    .max_models = store_->max_models()};
+                    .max_models = store_->max_models(),
+                    .max_connections_per_peer = options_.max_connections_per_peer,
+                    .max_sessions = options_.max_sessions,
+                    .max_calls_per_second = options_.max_calls_per_second};
   state.memory = {.budget_bytes = store_->budget().total_bytes(),
                   .reserved_bytes = store_->budget().reserved_bytes(),
                   .used_bytes = device.used_bytes(),
@@ -89,10 +92,12 @@ ServerState Server::State(bool with_history) const {
       const RpcServer::Usage usage = serving_->usage();
       state.push_streams = {usage.push_streams, usage.max_push_streams};
       state.pull_streams = {usage.pull_streams, usage.max_pull_streams};
+      state.watch_streams = {usage.watch_streams, usage.max_watch_streams};
       state.connections = {usage.connections, usage.max_connections};
     } else {
       state.push_streams.limit = options_.max_push_streams;
       state.pull_streams.limit = options_.max_pull_streams;
+      state.watch_streams.limit = options_.max_watch_streams;
       state.connections.limit = options_.max_connections;
     }
   }

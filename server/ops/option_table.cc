@@ -290,6 +290,10 @@ void AddLimits(Table& table, ServerOptions& o) {
               "Pushes that may run at once");
   table.Count("max-pull-streams", o.max_pull_streams, "N", {.least = 1},
               "Pulls that may run at once");
+  table.Count("max-watch-streams", o.max_watch_streams, "N", {.least = 1},
+              "Watches that may run at once");
+  table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
+              "Steps that may be pushed at once, over all models; each has one at most");
   table.Count("max-calls-per-second", o.max_calls_per_second, "N", {},
               "Calls that one address may begin in a second, but health probes. 0: any number");
   table.Count("max-connections", o.max_connections, "N", {.least = 1},
@@ -320,8 +324,11 @@ void AddTimeLimits(Table& table, ServerOptions& o) {
                  "End a push that makes no progress for so long");
   table.Duration("stream-timeout", o.stream_timeout, absl::Milliseconds(1),
                  "End a push or pull whose peer sends or takes nothing for so long");
+  table.Duration("drain-delay", o.drain_delay, absl::ZeroDuration(),
+                 "After SIGTERM, serve everything for so long still, while health checks and "
+                 "/readyz say that the server does not: for load balancers that look at them");
   table.Duration("drain-grace", o.drain_grace, absl::ZeroDuration(),
-                 "After SIGTERM, wait so long for running calls");
+                 "Then refuse what is new, and wait so long for running calls");
 }
 
 void AddLogging(Table& table, ServerOptions& o) {

@@ -39,6 +39,8 @@ struct ServerOptions {
   int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;
+  int64_t max_watch_streams = 1024;
+  int64_t max_sessions = 64;              // Steps that are pushed at once, over all models.
   int64_t max_calls_per_second = 10'000;  // Of one address; 0: any number.
   int64_t max_connections = 1024;
   int64_t max_connections_per_peer = 64;  // Of one IP address that is not loopback.
@@ -60,11 +62,14 @@ struct ServerOptions {
   absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
   absl::Duration stream_timeout =
       absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.
-  absl::Duration drain_grace = absl::Seconds(25);  // For running calls, after SIGTERM.
-  std::string log_level = "info";                  // "debug", "info", "warn" or "error".
-  std::string log_format = "text";                 // "text" or "json".
-  int64_t block_bytes = int64_t{32} << 20;         // For tests; not in --help.
-  int64_t max_file_bytes = 5'000'000'000;          // Of weights, in one file of a checkpoint.
+  // After SIGTERM: how long everything is served still, while probes say that it is not; and what
+  // running calls then have.
+  absl::Duration drain_delay = absl::ZeroDuration();
+  absl::Duration drain_grace = absl::Seconds(25);
+  std::string log_level = "info";           // "debug", "info", "warn" or "error".
+  std::string log_format = "text";          // "text" or "json".
+  int64_t block_bytes = int64_t{32} << 20;  // For tests; not in --help.
+  int64_t max_file_bytes = 5'000'000'000;   // Of weights, in one file of a checkpoint.
 };
 
 struct ParsedOptions {

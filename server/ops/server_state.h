@@ -58,7 +58,11 @@ struct ServerState {
   Memory memory;
   Usage push_streams;
   Usage pull_streams;
+  Usage watch_streams;
   Usage connections;
+  int64_t max_connections_per_peer = 0;
+  int64_t max_sessions = 0;          // Of all models together.
+  int64_t max_calls_per_second = 0;  // Of one address; 0: any number.
   std::vector<Worker> workers;
   std::vector<Model> models;  // By name.
 };

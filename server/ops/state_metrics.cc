@@ -115,15 +115,24 @@ void AddServer(const ServerState& state, Families& families) {
           .Add(memory.host_model_bytes, {{"part", "models"}})
           .Add(memory.stream_bytes, {{"part", "streams"}})
           .Add(memory.kept_bytes, {{"part", "kept"}}));
-  families.Add(Gauge("ema_streams_open", "Data streams that are open, lanes among them.")
+  families.Add(Gauge("ema_streams_open", "Pushes, pulls (lanes among them) and watches.")
                    .Add(state.push_streams.open, {{"kind", "push"}})
-                   .Add(state.pull_streams.open, {{"kind", "pull"}}));
+                   .Add(state.pull_streams.open, {{"kind", "pull"}})
+                   .Add(state.watch_streams.open, {{"kind", "watch"}}));
   families.Add(Gauge("ema_streams_limit", "How many there may be.")
                    .Add(state.push_streams.limit, {{"kind", "push"}})
-                   .Add(state.pull_streams.limit, {{"kind", "pull"}}));
+                   .Add(state.pull_streams.limit, {{"kind", "pull"}})
+                   .Add(state.watch_streams.limit, {{"kind", "watch"}}));
+  families.Add("ema_sessions_limit", "Steps that may be pushed at once, over all models.",
+               state.max_sessions);
   families.Add("ema_connections_open", "Connections of gRPC that are open.",
                state.connections.open);
   families.Add("ema_connections_limit", "How many there may be.", state.connections.limit);
+  families.Add("ema_connections_per_peer_limit", "How many of one address.",
+               state.max_connections_per_peer);
+  families.Add("ema_calls_per_second_limit",
+               "Calls that one address may begin in a second; 0: any number.",
+               state.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
   families.Add("ema_checkpoint_store_read_only",

@@ -119,7 +119,8 @@ std::string Cards(const ServerState& state) {
                         Bytes(memory.stream_bytes), "</span>")),
       UsageCard("Models", {static_cast<int64_t>(state.models.size()), state.max_models}),
       UsageCard("Push streams", state.push_streams), UsageCard("Pull streams", state.pull_streams),
-      UsageCard("Connections", state.connections), "</div>\n");
+      UsageCard("Watches", state.watch_streams), UsageCard("Connections", state.connections),
+      "</div>\n");
 }
 
 std::string Pushers(const ModelOverview& overview) {

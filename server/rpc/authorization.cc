@@ -33,6 +33,7 @@ constexpr Rule kRules[] = {
     {"ReportMetric", Role::kEvaluator},
     {"Synthesize", Role::kEvaluator},
     {"GetLane", Role::kEvaluator},
+    {"GetServerInfo", Role::kEvaluator},
 
     {"CreateModel", Role::kTrainer},
     {"AttachFile", Role::kTrainer},
@@ -47,7 +48,14 @@ constexpr Rule kRules[] = {
     {"DeleteModel", Role::kAdmin},
     {"DeleteCheckpoint", Role::kAdmin},
     {"RestoreCheckpoint", Role::kAdmin},
+    {"SetLogLevel", Role::kAdmin},
+    {"Drain", Role::kAdmin},
 };
+
+// What a server that drains does not begin any more. The others end what is under way, only look,
+// or are refused by the models themselves.
+constexpr std::string_view kWork[] = {
+    "Pull", "Watch", "GetStatistics", "Synthesize", "CreateCheckpoint", "RestoreCheckpoint"};
 
 absl::Status NotAllowed(std::string_view what) {
   return MakeError(absl::StatusCode::kPermissionDenied, ErrorReason::kNotAllowed, what);
@@ -61,6 +69,10 @@ std::optional<Role> RoleFor(std::string_view method) {
                    [method](const Rule& candidate) { return candidate.method == method; });
   if (rule == std::end(kRules)) return std::nullopt;
   return rule->role;
+}
+
+bool BeginsWork(std::string_view method) {
+  return std::find(std::begin(kWork), std::end(kWork), method) != std::end(kWork);
 }
 
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,

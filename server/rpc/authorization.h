@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which role each RPC needs: the one place where it is written.
+// Which role each RPC needs, and which a server that drains refuses: the one place where it is
+// written.
 #ifndef EMA_SERVER_RPC_AUTHORIZATION_H_
 #define EMA_SERVER_RPC_AUTHORIZATION_H_
 
@@ -18,6 +19,10 @@ namespace ema {
 
 // The least role that may call `method`, such as "Push"; absent: nobody may, for there is no rule.
 std::optional<Role> RoleFor(std::string_view method);
+
+// Calls of `method` may take long, and are nobody's who has begun something already: a server that
+// drains refuses them.
+bool BeginsWork(std::string_view method);
 
 // What the caller may do, who may call `method` about `model`, if it is about one. `authorization`
 // is the value of that header. Null `authenticator`: everybody may do everything. UNAUTHENTICATED,

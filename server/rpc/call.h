@@ -27,6 +27,7 @@
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/base/observer.h"
+#include "server/base/place_limit.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
@@ -56,9 +57,14 @@ using AsyncCheckpoints = v1::EmaService::WithAsyncMethod_CreateCheckpoint<
                     v1::EmaService::WithAsyncMethod_ReportMetric<
                         v1::EmaService::WithAsyncMethod_AttachFile<
                             v1::EmaService::WithAsyncMethod_GetAttachedFile<Base>>>>>>>>>;
+// Those about the server itself.
+template <typename Base>
+using AsyncOperator = v1::EmaService::WithAsyncMethod_GetServerInfo<
+    v1::EmaService::WithAsyncMethod_SetLogLevel<v1::EmaService::WithAsyncMethod_Drain<Base>>>;
 // The service with every method on completion queues; the data plane takes and gives raw bytes.
-using AsyncService = v1::EmaService::WithRawMethod_Push<v1::EmaService::WithRawMethod_Pull<
-    v1::EmaService::WithAsyncMethod_Watch<AsyncUnary<AsyncCheckpoints<v1::EmaService::Service>>>>>;
+using AsyncService = v1::EmaService::WithRawMethod_Push<
+    v1::EmaService::WithRawMethod_Pull<v1::EmaService::WithAsyncMethod_Watch<
+        AsyncUnary<AsyncCheckpoints<AsyncOperator<v1::EmaService::Service>>>>>>;
 
 // A tag that calls a member function, and keeps its call alive while the operation is under way.
 template <typename Call>
@@ -216,8 +222,8 @@ class CallsInFlight {
 
 // What calls need of their server; outlives them.
 struct RpcContext {
-  // What the caller may do, if the call may begin. RESOURCE_EXHAUSTED, TOO_MANY_CALLS; and as
-  // Authorize().
+  // What the caller may do, if the call may begin. RESOURCE_EXHAUSTED, TOO_MANY_CALLS; UNAVAILABLE,
+  // DRAINING; and as Authorize().
   absl::StatusOr<Access> Admit(std::string_view method, const grpc::ServerContext& context,
                                std::optional<std::string_view> model) {
     // Probes must get through whatever else an address does.
@@ -225,7 +231,17 @@ struct RpcContext {
       absl::Status status = rate.Take(context.peer(), std::chrono::steady_clock::now());
       if (!status.ok()) return status;
     }
-    return Authorize(authenticator, method, AuthorizationOf(context), model);
+    return Admit(method, AuthorizationOf(context), model);
+  }
+  // The same for a call that came some other way, with that token. It counts for no rate.
+  absl::StatusOr<Access> Admit(std::string_view method, std::string_view authorization,
+                               std::optional<std::string_view> model) const {
+    absl::StatusOr<Access> access = Authorize(authenticator, method, authorization, model);
+    if (access.ok() && refuses_work.load(std::memory_order_relaxed) && BeginsWork(method)) {
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                       "the server is shutting down");
+    }
+    return access;
   }
 
   AsyncService service;
@@ -233,7 +249,9 @@ struct RpcContext {
   std::shared_ptr<ModelStore> store;
   StreamAdmission pushes;
   StreamAdmission pulls;
+  const std::shared_ptr<PlaceLimit> watches;
   RateLimit rate;
+  std::atomic<bool> refuses_work = false;  // Relaxed: a call may just have got in.
   CallsInFlight calls;
   Checkpoints* checkpoints = nullptr;            // Outlives this. Never null in a server.
   const Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.

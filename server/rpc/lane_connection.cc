@@ -81,8 +81,8 @@ absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
     return BadMessage("a LaneRequest that begins neither a push nor a pull");
   }
   const char* const rpc = is_push ? "Push" : "Pull";
-  absl::Status status = Authorize(rpc_->authenticator, rpc, request.authorization(),
-                                  is_push ? request.push().model() : request.pull().model())
+  absl::Status status = rpc_->Admit(rpc, request.authorization(),
+                                    is_push ? request.push().model() : request.pull().model())
                             .status();
   if (status.ok()) status = is_push ? ServePush(request.push()) : ServePull(request.pull());
   rpc_->observer->OnRpcEnded(rpc, status);

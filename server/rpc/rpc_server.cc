@@ -114,12 +114,15 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
+           .watches = std::make_shared<PlaceLimit>(options.max_watch_streams),
            .rate = RateLimit(options.max_calls_per_second),
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .observer = options.observer,
            .disk_reader = ExecutorOf(&disk_reads_)},
-      admin_(store, checkpoints, options.log) {}
+      admin_(store, checkpoints, options.log),
+      operator_(store, options.process,
+                {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -157,12 +160,27 @@ RpcServer::Usage RpcServer::usage() const {
   Usage usage{.push_streams = rpc_.pushes.open_count(),
               .max_push_streams = rpc_.pushes.limit(),
               .pull_streams = rpc_.pulls.open_count(),
-              .max_pull_streams = rpc_.pulls.limit()};
+              .max_pull_streams = rpc_.pulls.limit(),
+              .watch_streams = rpc_.watches->taken_count(),
+              .max_watch_streams = rpc_.watches->limit()};
   for (const std::unique_ptr<Listener>& listener : listeners_) {
     usage.connections += listener->connection_count();
     usage.max_connections += options_.connections.connections;
   }
   return usage;
+}
+
+std::vector<OperatorService::Limit> RpcServer::Limits() const {
+  const Usage used = usage();
+  const ModelStore& store = *rpc_.store;
+  return {{"push_streams", used.push_streams, used.max_push_streams},
+          {"pull_streams", used.pull_streams, used.max_pull_streams},
+          {"watch_streams", used.watch_streams, used.max_watch_streams},
+          {"sessions", store.sessions().taken_count(), store.sessions().limit()},
+          {"connections", used.connections, used.max_connections},
+          {"connections_per_peer", std::nullopt, options_.connections.connections_per_peer},
+          {"models", static_cast<int64_t>(store.List().size()), store.max_models()},
+          {"calls_per_second", std::nullopt, options_.max_calls_per_second}};
 }
 
 std::string RpcServer::addresses() const {
@@ -233,6 +251,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                 {.quick = ExecutorOf(&quick_work_),
                  .saving = ExecutorOf(&saves_),
                  .slow = ExecutorOf(&slow_work_)});
+  operator_.Listen(&rpc_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, "Check", queue->get(),
       [this](grpc::ServerContext* context, auto* request, auto* writer,

@@ -27,6 +27,7 @@
 #include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
+#include "server/rpc/operator_service.h"
 #include "server/rpc/tls.h"
 
 namespace ema {
@@ -56,6 +57,7 @@ class RpcServer {
     // Each may hold a receive window of up to kMaxWindowBytes.
     int64_t max_push_streams = 32;
     int64_t max_pull_streams = 64;
+    int64_t max_watch_streams = 1024;
     // Calls that one address may begin in a second; 0: any number. Lanes and probes do not count.
     int64_t max_calls_per_second = 10'000;
     // Clients of this host and user may push and pull through shared memory.
@@ -73,6 +75,7 @@ class RpcServer {
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
+    ServingProcess process;
     LogSink log;
   };
 
@@ -93,6 +96,8 @@ class RpcServer {
 
   // False: health() is not OK. True from Start() on.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
+  // From here on calls that begin something are refused, UNAVAILABLE, DRAINING: see BeginsWork().
+  void RefuseWork() { rpc_.refuses_work.store(true, std::memory_order_relaxed); }
   // What health checks answer: OK, or why the server does not serve: it drains, its device is
   // broken, or a thread is stuck. Never blocks.
   absl::Status health() const;
@@ -105,6 +110,8 @@ class RpcServer {
     int64_t max_push_streams = 0;
     int64_t pull_streams = 0;
     int64_t max_pull_streams = 0;
+    int64_t watch_streams = 0;
+    int64_t max_watch_streams = 0;
     int64_t connections = 0;  // Of gRPC, not lanes.
     int64_t max_connections = 0;
   };
@@ -120,6 +127,7 @@ class RpcServer {
       const grpc::health::v1::HealthCheckRequest& request) const;
   // UNAVAILABLE: a worker that this needs is stuck.
   absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
+  std::vector<OperatorService::Limit> Limits() const;
   void ServeQueue(CallQueue* queue);
   // Functions that wait for a worker's thread.
   using Work = std::deque<std::function<void()>>;
@@ -130,6 +138,7 @@ class RpcServer {
   const Options options_;
   RpcContext rpc_;
   AdminService admin_;
+  OperatorService operator_;
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<LaneServer> lanes_;  // Null: there are none.

@@ -23,9 +23,9 @@ void WatchCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
   absl::StatusOr<std::shared_ptr<Model>> model = FindModel();
-  if (!model.ok()) {
+  if (absl::Status status = model.ok() ? TakePlace() : model.status(); !status.ok()) {
     absl::MutexLock lock(&mu_);
-    return FinishLocked(model.status());
+    return FinishLocked(status);
   }
   model_ = *std::move(model);
   if (request_.after_version() < 0 || request_.incarnation() < 0) {
@@ -55,6 +55,18 @@ void WatchCall::OnAccepted(bool ok) {
 absl::StatusOr<std::shared_ptr<Model>> WatchCall::FindModel() const {
   EMA_RETURN_IF_ERROR(rpc_->Admit("Watch", context_, request_.model()).status());
   return rpc_->store->Get(request_.model());
+}
+
+absl::Status WatchCall::TakePlace() {
+  place_ = rpc_->watches->Take();
+  if (place_ != nullptr) return absl::OkStatus();
+  absl::Status status =
+      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                absl::StrCat("the server has ", rpc_->watches->limit(),
+                             " watches open, as many as it may have"));
+  // They last.
+  SetRetryDelay(status, absl::Seconds(1));
+  return status;
 }
 
 void WatchCall::Advance() {

@@ -31,6 +31,8 @@ class WatchCall final : public std::enable_shared_from_this<WatchCall> {
   void OnDone(bool ok);
 
   absl::StatusOr<std::shared_ptr<Model>> FindModel() const;
+  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS.
+  absl::Status TakePlace();
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);
@@ -39,6 +41,7 @@ class WatchCall final : public std::enable_shared_from_this<WatchCall> {
   RpcContext* const rpc_;
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
+  PlaceLimit::Place place_;  // Null: it has been refused.
   grpc::ServerContext context_;
   v1::WatchRequest request_;
   grpc::ServerAsyncWriter<v1::WatchResponse> writer_{&context_};

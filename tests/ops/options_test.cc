@@ -33,13 +33,15 @@ TEST(OptionsTest, DefaultsServeOnLoopbackWithoutCheckpoints) {
 TEST(OptionsTest, LimitsOfConnectionsAreRead) {
   const ParsedOptions parsed =
       Parse({"--max-streams-per-connection=9", "--max-message-bytes=16M", "--max-metadata-bytes=4K",
-             "--max-models=3", "--handshake-timeout=2s", "--keepalive-time=30s",
-             "--keepalive-timeout=4s"});
+             "--max-models=3", "--max-sessions=5", "--max-watch-streams=6",
+             "--handshake-timeout=2s", "--keepalive-time=30s", "--keepalive-timeout=4s"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   EXPECT_EQ(parsed.options.max_streams_per_connection, 9);
   EXPECT_EQ(parsed.options.max_message_bytes, 16 << 20);
   EXPECT_EQ(parsed.options.max_metadata_bytes, 4 << 10);
   EXPECT_EQ(parsed.options.max_models, 3);
+  EXPECT_EQ(parsed.options.max_sessions, 5);
+  EXPECT_EQ(parsed.options.max_watch_streams, 6);
   EXPECT_EQ(parsed.options.handshake_timeout, absl::Seconds(2));
   EXPECT_EQ(parsed.options.keepalive_time, absl::Seconds(30));
   EXPECT_EQ(parsed.options.keepalive_timeout, absl::Seconds(4));
@@ -48,9 +50,9 @@ TEST(OptionsTest, LimitsOfConnectionsAreRead) {
 TEST(OptionsTest, LimitsThatGrpcCannotKeepAreRefused) {
   for (const char* const flag :
        {"--max-streams-per-connection=0", "--max-message-bytes=4M", "--max-message-bytes=2G",
-        "--max-metadata-bytes=100", "--max-models=0", "--handshake-timeout=0s",
-        "--handshake-timeout=25h", "--keepalive-time=10ms", "--keepalive-time=720h",
-        "--keepalive-timeout=720h"}) {
+        "--max-metadata-bytes=100", "--max-models=0", "--max-sessions=0", "--max-watch-streams=0",
+        "--handshake-timeout=0s", "--handshake-timeout=25h", "--keepalive-time=10ms",
+        "--keepalive-time=720h", "--keepalive-timeout=720h"}) {
     const ParsedOptions parsed = Parse({flag});
     EXPECT_EQ(parsed.exit_code, 2) << flag;
     const std::string name = std::string(flag).substr(0, std::string(flag).find('='));
@@ -223,6 +225,9 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=0 (Env:EMA_KEEP_EVERY_STEPS)",
                            "=24h (Env:EMA_SCRUB_INTERVAL)",
                            "=0 (Env:EMA_STATISTICS_EVERY_COMMITS)",
+                           "=1024 (Env:EMA_MAX_WATCH_STREAMS)",
+                           "=64 (Env:EMA_MAX_SESSIONS)",
+                           "=0 (Env:EMA_DRAIN_DELAY)",
                            "=25s (Env:EMA_DRAIN_GRACE)",
                            "=info (Env:EMA_LOG_LEVEL)",
                            "--version"}) {

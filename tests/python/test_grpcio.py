@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from examples import run_example
+from http_pages import wait_for
 from server_process import ROOT, ServerProcess
 
 pytestmark = pytest.mark.framework
@@ -190,6 +191,22 @@ def call_lane(stub, model, run):
     assert stub.GetLane(ema.GetLaneRequest()).protocol > 0
 
 
+def call_server_info(stub, model, run):
+    info = stub.GetServerInfo(ema.GetServerInfoRequest())
+    assert info.version.count(".") == 2 and info.not_serving == ""
+    limits = {limit.name: limit for limit in info.limits}
+    assert limits["models"].in_use >= 1 and not limits["calls_per_second"].HasField("in_use")
+
+
+def call_log_level(stub, model, run):
+    reply = stub.SetLogLevel(ema.SetLogLevelRequest(level="info"))
+    assert (reply.old_level, reply.level) == ("info", "info")
+
+
+def call_drain(stub, model, run):
+    """Of a server of its own: test_a_drain_by_call."""
+
+
 def call_delete(stub, model, run):
     stub.DeleteModel(ema.DeleteModelRequest(model=model))
     with pytest.raises(grpc.RpcError) as error:
@@ -226,6 +243,9 @@ CALLS = {
     "SetLabel": call_set_label,
     "ReportMetric": call_metric,
     "Synthesize": call_synthesize,
+    "GetServerInfo": call_server_info,
+    "SetLogLevel": call_log_level,
+    "Drain": call_drain,
 }
 
 
@@ -237,6 +257,16 @@ def test_the_table_has_every_rpc():
 def test_each_rpc(stub, model, run, method):
     assert stub.Push(push_messages(model, run, 1)).version.version == 1
     CALLS[method](stub, model, run)
+
+
+def test_a_drain_by_call(tmp_path):
+    with ServerProcess(tmp_path, "--drain-grace", "90s") as server:
+        with grpc.insecure_channel(server.address) as channel:
+            reply = services.EmaServiceStub(channel).Drain(ema.DrainRequest())
+            assert reply.began and reply.grace_seconds == 90
+        # A signal now would end it at once.
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
 
 
 def test_the_example(server, model):

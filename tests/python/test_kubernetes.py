@@ -146,11 +146,13 @@ def test_the_paths_of_secrets_are_mounted(pod, container):
     assert secrets and all(secret["defaultMode"] == 0o440 for secret in secrets)
 
 
-def test_there_is_time_to_drain(pod):
+def test_there_is_time_to_drain(pod, container):
     help_text = subprocess.run([server_binary(), "--help"], capture_output=True, text=True).stdout
     grace = re.search(r"--drain-grace DURATION=(\d+)s", help_text)
     assert grace is not None
-    assert pod["terminationGracePeriodSeconds"] > int(grace[1]) + 60
+    delay = re.fullmatch(r"(\d+)s", environment(container)["EMA_DRAIN_DELAY"])
+    assert delay is not None
+    assert pod["terminationGracePeriodSeconds"] > int(delay[1]) + int(grace[1]) + 60
 
 
 def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monkeypatch):

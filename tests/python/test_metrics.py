@@ -46,8 +46,11 @@ ema_sessions_open model
 ema_session_age_seconds model
 ema_streams_open kind
 ema_streams_limit kind
+ema_sessions_limit
 ema_connections_open
 ema_connections_limit
+ema_connections_per_peer_limit
+ema_calls_per_second_limit
 ema_models
 ema_models_limit
 ema_checkpoint_last_success_timestamp_seconds model

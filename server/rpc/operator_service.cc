@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/operator_service.h"
+
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+absl::Status CannotDo(std::string_view what) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                   absl::StrCat("the program that serves ", std::string(what)));
+}
+
+}  // namespace
+
+void OperatorService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
+#define EMA_LISTEN(method)                                                                     \
+  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
+      rpc, #method, queue,                                                                     \
+      [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
+            grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
+            grpc::ServerCompletionQueue* q,                                                    \
+            void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
+      [this](const v1::method##Request& request, const Access&) { return method(request); },   \
+      [](const auto&) { return nullptr; })
+  EMA_LISTEN(GetServerInfo);
+  EMA_LISTEN(SetLogLevel);
+  EMA_LISTEN(Drain);
+#undef EMA_LISTEN
+}
+
+absl::StatusOr<v1::GetServerInfoResponse> OperatorService::GetServerInfo(
+    const v1::GetServerInfoRequest&) {
+  v1::GetServerInfoResponse response;
+  response.set_version(process_.version);
+  response.set_device(store_->device().name());
+  response.set_incarnation(process_.incarnation);
+  response.set_start_time_us(absl::ToUnixMicros(process_.start_time));
+  response.set_not_serving(std::string(view_.health().message()));
+  response.set_memory_budget_bytes(store_->budget().total_bytes());
+  response.set_memory_reserved_bytes(store_->budget().reserved_bytes());
+  response.set_memory_used_bytes(store_->device().used_bytes());
+  for (const Limit& limit : view_.limits()) {
+    v1::GetServerInfoResponse::Limit& out = *response.add_limits();
+    out.set_name(limit.name);
+    if (limit.in_use.has_value()) out.set_in_use(*limit.in_use);
+    out.set_limit(limit.limit);
+  }
+  return response;
+}
+
+absl::StatusOr<v1::SetLogLevelResponse> OperatorService::SetLogLevel(
+    const v1::SetLogLevelRequest& request) {
+  if (!process_.set_log_level) return CannotDo("has no log of its own");
+  EMA_ASSIGN_OR_RETURN(const ServingProcess::LogLevels levels,
+                       process_.set_log_level(request.level()));
+  v1::SetLogLevelResponse response;
+  response.set_old_level(levels.before);
+  response.set_level(levels.now);
+  return response;
+}
+
+absl::StatusOr<v1::DrainResponse> OperatorService::Drain(const v1::DrainRequest&) {
+  if (!process_.drain) return CannotDo("cannot be drained by a call");
+  v1::DrainResponse response;
+  response.set_delay_seconds(absl::ToDoubleSeconds(process_.drain_delay));
+  response.set_grace_seconds(absl::ToDoubleSeconds(process_.drain_grace));
+  response.set_began(process_.drain());
+  return response;
+}
+
+}  // namespace ema
