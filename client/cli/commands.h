@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ema/client.h"
 
@@ -24,6 +26,8 @@ struct Session {
   bool has_timeout = false;  // The user gave one.
   // As Client::Options::is_interrupted, for work that is not the client's.
   std::function<bool()> is_interrupted;
+  // Another client of the same server, whose calls no Ctrl-C ends: for what must be cleaned up.
+  std::function<absl::StatusOr<std::unique_ptr<Client>>()> new_client;
   // Of calls that wait for the server's disk, or read a whole version.
   absl::Duration disk_timeout() const { return has_timeout ? timeout : absl::Minutes(10); }
 };

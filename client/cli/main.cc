@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "client/cli/attached_files.h"
+#include "client/cli/bench.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/checkpoint_files.h"
 #include "client/cli/commands.h"
@@ -20,6 +21,7 @@
 #include "client/cli/explain.h"
 #include "client/cli/import.h"
 #include "client/cli/pull_command.h"
+#include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
 #include "ema/client.h"
 
@@ -98,6 +100,8 @@ struct Options {
   ema::cli::LabelOptions label;
   ema::cli::MetricOptions metric;
   ema::cli::HealthOptions health;
+  std::string log_level;
+  ema::cli::BenchOptions bench;
   ema::cli::ExplainOptions explain;
 };
 
@@ -251,6 +255,45 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("--label", metric.label, "Which label (default: best)");
 }
 
+// Declares what is about the server itself.
+void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
+  CLI::App* sub = app.add_subcommand(
+      "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
+  sub->callback([&] {
+    chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
+    // What Docker knows: it has kept 2 for itself.
+    chosen.exit_code = [](const absl::Status& status) {
+      return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
+    };
+  });
+  sub->add_option("--service", options.health.service,
+                  "checkpoints: also whether it can save (default: the server as a whole)");
+
+  Add(app, chosen, "info", "Show the server's version, device, memory and limits",
+      [](const Session& session) { return ema::cli::Info(session); });
+
+  sub = Add(
+      app, chosen, "log-level", "Change which events the server logs, or show it",
+      [&](const Session& session) { return ema::cli::SetLogLevel(session, options.log_level); });
+  sub->add_option("level", options.log_level, "debug, info, warn or error (default: show it)");
+
+  sub = Add(app, chosen, "drain", "Let the server save and end, as SIGTERM does",
+            [](const Session& session) { return ema::cli::Drain(session); });
+  sub->add_flag("--yes", options.yes, "Really")->required();
+
+  sub = Add(app, chosen, "bench",
+            "Measure how fast pushes and pulls are from here, with a model that is made for it and "
+            "deleted",
+            [&](const Session& session) { return ema::cli::Bench(session, options.bench); });
+  sub->add_option("--bytes", options.bench.bytes, "Size of the weights, such as 512M or 4G")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
+      ->check(CLI::Range(int64_t{4096}, int64_t{1} << 50))
+      ->default_str("256M");
+  sub->add_option("--rounds", options.bench.rounds, "How often, after one that does not count")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+}
+
 // Declares the commands. The one that is given is stored in `chosen`.
 void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   const auto add = [&](const char* name, const char* help,
@@ -399,17 +442,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_flag("--purge", options.remove.purge,
                 "Remove its checkpoints, too, also those of models of that name deleted before");
 
-  sub = app.add_subcommand(
-      "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
-  sub->callback([&] {
-    chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
-    // What Docker knows: it has kept 2 for itself.
-    chosen.exit_code = [](const absl::Status& status) {
-      return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
-    };
-  });
-  sub->add_option("--service", options.health.service,
-                  "checkpoints: also whether it can save (default: the server as a whole)");
+  AddServerCommands(app, options, chosen);
 
   sub = Add(
       app, chosen, "explain",
@@ -471,12 +504,18 @@ int main(int argc, char** argv) {
   if (command.needs_server) {
     // Not a flag: everybody on a host sees those.
     const char* const token = std::getenv("EMA_TOKEN");
-    auto created = ema::Client::Create(
-        options.server, {.timeout = session.timeout,
-                         .tls = options.tls,
-                         .token = token == nullptr || !options.token_file.empty() ? "" : token,
-                         .token_file = options.token_file,
-                         .is_interrupted = session.is_interrupted});
+    const Client::Options client_options{
+        .timeout = session.timeout,
+        .tls = options.tls,
+        .token = token == nullptr || !options.token_file.empty() ? "" : token,
+        .token_file = options.token_file,
+        .is_interrupted = session.is_interrupted};
+    session.new_client = [&options, client_options] {
+      Client::Options uninterrupted = client_options;
+      uninterrupted.is_interrupted = nullptr;
+      return Client::Create(options.server, uninterrupted);
+    };
+    auto created = Client::Create(options.server, client_options);
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
       return ema::cli::kExitUsage;

@@ -77,6 +77,9 @@ class Client::Impl {
   absl::StatusOr<Version> Restore(const v1::RestoreCheckpointRequest& request,
                                   absl::Duration timeout);
 
+  // Drain, once: a server that was started again must not be drained, too.
+  absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
+
   // A health check, once: an answer that comes late is none.
   absl::Status CheckHealth(const grpc::health::v1::HealthCheckRequest& request,
                            grpc::health::v1::HealthCheckResponse* response, absl::Duration timeout);

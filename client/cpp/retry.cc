@@ -14,7 +14,7 @@ bool IsRetryable(const absl::Status& status) {
     return reason != ErrorReason::kStoreReadOnly;
   }
   return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kTooManyPins ||
-         reason == ErrorReason::kTooManyCalls;
+         reason == ErrorReason::kTooManyCalls || reason == ErrorReason::kTooManySessions;
 }
 
 absl::Duration Backoff::Next(const absl::Status& last_error) {

@@ -212,14 +212,51 @@ class Client {
 
   // All calls block until their end, at most `timeout`; zero: the one of Options. Their errors are
   // the server's, with its ErrorReason (ema_service.proto says which), or DEADLINE_EXCEEDED, or
-  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push and
-  // RestoreCheckpoint) are retried on UNAVAILABLE until the time-out.
+  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push,
+  // RestoreCheckpoint and Drain) are retried on UNAVAILABLE until the time-out.
 
   // What the server's health check says of a service, as a probe asks it: "" and
   // "ema.v1.EmaService" are the whole server, "checkpoints" also whether it can save. Tried once.
   // NOT_FOUND: no such service, or checkpoints without a data directory.
   absl::StatusOr<bool> IsServing(std::string_view service = "",
                                  absl::Duration timeout = absl::ZeroDuration());
+
+  // ema.v1.GetServerInfoResponse says what each field means.
+  struct ServerInfo {
+    std::string version;
+    std::string device;
+    int64_t incarnation = 0;
+    absl::Time start_time;
+    std::string not_serving;
+    int64_t memory_budget_bytes = 0;
+    int64_t memory_reserved_bytes = 0;
+    int64_t memory_used_bytes = 0;
+    struct Limit {
+      std::string name;
+      std::optional<int64_t> in_use;
+      int64_t limit = 0;
+    };
+    std::vector<Limit> limits;
+  };
+  absl::StatusOr<ServerInfo> GetServerInfo(absl::Duration timeout = absl::ZeroDuration());
+
+  struct LogLevels {
+    std::string before;  // After a retry it may be the new one.
+    std::string now;
+  };
+  // Which events the server logs from here on: "debug", "info", "warn", "error"; empty: as they
+  // are. INVALID_ARGUMENT, BAD_REQUEST.
+  absl::StatusOr<LogLevels> SetLogLevel(std::string_view level,
+                                        absl::Duration timeout = absl::ZeroDuration());
+
+  struct DrainResult {
+    absl::Duration delay;
+    absl::Duration grace;
+    bool began = false;  // False: it was draining already.
+  };
+  // The server drains and ends, as ema_service.proto tells. Never retried: after UNAVAILABLE or
+  // DEADLINE_EXCEEDED it may have ended, and who serves there then is another.
+  absl::StatusOr<DrainResult> Drain(absl::Duration timeout = absl::ZeroDuration());
 
   struct CreateModelResult {
     ModelInfo model;

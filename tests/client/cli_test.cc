@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "client/cli/bench.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
@@ -15,6 +16,7 @@
 #include "client/cli/progress.h"
 #include "client/cli/pull_command.h"
 #include "client/cli/pulled_file.h"
+#include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
 #include "client/cli/weights_file.h"
 #include "server/checkpoint/safetensors.h"
@@ -90,6 +92,45 @@ TEST(ExitCodeTest, FollowsTheHelp) {
   EXPECT_EQ(ExitCode(absl::InvalidArgumentError("")), 4);
   EXPECT_EQ(ExitCode(absl::UnavailableError("")), 5);
   EXPECT_EQ(ExitCode(absl::DeadlineExceededError("")), 5);
+}
+
+TEST(BenchTest, SpeedsHaveTheirMedianAndRange) {
+  const Speeds odd = SpeedsOf({3, 1, 8});
+  EXPECT_EQ(odd.median, 3);
+  EXPECT_EQ(odd.least, 1);
+  EXPECT_EQ(odd.most, 8);
+  EXPECT_EQ(SpeedsOf({4, 1, 8, 2}).median, 3);
+  EXPECT_EQ(SpeedsOf({7}).median, 7);
+}
+
+TEST(BenchTest, WhatCannotBeCleanedUpIsNotMade) {
+  const Session session{.new_client = [] { return absl::UnauthenticatedError("no token"); }};
+  // There is no client that could make a model.
+  EXPECT_THAT(Bench(session, {.bytes = 4096}),
+              StatusIs(absl::StatusCode::kUnauthenticated, "no token"));
+}
+
+TEST(ServerCommandsTest, InfoSaysInWordsHowTheServerStands) {
+  const absl::Time now = absl::FromUnixSeconds(1'700'000'000);
+  Client::ServerInfo info{.version = "1.2.3",
+                          .device = "cpu",
+                          .incarnation = 4,
+                          .start_time = now - absl::Seconds(90.4),
+                          .not_serving = "",
+                          .memory_budget_bytes = int64_t{4} << 30,
+                          .memory_reserved_bytes = int64_t{1} << 30,
+                          .memory_used_bytes = int64_t{512} << 20,
+                          .limits = {{"sessions", 2, 64}, {"calls_per_second", {}, 0}}};
+  EXPECT_EQ(DescribeServer(info, now),
+            "ema-server 1.2.3 on cpu, incarnation 4\n"
+            "SERVING, up 1m30s\n"
+            "memory for models: 1.0 GiB reserved of 4.0 GiB, 512.0 MiB in use\n"
+            "\n"
+            "LIMIT             IN USE  OF\n"
+            "sessions          2       64\n"
+            "calls_per_second  -       any\n");
+  info.not_serving = "the server is shutting down";
+  EXPECT_THAT(DescribeServer(info, now), HasSubstr("NOT_SERVING: the server is shutting down"));
 }
 
 class PulledFileTest : public testing::Test {

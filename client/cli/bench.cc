@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/bench.h"
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::cli {
+namespace {
+
+constexpr char kTrack[] = "ema";
+
+struct Measured {
+  std::vector<double> gigabytes_per_second;  // Of each round.
+  Lane lane = Lane::kGrpc;
+};
+struct Results {
+  Measured push;
+  Measured pull;
+};
+
+std::string RandomName() {
+  std::random_device random;
+  return absl::StrCat("emactl-bench-", absl::Hex(random(), absl::kZeroPad8),
+                      absl::Hex(random(), absl::kZeroPad8));
+}
+
+// Weights, as a trainer has them: tensors of 16 MiB at most.
+class Weights {
+ public:
+  explicit Weights(int64_t bytes) : values_(static_cast<size_t>(bytes) / sizeof(float), 1.0F) {}
+
+  absl::StatusOr<Manifest> MakeManifest() const {
+    std::vector<TensorSpec> specs;
+    for (const auto& tensor : Tensors()) {
+      specs.push_back({.name = absl::StrCat("w", specs.size()),
+                       .dtype = Dtype::kFloat32,
+                       .shape = {static_cast<int64_t>(tensor.size() / sizeof(float))}});
+    }
+    return Manifest::Create(std::move(specs));
+  }
+  std::vector<std::span<const std::byte>> Tensors() const {
+    constexpr size_t kTensorElements = size_t{4} << 20;
+    std::vector<std::span<const std::byte>> tensors;
+    for (size_t begin = 0; begin < values_.size(); begin += kTensorElements) {
+      const size_t count = std::min(kTensorElements, values_.size() - begin);
+      tensors.push_back(std::as_bytes(std::span(values_).subspan(begin, count)));
+    }
+    return tensors;
+  }
+  int64_t total_bytes() const { return static_cast<int64_t>(values_.size() * sizeof(float)); }
+
+ private:
+  const std::vector<float> values_;
+};
+
+class Benchmark {
+ public:
+  Benchmark(const Session& session, std::string model, const BenchOptions& options)
+      : session_(session),
+        model_(std::move(model)),
+        rounds_(options.rounds),
+        weights_(options.bytes),
+        pulled_(static_cast<size_t>(weights_.total_bytes())) {}
+
+  absl::StatusOr<Results> Run() {
+    EMA_ASSIGN_OR_RETURN(const Manifest manifest, weights_.MakeManifest());
+    EMA_ASSIGN_OR_RETURN(Schedule schedule, Schedule::Parse("100ba"));
+    EMA_RETURN_IF_ERROR(session_.client
+                            ->CreateModel(model_, manifest,
+                                          {TrackConfig{.name = kTrack, .schedule = schedule}},
+                                          {.max_pinned_versions = 1}, session_.timeout)
+                            .status());
+    EMA_ASSIGN_OR_RETURN(run_,
+                         session_.client->OpenRun(model_, Client::RunOptions(), session_.timeout));
+    Results results;
+    // The first one finds memory that nobody has touched, and connects: it does not count.
+    for (int64_t round = 0; round <= rounds_; ++round) {
+      EMA_RETURN_IF_ERROR(Push(round + 1, results.push));
+      EMA_RETURN_IF_ERROR(Pull(results.pull));
+      if (round == 0) results = Results();
+    }
+    return results;
+  }
+
+ private:
+  absl::Status Push(int64_t step, Measured& measured) {
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(step));
+    const absl::Time begin = absl::Now();
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push,
+                         run_->StartPush(step, time, weights_.Tensors(), session_.disk_timeout()));
+    EMA_RETURN_IF_ERROR(push->Wait().status());
+    Note(absl::Now() - begin, push->stats().lane, measured);
+    return absl::OkStatus();
+  }
+
+  absl::Status Pull(Measured& measured) {
+    const absl::Time begin = absl::Now();
+    EMA_ASSIGN_OR_RETURN(
+        const PullInfo info,
+        session_.client->Pull(
+            model_, kTrack, Client::PullOptions(),
+            [this](const PullInfo& coming) -> absl::StatusOr<std::span<std::byte>> {
+              if (coming.total_bytes != weights_.total_bytes()) {
+                return absl::InternalError(absl::StrCat("the pull has ", coming.total_bytes,
+                                                        " bytes, expected ",
+                                                        weights_.total_bytes()));
+              }
+              return std::span(pulled_);
+            },
+            session_.disk_timeout()));
+    Note(absl::Now() - begin, info.lane, measured);
+    return absl::OkStatus();
+  }
+
+  void Note(absl::Duration duration, Lane lane, Measured& measured) const {
+    measured.gigabytes_per_second.push_back(static_cast<double>(weights_.total_bytes()) / 1e9 /
+                                            absl::ToDoubleSeconds(duration));
+    measured.lane = lane;
+  }
+
+  const Session& session_;
+  const std::string model_;
+  const int64_t rounds_;
+  const Weights weights_;
+  std::vector<std::byte> pulled_;
+  std::unique_ptr<::ema::Run> run_;
+};
+
+Json ToJson(const Measured& measured) {
+  const Speeds speeds = SpeedsOf(measured.gigabytes_per_second);
+  return {{"gigabytes_per_second",
+           {{"median", speeds.median}, {"least", speeds.least}, {"most", speeds.most}}},
+          {"lane", std::string(LaneName(measured.lane))}};
+}
+
+std::string ToText(const char* what, const Measured& measured) {
+  const Speeds speeds = SpeedsOf(measured.gigabytes_per_second);
+  return absl::StrFormat("%s  %.2f GB/s  (%.2f to %.2f)  by %s\n", what, speeds.median,
+                         speeds.least, speeds.most, std::string(LaneName(measured.lane)));
+}
+
+}  // namespace
+
+Speeds SpeedsOf(std::vector<double> speeds) {
+  std::sort(speeds.begin(), speeds.end());
+  const size_t half = speeds.size() / 2;
+  return {.median = (speeds[half] + speeds[(speeds.size() - 1) / 2]) / 2,
+          .least = speeds.front(),
+          .most = speeds.back()};
+}
+
+absl::Status Bench(const Session& session, const BenchOptions& options) {
+  constexpr absl::Duration kLongestDelete = absl::Seconds(20);
+  const std::string model = RandomName();
+  Benchmark benchmark(session, model, options);
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Client> cleaner, session.new_client());
+  const auto remove = [&] {
+    return cleaner->DeleteModel(model, /*purge=*/true, std::min(session.timeout, kLongestDelete));
+  };
+  // Who may not delete must not make.
+  EMA_RETURN_IF_ERROR(remove());
+  const absl::StatusOr<Results> results = benchmark.Run();
+  const absl::Status removed = remove();
+  if (!removed.ok()) {
+    PrintError(
+        absl::Status(removed.code(), absl::StrCat("model ", model, " is left on the server: ",
+                                                  std::string(removed.message()))),
+        session.json);
+  }
+  EMA_RETURN_IF_ERROR(results.status());
+  if (session.json) {
+    PrintJson({{"bytes", options.bytes},
+               {"rounds", options.rounds},
+               {"push", ToJson(results->push)},
+               {"pull", ToJson(results->pull)}});
+  } else {
+    Print(absl::StrCat(ToText("push to commit", results->push),
+                       ToText("pull          ", results->pull), options.rounds, " rounds of ",
+                       FormatBytes(options.bytes), ", one track\n"));
+  }
+  return removed;
+}
+
+}  // namespace ema::cli

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/server_commands.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::cli {
+namespace {
+
+Json ToJson(const Client::ServerInfo& info) {
+  Json limits = Json::object();
+  for (const Client::ServerInfo::Limit& limit : info.limits) {
+    limits[limit.name] = {{"in_use", limit.in_use.has_value() ? Json(*limit.in_use) : Json()},
+                          {"limit", limit.limit}};
+  }
+  return {
+      {"version", info.version},
+      {"device", info.device},
+      {"incarnation", info.incarnation},
+      {"start_time", absl::FormatTime(absl::RFC3339_full, info.start_time, absl::UTCTimeZone())},
+      {"serving", info.not_serving.empty()},
+      {"not_serving", info.not_serving},
+      {"memory",
+       {{"budget_bytes", info.memory_budget_bytes},
+        {"reserved_bytes", info.memory_reserved_bytes},
+        {"used_bytes", info.memory_used_bytes}}},
+      {"limits", std::move(limits)}};
+}
+
+}  // namespace
+
+std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
+  Table limits({"LIMIT", "IN USE", "OF"});
+  for (const Client::ServerInfo::Limit& limit : info.limits) {
+    limits.Add({limit.name, limit.in_use.has_value() ? absl::StrCat(*limit.in_use) : "-",
+                limit.limit == 0 ? "any" : absl::StrCat(limit.limit)});
+  }
+  return absl::StrCat(
+      "ema-server ", info.version, " on ", info.device, ", incarnation ", info.incarnation, "\n",
+      info.not_serving.empty() ? "SERVING" : absl::StrCat("NOT_SERVING: ", info.not_serving),
+      ", up ", absl::FormatDuration(absl::Trunc(now - info.start_time, absl::Seconds(1))), "\n",
+      "memory for models: ", FormatBytes(info.memory_reserved_bytes), " reserved of ",
+      FormatBytes(info.memory_budget_bytes), ", ", FormatBytes(info.memory_used_bytes),
+      " in use\n\n", limits.ToString());
+}
+
+absl::Status Info(const Session& session) {
+  EMA_ASSIGN_OR_RETURN(const Client::ServerInfo info,
+                       session.client->GetServerInfo(session.timeout));
+  if (session.json) {
+    PrintJson(ToJson(info));
+  } else {
+    Print(DescribeServer(info, absl::Now()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SetLogLevel(const Session& session, const std::string& level) {
+  EMA_ASSIGN_OR_RETURN(const Client::LogLevels levels,
+                       session.client->SetLogLevel(level, session.timeout));
+  if (session.json) {
+    PrintJson({{"before", levels.before}, {"now", levels.now}});
+  } else {
+    Print(absl::StrCat(levels.now, "\n"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Drain(const Session& session) {
+  EMA_ASSIGN_OR_RETURN(const Client::DrainResult result, session.client->Drain(session.timeout));
+  if (session.json) {
+    PrintJson({{"began", result.began},
+               {"delay_seconds", absl::ToDoubleSeconds(result.delay)},
+               {"grace_seconds", absl::ToDoubleSeconds(result.grace)}});
+  } else {
+    Print(absl::StrCat(result.began ? "draining" : "draining already", ": serves for ",
+                       absl::FormatDuration(result.delay), " more, then ends within ",
+                       absl::FormatDuration(result.grace), " and the time to save\n"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ema::cli

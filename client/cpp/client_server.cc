@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The calls about the server itself.
+#include "client/cpp/client_impl.h"
+#include "ema/client.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+absl::StatusOr<Client::ServerInfo> Client::GetServerInfo(absl::Duration timeout) {
+  v1::GetServerInfoResponse response;
+  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetServerInfo,
+                                   v1::GetServerInfoRequest(), &response, timeout));
+  ServerInfo info{.version = response.version(),
+                  .device = response.device(),
+                  .incarnation = response.incarnation(),
+                  .start_time = absl::FromUnixMicros(response.start_time_us()),
+                  .not_serving = response.not_serving(),
+                  .memory_budget_bytes = response.memory_budget_bytes(),
+                  .memory_reserved_bytes = response.memory_reserved_bytes(),
+                  .memory_used_bytes = response.memory_used_bytes()};
+  for (const v1::GetServerInfoResponse::Limit& limit : response.limits()) {
+    info.limits.push_back(
+        {limit.name(), limit.has_in_use() ? std::optional<int64_t>(limit.in_use()) : std::nullopt,
+         limit.limit()});
+  }
+  return info;
+}
+
+absl::StatusOr<Client::LogLevels> Client::SetLogLevel(std::string_view level,
+                                                      absl::Duration timeout) {
+  v1::SetLogLevelRequest request;
+  request.set_level(std::string(level));
+  v1::SetLogLevelResponse response;
+  EMA_RETURN_IF_ERROR(
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLogLevel, request, &response, timeout));
+  return LogLevels{response.old_level(), response.level()};
+}
+
+absl::StatusOr<v1::DrainResponse> Client::Impl::Drain(absl::Duration timeout) {
+  Interrupt interrupt(&options_.is_interrupted);
+  v1::DrainResponse response;
+  EMA_RETURN_IF_ERROR(Try(Deadline(timeout), &interrupt, [&](Call& call) {
+    return UnaryOnce(&v1::EmaService::Stub::PrepareAsyncDrain, v1::DrainRequest(), &response, call);
+  }));
+  return response;
+}
+
+absl::StatusOr<Client::DrainResult> Client::Drain(absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(const v1::DrainResponse response, impl_->Drain(timeout));
+  return DrainResult{absl::Seconds(response.delay_seconds()),
+                     absl::Seconds(response.grace_seconds()), response.began()};
+}
+
+}  // namespace ema
