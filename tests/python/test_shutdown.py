@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a real server ends: asked by a signal or a call, idle or at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+from collections.abc import Callable
+
+import ema_client
+import numpy as np
+import pytest
+from http_pages import wait_for
+from server_process import ROOT, ServerProcess, server_binary
+from system_calls import why_no_strace
+from testing import NOT_SERVING, SERVING, assert_same_bits, check_health
+
+EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
+WEIGHTS = {"w": np.arange(1000, dtype=np.float32)}
+TRACKS = {"ema": "4ba"}
+
+Ask = Callable[[ServerProcess], None]
+
+
+def emactl(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [EMACTL, "--server", server.address, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def by_sigterm(server: ServerProcess) -> None:
+    os.kill(server.pid, signal.SIGTERM)
+
+
+def by_sigint(server: ServerProcess) -> None:
+    os.kill(server.pid, signal.SIGINT)
+
+
+def by_call(server: ServerProcess) -> None:
+    asked = emactl(server, "drain", "--yes", "--json")
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout)["began"]
+
+
+ASKS = pytest.mark.parametrize("ask", [by_sigterm, by_sigint, by_call])
+
+
+def push(server: ServerProcess, steps: list[int]) -> None:
+    with ema_client.Client(server.address, timeout_s=30) as client:
+        client.create_model("m", WEIGHTS, tracks=TRACKS)
+        with client.open_run("m") as run:
+            for step in steps:
+                run.push(step=step, weights=WEIGHTS)
+
+
+def assert_saved(tmp_path: pathlib.Path, step: int) -> None:
+    """What another server finds."""
+    with ServerProcess(tmp_path / "after", data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address, timeout_s=30) as client:
+            latest = client.model("m").latest
+            assert latest is not None and latest.step == step
+            assert_same_bits(WEIGHTS, client.pull("m", track="ema", framework="numpy"))
+
+
+@ASKS
+def test_an_idle_server_saves_and_ends_with_0(tmp_path, ask: Ask):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        push(server, [1, 2])
+        ask(server)
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
+        assert " stopped" in server.log()
+    assert_saved(tmp_path, step=2)
+
+
+@ASKS
+def test_a_step_that_is_being_pushed_is_committed_and_saved(tmp_path, ask: Ask):
+    with ServerProcess(tmp_path, "--drain-grace", "60s", data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address, timeout_s=60) as client:
+            client.create_model("m", WEIGHTS, tracks=TRACKS)
+            runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
+            first = runs[0].start_push(step=1, weights=WEIGHTS)
+            wait_for(lambda: sessions(server) == 1, "the step is open")
+            ask(server)
+            wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "it drains")
+            assert sessions(server) == 1
+            second = runs[1].start_push(step=1, weights=WEIGHTS)
+            assert [pending.wait().step for pending in (first, second)] == [1, 1]
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
+    assert_saved(tmp_path, step=1)
+
+
+def sessions(server: ServerProcess) -> int:
+    info = emactl(server, "info", "--json")
+    return int(json.loads(info.stdout)["limits"]["sessions"]["in_use"])
+
+
+def test_a_step_that_does_not_end_is_dropped_after_the_grace(tmp_path):
+    with ServerProcess(tmp_path, "--drain-grace", "200ms", data_dir=tmp_path / "data") as server:
+        push(server, [1])
+        with ema_client.Client(server.address, timeout_s=2) as client:
+            runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
+            pending = runs[0].start_push(step=2, weights=WEIGHTS)
+            wait_for(lambda: sessions(server) == 1, "the step is open")
+            assert server.stop() == 0, server.log()
+            with pytest.raises(ema_client.EmaError):
+                pending.wait()
+    assert_saved(tmp_path, step=1)
+
+
+def test_a_save_that_runs_is_finished(tmp_path):
+    if why_no_strace():
+        pytest.skip(why_no_strace())
+    port_file, log = tmp_path / "port", tmp_path / "log"
+    # -D: the process is the server, and strace is beside it.
+    slow = ["strace", "-D", "-f", "-o", str(tmp_path / "trace"), "-e", "trace=fsync"]
+    slow += ["-e", "inject=fsync:delay_enter=500000"]
+    command = [server_binary(), "--listen", "127.0.0.1:0", "--port-file", port_file]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*slow, *command, "--data-dir", tmp_path / "data"], stdout=file, stderr=file
+        )
+    try:
+        wait_for(lambda: port_file.exists() and port_file.read_text() != "", "serving")
+        address = f"127.0.0.1:{int(port_file.read_text())}"
+        with ema_client.Client(address, timeout_s=60) as client:
+            client.create_model("m", WEIGHTS, tracks=TRACKS)
+            with client.open_run("m") as run:
+                run.push(step=1, weights=WEIGHTS)
+            assert client.create_checkpoint("m", wait=False).state == "saving"
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert log.read_text().count("checkpoint saved") == 1
+    assert_saved(tmp_path, step=1)
+
+
+@pytest.mark.parametrize("ask", [by_sigterm, by_call])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(tmp_path, ask: Ask, second: signal.Signals):
+    with ServerProcess(tmp_path, "--drain-delay", "1h") as server:
+        ask(server)
+        wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "it drains")
+        os.kill(server.pid, second)
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == -second
+        assert "stopped" not in server.log()
+
+
+def test_a_second_call_is_no_second_signal(tmp_path):
+    with ServerProcess(tmp_path, "--drain-delay", "1h", "--drain-grace", "90s") as server:
+        assert emactl(server, "drain").returncode == 2, "it wants --yes"
+        assert check_health(server.address, "") == SERVING
+        for began in (True, False, False):
+            answer = json.loads(emactl(server, "drain", "--yes", "--json").stdout)
+            assert answer == {"began": began, "delay_seconds": 3600.0, "grace_seconds": 90.0}
+        assert "draining already" in emactl(server, "drain", "--yes").stdout
+        assert server.is_running()
+        server.kill()
+
+
+def test_in_the_delay_everything_is_served_to_those_who_have_not_noticed(tmp_path):
+    with ServerProcess(tmp_path, "--drain-delay", "1h") as server:
+        push(server, [1])
+        by_sigterm(server)
+        wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "not serving")
+        assert json.loads(emactl(server, "info", "--json").stdout)["serving"] is False
+        with ema_client.Client(server.address, timeout_s=30) as client:
+            assert_same_bits(WEIGHTS, client.pull("m", track="ema", framework="numpy"))
+            client.create_model("another", WEIGHTS, tracks=TRACKS)
+            with client.open_run("m") as run:
+                assert run.push(step=2, weights=WEIGHTS).number == 2
+        assert server.is_running()
+        server.kill()
+
+
+def test_after_the_delay_new_work_is_refused_and_the_reason_says_why(tmp_path):
+    flags = ["--drain-delay", "300ms", "--drain-grace", "60s"]
+    with ServerProcess(tmp_path, *flags) as server:
+        push(server, [1])
+        with (
+            ema_client.Client(server.address, timeout_s=60) as client,
+            ema_client.Client(server.address, timeout_s=1) as impatient,
+        ):
+            runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
+            pending = [runs[0].start_push(step=2, weights=WEIGHTS)]
+            wait_for(lambda: sessions(server) == 1, "the step is open")
+            by_sigterm(server)
+
+            def refusal() -> str | None:
+                try:
+                    impatient.pull("m", track="ema", framework="numpy")
+                except ema_client.EmaError as error:
+                    assert isinstance(error, ema_client.UnavailableError)
+                    return error.reason
+                return None
+
+            wait_for(lambda: refusal() == "DRAINING", "pulls are refused")
+            with pytest.raises(ema_client.UnavailableError) as error:
+                impatient.create_model("late", WEIGHTS, tracks=TRACKS)
+            assert error.value.reason == "DRAINING"
+            # What is under way ends as ever.
+            pending.append(runs[1].start_push(step=2, weights=WEIGHTS))
+            assert [one.wait().step for one in pending] == [2, 2]
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
