@@ -376,6 +376,18 @@ std::vector<Option> OptionTable(ServerOptions& options) {
   return table.Take();
 }
 
+std::vector<LogEvent> Doubts(const ServerOptions& options) {
+  std::vector<LogEvent> doubts;
+  if (options.auth_tokens.empty() || !options.tls_cert.empty()) return doubts;
+  for (const std::string& listen : options.listen) {
+    if (IsLocal(listen)) continue;
+    doubts.push_back({LogLevel::kWarning,
+                      "tokens without TLS can be read on their way",
+                      {{"listen", listen}, {"expected", "--tls-cert and --tls-key"}}});
+  }
+  return doubts;
+}
+
 std::vector<std::string> Contradictions(const ServerOptions& options) {
   std::vector<std::string> problems;
   if (options.tls_cert.empty() != options.tls_key.empty()) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "server/base/log_event.h"
 #include "server/ops/options.h"
 
 namespace ema {
@@ -42,6 +43,9 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 // All options, by group, in the order of --help. They set and get the fields of `options`, which
 // outlives them.
 std::vector<Option> OptionTable(ServerOptions& options);
+
+// What is allowed, and may not be meant; for the log.
+std::vector<LogEvent> Doubts(const ServerOptions& options);
 
 // What options contradict each other; none: nothing. Each names the options and what to do.
 std::vector<std::string> Contradictions(const ServerOptions& options);

@@ -272,6 +272,7 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
     }
   }
   parsed.warnings = reading.UnknownVariables();
+  for (LogEvent& doubt : Doubts(parsed.options)) parsed.warnings.push_back(std::move(doubt));
   if (!reading.problems().empty()) {
     parsed.should_exit = true;
     parsed.exit_code = kUsageExitCode;

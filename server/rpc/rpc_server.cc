@@ -48,8 +48,11 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->admin_.OfferLane(rpc->lanes_->socket_name());
   }
 
-  // Before the builder is made; what is registered stays in the process.
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  // It asks nobody for a token. Before the builder is made; what is registered stays in the
+  // process.
+  if (options.authenticator == nullptr) {
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  }
   grpc::ServerBuilder builder;
   grpc::ResourceQuota quota("ema");
   quota.SetMaxThreads(kMaxReflectionThreads);

@@ -301,5 +301,20 @@ INSTANTIATE_TEST_SUITE_P(
         ListenCase{"NotAllowed", {"--listen=0.0.0.0:1", "--allow-unauthenticated=false"}, false}),
     [](const testing::TestParamInfo<ListenCase>& tested) { return tested.param.name; });
 
+TEST(OptionsTest, TokensWithoutTlsAreDoubtedWhereOthersCanListen) {
+  const auto doubts = [](std::vector<const char*> arguments) {
+    arguments.push_back("--auth-tokens=tokens");
+    const ParsedOptions parsed = Parse(arguments);
+    EXPECT_FALSE(parsed.should_exit) << parsed.text;
+    std::string text;
+    for (const LogEvent& warning : parsed.warnings) text += ToText(warning) + "\n";
+    return text;
+  };
+  EXPECT_THAT(doubts({"--listen=0.0.0.0:1"}),
+              HasSubstr("tokens without TLS can be read on their way listen=0.0.0.0:1"));
+  EXPECT_EQ(doubts({"--listen=127.0.0.1:1,unix:/x"}), "");
+  EXPECT_EQ(doubts({"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k"}), "");
+}
+
 }  // namespace
 }  // namespace ema
