@@ -208,7 +208,7 @@ def call_drain(stub, model, run):
 
 
 def call_delete(stub, model, run):
-    stub.DeleteModel(ema.DeleteModelRequest(model=model))
+    stub.DeleteModel(ema.DeleteModelRequest(model=model, confirm_model=model))
     with pytest.raises(grpc.RpcError) as error:
         stub.GetModel(ema.GetModelRequest(model=model))
     assert error.value.code() == grpc.StatusCode.NOT_FOUND

@@ -163,6 +163,6 @@ def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monk
         pytest.skip("what it says of a GPU's host it says where there is a GPU")
     monkeypatch.setenv("EMA_MEMORY_BYTES", variables["EMA_MEMORY_BYTES"])
     with ServerProcess(tmp_path, "--device", "cpu") as server:
-        said = re.search(r"memory: at most (\d+) bytes", server.log())
+        said = re.search(r" memory at_most_bytes=(\d+) ", server.log())
     assert said is not None
     assert 1.05 < number_of_bytes(resources["limits"]["memory"]) / int(said[1]) < 1.2

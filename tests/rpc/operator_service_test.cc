@@ -25,7 +25,8 @@ class OperatorServiceTest : public RpcFixture {
   }
   std::map<std::string, std::pair<int64_t, int64_t>> Limits() {
     std::map<std::string, std::pair<int64_t, int64_t>> limits;
-    for (const auto& limit : Info().limits()) {
+    const v1::GetServerInfoResponse info = Info();
+    for (const auto& limit : info.limits()) {
       limits[limit.name()] = {limit.has_in_use() ? limit.in_use() : -1, limit.limit()};
     }
     return limits;
