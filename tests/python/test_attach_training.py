@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import threading
+import time
 
 import ema_client
 import pytest
@@ -212,3 +213,95 @@ def test_an_attached_module_can_be_copied_and_saved(server, model):
         for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
             other.load_state_dict(module.state_dict())
             assert_same_bits(other.state_dict(), module.state_dict())
+
+
+class Normalised(torch.nn.Module):
+    """A forward that writes its weight, as forced weight normalisation does."""
+
+    def __init__(self, others: int = 1) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(1.0, 13.0).view(3, 4))
+        self.others = torch.nn.Parameter(torch.ones(others))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(1 / self.weight.norm())
+        return x @ self.weight.T
+
+
+def await_pushes(ema: ema_client.Attachment, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while ema.stats.pushes < count:
+        assert time.monotonic() < deadline
+
+
+def warnings_of(caplog):
+    return [record.message for record in caplog.records if "written since" in record.message]
+
+
+def test_a_forward_that_writes_parameters_is_noticed(server, client, model, caplog):
+    module = Normalised()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    logged = {}
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        for step in range(1, 6):
+            module(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            logged[step] = values_of(module)
+            await_pushes(ema, step)
+    (warning,) = warnings_of(caplog)
+    assert "step 1 " in warning and ": weight; copied" in warning
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert len(pushes) == 5
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
+def test_a_push_of_parameters_that_the_forward_writes_is_given_up(server, client, model, caplog):
+    module = Normalised(24 << 20)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    logged = {}
+
+    def step() -> None:
+        module(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        logged[ema.step] = {"weight": module.weight.detach().clone()}
+
+    with ema_client.attach(
+        module, optimizer, server.url(model), half_life="3ba", max_wait_s=60
+    ) as ema:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            step()  # The server takes nothing of it.
+            step()
+            assert ema.stats.skipped >= 1
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while ema.stats.pushes < 3:
+            assert time.monotonic() < deadline
+            step()
+    (warning,) = warnings_of(caplog)
+    assert "push of step 1 skipped" in warning and ": weight; copied" in warning
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert 1 not in [version.step for version, _ in pushes]
+    averages = client.pull(model, track="ema", tensors=["weight"])
+    assert_same_bits(replay(pushes, "ema"), averages)
+
+
+def test_who_waits_before_writing_is_not_warned(server, model, caplog):
+    module = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        module.load_state_dict(values_of(module))
+        optimizer.step()
+        ema.wait_pushed()
+        with ema_client.averaged(module, server.url(model)):
+            pass
+        optimizer.step()
+        ema.wait_released()
+        with torch.no_grad():
+            module.weight.clamp_(-0.1, 0.1)
+        optimizer.step()
+    assert not warnings_of(caplog)

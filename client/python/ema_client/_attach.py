@@ -65,7 +65,9 @@ def attach(
     their bytes have left. Those without requires_grad are sent until every track has their values;
     after that only a checksum tells, at each push, whether they have changed. `load_state_dict` waits,
     too; whoever else writes weights between steps (clipping of weights) must call the attachment's
-    `wait_released()` first.
+    `wait_released()` first. A parameter that has been written without is named in a warning, its push
+    given up if it has not ended, and copied before each push from then on (a forward that normalises
+    weights); writes through `.data` only `check` finds.
 
     A server that goes away costs the steps that are due meanwhile, and about a second, unless
     `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the

@@ -22,10 +22,9 @@ from ema_client._errors import (
     AbortedError,
     DeadlineExceededError,
     EmaError,
-    FailedPreconditionError,
 )
 from ema_client._gpu import is_capturing
-from ema_client._guard import BeforeLoad, WatchedWeights, checksums_of, weights_to_push
+from ema_client._guard import BeforeLoad, PushedWeights, WatchedWeights, checksums_of
 from ema_client._optimizers import after_closure, was_skipped
 from ema_client._resume import WithState
 from ema_client._run import Joined, PendingPush
@@ -139,7 +138,7 @@ class Attachment(WithEmaModel, WithState):
         self._pending_sums: list[int] = []
         # For `check`: what the last push reads in place.
         self._watched = WatchedWeights() if check else None
-        self._optimizers = optimizers
+        self._weights = PushedWeights(optimizers)
         # Called when a step has been counted, and pushed if it was due.
         self._followers: list[Callable[[], None]] = []
         # Optimizers that have not stepped yet, and the last of them then.
@@ -246,6 +245,7 @@ class Attachment(WithEmaModel, WithState):
             DeadlineExceededError: the push has not ended. It goes on.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._give_up_written()
         self._settle()
         pending = self._pending if os.getpid() == self._pid else None
         if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
@@ -277,6 +277,7 @@ class Attachment(WithEmaModel, WithState):
         if self._closed:
             return
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._give_up_written()
         self._settle(until=time.monotonic() + timeout_s)
         self._closed = True
         live.discard(self)
@@ -356,21 +357,34 @@ class Attachment(WithEmaModel, WithState):
     def _wait_released(self, max_wait_s: float) -> None:
         if is_capturing():
             return
-        written = [] if self._watched is None else self._watched.take_written()
-        if written:
-            raise FailedPreconditionError(
-                f'model "{self._model_name}": written while they were pushed at step '
-                f"{self._pending_step}, without wait_released(): {', '.join(written)}",
-                reason="BAD_REQUEST",
-            )
+        if self._watched is not None:
+            self._watched.check(self._model_name, self._pending_step)
         if os.getpid() != self._pid:
             return
+        self._give_up_written()
         self._settle()
         if self._pending is None:
             return
         start = time.monotonic()
         if not self._pending.wait_released(max_wait_s=max_wait_s):
             self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
+
+    def _give_up_written(self) -> None:
+        """Gives the pending push up if somebody has written what it reads."""
+        written = self._weights.release() if self._is_ours() else []
+        if not written:
+            return
+        problem = (
+            f"written since the push of step {self._pending_step} began, without wait_released(): "
+            f"{', '.join(written)}; copied before each push from now on"
+        )
+        self._pushed = None
+        self._lose()
+        if self._pending is None or self._pending.done:
+            _logger.warning('model "%s": %s', self._model_name, problem)
+        else:
+            self._pending.wait_released(max_wait_s=0.0)
+            self._drop(problem)
 
     def _push_if_due(self) -> None:
         now = self._due.time(self._step)
@@ -397,7 +411,10 @@ class Attachment(WithEmaModel, WithState):
         frozen_changed = self._has_pushed and self._frozen_sums != sums
         # Until its reply says that the server has these values, it may have others.
         self._frozen_sums, self._pending_sums, self._has_pushed = None, sums, True
-        weights = self._weights(tensors, self._link.run.may_omit_frozen and not frozen_changed)
+        omits_frozen = self._link.run.may_omit_frozen and not frozen_changed
+        weights = self._weights.take(
+            tensors, self._pushed_names.difference(self._frozen if omits_frozen else ())
+        )
         if self._watched is not None:
             self._watched.watch(weights)
         self._start(_Push(self._step, now, weights, frozen_changed))
@@ -461,7 +478,7 @@ class Attachment(WithEmaModel, WithState):
         weights = push.weights
         if not self._link.run.may_omit_frozen:
             # As they were then: buffers, and what no optimizer holds.
-            weights = {**self._weights(self._tensors_of(), False), **weights}
+            weights = {**self._weights.take(self._tensors_of(), self._pushed_names), **weights}
         self._again = None
         try:
             self._start(dataclasses.replace(push, weights=weights))
@@ -498,10 +515,6 @@ class Attachment(WithEmaModel, WithState):
                 )
         self._harvest()
         return self._pending is None and not self._link.is_away
-
-    def _weights(self, tensors: NamedTensors, omits_frozen: bool) -> dict[str, torch.Tensor]:
-        names = self._pushed_names.difference(self._frozen if omits_frozen else ())
-        return weights_to_push(tensors, names, self._optimizers)
 
     def _harvest(self) -> None:
         """Takes the result of the pending push if there is one."""

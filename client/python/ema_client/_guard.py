@@ -7,34 +7,64 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
+from ema_client._errors import FailedPreconditionError
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import pieces_of
+from ema_client._pieces import is_dtensor, pieces_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
     import torch
 
 
-def weights_to_push(
-    tensors: NamedTensors,
-    names: Collection[str],
-    optimizers: Sequence[torch.optim.Optimizer] | None,
-) -> dict[str, torch.Tensor]:
-    """Those of `names`: parameters in place, copies of what may change before the next step."""
-    optimized = None if optimizers is None else parameter_ids(optimizers)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in tensors.parameters.items():
-        if name in names:
-            weights[name] = parameter.detach()
-            # Somebody else may change it, without asking us: another optimizer, or the forward pass (a
-            # key encoder that follows the model). Without an optimizer, whoever calls `after_step`
-            # sees to it that nothing does.
-            if optimized is not None and id(parameter) not in optimized:
-                weights[name] = weights[name].clone()
-    for name, buffer in tensors.buffers.items():
-        if name in names:
-            weights[name] = buffer.detach().clone()
-    return weights
+class PushedWeights:
+    """What is pushed: parameters in place, copies of what may change before the next step.
+
+    Notices a parameter that somebody writes all the same while a push reads it, such as a forward that
+    normalises weights, and copies it from then on. Not through `.data`, nor replays of a CUDA graph:
+    these PyTorch does not count.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
+        self._optimizers = optimizers
+        self._written: set[str] = set()
+        # What is read in place, and PyTorch's count of writes to it then.
+        self._in_place: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def take(self, tensors: NamedTensors, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Those of `names`, for a push that starts now."""
+        optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
+        weights: dict[str, torch.Tensor] = {}
+        self._in_place = {}
+        for name, parameter in tensors.parameters.items():
+            if name in names:
+                weights[name] = parameter.detach()
+                # Somebody else may change it, without asking us: another optimizer, or the forward pass
+                # (a key encoder that follows the model). Without an optimizer, whoever calls
+                # `after_step` sees to it that nothing does.
+                is_foreign = optimized is not None and id(parameter) not in optimized
+                if is_foreign or name in self._written:
+                    weights[name] = weights[name].clone()
+                elif not parameter.is_inference():
+                    self._in_place[name] = parameter, _writes(parameter)
+        for name, buffer in tensors.buffers.items():
+            if name in names:
+                weights[name] = buffer.detach().clone()
+        return weights
+
+    def release(self) -> list[str]:
+        """To be called when the weights may be written: the names of those that have been before."""
+        written = [
+            name for name, (tensor, before) in self._in_place.items() if _writes(tensor) != before
+        ]
+        self._in_place = {}
+        self._written.update(written)
+        return written
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    # Of a DTensor each operation counts in one of the two.
+    local = tensor._local_tensor._version if is_dtensor(tensor) else 0  # type: ignore[attr-defined]
+    return tensor._version + local
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
@@ -52,14 +82,19 @@ class WatchedWeights:
     def watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors, self._sums = tensors, checksums_of(tensors)
 
-    def take_written(self) -> list[str]:
-        """Their names; watches nothing any more."""
+    def check(self, model_name: str, step: int) -> None:
+        """FailedPreconditionError: some have, after `step`. Watches nothing any more."""
         sums = checksums_of(self._tensors)
         written = [
             name for name, before, now in zip(self._tensors, self._sums, sums) if now != before
         ]
         self._tensors, self._sums = {}, []
-        return written
+        if written:
+            raise FailedPreconditionError(
+                f'model "{model_name}": written while they were pushed at step {step}, without '
+                f"wait_released(): {', '.join(written)}",
+                reason="BAD_REQUEST",
+            )
 
 
 class BeforeLoad:
