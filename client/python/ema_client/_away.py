@@ -105,10 +105,12 @@ class Link:
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            # One try may be under way.
-            self._thread.join(3 * _REJOIN_TIMEOUT_S)
-        self.run.close()
+        try:
+            if self._thread is not None:
+                # One try may be under way.
+                self._thread.join(3 * _REJOIN_TIMEOUT_S)
+        finally:
+            self.run.close()
 
     def error(self) -> EmaError:
         """Why nothing can be pushed now."""
@@ -143,8 +145,12 @@ class Link:
             # A program that has forgotten close() ends all the same.
             if self._stop.wait(_REJOIN_INTERVAL_S) or not threading.main_thread().is_alive():
                 return
-        self.run.close()
-        self.run = run
+        # The thread that trains never meets a run that is closed.
+        old, self.run = self.run, run
+        old.close()
+        if self._stop.is_set():  # close() may not have waited so long.
+            run.close()
+            return
         self._on_back(run)
         _logger.info('model "%s": pushing again', self._model_name)
         self._is_settled.set()
