@@ -92,6 +92,24 @@ def test_a_child_that_uses_the_parents_client_is_told(client, model):
     client.model(model)
 
 
+def test_a_child_may_write_the_weights_that_its_parent_pushes(server, model):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    url = server.url(model)
+    with ema_client.attach(module, optimizer, url, half_life="2ba", check=True) as ema:
+        optimizer.step()
+        child = os.fork()
+        if child == 0:
+            try:
+                with torch.no_grad():
+                    module.weight.zero_()
+                ema.wait_released()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert wait_for(child) == 0
+
+
 def wait_for(child: int, timeout_s: float = 30.0) -> int:
     """The exit code of a forked child; one that hangs is killed."""
     deadline = time.monotonic() + timeout_s

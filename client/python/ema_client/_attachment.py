@@ -357,10 +357,10 @@ class Attachment(WithEmaModel, WithState):
     def _wait_released(self, max_wait_s: float) -> None:
         if is_capturing():
             return
-        if self._watched is not None:
-            self._watched.check(self._model_name, self._pending_step)
         if os.getpid() != self._pid:
             return
+        if self._watched is not None:
+            self._watched.check(self._model_name, self._pending_step)
         self._give_up_written()
         self._settle()
         if self._pending is None:
