@@ -13,6 +13,7 @@ import time
 import ema_client
 import pytest
 import torch
+from ema_client._guard import Push
 from testing import assert_same_bits, replay
 
 
@@ -305,3 +306,35 @@ def test_who_waits_before_writing_is_not_warned(server, model, caplog):
             module.weight.clamp_(-0.1, 0.1)
         optimizer.step()
     assert not warnings_of(caplog)
+
+
+def test_ctrl_c_in_close_lets_the_optimizer_and_the_server_go(server, model, monkeypatch):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ema = ema_client.attach(module, optimizer, server.url(model), half_life="3ba")
+
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ema, "_settle", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ema.close()
+    optimizer.step()
+    assert ema.step == 0
+    with pytest.raises(ema_client.FailedPreconditionError, match="closed"):
+        ema._link.run.start_push(step=1, weights={})
+    ema.close()
+
+
+def test_close_raises_no_error_of_what_would_be_pushed_again(server, model, monkeypatch):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ema = ema_client.attach(module, optimizer, server.url(model), half_life="3ba", on_error="wait")
+
+    def refuse() -> None:
+        raise ema_client.InvalidArgumentError("tensors of one name")
+
+    monkeypatch.setattr(ema, "_tensors_of", refuse)
+    ema._again = (Push(1, {}, {}, False), ema_client.UnavailableError("the server was away"))
+    ema.close()
+    assert ema.stats.skipped == 1

@@ -24,7 +24,7 @@ from ema_client._errors import (
     EmaError,
 )
 from ema_client._gpu import is_capturing
-from ema_client._guard import BeforeLoad, PushedWeights, WatchedWeights, checksums_of
+from ema_client._guard import BeforeLoad, Push, PushedWeights, WatchedWeights, checksums_of
 from ema_client._optimizers import after_closure, was_skipped
 from ema_client._resume import WithState
 from ema_client._run import Joined, PendingPush
@@ -44,16 +44,6 @@ _EXIT_WAIT_S = 1.0
 
 # Attachments that push. `averaged` must not write into weights that one of them still reads.
 live: weakref.WeakSet[Attachment] = weakref.WeakSet()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Push:
-    """What is pushed at a step, so that it can be pushed again while the weights are the same."""
-
-    step: int
-    time: dict[str, float]
-    weights: dict[str, torch.Tensor]
-    frozen_changed: bool
 
 
 class Attachment(WithEmaModel, WithState):
@@ -126,8 +116,8 @@ class Attachment(WithEmaModel, WithState):
         self._error: EmaError | None = None
         # For on_error "wait".
         self._patience = Patience(max_outage_s) if on_error == "wait" else None
-        self._pushed: _Push | None = None  # What the pending push is of.
-        self._again: tuple[_Push, EmaError] | None = None  # It has failed, and will be tried again.
+        self._pushed: Push | None = None  # What the pending push is of.
+        self._again: tuple[Push, EmaError] | None = None  # It has failed, and will be tried again.
 
         self._take(joined)
         self._frozen = frozen
@@ -160,7 +150,6 @@ class Attachment(WithEmaModel, WithState):
             )
             self._hooks.append(hook)
         live.add(self)
-        atexit.register(_at_exit, weakref.ref(self))
 
     def _take(self, joined: Joined) -> None:
         """Goes by a run that no step has been pushed to."""
@@ -277,23 +266,33 @@ class Attachment(WithEmaModel, WithState):
         if self._closed:
             return
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._give_up_written()
-        self._settle(until=time.monotonic() + timeout_s)
+        try:
+            self._give_up_written()
+            self._settle(until=time.monotonic() + timeout_s)
+            self._detach()
+            if os.getpid() != self._pid:
+                return
+            if self._pending is not None:
+                if self._pending.wait_done(max_wait_s=timeout_s):
+                    self._harvest()
+                else:
+                    self._drop(f"it had not ended {timeout_s} s after the last step")
+            if self._copy is not None:
+                self._update_copy(raises=False, timeout_s=timeout_s)
+        finally:
+            # Also after a Ctrl-C.
+            self._detach()
+            if os.getpid() == self._pid:
+                try:
+                    self._link.close()
+                finally:
+                    self._client.close()
+
+    def _detach(self) -> None:
         self._closed = True
         live.discard(self)
         for hook in self._hooks:
             hook.remove()
-        if os.getpid() != self._pid:
-            return
-        if self._pending is not None:
-            if self._pending.wait_done(max_wait_s=timeout_s):
-                self._harvest()
-            else:
-                self._drop(f"it had not ended {timeout_s} s after the last step")
-        if self._copy is not None:
-            self._update_copy(raises=False, timeout_s=timeout_s)
-        self._link.close()
-        self._client.close()
 
     def _is_ours(self) -> bool:
         # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
@@ -417,9 +416,9 @@ class Attachment(WithEmaModel, WithState):
         )
         if self._watched is not None:
             self._watched.watch(weights)
-        self._start(_Push(self._step, now, weights, frozen_changed))
+        self._start(Push(self._step, now, weights, frozen_changed))
 
-    def _start(self, push: _Push) -> None:
+    def _start(self, push: Push) -> None:
         self._pending = self._link.run.start_push(
             step=push.step,
             weights=push.weights,
@@ -476,11 +475,11 @@ class Attachment(WithEmaModel, WithState):
             self._lose()
             return
         weights = push.weights
-        if not self._link.run.may_omit_frozen:
-            # As they were then: buffers, and what no optimizer holds.
-            weights = {**self._weights.take(self._tensors_of(), self._pushed_names), **weights}
         self._again = None
         try:
+            if not self._link.run.may_omit_frozen:
+                # As they were then: buffers, and what no optimizer holds.
+                weights = {**self._weights.take(self._tensors_of(), self._pushed_names), **weights}
             self._start(dataclasses.replace(push, weights=weights))
         except EmaError as error:
             self._skip(push.step, error)
@@ -594,7 +593,7 @@ class Attachment(WithEmaModel, WithState):
         self._pending = None
 
 
-def _at_exit(reference: weakref.ref[Attachment]) -> None:
-    attachment = reference()
-    if attachment is not None:
+@atexit.register
+def _at_exit() -> None:
+    for attachment in list(live):
         attachment._end_at_exit()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -14,6 +15,16 @@ from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """What is pushed at a step, so that it can be pushed again while the weights are the same."""
+
+    step: int
+    time: dict[str, float]
+    weights: dict[str, torch.Tensor]
+    frozen_changed: bool
 
 
 class PushedWeights:
