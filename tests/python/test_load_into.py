@@ -129,6 +129,38 @@ Other.body_state = lambda self: {  # type: ignore[attr-defined]
 }
 
 
+class Foreign(torch.nn.Module):
+    """Nothing of it is on the server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nothing_in_common_pulls_next_to_nothing(
+    server, client, model, average, monkeypatch, alone, is_sharded
+):
+    net = Foreign()
+    if is_sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    pulls = []
+    pull = ema_client.Client.pull
+
+    def record(*args, **options):
+        pulls.append(pull(*args, **options))
+        return pulls[-1]
+
+    monkeypatch.setattr(ema_client.Client, "pull", record)
+    loaded = ema_client.load_into(net, server.url(model), strict=False)
+    assert loaded.version == client.model(model).latest
+    assert loaded.missing_keys == ("foreign.weight", "foreign.bias")
+    assert [len(weights) for weights in pulls] == [1]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_shapes_must_match(server, model, average, strict):
     net = Net(width=6)

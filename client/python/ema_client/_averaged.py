@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -265,10 +266,31 @@ def _pull_pieces(
                 raise
             continue
         pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
+        if not pulled:  # No rank has anything of it.
+            record: Version | None = None
+            try:
+                record = version_alone(client, info, track, chosen)
+            except Exception as raised:
+                failure = raised
+            record = ranks.gather_or_raise(failure, record)[0]
+            assert record is not None
+            return {}, record
         if len({version_id(of_rank) for of_rank in pulled}) == 1:
             return {} if weights is None else weights, pulled[0]
         # A label has moved.
     raise AbortedError(f'model "{info.name}": label "{version}" moved during every pull')
+
+
+def version_alone(client: Client, info: ModelInfo, track: str, version: VersionLike) -> Version:
+    """The record of what a pull would give. A pull that names nothing is of everything."""
+    ignored: set[str] = set()
+    if track in info.tracks:
+        specs = [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
+        actions = track_of(track, info.tracks[track]).actions(specs)
+        ignored = {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
+    sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
+    smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
+    return client.pull(info.name, track=track, version=version, tensors=smallest).version
 
 
 def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

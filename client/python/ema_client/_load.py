@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import _only_average, _pull_pieces, release
+from ema_client._averaged import _only_average, _pull_pieces, release, version_alone
 from ema_client._client import Client
 from ema_client._ema_model import _half_of
 from ema_client._errors import InvalidArgumentError
@@ -99,6 +99,8 @@ def load_into(
         values: Mapping[str, torch.Tensor] = {}
         if is_sharded:
             values, pulled = _pull_pieces(client, ranks, info, track, version, pieces_of(wanted))
+        elif not wanted and not match.is_all:
+            pulled = version_alone(client, info, track, version)
         else:
             weights = client.pull(
                 model_name,
