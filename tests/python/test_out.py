@@ -48,3 +48,31 @@ def test_values_are_cast(client, model, pushed, make, dtype):
     assert pulled["b"] is b
     assert b.dtype == dtype
     assert np.array_equal(np.asarray(b), WEIGHTS["b"])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_a_subclass_of_tensor_is_one(client, model, pushed):
+    out = {name: torch.ones(value.shape).as_subclass(Subclass) for name, value in WEIGHTS.items()}
+    client.pull(model, track="raw", out=out)
+    assert np.array_equal(out["b"].numpy(), WEIGHTS["b"])
+
+
+@pytest.mark.parametrize("kind", ["parameters", "their memory", "copies"])
+def test_weights_that_a_push_reads_are_waited_for(server, client, model, monkeypatch, kind):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        waits = []
+        monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
+        out = {name: tensor.detach() for name, tensor in module.named_parameters()}
+        if kind == "their memory":
+            out = {name: tensor.numpy() for name, tensor in out.items()}
+        elif kind == "copies":
+            out = {name: tensor.clone() for name, tensor in out.items()}
+        client.pull(model, track="raw", out=out)
+    assert waits == ([] if kind == "copies" else [True])

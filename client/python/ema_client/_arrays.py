@@ -91,6 +91,15 @@ def stack_like(value: Any, count: int) -> Any:
     return stacked
 
 
+def address_of(value: Any) -> int:
+    """Of the first element; 0: neither a torch tensor nor a NumPy array."""
+    if _is_instance(value, "torch", "Tensor"):
+        return int(value.data_ptr())
+    if _is_instance(value, "numpy", "ndarray"):
+        return int(value.ctypes.data)
+    return 0
+
+
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
     """Raises InvalidArgumentError that lists every missing and unexpected name."""
     expected, given = list(expected), list(given)

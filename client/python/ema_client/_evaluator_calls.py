@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ema_client import _arrays, _ema, _safetensors
@@ -22,7 +22,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
-from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
+from ema_client._pieces import is_dtensor, piece_of, pieces_of, selected, selection_of
 from ema_client._types import (
     ModelInfo,
     Shard,
@@ -134,12 +134,13 @@ class EvaluatorCalls(CheckpointCalls):
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
             return Weights(arrays, version=record, track=track, aliases=aliases, pulled=pulled)
         # The server's bytes are one piece; they are scattered from there.
-        is_torch = all(type(value).__module__.startswith("torch") for value in out.values())
+        is_torch = all(_arrays._is_instance(value, "torch", "Tensor") for value in out.values())
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
         # A tied tensor may be there under its other names, too.
         names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
+        _wait_released(out.values())
         _arrays.copy_into(names, arrays)
         assert given is not None
         arrays = {tensor: given[tensor] for tensor in arrays}
@@ -385,6 +386,22 @@ class EvaluatorCalls(CheckpointCalls):
     def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Of `Client`."""
         raise NotImplementedError
+
+
+def _wait_released(arrays: Iterable[Any]) -> None:
+    """Waits until no attachment's push reads the memory of any of these, torch tensors or NumPy arrays."""
+    from ema_client import _attachment  # Which imports this module.
+
+    attachments = list(_attachment.live)
+    starts = [_arrays.address_of(array) for array in arrays] if attachments else []
+    for attachment in attachments:
+        storages = [
+            piece_of("", parameter).local.untyped_storage()
+            for parameter in attachment.module.parameters()
+        ]
+        begins = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+        if any(begin <= start < begin + size for begin, size in begins for start in starts):
+            attachment.wait_released()
 
 
 def _iterate(watcher: _ema.Watcher) -> Generator[Version, None, None]:
