@@ -86,6 +86,8 @@ class Benchmark {
     Results results;
     // The first one finds memory that nobody has touched, and connects: it does not count.
     for (int64_t round = 0; round <= rounds_; ++round) {
+      // Calls ask for themselves only where they wait.
+      if (session_.is_interrupted()) return absl::CancelledError("interrupted");
       EMA_RETURN_IF_ERROR(Push(round + 1, results.push));
       EMA_RETURN_IF_ERROR(Pull(results.pull));
       if (round == 0) results = Results();

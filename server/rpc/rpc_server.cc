@@ -101,6 +101,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   // Some of these only compute, for minutes.
   start_worker("slow-calls", &rpc->slow_work_, Heartbeats::Need::kNeither);
   rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
+  // So that whoever asks finds all workers from the first moment on.
+  rpc->options_.heartbeats->Look(Heartbeats::Clock::now());
   rpc->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
     rpc->listeners_[i]->Start(std::move(acceptors[i]), options.observer);
