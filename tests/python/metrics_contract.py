@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics that dashboards and alerts may use: their names and labels, without what Prometheus adds."""
+"""The metrics that the server promises, and dashboards and alerts may use: names and labels, without what
+Prometheus adds."""
 
 HISTOGRAMS = {
     "ema_push_duration_seconds": {"model"},
