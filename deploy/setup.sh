@@ -70,25 +70,35 @@ install_python_packages() {
   [[ -z $installed || $installed == "$root $(python3 --version) "* ]] || clear=(--clear)
   step "make the virtual environment build/venv" "$log" python3 -m venv "${clear[@]}" build/venv ||
     fail "is $(command -v python3) without its venv module? Debian 12 has one in /usr/bin"
-  step "install Python packages (the first time gigabytes to download)" "$log" build/venv/bin/python -m pip \
-    --no-input --disable-pip-version-check install --progress-bar off "${requirements[@]}" ||
+  step "install Python packages (the first time gigabytes to download)" "$log" \
+    pip_install build/venv/bin/python "${requirements[@]}" ||
     fail "pip failed. No network? Connect, or set PIP_FIND_LINKS to a folder of wheels. Disk full? It takes 6 GB."
   # The other sets of the same lists are still there.
   installed=$(grep --fixed-strings -- "$base" <<<"$installed") || true
   printf '%s\n' ${installed:+"$installed"} "$state" >"$stamp"
 }
 
+# pip_install PYTHON ARGUMENT...: pip repeats connections that fail, but not downloads that break off.
+pip_install() {
+  local pip=("$1" -m pip --no-input --disable-pip-version-check install --progress-bar off "${@:2}") pause
+  for pause in 5 20; do
+    ! "${pip[@]}" || return 0
+    echo "pip failed: once more in $pause s"
+    sleep "$pause"
+  done
+  "${pip[@]}"
+}
+
 # install_beside NAME: what deploy/requirements-NAME.txt lists in a virtual environment of its own,
 # build/venv-NAME, over the packages of build/venv. That list says why.
 install_beside() {
-  local list=deploy/requirements-$1.txt venv=build/venv-$1 state pip=(-m pip --no-input --disable-pip-version-check)
+  local list=deploy/requirements-$1.txt venv=build/venv-$1 state
   state="$root $(python3 --version) $(sha256sum <"$list")"
   [[ $state != "$(cat "$venv/.installed" 2>/dev/null)" ]] || return 0
   step "make the virtual environment $venv" "$log" python3 -m venv --clear "$venv"
   local site='import sysconfig; print(sysconfig.get_path("purelib"))'
   build/venv/bin/python -c "$site" >"$("$venv/bin/python" -c "$site")/build-venv.pth"
-  step "install Python packages there" "$log" "$venv/bin/python" "${pip[@]}" install --progress-bar off --no-deps \
-    -r "$list" ||
+  step "install Python packages there" "$log" pip_install "$venv/bin/python" --no-deps -r "$list" ||
     fail "pip failed. No network? Connect, or set PIP_FIND_LINKS to a folder of wheels."
   printf '%s\n' "$state" >"$venv/.installed"
 }
