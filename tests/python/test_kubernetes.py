@@ -99,6 +99,13 @@ def test_what_selects_the_pod_does(objects):
     assert [item["metadata"]["name"] for item in headless] == [spec["serviceName"]]
 
 
+def test_services_say_what_is_spoken(objects, container):
+    expected = "https" if "EMA_TLS_CERT" in environment(container) else "kubernetes.io/h2c"
+    for service in (item for item in objects["all"] if item["kind"] == "Service"):
+        said = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
+        assert said == {"grpc": expected, "http": "http"}
+
+
 def test_probes_ask_the_health_service(objects, container):
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
