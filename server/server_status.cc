@@ -61,6 +61,7 @@ absl::Status Server::Health() const {
 ServerState Server::State(bool with_history) const {
   constexpr size_t kPlottedPoints = 160;
   const Device& device = store_->device();
+  const Device::MemoryUse use = device.memory_use();
   ServerState state{.now = absl::Now(),
                     .start_time = start_time_,
                     .health = Health(),
@@ -76,11 +77,14 @@ ServerState Server::State(bool with_history) const {
                     .max_calls_per_second = options_.max_calls_per_second};
   state.memory = {.budget_bytes = store_->budget().total_bytes(),
                   .reserved_bytes = store_->budget().reserved_bytes(),
-                  .used_bytes = device.used_bytes(),
                   .stream_bytes = formula_.stream_bytes,
                   .kept_bytes = formula_.kept_bytes,
                   .process_bytes = formula_.process_bytes,
-                  .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0};
+                  .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0,
+                  .device_bytes = device.total_memory_bytes(),
+                  .block_bytes = use.block_bytes,
+                  .free_block_bytes = use.kept_bytes,
+                  .host_copy_bytes = use.host_copy_bytes};
   if (checkpoints_ != nullptr) {
     state.is_store_read_only =
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;

@@ -234,7 +234,11 @@ class AcceleratorDevice : public Device {
     return sums;
   }
   int64_t total_memory_bytes() const override { return feeds_->accelerator->total_memory_bytes(); }
-  int64_t used_bytes() const override { return pool_.used_bytes(); }
+  MemoryUse memory_use() const override {
+    return {.block_bytes = pool_.used_bytes(),
+            .kept_bytes = pool_.free_bytes(),
+            .host_copy_bytes = host_copies_.size_bytes()};
+  }
   Overhead overhead(int64_t block_bytes) const override {
     const AcceleratorOptions& options = feeds_->options;
     const int64_t feed_bytes = Queue::kSlots * options.slab_bytes + Feed::kFlagBytes;

@@ -294,7 +294,9 @@ class CpuDevice : public Device {
 
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }
 
-  int64_t used_bytes() const override { return pool_.used_bytes(); }
+  MemoryUse memory_use() const override {
+    return {.block_bytes = pool_.used_bytes(), .kept_bytes = pool_.free_bytes()};
+  }
 
   Overhead overhead(int64_t) const override { return {}; }
 

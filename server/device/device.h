@@ -162,8 +162,13 @@ class Device {
   // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
   // memory and the control group's limit.
   virtual int64_t total_memory_bytes() const = 0;
-  // Bytes of all blocks that somebody holds.
-  virtual int64_t used_bytes() const = 0;
+  // Memory that is taken now, in bytes.
+  struct MemoryUse {
+    int64_t block_bytes = 0;      // Of all blocks that somebody holds.
+    int64_t kept_bytes = 0;       // Of freed blocks, kept for reuse.
+    int64_t host_copy_bytes = 0;  // Of copies for readers, pinned; none on the CPU device.
+  };
+  virtual MemoryUse memory_use() const = 0;
 
   // Memory that is taken beside blocks, in bytes; none on the CPU device.
   struct Overhead {

@@ -33,6 +33,8 @@ class HostCopies {
   // kNoFloat: as it is; else of float32s, cast.
   absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Pinned now: of copies, and of memory kept for the next ones.
+  int64_t size_bytes() const { return pinned_.used_bytes() + pinned_.free_bytes(); }
   // Frees what nobody reads.
   void Clear() ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -17,15 +17,19 @@ namespace ema {
 
 // At one moment; read anew for each who asks.
 struct ServerState {
-  // What the memory formula allows each part.
+  // What the memory formula allows each part, and what the device has and holds.
   struct Memory {
     int64_t budget_bytes = 0;      // For models.
     int64_t reserved_bytes = 0;    // Of it.
-    int64_t used_bytes = 0;        // In blocks.
     int64_t stream_bytes = 0;      // Receive windows, and what sending and lanes take.
     int64_t kept_bytes = 0;        // Freed buffers.
     int64_t process_bytes = 0;     // What the process took at its start.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
+
+    int64_t device_bytes = 0;      // All that the device has for the server.
+    int64_t block_bytes = 0;       // In blocks that somebody holds.
+    int64_t free_block_bytes = 0;  // Freed, and kept for reuse.
+    int64_t host_copy_bytes = 0;   // Pinned: of what a GPU has, for readers.
   };
   struct Usage {
     int64_t open = 0;

@@ -107,8 +107,15 @@ void AddServer(const ServerState& state, Families& families) {
   const ServerState::Memory& memory = state.memory;
   families.Add("ema_memory_budget_bytes", "Memory for models.", memory.budget_bytes);
   families.Add("ema_memory_reserved_bytes", "What of it is promised.", memory.reserved_bytes);
-  families.Add("ema_memory_used_bytes", "Bytes in blocks of the device that somebody holds.",
-               memory.used_bytes);
+  families.Add(
+      Gauge("ema_memory_used_bytes",
+            "Memory that is taken: blocks of averages and freed ones kept for reuse, both of the "
+            "device; copies for readers of what a GPU has, of the host.")
+          .Add(memory.block_bytes, {{"kind", "blocks"}})
+          .Add(memory.free_block_bytes, {{"kind", "kept"}})
+          .Add(memory.host_copy_bytes, {{"kind", "host_copies"}}));
+  families.Add("ema_device_memory_bytes", "All memory of the device that the server may use.",
+               memory.device_bytes);
   families.Add(
       Gauge("ema_memory_formula_bytes", "What each part may take at most of the host's memory.")
           .Add(memory.process_bytes, {{"part", "process"}})

@@ -115,7 +115,7 @@ std::string Cards(const ServerState& state) {
            absl::StrCat(Bytes(memory.reserved_bytes), " <span class=\"soft\">of ",
                         Bytes(memory.budget_bytes), "</span>"),
            absl::StrCat(Meter(memory.reserved_bytes, memory.budget_bytes), "<span class=\"soft\">",
-                        Bytes(memory.used_bytes), " in use; streams up to ",
+                        Bytes(memory.block_bytes), " in use; streams up to ",
                         Bytes(memory.stream_bytes), "</span>")),
       UsageCard("Models", {static_cast<int64_t>(state.models.size()), state.max_models}),
       UsageCard("Push streams", state.push_streams), UsageCard("Pull streams", state.pull_streams),

@@ -40,7 +40,7 @@ absl::StatusOr<v1::GetServerInfoResponse> OperatorService::GetServerInfo(
   response.set_not_serving(std::string(view_.health().message()));
   response.set_memory_budget_bytes(store_->budget().total_bytes());
   response.set_memory_reserved_bytes(store_->budget().reserved_bytes());
-  response.set_memory_used_bytes(store_->device().used_bytes());
+  response.set_memory_used_bytes(store_->device().memory_use().block_bytes);
   for (const Limit& limit : view_.limits()) {
     v1::GetServerInfoResponse::Limit& out = *response.add_limits();
     out.set_name(limit.name);

@@ -51,7 +51,7 @@ class CountingDevice final : public Device {
     return device_->SumSquares(runs);
   }
   int64_t total_memory_bytes() const override { return device_->total_memory_bytes(); }
-  int64_t used_bytes() const override { return device_->used_bytes(); }
+  MemoryUse memory_use() const override { return device_->memory_use(); }
   Overhead overhead(int64_t block_bytes) const override { return device_->overhead(block_bytes); }
   void Trim() override { device_->Trim(); }
   absl::Status health() const override { return device_->health(); }

@@ -252,6 +252,10 @@ TEST(AcceleratorDeviceTest, TrimLeavesTheCopyThatSomebodyReads) {
   harness.device->Trim();
   EXPECT_THAT(harness.device->HostView(block), IsOk());
   EXPECT_EQ(harness.accelerator->copies_to_host(), before);
+  const Device::MemoryUse use = harness.device->memory_use();
+  EXPECT_EQ(use.block_bytes, kBytes);
+  EXPECT_EQ(use.kept_bytes, 0);
+  EXPECT_EQ(use.host_copy_bytes, kBytes);
 }
 
 TEST(AcceleratorDeviceTest, TrimGivesAllMemoryBackThatNobodyHas) {
