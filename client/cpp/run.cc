@@ -191,12 +191,19 @@ absl::StatusOr<Version> Run::Push(int64_t step, const TrainingTime& time,
   return push->Wait();
 }
 
-absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfinished) {
+absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfinished,
+                                            absl::Duration timeout) {
   Client::Impl& client = impl_->core().client();
   client_internal::Interrupt interrupt(&client.options().is_interrupted);
-  return impl_->core().QueryPush(step, abandon_if_unfinished, client.Deadline(absl::ZeroDuration()),
-                                 &interrupt,
+  return impl_->core().QueryPush(step, abandon_if_unfinished, client.Deadline(timeout), &interrupt,
                                  /*retry=*/true);
+}
+
+absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
+                                         absl::Duration timeout) {
+  Client::Impl& client = impl_->core().client();
+  client_internal::Interrupt interrupt(&client.options().is_interrupted);
+  return impl_->core().GiveUp(step, why, client.Deadline(timeout), &interrupt);
 }
 
 PendingPush::PendingPush(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}

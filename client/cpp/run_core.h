@@ -65,6 +65,10 @@ class RunCore {
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          absl::Time deadline, Interrupt* interrupt, bool retry);
 
+  // Tries once to drop the step for good, because of `why`.
+  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Time deadline,
+                                      Interrupt* interrupt);
+
   // Connections for the next push by gRPC; what its speed was with them; or that they cannot be
   // had.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);

@@ -609,7 +609,13 @@ class Run {
   // What has become of a step that this run has pushed; with `abandon_if_unfinished`, drops it on
   // all ranks unless it has committed. Blocks as the calls of Client do. ABORTED, FENCED: the
   // server knows only a newer run, or, restarted, none.
-  absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished);
+  absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
+                                         absl::Duration timeout = absl::ZeroDuration());
+
+  // Tells the server that this rank will never push `step`, because of `why` (its first KiB): other
+  // ranks that push it get ABORTED, STEP_GIVEN_UP, and do not wait for this one. Tries once, for at
+  // most `timeout`. The result and errors are those of QueryPush().
+  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Duration timeout);
 
   class Impl;
 

@@ -49,6 +49,7 @@ enum class ErrorReason : int {
   kStepAbandoned = 42,
   kSessionExpired = 43,
   kStalled = 44,
+  kStepGivenUp = 45,
   kVersionNotKept = 50,
   kVersionNotYet = 51,
   kBadToken = 55,

@@ -106,6 +106,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "SESSION_EXPIRED";
     case ErrorReason::kStalled:
       return "STALLED";
+    case ErrorReason::kStepGivenUp:
+      return "STEP_GIVEN_UP";
     case ErrorReason::kVersionNotKept:
       return "VERSION_NOT_KEPT";
     case ErrorReason::kVersionNotYet:

@@ -13,8 +13,7 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;     // At most so many ranks are named in a message.
-constexpr int64_t kNamedRanges = 1024;  // As QueryPushResponse.missing.
+constexpr int64_t kNamedRanks = 16;  // At most so many ranks are named in a message.
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -98,6 +97,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       run_ = std::move(run);
       ++run_epoch_;
       begun_step_ = 0;
+      given_up_.reset();
       ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
       is_new = true;
@@ -157,6 +157,7 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
                                   ", and a group for more than one"));
   }
   EMA_RETURN_IF_ERROR(start.time.Validate());
+  if (given_up_.has_value() && start.step == given_up_->step) return given_up_->status();
   if (current_ == nullptr) return false;
   const VersionRecord& last = current_->record;
   if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
@@ -422,55 +423,6 @@ void Model::DropStep(PushSession& session, const absl::Status& status) const {
          {"step", session.plan().step},
          {"reason", ErrorReasonName(GetErrorReason(status))},
          {"error", status}});
-}
-
-absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
-                                                  bool abandon_if_unfinished) {
-  PushState result;
-  std::shared_ptr<PushSession> session;
-  {
-    absl::MutexLock lock(&mu_);
-    EMA_RETURN_IF_ERROR(closed_);
-    if (run_ == nullptr || run_epoch != run_epoch_) return NotTheRunLocked(run_epoch);
-    if (rank < 0 || rank >= run_->world_size()) {
-      return MakeError(
-          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-          absl::StrCat("rank: ", rank, " given, expected 0 to ", run_->world_size() - 1));
-    }
-    const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {
-      return r.step == step && r.run_epoch == run_epoch;
-    });
-    if (record != records_.rend()) {
-      result.state = PushState::State::kCommitted;
-      result.record = *record;
-      result.plan = PlanLocked();
-      if (step == current_->record.step && last_commit_.run_epoch == run_epoch) {
-        result.digest = last_commit_.digests[rank];
-      }
-      return result;
-    }
-    if (session_ == nullptr || session_->plan().step != step) {
-      result.state = PushState::State::kUnknown;
-      return result;
-    }
-    session = session_;
-    if (abandon_if_unfinished) session_ = nullptr;
-  }
-  if (abandon_if_unfinished) {
-    DropStep(*session, Aborted(ErrorReason::kStepAbandoned,
-                               absl::StrCat("step ", step, ": abandoned by rank ", rank)));
-    result.state = PushState::State::kAbandoned;
-    return result;
-  }
-  result.state = PushState::State::kOpen;
-  result.rank_committed = session->RankCommitted(rank);
-  result.missing_ranks = session->MissingRanks(kNamedRanks);
-  const RankLayout& layout = *session->run().layout(rank);
-  for (const Coverage::Range& range : session->Missing(rank, kNamedRanges)) {
-    const int64_t tensor = layout.shards()[layout.FindShard(range.offset)].tensor_index;
-    result.missing.emplace_back(range, manifest().tensor(tensor).name);
-  }
-  return result;
 }
 
 void Model::ExpireSession(std::chrono::steady_clock::time_point now,

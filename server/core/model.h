@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -155,10 +156,10 @@ class Model : public std::enable_shared_from_this<Model> {
   // `on_end` is called at most once, from any thread (also from inside the RankPush's calls), when
   // the session ends; it may still be running when the RankPush is destroyed, so it must hold what
   // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
-  // ABORTED: FENCED, STALE_STEP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
-  // SESSION_BUSY: an open earlier step waits for other ranks, or the model is being rolled back.
-  // RESOURCE_EXHAUSTED. A rank that opens a later step without having committed the open one ends
-  // that: STEP_ABANDONED.
+  // ABORTED: FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST.
+  // UNAVAILABLE, SESSION_BUSY: an open earlier step waits for other ranks, or the model is being
+  // rolled back. RESOURCE_EXHAUSTED. A rank that opens a later step without having committed the
+  // open one ends that: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -174,7 +175,9 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   // As QueryPush in ema_service.proto.
   absl::StatusOr<PushState> QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
-                                      bool abandon_if_unfinished) ABSL_LOCKS_EXCLUDED(mu_);
+                                      bool abandon_if_unfinished,
+                                      std::string_view give_up_reason = {})
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the open session if nothing has arrived for `timeout`: SESSION_EXPIRED, naming the ranks
   // that are missing.
@@ -310,6 +313,15 @@ class Model : public std::enable_shared_from_this<Model> {
     std::vector<uint32_t> digests;  // By rank.
   };
 
+  // A step that a rank will never push, and so no rank can.
+  struct GivenUp {
+    int64_t step = 0;
+    int64_t rank = 0;
+    std::string why;
+
+    absl::Status status() const;  // ABORTED, STEP_GIVEN_UP.
+  };
+
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
         const Options& options);
 
@@ -436,6 +448,7 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;                // The newest of this run; 0: none.
+  std::optional<GivenUp> given_up_ ABSL_GUARDED_BY(mu_);       // The last of this run.
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.

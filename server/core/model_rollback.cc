@@ -149,6 +149,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     FenceRunLocked();
     run_ = nullptr;
     begun_step_ = 0;
+    given_up_.reset();
     fenced = std::exchange(session_, nullptr);
     const auto record = std::find_if(records_.begin(), records_.end(),
                                      [&](const VersionRecord& r) { return r.id() == from; });

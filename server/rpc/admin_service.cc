@@ -246,7 +246,7 @@ absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPus
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const Model::PushState state,
                        model->QueryPush(request.run_epoch(), request.step(), request.rank(),
-                                        request.abandon_if_unfinished()));
+                                        request.abandon_if_unfinished(), request.give_up_reason()));
   v1::QueryPushResponse response;
   switch (state.state) {
     case Model::PushState::State::kUnknown:

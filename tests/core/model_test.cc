@@ -411,6 +411,34 @@ TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
   EXPECT_THAT(model_->QueryPush(rank.run_epoch(), 1, 5, false), ReasonIs(ErrorReason::kBadRequest));
 }
 
+TEST_F(ModelTest, AStepThatARankHasGivenUpIsWaitedForByNobody) {
+  TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
+  TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(second.Join(), IsOk());
+  const auto give_up = [&](int64_t step, bool abandon, std::string_view why) {
+    return model_->QueryPush(second.run_epoch(), step, 1, abandon, why);
+  };
+  EXPECT_THAT(give_up(1, false, "no memory"), ReasonIs(ErrorReason::kBadRequest));
+  EXPECT_THAT(give_up(1, true, std::string(1025, 'x')), ReasonIs(ErrorReason::kBadRequest));
+  // While the other one pushes.
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, outcome));
+  EXPECT_EQ(give_up(1, true, "no memory")->state, Model::PushState::State::kAbandoned);
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_THAT(outcome->result, StatusIs(absl::StatusCode::kAborted,
+                                        HasSubstr("step 1: rank 1 has given it up: no memory")));
+  EXPECT_THAT(first.Open(1, outcome), ReasonIs(ErrorReason::kStepGivenUp));
+  // Before it does.
+  EXPECT_EQ(give_up(2, true, "no memory")->state, Model::PushState::State::kUnknown);
+  EXPECT_THAT(first.Open(2, outcome), ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_THAT(first.Open(3, std::make_shared<PushOutcome>()), IsOk());
+  // The next run has its own.
+  TestRank next(model_, "next");
+  ASSERT_THAT(next.Join(), IsOk());
+  EXPECT_THAT(next.Push(2, BytesOf(Values(1))), IsOk());
+}
+
 TEST_F(ModelTest, ASessionWithoutProgressExpiresAndNamesTheMissingRanks) {
   TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
   TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);

@@ -2,6 +2,7 @@
 //
 // Run and PendingPush: one rank's pushes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <unistd.h>
 
@@ -145,6 +146,19 @@ class PyRun {
     return new PyPendingPush(std::move(push), std::move(kept));
   }
 
+  nb::object CommittedAs(int64_t step, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const PushProgress progress = CallWithoutGil(
+        [&] { return run_->QueryPush(step, /*abandon_if_unfinished=*/false, timeout); });
+    if (!progress.version.has_value()) return nb::none();
+    return FromVersion(*progress.version);
+  }
+
+  void GiveUp(int64_t step, const std::string& why, double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    CallWithoutGil([&] { return run_->GiveUp(step, why, timeout).status(); });
+  }
+
   void RefreshPlan(double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     CallWithoutGil([&] { return run_->RefreshPlan(timeout); });
@@ -208,6 +222,8 @@ void BindRun(nb::module_& module) {
   nb::class_<PyRun>(module, "Run")
       .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a,
            "frozen_changed"_a = false, "streams"_a = nb::make_tuple())
+      .def("committed_as", &PyRun::CommittedAs, "step"_a, "timeout_s"_a)
+      .def("give_up", &PyRun::GiveUp, "step"_a, "why"_a, "timeout_s"_a)
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
       .def("refresh_plan", &PyRun::RefreshPlan, "timeout_s"_a)
       .def(

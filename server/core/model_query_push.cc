@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of a Model that says what has become of a step, and ends it.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kNamedRanks = 16;       // As QueryPushResponse.missing_ranks,
+constexpr int64_t kNamedRanges = 1024;    // .missing,
+constexpr size_t kMaxReasonBytes = 1024;  // and QueryPushRequest.give_up_reason.
+
+absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
+  if (give_up_reason.empty()) return absl::OkStatus();
+  if (give_up_reason.size() > kMaxReasonBytes) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("give_up_reason: ", give_up_reason.size(),
+                                  " bytes given, expected up to ", kMaxReasonBytes));
+  }
+  if (abandon_if_unfinished) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                   "give_up_reason: given without abandon_if_unfinished");
+}
+
+}  // namespace
+
+absl::Status Model::GivenUp::status() const {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
+                   absl::StrCat("step ", step, ": rank ", rank, " has given it up: ", why));
+}
+
+absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
+                                                  bool abandon_if_unfinished,
+                                                  std::string_view give_up_reason) {
+  EMA_RETURN_IF_ERROR(CheckGiveUp(abandon_if_unfinished, give_up_reason));
+  PushState result;
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(closed_);
+    if (run_ == nullptr || run_epoch != run_epoch_) return NotTheRunLocked(run_epoch);
+    if (rank < 0 || rank >= run_->world_size()) {
+      return MakeError(
+          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+          absl::StrCat("rank: ", rank, " given, expected 0 to ", run_->world_size() - 1));
+    }
+    const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {
+      return r.step == step && r.run_epoch == run_epoch;
+    });
+    if (record != records_.rend()) {
+      result.state = PushState::State::kCommitted;
+      result.record = *record;
+      result.plan = PlanLocked();
+      if (step == current_->record.step && last_commit_.run_epoch == run_epoch) {
+        result.digest = last_commit_.digests[rank];
+      }
+      return result;
+    }
+    if (!give_up_reason.empty()) given_up_ = GivenUp{step, rank, std::string(give_up_reason)};
+    if (session_ == nullptr || session_->plan().step != step) {
+      result.state = PushState::State::kUnknown;
+      return result;
+    }
+    session = session_;
+    if (abandon_if_unfinished) session_ = nullptr;
+  }
+  if (abandon_if_unfinished) {
+    DropStep(*session, give_up_reason.empty()
+                           ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                       absl::StrCat("step ", step, ": abandoned by rank ", rank))
+                           : GivenUp{step, rank, std::string(give_up_reason)}.status());
+    result.state = PushState::State::kAbandoned;
+    return result;
+  }
+  result.state = PushState::State::kOpen;
+  result.rank_committed = session->RankCommitted(rank);
+  result.missing_ranks = session->MissingRanks(kNamedRanks);
+  const RankLayout& layout = *session->run().layout(rank);
+  for (const Coverage::Range& range : session->Missing(rank, kNamedRanges)) {
+    const int64_t tensor = layout.shards()[layout.FindShard(range.offset)].tensor_index;
+    result.missing.emplace_back(range, manifest().tensor(tensor).name);
+  }
+  return result;
+}
+
+}  // namespace ema
