@@ -82,6 +82,13 @@ class Rank:
             assert time.monotonic() < deadline, f"rank {self.rank} does not say {text!r}"
             time.sleep(0.02)
 
+    def await_stats(self, **expected: int) -> None:
+        """Until what it answers has these values."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not expected.items() <= (answer := self.do("stats")).items():
+            assert time.monotonic() < deadline, f"rank {self.rank}: {answer}, not {expected}"
+            time.sleep(0.02)
+
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
 

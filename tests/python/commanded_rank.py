@@ -3,13 +3,16 @@
 
 Usage: commanded_rank.py KIND RANK WORLD_SIZE FOLDER URL OPTIONS
 KIND: "ddp" or "fsdp"; "apart": each rank trains by itself, on the same data, and waits for no other.
-OPTIONS: of `attach`, in JSON; and "forgets": never closes what it has attached. Starts from FOLDER/state.pt if that is there.
+OPTIONS: of `attach`, in JSON; and "forgets": never closes what it has attached; "frozen": does not train
+the first layer; "optimizer": "sgd", "lbfgs", or "gan": one for each half. Starts from FOLDER/state.pt if that
+is there.
 
 Commands, one a line; each is answered by a line of JSON when it is done:
   step        makes a step; "error" is what it raised.
   checkpoint  writes FOLDER/state.pt, with the average's state.
   workers     forks four workers of a DataLoader, and reads what they give.
   pushed      waits for the running push.
+  starve      from now on it has no memory for a push; feed: it has again.
   save        writes the weights after each step to FOLDER/RANK.npz, by step and name.
   end, raise, exit, os._exit: ends, in this way.
 """
@@ -24,7 +27,7 @@ import os
 import pathlib
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import ema_client
 import numpy as np
@@ -63,9 +66,12 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Training:
-    def __init__(self, kind: str, rank: int, folder: pathlib.Path) -> None:
+    def __init__(
+        self, kind: str, rank: int, folder: pathlib.Path, optimizer: str, frozen: bool
+    ) -> None:
         torch.manual_seed(5)
         net = Net()
+        net.first.requires_grad_(not frozen)
         self.folder, self.rank, self.kind = folder, rank, kind
         self.net: torch.nn.Module = fully_shard(net) if kind == "fsdp" else net
         self.model = self.net
@@ -76,19 +82,34 @@ class Training:
             state = torch.load(folder / "state.pt")
             set_model_state_dict(self.net, state["model"], options=_FULL)
             self.resume = state["ema"]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        parts = [self.net] if optimizer != "gan" else [self.net.norm, self.net.second]
+        make = torch.optim.LBFGS if optimizer == "lbfgs" else torch.optim.SGD
+        self.optimizers = [
+            make([p for p in part.parameters() if p.requires_grad], lr=0.05) for part in parts
+        ]
         self.log: dict[str, np.ndarray] = {}
         self.ema: ema_client.Attachment | None = None
 
     def step(self) -> dict[str, Any]:
         assert self.ema is not None
         generator = torch.Generator().manual_seed(self.ema.step)
-        self.optimizer.zero_grad()
-        self.model(torch.randn(8, 9, generator=generator)).square().mean().backward()
+        x = torch.randn(8, 9, generator=generator)
+
+        def loss() -> torch.Tensor:
+            self.model.zero_grad()
+            result = self.model(x).square().mean()
+            result.backward()
+            return result
+
         answer: dict[str, Any] = {}
         before = self.ema.step
         try:
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    optimizer.step(loss)
+                else:
+                    loss()
+                    optimizer.step()
         except ema_client.EmaError as error:
             answer = {"error": type(error).__name__, "reason": error.reason, "text": str(error)}
         if self.ema.step == before:
@@ -124,6 +145,10 @@ class Training:
                     self.workers()
                 case "pushed":
                     self.ema.wait_pushed()
+                case "starve":
+                    self.ema._tensors_of, self.tensors_of = no_memory, self.ema._tensors_of
+                case "feed":
+                    self.ema._tensors_of = self.tensors_of
                 case "save":
                     np.savez(self.folder / f"{self.rank}.npz", **self.log)
                 case "raise":
@@ -139,6 +164,10 @@ class Training:
             print(json.dumps(answer), flush=True)
 
 
+def no_memory() -> NoReturn:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def main() -> None:
     kind, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     folder, url, options = pathlib.Path(sys.argv[4]), sys.argv[5], json.loads(sys.argv[6])
@@ -152,9 +181,10 @@ def main() -> None:
             "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size
         )
     forgets = options.pop("forgets", False)
-    training = Training(kind, rank, folder)
+    optimizer, frozen = options.pop("optimizer", "sgd"), options.pop("frozen", False)
+    training = Training(kind, rank, folder, optimizer, frozen)
     ema = ema_client.attach(
-        training.model, training.optimizer, url, resume=training.resume, **options
+        training.model, training.optimizers, url, resume=training.resume, **options
     )
     training.ema = ema
     print(json.dumps({"step": ema.step, "pushes": 0, "skipped": 0}), flush=True)

@@ -17,6 +17,8 @@ class Way:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._mutex = threading.Lock()
         self._is_open = True
+        self._replies = threading.Event()
+        self._replies.set()
         self._sockets: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
@@ -37,6 +39,10 @@ class Way:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def hold_replies(self) -> None:
+        """Keeps what the server says, until `cut`."""
+        self._replies.clear()
+
     def cut(self) -> None:
         """Breaks all connections; new ones end at once."""
         with self._mutex:
@@ -45,6 +51,7 @@ class Way:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
             self._sockets.clear()
+        self._replies.set()
 
     def mend(self) -> None:
         with self._mutex:
@@ -60,13 +67,16 @@ class Way:
                         continue
                     server = socket.create_connection(("127.0.0.1", self._server_port))
                     self._sockets += [client, server]
-                for pair in ((client, server), (server, client)):
+                always = threading.Event()
+                always.set()
+                for pair in ((client, server, always), (server, client, self._replies)):
                     threading.Thread(target=_pass_on, args=pair, daemon=True).start()
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _pass_on(source: socket.socket, target: socket.socket, may_pass: threading.Event) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
+            may_pass.wait()
             target.sendall(data)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_RDWR)

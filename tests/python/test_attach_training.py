@@ -308,6 +308,51 @@ def test_who_waits_before_writing_is_not_warned(server, model, caplog):
     assert not warnings_of(caplog)
 
 
+def test_parametrizations_that_write_in_forward(server, client, model):
+    """Each forward of spectral_norm moves its vectors on, while they are pushed."""
+    torch.manual_seed(3)
+    spectral_norm = torch.nn.utils.parametrizations.spectral_norm
+    module = torch.nn.Sequential(
+        spectral_norm(torch.nn.Linear(7, 33)),
+        torch.nn.ReLU(),
+        spectral_norm(torch.nn.Linear(33, 5)),
+    )
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    tracks = {"ema": {"half_life": "9ba"}, "raw": "copy"}
+    local = ema_client.LocalEMA(module, tracks=tracks)
+    with ema_client.attach(module, optimizer, server.url(model), tracks=tracks) as ema:
+        for _ in range(30):
+            before = module[0].parametrizations.weight[0]._u.clone()
+            optimizer.zero_grad()
+            module(torch.randn(6, 7)).square().mean().backward()
+            assert not torch.equal(before, module[0].parametrizations.weight[0]._u)
+            optimizer.step()
+            local.update()
+        ema.close()
+        assert (ema.stats.pushes, ema.stats.skipped) == (30, 0)
+    for track in tracks:
+        assert_same_bits(local.weights(track), client.pull(model, track=track))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), torch.OutOfMemoryError("no memory")])
+def test_a_push_without_memory_is_skipped(server, client, model, monkeypatch, caplog, error):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def no_memory(*_):
+        raise error
+
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(ema, "_tensors_of", no_memory)
+            optimizer.step()
+        optimizer.step()
+        ema.close()
+        assert (ema.stats.pushes, ema.stats.skipped) == (2, 1)
+    assert "push of step 2 skipped" in caplog.text and "no memory" in caplog.text
+
+
 def test_ctrl_c_in_close_lets_the_optimizer_and_the_server_go(server, model, monkeypatch):
     module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

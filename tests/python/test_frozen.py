@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import ema_client
 import numpy as np
 import pytest
@@ -73,7 +75,7 @@ def test_a_trainer_sends_frozen_tensors_once(server, client, model):
         assert ema.stats.sent_bytes == 3 * live + frozen
 
 
-@pytest.mark.parametrize("how", ["data", "assigned", "permuted", "unfrozen"])
+@pytest.mark.parametrize("how", ["written", "data", "assigned", "permuted", "unfrozen"])
 def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     module, optimizer, step = adapter_trainer()
     live, frozen = byte_counts(module)
@@ -83,13 +85,20 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
         step()
         logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
 
-    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
+    # No version counter sees what is written through `.data`.
+    checks = how == "data"
+    with ema_client.attach(
+        module, optimizer, server.url(model), tracks={"ema": HALF}, check=checks
+    ) as ema:
         for number in range(1, 4):
             log(number)
         ema.wait_released()
         before = module.base.weight.detach().clone()
-        if how == "data":
-            module.base.weight.data[7, 9] += 1  # No version counter sees this.
+        if how == "written":
+            with torch.no_grad():
+                module.base.weight[7, 9] += 1
+        elif how == "data":
+            module.base.weight.data[7, 9] += 1
         elif how == "assigned":
             module.base.weight.data = before + 1
         elif how == "permuted":
@@ -104,6 +113,69 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
         assert ema.stats.sent_bytes == 4 * live + 2 * frozen
     pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
+def test_their_values_are_read_only_after_a_write(server, client, model, monkeypatch):
+    """A write of what was there (averaged() on one rank) changes nothing for the server."""
+    module, optimizer, step = adapter_trainer()
+    live, frozen = byte_counts(module)
+    read = []
+
+    def recorded(tensors):
+        given = list(tensors)
+        read.extend(tuple(tensor.shape) for tensor in given)
+        return checksums(given)
+
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
+        from ema_client import _frozen
+
+        checksums = _frozen.checksums
+        monkeypatch.setattr(_frozen, "checksums", recorded)
+        for _ in range(3):
+            step()
+        assert read == []
+        with torch.no_grad():
+            module.base.weight.mul_(1)
+        step()
+        step()
+        assert read == [(600, 600)]
+        ema.close()
+        assert ema.stats.sent_bytes == 5 * live + frozen
+
+
+def resident_bytes(field):
+    """Of this process: "VmRSS" now, "VmHWM" at most since `clear_refs`."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) << 10
+
+
+def test_frozen_and_foreign_tensors_are_not_copied(server, client, model):
+    """The step that pushes them waits for it, so that they may change afterwards."""
+    count = 48 << 20
+    module = torch.nn.ParameterDict(
+        {
+            "trained": torch.nn.Parameter(torch.ones(3)),
+            "frozen": torch.nn.Parameter(torch.ones(count), requires_grad=False),
+            "foreign": torch.nn.Parameter(torch.ones(count)),
+        }
+    )
+    optimizer = torch.optim.SGD([module["trained"]], lr=1.0)
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        for step in (1, 2):
+            ema.wait_pushed()
+            before = resident_bytes("VmRSS")
+            pathlib.Path("/proc/self/clear_refs").write_text("5")
+            optimizer.step()
+            assert resident_bytes("VmHWM") - before < 3 * count
+            with torch.no_grad():
+                module["foreign"].fill_(step + 1)
+                module["frozen"].zero_()
+            version = ema.wait_pushed()
+            assert version.step == step
+            # The frozen one was pushed with step 2, when it had been written.
+            raw = client.pull(model, track="raw")
+            assert (raw["foreign"] == step).all()
+            assert (raw["frozen"] == 2 - step).all()
 
 
 def test_after_a_push_that_failed_they_are_shown_again(server, client, model):

@@ -13,6 +13,7 @@ from ema_client._away import MAX_OUTAGE_S, OnError, check_policy
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._files import FilesLike, small_files
+from ema_client._frozen import FrozenTensors
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
 from ema_client._optimizers import unwrap_optimizers
@@ -62,12 +63,13 @@ def attach(
     pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
     statistics differ between ranks). Parameters are read in place, not copied; the next `optimizer.step()` waits until
-    their bytes have left. Those without requires_grad are sent until every track has their values;
-    after that only a checksum tells, at each push, whether they have changed. `load_state_dict` waits,
-    too; whoever else writes weights between steps (clipping of weights) must call the attachment's
+    their bytes have left. Those without requires_grad are sent until every track has their values,
+    and again after PyTorch has counted a write that has changed them; the step that sends them waits for
+    it. `load_state_dict` waits, too; whoever else writes weights between steps (clipping of weights) must call the attachment's
     `wait_released()` first. A parameter that has been written without is named in a warning, its push
     given up if it has not ended, and copied before each push from then on (a forward that normalises
-    weights); writes through `.data` only `check` finds.
+    weights); writes through `.data` only `check` finds. Copies take 64 MiB at most: where there would be
+    more, each step that pushes waits until all bytes have left.
 
     A server that goes away costs the steps that are due meanwhile, and about a second, unless
     `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the
@@ -81,8 +83,9 @@ def attach(
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
             whenever the one has that was last.
             accelerate's wrapper is looked through. Steps that a grad scaler skips do not count.
-            Parameters that none of them holds are copied before they are sent, because someone else
-            may change them: another optimizer, or the forward pass (a momentum encoder). None: for a
+            Parameters that none of them holds are copied before they are sent, or the step waits until
+            they have been, because someone else may change them: another optimizer, or the forward pass
+            (a momentum encoder). None: for a
             loop that steps in another way; call the attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
@@ -120,7 +123,9 @@ def attach(
             has lasted `max_outage_s`, or a newer run pushes, it raises as "raise" does: the step that waited
             is lost, those that are due next are tried, and the next outage is waited for again. Ctrl-C
             ends the wait.
-        max_outage_s: for on_error "wait": seconds from the first push that failed.
+        max_outage_s: for on_error "wait": seconds from the first push that failed. A rank that cannot push
+            for another reason than an outage (no memory) tells the others at once, and they go on without
+            that step. Where the server does not listen to it (a bad token) they wait so long.
         resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
             ranks: the model is brought back to where it stood then, and counting goes on from there.
         keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
@@ -129,7 +134,8 @@ def attach(
             config.json in them, `from_pretrained` reads a checkpoint. Rank 0's count.
         check: compares a checksum of what is pushed before and after, and raises in the next
             `optimizer.step()` if something else has written weights meanwhile; the message names
-            them. Reads the weights twice more: to look for mistakes.
+            them. Reads the weights twice more, and frozen ones at each push, where it finds changes that
+            PyTorch does not count: to look for mistakes.
 
     Returns:
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
@@ -219,7 +225,12 @@ def attach(
         timeout_s=timeout_s,
         on_error=on_error,
         max_outage_s=max_outage_s,
-        frozen=plan.layout.frozen,
+        frozen=FrozenTensors(
+            plan.layout.frozen,
+            tensors_of(),
+            {own.name: own.checksum for own in held},
+            always_reads=check,
+        ),
         keep_resumable=keep_resumable,
         check=check,
     )

@@ -18,6 +18,7 @@ from ema_client._errors import (
     UnavailableError,
 )
 from ema_client._run import Joined, PendingPush, Run
+from ema_client._types import Version
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 _OTHER_RANKS = ("STEP_ABANDONED", "SESSION_EXPIRED")
 
 #: Of `attach`.
-MAX_OUTAGE_S = 600.0
+MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
 
@@ -59,6 +60,11 @@ def is_worth_waiting(error: EmaError) -> bool:
     return is_outage(error) or error.reason in _OTHER_RANKS
 
 
+def is_final(error: EmaError) -> bool:
+    """This rank cannot push the step, now or later; the others do not know."""
+    return not is_worth_waiting(error) and not isinstance(error, AbortedError)
+
+
 class Link:
     """The run that pushes go to, and the thread that joins it again after the server was away.
 
@@ -71,6 +77,7 @@ class Link:
         self._on_back = on_back
         self._is_fenced = False
         self._problem = ""  # Of the last try to join.
+        self._lost_version: Version | None = None
         # The run can be pushed to, or never again. Set last.
         self._is_settled = threading.Event()
         self._is_settled.set()
@@ -92,11 +99,25 @@ class Link:
         """Nor ever again: a newer run pushes."""
         return self._is_fenced
 
-    def go_away(self, lost: PendingPush | None) -> None:
-        """Starts to join again, on every rank by itself, after `lost` has been dropped."""
+    def go_away(self, lost_step: int, lost: PendingPush | None) -> None:
+        """Starts to join again, on every rank by itself, after `lost` has been dropped.
+
+        `lost_step`: the server is asked what has become of it.
+        """
         self._is_settled.clear()
-        self._thread = threading.Thread(target=self._rejoin, args=(lost,), name="ema-rejoin")
+        self._lost_version = None
+        self._thread = threading.Thread(
+            target=self._rejoin, args=(lost_step, lost), name="ema-rejoin"
+        )
         self._thread.start()
+
+    def take_lost_version(self) -> Version | None:
+        """The version that the lost step has become after all, said once; None: it has not, or it is not
+        known yet."""
+        if self.is_away:
+            return None
+        version, self._lost_version = self._lost_version, None
+        return version
 
     def wait_back(self, until: float) -> None:
         """Waits until all ranks have joined again, a newer run pushes, or it is `until` (monotonic)."""
@@ -123,7 +144,7 @@ class Link:
             f'model "{self._model_name}": the server is away, or a rank: {self._problem}'
         )
 
-    def _rejoin(self, lost: PendingPush | None) -> None:
+    def _rejoin(self, lost_step: int, lost: PendingPush | None) -> None:
         if lost is not None:
             lost.abandon()
         self._problem = ""
@@ -131,6 +152,8 @@ class Link:
             try:
                 run = self._open_run(_REJOIN_TIMEOUT_S)
                 run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
+                # Only its reply may have been lost.
+                self._lost_version = run.committed_as(lost_step, timeout_s=_REJOIN_TIMEOUT_S)
                 break
             except EmaError as error:
                 if error.reason == "FENCED":

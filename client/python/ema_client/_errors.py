@@ -128,6 +128,18 @@ _CLASSES: dict[str, type[EmaError]] = {
 }
 
 
+def failure_of(error: Exception) -> EmaError:
+    """What a failure on this side, such as no memory, is to who knows the server's only."""
+    if isinstance(error, EmaError):
+        return error
+    message = f"{type(error).__name__}: {error}"
+    return (
+        ResourceExhaustedError(message)
+        if isinstance(error, MemoryError)
+        else InternalError(message)
+    )
+
+
 def _rebuild(cls: type[EmaError], message: str, reason: str) -> EmaError:
     return cls(message, reason=reason)
 

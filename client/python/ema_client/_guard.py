@@ -10,11 +10,15 @@ from weakref import WeakMethod
 
 from ema_client._errors import FailedPreconditionError
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import is_dtensor, pieces_of
+from ema_client._pieces import piece_of, pieces_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
     import torch
+
+
+# For copies of what may change before the next step, on each rank.
+_COPY_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,52 +34,68 @@ class Push:
 class PushedWeights:
     """What is pushed: parameters in place, copies of what may change before the next step.
 
+    Where these would take more than 64 MiB, and where some of it is frozen, which is seldom pushed, all
+    is read in place, and `must_wait` is true.
+
     Notices a parameter that somebody writes all the same while a push reads it, such as a forward that
-    normalises weights, and copies it from then on. Not through `.data`, nor replays of a CUDA graph:
-    these PyTorch does not count.
+    normalises weights, and copies it from then on, or waits. Not through `.data`, nor replays of a CUDA
+    graph: these PyTorch does not count.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        frozen: Collection[str],
+    ) -> None:
+        """`frozen`: names of parameters that are seldom pushed."""
         self._optimizers = optimizers
+        self._frozen = frozen
         self._written: set[str] = set()
-        # What is read in place, and PyTorch's count of writes to it then.
+        # What is read in place until the next step, and PyTorch's count of writes to it then.
         self._in_place: dict[str, tuple[torch.Tensor, int]] = {}
+        # What was taken last may change before the next step: its push must be waited for at once.
+        self.must_wait = False
 
     def take(self, tensors: NamedTensors, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Those of `names`, for a push that starts now."""
         optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
         weights: dict[str, torch.Tensor] = {}
+        copied = {name: buffer for name, buffer in tensors.buffers.items() if name in names}
         self._in_place = {}
+        self.must_wait = False
         for name, parameter in tensors.parameters.items():
-            if name in names:
-                weights[name] = parameter.detach()
-                # Somebody else may change it, without asking us: another optimizer, or the forward pass
-                # (a key encoder that follows the model). Without an optimizer, whoever calls
-                # `after_step` sees to it that nothing does.
-                is_foreign = optimized is not None and id(parameter) not in optimized
-                if is_foreign or name in self._written:
-                    weights[name] = weights[name].clone()
-                elif not parameter.is_inference():
-                    self._in_place[name] = parameter, _writes(parameter)
-        for name, buffer in tensors.buffers.items():
-            if name in names:
-                weights[name] = buffer.detach().clone()
+            if name not in names:
+                continue
+            weights[name] = parameter.detach()
+            # Somebody else may change it, without asking us: another optimizer, or the forward pass
+            # (a key encoder that follows the model). Without an optimizer, whoever calls
+            # `after_step` sees to it that nothing does.
+            is_foreign = optimized is not None and id(parameter) not in optimized
+            if not is_foreign and name not in self._written:
+                if not parameter.is_inference():
+                    self._in_place[name] = parameter, writes_of(parameter)
+            elif name in self._frozen:
+                self.must_wait = True
+            else:
+                copied[name] = parameter
+        self.must_wait |= sum(map(_bytes_here, copied.values())) > _COPY_BYTES
+        for name, tensor in copied.items():
+            weights[name] = tensor.detach() if self.must_wait else tensor.detach().clone()
         return weights
 
     def release(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
         written = [
-            name for name, (tensor, before) in self._in_place.items() if _writes(tensor) != before
+            name for name, (tensor, before) in self._in_place.items() if writes_of(tensor) != before
         ]
         self._in_place = {}
         self._written.update(written)
         return written
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    # Of a DTensor each operation counts in one of the two.
-    local = tensor._local_tensor._version if is_dtensor(tensor) else 0  # type: ignore[attr-defined]
-    return tensor._version + local
+def _bytes_here(tensor: torch.Tensor) -> int:
+    local = piece_of("", tensor).local
+    return int(local.numel() * local.element_size())
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:

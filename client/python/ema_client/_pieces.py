@@ -81,3 +81,10 @@ def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
     return whole, [
         piece.box for piece in pieces.values() if not piece.is_whole and not piece.is_empty
     ]
+
+
+def writes_of(tensor: Any) -> int:
+    """PyTorch's count of writes to a torch tensor, which no write through `.data` and no replay of a CUDA
+    graph adds to."""
+    # Of a DTensor each operation counts in one of the two.
+    return int(tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0))

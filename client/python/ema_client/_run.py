@@ -167,6 +167,19 @@ class Run:
         """Waits until all ranks have joined. DeadlineExceededError names those that have not."""
         self._get().wait_ready(self._timeout_s if timeout_s is None else timeout_s)
 
+    def committed_as(self, step: int, *, timeout_s: float | None = None) -> Version | None:
+        """The version that a step of this run has become; None: it has not."""
+        fields = self._get().committed_as(step, self._timeout_s if timeout_s is None else timeout_s)
+        return None if fields is None else version_from(fields)
+
+    def give_up(self, step: int, why: str, *, timeout_s: float | None = None) -> None:
+        """Tells the server that this rank will never push `step`, unless the step has committed.
+
+        Other ranks that push it, now or later, get AbortedError, STEP_GIVEN_UP, with this rank's number
+        and the first KiB of `why`, in place of waiting. Tries once.
+        """
+        self._get().give_up(step, why, self._timeout_s if timeout_s is None else timeout_s)
+
     def is_due(self, time: TimeLike = None, *, step: int = 0) -> bool:
         """True if a push at `time` would update a track; the same on all ranks."""
         return self._get().is_due(time_dict(time, step=step))

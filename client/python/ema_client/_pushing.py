@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pushes of one rank, one after the other, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+
+from ema_client._away import (
+    Link,
+    OnError,
+    Patience,
+    is_final,
+    is_outage,
+    is_worth_waiting,
+)
+from ema_client._due import DueTracks
+from ema_client._errors import DeadlineExceededError, EmaError, failure_of
+from ema_client._frozen import FrozenTensors
+from ema_client._gpu import is_capturing
+from ema_client._guard import Push, PushedWeights, WatchedWeights
+from ema_client._run import Joined, PendingPush
+from ema_client._torch_model import NamedTensors
+from ema_client._types import TimeLike, Version
+
+_logger = logging.getLogger(__name__)
+
+# How long a reply is waited for after a push that failed: the ranks may have come back at different
+# steps, and then it never comes. Long enough for all to meet at the next one.
+_OUT_OF_STEP_WAIT_S = 1.0
+# How long an interpreter that ends without close(), and an exception, wait for the last push.
+EXIT_WAIT_S = 1.0
+# How long the training waits while the server is told of a step that this rank cannot push.
+_GIVE_UP_TIMEOUT_S = 1.0
+
+
+class Pushing:
+    """The part of an `Attachment` that pushes. For the thread that trains."""
+
+    def __init__(
+        self,
+        *,
+        joined: Joined,
+        model_name: str,
+        tensors_of: Callable[[], NamedTensors],
+        weights: PushedWeights,
+        frozen: FrozenTensors,
+        is_alone: bool,
+        time_of: Callable[[int], TimeLike] | None,
+        max_wait_s: float,
+        timeout_s: float,
+        on_error: OnError,
+        max_outage_s: float,
+        check: bool,
+    ) -> None:
+        self._link = Link(model_name, lambda run: self._due.go_on(run))
+        self._model_name = model_name
+        self._tensors_of = tensors_of
+        self._weights = weights
+        self._frozen = frozen
+        # With other ranks a plan is adopted at the next step that is due.
+        self._is_alone = is_alone
+        self._time_of = time_of
+        self._max_wait_s = max_wait_s
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._max_outage_s = max_outage_s if on_error == "wait" else 0.0
+
+        self._pid = os.getpid()
+        self._closed = False
+        self._pending: PendingPush | None = None
+        self._pending_step = 0
+        self._pushes = 0
+        self._skipped = 0
+        self._sent_bytes = 0
+        # False: the last push failed, so ranks may push at different steps.
+        self._in_step = True
+        # The reply to the pending push has been waited for.
+        self._has_waited = False
+        # What is left of max_wait_s for the hooks of this step.
+        self._budget_s = max_wait_s
+        # For on_error "raise" and "wait": what the next hook raises.
+        self._error: EmaError | None = None
+        # For on_error "wait".
+        self._patience = Patience(max_outage_s) if on_error == "wait" else None
+        self._pushed: Push | None = None  # What the pending push is of.
+        self._again: tuple[Push, EmaError] | None = None  # It has failed, and will be tried again.
+        # For `check`: what the last push reads in place.
+        self._watched = WatchedWeights() if check else None
+        self._take(joined)
+
+    def _take(self, joined: Joined) -> None:
+        """Goes by a run that no step has been pushed to."""
+        self._link.take(joined)
+        self._launch_id = joined.launch_id
+        self._step = joined.step
+        self._version = joined.run.latest
+        self._due = DueTracks(joined.run, self._time_of)
+        self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
+
+    def _is_ours(self) -> bool:
+        # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
+        return not self._closed and os.getpid() == self._pid and not is_capturing()
+
+    def _wait_released(self, max_wait_s: float) -> None:
+        if is_capturing():
+            return
+        if os.getpid() != self._pid:
+            return
+        if self._watched is not None:
+            self._watched.check(self._model_name, self._pending_step)
+        self._give_up_written()
+        self._settle()
+        if self._pending is None:
+            return
+        start = time.monotonic()
+        if not self._pending.wait_released(max_wait_s=max_wait_s):
+            self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
+
+    def _push_if_due(self) -> None:
+        now = self._due.time(self._step)
+        due = self._due.at(now)
+        if not due:
+            return
+        can_push = self._is_back() and self._previous_has_ended()
+        # All ranks have the reply to the push before by now, and go by its plan from this step on.
+        if can_push and self._due.adopt():
+            due = self._due.at(now)
+        self._due.count(due, now)
+        if all(track.paused for track in due):
+            if due and can_push:
+                self._due.refresh()
+            return
+        if not can_push:
+            self._skipped += 1
+            return
+        try:
+            self._push(now)
+        except Exception as error:  # Out of memory, for example: the training goes on.
+            raise failure_of(error) from error
+        if self._weights.must_wait:
+            self._wait_released(self._budget_s)
+
+    def _push(self, now: dict[str, float]) -> None:
+        tensors = self._tensors_of()
+        frozen_changed = self._frozen.begin_push(tensors)
+        omits_frozen = self._link.run.may_omit_frozen and not frozen_changed
+        weights = self._weights.take(
+            tensors, self._pushed_names.difference(self._frozen.names if omits_frozen else ())
+        )
+        if self._watched is not None:
+            self._watched.watch(weights)
+        self._start(Push(self._step, now, weights, frozen_changed))
+
+    def _start(self, push: Push) -> None:
+        self._pending = self._link.run.start_push(
+            step=push.step,
+            weights=push.weights,
+            time=push.time,
+            frozen_changed=push.frozen_changed,
+            timeout_s=self._timeout_s,
+        )
+        self._pending_step = push.step
+        self._has_waited = False
+        self._pushed = push if self._patience is not None else None
+
+    def _is_back(self) -> bool:
+        """Whether there is a run to push to; with on_error "wait", waits for that."""
+        patience = self._patience
+        if patience is not None and self._link.is_away and not patience.is_over:
+            self._link.wait_back(patience.until)
+            if self._link.is_away:
+                patience.is_over = True
+                self._note(self._step, self._link.error())
+        if self._link.is_away:
+            return False
+        self._find_lost()
+        return True
+
+    def _settle(self, *, until: float = math.inf) -> None:
+        """With on_error "wait": waits until the pushed step is a version, and pushes it again after an
+        outage, while nothing else writes the weights. Once an outage has lasted too long it does
+        nothing until a push has succeeded: the ranks may be at different steps."""
+        patience = self._patience
+        if patience is None or not self._is_ours():
+            return
+        try:
+            while self._again is not None or (self._pending is not None and not patience.is_over):
+                if self._again is not None:
+                    self._push_again(patience, until)
+                    continue
+                assert self._pending is not None
+                start = time.monotonic()
+                if self._pending.wait_done(
+                    max_wait_s=min(self._max_wait_s, max(0.0, until - start))
+                ):
+                    self._harvest()
+                else:
+                    self._pending.wait_released(max_wait_s=0.0)
+                    self._drop(f"it had not ended after {time.monotonic() - start:.1f} s")
+        except BaseException:
+            # Ctrl-C: what waits is not waited for again.
+            self._lose()
+            raise
+
+    def _push_again(self, patience: Patience, until: float) -> None:
+        assert self._again is not None
+        push, _ = self._again
+        self._link.wait_back(min(until, patience.until))
+        if self._link.is_away or time.monotonic() >= min(until, patience.until):
+            patience.is_over = True
+            self._lose()
+            return
+        self._find_lost()
+        if self._again is None:
+            return
+        weights = push.weights
+        self._again = None
+        try:
+            if not self._link.run.may_omit_frozen:
+                # As they were then: buffers, and what no optimizer holds.
+                weights = {**self._weights.take(self._tensors_of(), self._pushed_names), **weights}
+            self._start(dataclasses.replace(push, weights=weights))
+        except Exception as error:  # As in `_push_if_due`.
+            self._skip(push.step, failure_of(error))
+
+    def _find_lost(self) -> None:
+        """Counts the step whose push an outage has cut off, if it is a version: only the reply was lost."""
+        version = self._link.take_lost_version()
+        if version is None:
+            return
+        if self._again is not None:
+            self._again = None
+        else:
+            self._skipped -= 1
+        self._count_pushed(version)
+        _logger.info(
+            'model "%s": step %d had been pushed, only the reply was lost',
+            self._model_name,
+            version.step,
+        )
+
+    def _count_pushed(self, version: Version) -> None:
+        self._version = version
+        self._pushes += 1
+        self._frozen.end_push()
+        if self._patience is not None:
+            self._patience.end_outage()
+
+    def _previous_has_ended(self) -> bool:
+        """Waits for the reply to the pending push: a rank must not start another before it.
+
+        Once: if it has not come by then, the steps that are due meanwhile are skipped at once.
+        """
+        if self._pending is None:
+            return True
+        if not self._has_waited:
+            self._has_waited = True
+            limit_s = self._budget_s
+            if not self._in_step:
+                limit_s = min(limit_s, _OUT_OF_STEP_WAIT_S)
+            start = time.monotonic()
+            is_done = self._pending.wait_done(max_wait_s=limit_s)
+            waited_s = time.monotonic() - start
+            self._budget_s = max(0.0, self._budget_s - waited_s)
+            if not is_done:
+                self._note(
+                    self._step,
+                    DeadlineExceededError(
+                        f"the push of step {self._pending_step} had not ended after {waited_s:.1f} s"
+                    ),
+                )
+        self._harvest()
+        return self._pending is None and not self._link.is_away
+
+    def _harvest(self) -> None:
+        """Takes the result of the pending push if there is one."""
+        self._find_lost()
+        push = self._pending
+        if push is None or os.getpid() != self._pid or not push.done:
+            return
+        self._pending = None
+        self._sent_bytes += push.stats.sent_bytes
+        try:
+            version = push.wait()
+        except EmaError as error:
+            self._skip(self._pending_step, error)
+            return
+        self._count_pushed(version)
+        self._pushed = None
+        self._in_step = True
+        if self._is_alone:
+            self._due.adopt()
+        _logger.debug("step %d is version %d", self._pending_step, version.number)
+
+    def _give_up_written(self) -> None:
+        """Gives the pending push up if somebody has written what it reads."""
+        written = self._weights.release() if self._is_ours() else []
+        if not written:
+            return
+        problem = (
+            f"written since the push of step {self._pending_step} began, without wait_released(): "
+            f"{', '.join(written)}; copied before each push from now on, or waited for"
+        )
+        self._pushed = None
+        self._lose()
+        if self._pending is None or self._pending.done:
+            _logger.warning('model "%s": %s', self._model_name, problem)
+        else:
+            self._pending.wait_released(max_wait_s=0.0)
+            self._give_up(self._pending_step, problem)
+            self._drop(problem)
+
+    def _drop(self, problem: str) -> None:
+        """Gives the pending push up, which reads no weights any more."""
+        push = self._pending
+        if push is None:
+            return
+        self._pending = None
+        self._sent_bytes += push.stats.sent_bytes
+        self._skip(self._pending_step, DeadlineExceededError(problem), lost=push)
+
+    def _skip(self, step: int, error: EmaError, *, lost: PendingPush | None = None) -> None:
+        """Counts a step that was not pushed, or keeps it to push it again; goes away from a server that
+        seems to be away."""
+        self._in_step = False
+        push, self._pushed = self._pushed, None
+        patience = None if self._closed else self._patience
+        if push is not None and patience is not None and patience.lasts_after(error):
+            self._again = (push, error)
+            _logger.warning(
+                'model "%s": push of step %d waits for the server, at most %g s: %s',
+                self._model_name,
+                step,
+                self._max_outage_s,
+                error,
+            )
+        else:
+            if is_final(error):
+                self._give_up(step, str(error))
+            self._skipped += 1
+            self._note(step, error)
+        if self._closed:
+            if lost is not None:
+                lost.abandon()
+        elif is_outage(error):
+            self._link.go_away(step, lost)
+
+    def _give_up(self, step: int, why: str) -> None:
+        """Says that this rank will not push the step, so that no other waits for it."""
+        if self._is_alone or self._closed or self._link.is_away:
+            return
+        try:
+            self._link.run.give_up(step, why, timeout_s=_GIVE_UP_TIMEOUT_S)
+        except EmaError as error:
+            _logger.debug(
+                'model "%s": nobody knows that step %d is given up: %s',
+                self._model_name,
+                step,
+                error,
+            )
+
+    def _lose(self) -> None:
+        """Gives up the step that would be pushed again."""
+        if self._again is not None:
+            (push, error), self._again = self._again, None
+            error = self._link.error() if self._link.is_fenced else error
+            self._give_up(push.step, str(error))
+            self._skipped += 1
+            self._note(push.step, error)
+
+    def _note(self, step: int, error: EmaError) -> None:
+        if self._on_error == "raise" or (self._on_error == "wait" and is_worth_waiting(error)):
+            self._error = error
+        _logger.warning(
+            'model "%s": push of step %d skipped, the average goes on with the next: %s',
+            self._model_name,
+            step,
+            error,
+        )
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _end_at_exit(self) -> None:
+        if self._pending is None or self._closed or os.getpid() != self._pid:
+            return
+        if not self._pending.wait_done(max_wait_s=EXIT_WAIT_S):
+            self._pending.abandon()
+        self._pending = None
