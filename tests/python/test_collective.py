@@ -60,7 +60,7 @@ class info:
 
 pieces = pieces_of({"w": torch.ones(3)})
 try:
-    _averaged._pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, pieces)
+    _averaged.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, pieces)
 except ema_client.EmaError as error:
     print(type(error).__name__)
 """
@@ -105,6 +105,38 @@ pulled = ema_client.pull(url, track="raw", out=out)
 print(sorted(pulled), pulled.version.step)
 assert torch.equal(out["short"].full_tensor(), torch.ones(1, 3))
 """
+
+# Rank 1 cannot reach the server when all evaluate the average: by what callbacks of frameworks do.
+EVALUATION = """
+from ema_client import _callbacks
+
+net = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+ema = ema_client.attach(net, optimizer, url, half_life="4ba")
+for _ in range(2):
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+own = net.weight.detach().clone()
+for attachment in (ema, None):
+    for is_away in (False, True):
+        of_rank = "ema://127.0.0.1:1/away" if is_away and rank == 1 else url
+        for on_error in ("skip", "raise"):
+            options = {"on_error": on_error, "timeout_s": 2}
+            try:
+                with _callbacks.averaged_or_own(
+                    net, of_rank, attachment, options, track=None
+                ) as version:
+                    is_own = torch.equal(own, net.weight)
+                    print("own" if is_own else "average", version and version.step)
+            except ema_client.UnavailableError:
+                print("raises")
+            assert torch.equal(own, net.weight)
+_callbacks.copy_average_or_own(net, of_rank, ema, {"timeout_s": 2}, track=None)
+assert torch.equal(own, net.weight)
+_callbacks.copy_average_or_own(net, url, ema, {}, track=None)
+assert not torch.equal(own, net.weight)
+ema.close()
+"""
 # Not the interpreter's end, at which gloo now and then says "terminate called" and aborts.
 TAIL = """
 import os
@@ -143,6 +175,11 @@ def test_a_rank_that_cannot_push_raises_after_all_have_met(server, model, tmp_pa
     first, second = run(SWITCH, 2, server.url(model), tmp_path)
     assert second == ["4 InvalidArgumentError"]
     assert len(first) == 1 and first[0].startswith("4 ")
+
+
+def test_all_ranks_evaluate_the_average_or_none_does(server, model, tmp_path):
+    expected = ["average 2"] * 2 + ["own None", "raises"]
+    assert run(EVALUATION, 2, server.url(model), tmp_path) == [expected * 2] * 2
 
 
 def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):

@@ -98,10 +98,20 @@ def copy_average(
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
     timeout_s: float = 60.0,
+    ranks: Ranks,
 ) -> Version:
-    """Puts averaged values into a model's parameters and buffers for good. As `averaged` else."""
-    read = _read(model, url, track, version, rename, process_group, timeout_s)
-    _write(_targets(model, read.model_name, read.weights, read.ignored, rename), read.weights)
+    """Puts averaged values into a model's parameters and buffers for good. As `averaged` else.
+
+    Collective: on an error of one of `ranks` all models stay as they were, and all raise it.
+    """
+    failure: Exception | None = None
+    try:
+        read = _read(model, url, track, version, rename, process_group, timeout_s)
+        targets = _targets(model, read.model_name, read.weights, read.ignored, rename)
+    except Exception as raised:
+        failure = raised
+    ranks.gather_or_raise(failure, None)
+    _write(targets, read.weights)
     return read.version
 
 
@@ -133,7 +143,7 @@ def _read(
         try:
             info = client.model(model_name)
             if track is None:
-                track = _only_average(info)
+                track = only_average(info)
             ignored = _ignored(info, track, named)
             if is_part:
                 _check_pieces(info, pieces_of(_without(named, ignored)))
@@ -144,7 +154,7 @@ def _read(
         weights: Mapping[str, torch.Tensor]
         if is_part:
             pieces = pieces_of(_without(named, ignored))
-            weights, pulled = _pull_pieces(client, ranks, info, track, version, pieces)
+            weights, pulled = pull_pieces(client, ranks, info, track, version, pieces)
         else:
             whole = client.pull(model_name, track=track, version=version, framework="torch")
             weights, pulled = whole, whole.version
@@ -227,7 +237,7 @@ def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
         )
 
 
-def _pull_pieces(
+def pull_pieces(
     client: Client,
     ranks: Ranks,
     info: ModelInfo,
@@ -301,7 +311,7 @@ def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tenso
             tensor.copy_(values[name])
 
 
-def _only_average(info: ModelInfo) -> str:
+def only_average(info: ModelInfo) -> str:
     averages = [name for name, track in info.tracks.items() if not track.is_copy]
     if len(averages) == 1:
         return averages[0]

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
-from ema_client._averaged import averaged
+from ema_client._averaged import averaged, copy_average
 from ema_client._away import MAX_OUTAGE_S
+from ema_client._client import Client
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
 from ema_client._ranks import Ranks
 from ema_client._track import tracks_of
-from ema_client._types import Version
+from ema_client._types import Version, VersionLike
+from ema_client._url import split_url
 
 if TYPE_CHECKING:
     import torch
@@ -105,43 +107,90 @@ def averaged_or_own(
 ) -> Iterator[Version | None]:
     """A model with its averages; with its own weights and a warning if these cannot be had.
 
-    With an attachment, collective: waits for its running push, and all ranks get rank 0's version.
+    Collective: all ranks get the same version, or all keep their own weights. With an attachment, waits
+    for its running push.
 
     Yields:
         The version that is in the model. None: its own weights are.
 
     Raises:
-        EmaError: there is no average to be had, unless on_error is "skip".
+        EmaError: there is no average to be had on some rank, unless on_error is "skip".
     """
-    with contextlib.ExitStack() as stack:
+    ranks = Ranks.current(options.get("process_group"))
+    with contextlib.ExitStack() as own:
         record: Version | None = None
         try:
-            version = 0 if attachment is None else _newest(attachment, options)
-            swap = averaged(
-                module,
-                url,
-                track=track,
-                version=version,
-                rename=options.get("rename"),
-                process_group=options.get("process_group"),
-                timeout_s=patience_s(options),
-            )
-            record = stack.enter_context(swap)
+            version = _newest(url, attachment, options, ranks)
+            with contextlib.ExitStack() as stack:
+                failure: Exception | None = None
+                try:
+                    swap = averaged(
+                        module,
+                        url,
+                        track=track,
+                        version=version,
+                        rename=options.get("rename"),
+                        process_group=options.get("process_group"),
+                        timeout_s=patience_s(options),
+                    )
+                    record = stack.enter_context(swap)
+                except Exception as raised:
+                    failure = raised
+                ranks.gather_or_raise(failure, None)
+                own.push(stack.pop_all())
         except EmaError as error:
             if raises(options):
                 raise
+            record = None
             _logger.warning("evaluating the trainer's own weights, not their average: %s", error)
         yield record
 
 
-def _newest(attachment: Attachment, options: Mapping[str, Any]) -> Version:
-    failure: EmaError | None = None
+def copy_average_or_own(
+    module: torch.nn.Module,
+    url: str,
+    attachment: Attachment,
+    options: Mapping[str, Any],
+    *,
+    track: str | None,
+) -> None:
+    """Puts the averages into a model for good. Else as `averaged_or_own`."""
+    ranks = Ranks.current(options.get("process_group"))
+    try:
+        copy_average(
+            module,
+            url,
+            track=track,
+            version=_newest(url, attachment, options, ranks),
+            rename=options.get("rename"),
+            process_group=options.get("process_group"),
+            timeout_s=patience_s(options),
+            ranks=ranks,
+        )
+    except EmaError as error:
+        if raises(options):
+            raise
+        _logger.warning("the model keeps its own weights, not their average: %s", error)
+
+
+def _newest(
+    url: str, attachment: Attachment | None, options: Mapping[str, Any], ranks: Ranks
+) -> VersionLike:
+    """Rank 0's newest version, on all ranks."""
+    failure: Exception | None = None
     version: Version | None = None
     try:
-        version = attachment.wait_pushed()
+        if attachment is not None:
+            version = attachment.wait_pushed()
+        elif ranks.world_size == 1:
+            return 0
+        elif ranks.rank == 0:
+            address, model_name = split_url(url)
+            with Client(address, timeout_s=patience_s(options)) as client:
+                version = client.model(model_name).latest
     except EmaError as error:
         failure = error
-    version = Ranks.current(options.get("process_group")).broadcast(version)
+    version, failure = ranks.broadcast((version, failure))
     if version is None:
         raise failure or FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
     return version

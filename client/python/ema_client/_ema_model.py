@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _arrays
-from ema_client._away import Link
+from ema_client._away import Link, OnError
 from ema_client._client import Client
 from ema_client._due import DueTracks
 from ema_client._errors import (
@@ -64,7 +64,7 @@ class AveragedCopy:
         if given is not None:
             _check_same(names.all(), named_tensors(given).all())
         self._weights = client.pull(
-            model_name, track=track, dtype=_half_of(names.all()), framework="torch"
+            model_name, track=track, dtype=half_of(names.all()), framework="torch"
         )
         if given is None:
             # Parameters that need not be copied, in place of copies.
@@ -115,7 +115,7 @@ def _check_same(model: Mapping[str, torch.Tensor], given: Mapping[str, torch.Ten
         )
 
 
-def _half_of(tensors: Mapping[str, torch.Tensor]) -> Any:
+def half_of(tensors: Mapping[str, torch.Tensor]) -> Any:
     """What the server shall cast floats to: the dtype of all of them, if it is of two bytes."""
     dtypes = {
         str(tensor.dtype).removeprefix("torch.")
@@ -144,7 +144,7 @@ class WithEmaModel:
     _closed: bool
     _model_name: str
     _module: torch.nn.Module
-    _on_error: str
+    _on_error: OnError
     _due: DueTracks
     _link: Link
     _max_wait_s: float

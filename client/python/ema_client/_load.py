@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import _only_average, _pull_pieces, release, version_alone
+from ema_client._averaged import only_average, pull_pieces, release, version_alone
 from ema_client._client import Client
-from ema_client._ema_model import _half_of
+from ema_client._ema_model import half_of
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import is_dtensor, pieces_of
 from ema_client._ranks import Ranks
@@ -88,7 +88,7 @@ def load_into(
         failure: Exception | None = None
         try:
             info = client.model(model_name)
-            track = _only_average(info) if track is None else track
+            track = only_average(info) if track is None else track
             match = _match(info, track, named)
             match.check(info.name, strict)
         except Exception as raised:
@@ -98,7 +98,7 @@ def load_into(
         wanted = {match.names[name]: named.all()[name] for name in match.names}
         values: Mapping[str, torch.Tensor] = {}
         if is_sharded:
-            values, pulled = _pull_pieces(client, ranks, info, track, version, pieces_of(wanted))
+            values, pulled = pull_pieces(client, ranks, info, track, version, pieces_of(wanted))
         elif not wanted and not match.is_all:
             pulled = version_alone(client, info, track, version)
         else:
@@ -107,7 +107,7 @@ def load_into(
                 track=track,
                 version=version,
                 tensors=() if match.is_all else list(wanted),
-                dtype=_half_of(wanted),
+                dtype=half_of(wanted),
                 framework="torch",
             )
             values, pulled = weights, weights.version

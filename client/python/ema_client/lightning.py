@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -22,21 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
-from ema_client._averaged import copy_average
 from ema_client._callbacks import (
     averaged_or_own,
     check_options,
     check_tracks,
+    copy_average_or_own,
     needs_only_batches,
-    patience_s,
-    raises,
     saved_state,
 )
-from ema_client._errors import EmaError, InvalidArgumentError
+from ema_client._errors import InvalidArgumentError
 from ema_client._track import Track
 from ema_client._url import split_url
-
-_logger = logging.getLogger(__name__)
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Arguments of `attach` for the track "ema", in place of Lightning's.
@@ -210,21 +205,9 @@ class EMAWeightAveraging(_Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._copies_at_end or self._attachment is None:
             return
-        try:
-            version = self._attachment.wait_pushed()
-            copy_average(
-                pl_module,
-                self._url,
-                track=self._track,
-                version=version or 0,
-                rename=self._options.get("rename"),
-                process_group=self._options.get("process_group"),
-                timeout_s=patience_s(self._options),
-            )
-        except EmaError as error:
-            if raises(self._options):
-                raise
-            _logger.warning("the model keeps its own weights, not their average: %s", error)
+        copy_average_or_own(
+            pl_module, self._url, self._attachment, self._options, track=self._track
+        )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close()
