@@ -270,7 +270,7 @@ def test_presets_have_the_librarys_arguments_and_defaults():
         "timm v3": {"step"},
     }
     for name, ours, theirs in (
-        ("ema_pytorch", _presets._ema_pytorch, [ema_pytorch.EMA.__init__]),
+        ("ema_pytorch", _presets.ema_pytorch, [ema_pytorch.EMA.__init__]),
         ("karras", _presets._karras, [ema_pytorch.KarrasEMA.__init__]),
         ("diffusers", _presets._diffusers, [diffusers.training_utils.EMAModel.__init__]),
         ("timm v2", _presets._timm_v2, [timm.utils.ModelEmaV2.__init__]),

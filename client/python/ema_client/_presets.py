@@ -26,13 +26,13 @@ from ema_client._track import Track
 
 _Preset = Callable[..., Track]
 # An argument that was not given, where None is a value.
-_UNSET: Any = object()
+UNSET: Any = object()
 _COMPOSER_LENGTH = re.compile(r"\s*([0-9.]+(?:e\+?[0-9]+)?)(iter|ep|ba|sp|tok|dur|sec)\s*", re.I)
 
 
 def _composer(
     *,
-    half_life: str | None = _UNSET,
+    half_life: str | None = UNSET,
     smoothing: float | None = None,
     ema_start: str = "0.0dur",
     update_interval: str | None = None,
@@ -45,10 +45,10 @@ def _composer(
     unit than update_interval counts from the push that reaches it, not from the next epoch's end.
     `smoothing` alone does not need half_life=None.
     """
-    if half_life is _UNSET:
+    if half_life is UNSET:
         half_life = "1000ba" if smoothing is None else None
     if half_life is not None and smoothing is not None:
-        _refuse(
+        refuse(
             f"half_life {half_life!r} and smoothing {smoothing!r} are both given: give one, such as "
             'half_life="1000ba"'
         )
@@ -58,7 +58,7 @@ def _composer(
             "update_interval", f"1{unit}" if update_interval is None else update_interval
         )
         if unit != interval_unit:
-            _refuse(
+            refuse(
                 f"half_life {half_life!r} and update_interval {update_interval!r} have different "
                 f'units, which Composer refuses: give both in one, such as update_interval="1{unit}"; '
                 "a plain half_life, without the preset, may have another unit than its interval"
@@ -68,9 +68,9 @@ def _composer(
         interval, interval_unit = _composer_length(
             "update_interval", "1ba" if update_interval is None else update_interval
         )
-        smoothing = _number("smoothing", smoothing, "0.99", below=1)
+        smoothing = check_number("smoothing", smoothing, "0.99", below=1)
     else:
-        _refuse('half_life or smoothing is needed, such as half_life="1000ba"')
+        refuse('half_life or smoothing is needed, such as half_life="1000ba"')
     start = _COMPOSER_LENGTH.fullmatch(str(ema_start))
     if start is not None and _float(start[1]) == 0:
         ema_start = f"1{interval_unit}"
@@ -84,7 +84,7 @@ def _composer_length(name: str, text: object) -> tuple[int, str]:
     value = math.nan if match is None else _float(match[1])
     unit = "" if match is None else match[2].lower()
     if unit not in ("ba", "ep") or not value >= 1 or value != math.floor(value):
-        _refuse(
+        refuse(
             f"{name} {text!r}: must be a whole number, 1 or more, of ba or ep, such as "
             f'"{"1000ba" if name == "half_life" else "1ba"}"'
         )
@@ -98,7 +98,7 @@ def _float(text: str) -> float:
         return math.nan
 
 
-def _ema_pytorch(
+def ema_pytorch(
     *,
     beta: float = 0.9999,
     update_after_step: int = 100,
@@ -138,9 +138,9 @@ def _ema_pytorch(
         coerce_dtype=(coerce_dtype, False),
         lazy_init_ema=(lazy_init_ema, False),
     )
-    after = _count("update_after_step", update_after_step, "100", least=0)
-    interval = f"{_count('update_every', update_every, '10')}ba"
-    beta = _number("beta", beta, "0.9999")
+    after = check_count("update_after_step", update_after_step, "100", least=0)
+    interval = f"{check_count('update_every', update_every, '10')}ba"
+    beta = check_number("beta", beta, "0.9999")
     rules = _name_rules(param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names)
     if beta == 1:
         # Frozen: only the copies.
@@ -155,7 +155,7 @@ def _ema_pytorch(
         inv_gamma=_above_zero("inv_gamma", inv_gamma, "1.0"),
         power=_above_zero("power", power, "0.75"),
         # torch.clamp: of limits that cross, the upper one counts.
-        min_decay=min(_number("min_value", min_value, "0.0"), beta),
+        min_decay=min(check_number("min_value", min_value, "0.0"), beta),
         max_decay=beta,
         update_interval=interval,
         interval_phase=1,
@@ -177,7 +177,7 @@ def _name_rules(
     ):
         names = [] if isinstance(values, str) else list(values)
         if isinstance(values, str) or not all(isinstance(value, str) for value in names):
-            _refuse(f'{name} {values!r}: must be a set of names, such as {{"head.weight"}}')
+            refuse(f'{name} {values!r}: must be a set of names, such as {{"head.weight"}}')
         for value in sorted(names):
             rules.append((re.sub(r"([*?\[\\])", r"\\\1", value) + suffix, action))
     return tuple(rules)
@@ -209,14 +209,14 @@ def _karras(
         move_ema_to_online_device=(move_ema_to_online_device, False),
     )
     if (sigma_rel is None) == (gamma is None):
-        _refuse("either sigma_rel or gamma is needed, such as sigma_rel=0.05")
+        refuse("either sigma_rel or gamma is needed, such as sigma_rel=0.05")
     if gamma is not None:
-        exponent = _number("gamma", gamma, "6.94", most=math.inf)
+        exponent = check_number("gamma", gamma, "6.94", most=math.inf)
         sigma_rel = math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
     return Track(
         sigma_rel=_above_zero("sigma_rel", sigma_rel, "0.05"),
         age_offset=1,
-        update_interval=f"{_count('update_every', update_every, '100')}ba",
+        update_interval=f"{check_count('update_every', update_every, '100')}ba",
         interval_phase=1,
         tensor_rules=_name_rules(
             param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names
@@ -251,11 +251,11 @@ def _diffusers(
         device=(device, None),
     )
     # Its old names.
-    decay = _number("decay", decay if max_value is None else max_value, "0.9999")
-    min_decay = _number("min_decay", min_decay if min_value is None else min_value, "0.0")
-    after = _count("update_after_step", update_after_step, "0", least=0)
+    decay = check_number("decay", decay if max_value is None else max_value, "0.9999")
+    min_decay = check_number("min_decay", min_decay if min_value is None else min_value, "0.0")
+    after = check_count("update_after_step", update_after_step, "0", least=0)
     warm_up: dict[str, float] = {"ramp": 10.0}
-    if _flag("use_ema_warmup", use_ema_warmup):
+    if check_flag("use_ema_warmup", use_ema_warmup):
         warm_up = _inverse_gamma("inv_gamma", inv_gamma, "power", power)
     return _warmed_up(warm_up, decay, min_decay, after, buffers="copy")
 
@@ -291,7 +291,7 @@ def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> Track:
     twice).
     """
     _at_default(device=(device, None))
-    return Track(smoothing=_number("decay", decay, "0.9999", below=1), update_interval="1ba")
+    return Track(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
 
 
 def _timm_v3(
@@ -322,18 +322,18 @@ def _timm_v3(
         stochastic_rounding_seed=(stochastic_rounding_seed, 0),
         foreach=(foreach, True),
     )
-    buffers = "copy" if _flag("exclude_buffers", exclude_buffers) else "average"
-    after = _count("update_after_step", update_after_step, "0", least=0)
-    if _flag("use_warmup", use_warmup) and _flag("step", step):
+    buffers = "copy" if check_flag("exclude_buffers", exclude_buffers) else "average"
+    after = check_count("update_after_step", update_after_step, "0", least=0)
+    if check_flag("use_warmup", use_warmup) and check_flag("step", step):
         return _warmed_up(
             _inverse_gamma("warmup_gamma", warmup_gamma, "warmup_power", warmup_power),
-            _number("decay", decay, "0.9999"),
-            _number("min_decay", min_decay, "0.0"),
+            check_number("decay", decay, "0.9999"),
+            check_number("min_decay", min_decay, "0.0"),
             after,
             buffers=buffers,
         )
     return Track(
-        smoothing=_number("decay", decay, "0.9999", below=1),
+        smoothing=check_number("decay", decay, "0.9999", below=1),
         update_interval="1ba",
         # The call at s = 0 is the last copy.
         ema_start=f"{after + 1}ba" if step else None,
@@ -356,9 +356,9 @@ def _torch_ema(
     """
     _at_default(device=(device, None), avg_fn=(avg_fn, None), multi_avg_fn=(multi_avg_fn, None))
     return Track(
-        smoothing=_number("decay", decay, "0.999", below=1),
+        smoothing=check_number("decay", decay, "0.999", below=1),
         update_interval="1ba",
-        buffers="average" if _flag("use_buffers", use_buffers) else "copy",
+        buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
     )
 
 
@@ -377,7 +377,7 @@ def _torch_swa(
     return Track(
         uniform=True,
         update_interval="1ba",
-        buffers="average" if _flag("use_buffers", use_buffers) else "copy",
+        buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
     )
 
 
@@ -397,23 +397,25 @@ def _optax(
     given = {"decay": decay, "step_size": step_size, "update_period": update_period}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
-        _refuse(
+        refuse(
             f"{' and '.join(names) or 'no argument'} given: give one of decay (ema), step_size "
             "(incremental_update) and update_period (periodic_update), such as decay=0.999"
         )
     _at_default(accumulator_dtype=(accumulator_dtype, None))
     if decay is None and debias is not True:
-        _refuse(f"debias {debias!r}: belongs to decay, such as decay=0.999, debias=False")
+        refuse(f"debias {debias!r}: belongs to decay, such as decay=0.999, debias=False")
     if decay is not None:
         return Track(
-            smoothing=_number("decay", decay, "0.999", below=1),
-            zero_init="debias" if _flag("debias", debias) else "plain",
+            smoothing=check_number("decay", decay, "0.999", below=1),
+            zero_init="debias" if check_flag("debias", debias) else "plain",
             update_interval="1ba",
         )
     if step_size is not None:
-        size = _number("step_size", step_size, "0.001")
+        size = check_number("step_size", step_size, "0.001")
         return Track(smoothing=1 - _above_zero("step_size", size, "0.001"), update_interval="1ba")
-    return Track(copy=True, update_interval=f"{_count('update_period', update_period, '100')}ba")
+    return Track(
+        copy=True, update_interval=f"{check_count('update_period', update_period, '100')}ba"
+    )
 
 
 def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None) -> Track:
@@ -422,10 +424,10 @@ def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None
     Buffers are copied.
     """
     if std is not None and stds is not None:
-        _refuse("std and stds are both given: give one, such as std=0.05")
+        refuse("std and stds are both given: give one, such as std=0.05")
     values = list(stds) if stds is not None else [] if std is None else [std]
     if len(values) != 1:
-        _refuse(
+        refuse(
             f"stds: {len(values)} given; a track has one, such as std=0.05: make a track for each"
         )
     return Track(
@@ -444,10 +446,10 @@ def _edm2_traditional(
     if halflife_Mimg != math.inf:
         images = _above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6
         if abs(images - round(images)) > 1e-9 * images:
-            _refuse(f"halflife_Mimg {halflife_Mimg!r}: must be whole images, such as 0.5")
+            refuse(f"halflife_Mimg {halflife_Mimg!r}: must be whole images, such as 0.5")
         half_life = f"{round(images)}sp"
     elif rampup_ratio is None:
-        _refuse("halflife_Mimg inf without a rampup_ratio averages nothing: give one, such as 0.5")
+        refuse("halflife_Mimg inf without a rampup_ratio averages nothing: give one, such as 0.5")
     return Track(
         half_life=half_life,
         ramp_ratio=(
@@ -460,7 +462,7 @@ def _edm2_traditional(
 
 _PRESETS: dict[str, _Preset] = {
     "composer": _composer,
-    "ema_pytorch": _ema_pytorch,
+    "ema_pytorch": ema_pytorch,
     "diffusers": _diffusers,
     "optax": _optax,
     "karras": _karras,
@@ -507,7 +509,7 @@ def _function(name: str, arguments: dict[str, Any]) -> _Preset:
         default = "traditional"
     chosen = arguments.pop(choice, default)
     if chosen not in functions:
-        _refuse(
+        refuse(
             f'{choice} {chosen!r}: must be {" or ".join(map(repr, functions))}, such as {default!r}'
         )
     return functions[chosen]
@@ -521,22 +523,22 @@ def _check_names(function: _Preset, arguments: Mapping[str, Any]) -> None:
         hint = f', did you mean "{nearest[0]}"?' if nearest else ""
         problems.append(f'unknown argument "{unknown}"{hint}')
     if problems:
-        _refuse(f"{'; '.join(problems)} There are {', '.join(names)}")
+        refuse(f"{'; '.join(problems)} There are {', '.join(names)}")
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     raise InvalidArgumentError(message, reason="BAD_SCHEDULE")
 
 
 def _at_default(**arguments: tuple[object, object]) -> None:
     for name, (value, default) in arguments.items():
         if value != default:
-            _refuse(
+            refuse(
                 f"{name} {value!r}: does nothing here; leave it out, or at its default {default!r}"
             )
 
 
-def _number(
+def check_number(
     name: str, value: object, example: str, *, most: float = 1.0, below: float = math.inf
 ) -> float:
     """A number of 0 to `most`, and less than `below`."""
@@ -546,14 +548,14 @@ def _number(
             limits = "0 or more and finite"
         else:
             limits = "0 or more and below 1" if below <= most else "0 to 1"
-        _refuse(f"{name} {value!r}: must be {limits}, such as {example}")
+        refuse(f"{name} {value!r}: must be {limits}, such as {example}")
     return number
 
 
 def _above_zero(name: str, value: object, example: str) -> float:
     number = _any_number(name, value, example)
     if not 0 < number < math.inf:
-        _refuse(f"{name} {value!r}: must be finite and above 0, such as {example}")
+        refuse(f"{name} {value!r}: must be finite and above 0, such as {example}")
     return number
 
 
@@ -563,20 +565,20 @@ def _any_number(name: str, value: Any, example: str) -> float:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             pass
-    _refuse(f"{name} {value!r}: must be a number, such as {example}")
+    refuse(f"{name} {value!r}: must be a number, such as {example}")
 
 
-def _count(name: str, value: Any, example: str, *, least: int = 1) -> int:
+def check_count(name: str, value: Any, example: str, *, least: int = 1) -> int:
     if not isinstance(value, (str, bool)):
         try:
             if int(value) == value and value >= least:
                 return int(value)
         except (TypeError, ValueError, OverflowError):
             pass
-    _refuse(f"{name} {value!r}: must be a whole number, {least} or more, such as {example}")
+    refuse(f"{name} {value!r}: must be a whole number, {least} or more, such as {example}")
 
 
-def _flag(name: str, value: object) -> bool:
+def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        _refuse(f"{name} {value!r}: must be True or False")
+        refuse(f"{name} {value!r}: must be True or False")
     return value

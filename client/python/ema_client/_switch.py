@@ -62,13 +62,13 @@ class Options:
         try:
             for name in _WITHOUT_EFFECT:
                 if name in rest:
-                    _presets._flag(name, rest.pop(name))
+                    _presets.check_flag(name, rest.pop(name))
             ema_model = rest.pop("ema_model", None)
             if ema_model is not None and not callable(ema_model):
-                _presets._refuse(f"ema_model {ema_model!r}: must be a module, or what makes one")
+                _presets.refuse(f"ema_model {ema_model!r}: must be a module, or what makes one")
             names = rest.pop("forward_method_names", ())
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                _presets._refuse(f"forward_method_names {names!r}: must be names of methods")
+                _presets.refuse(f"forward_method_names {names!r}: must be names of methods")
             every = rest.pop("update_model_with_ema_every", None)
             beta = rest.pop("update_model_with_ema_beta", 0.0)
             rule = None if every is None else Rule.of(every, beta, rest)
@@ -119,17 +119,17 @@ class Rule:
 
     @classmethod
     def of(cls, every: object, beta: object, arguments: Mapping[str, Any]) -> Rule:
-        parameters = inspect.signature(_presets._ema_pytorch).parameters
+        parameters = inspect.signature(_presets.ema_pytorch).parameters
 
         def get(name: str) -> Any:
             return arguments.get(name, parameters[name].default)
 
         return cls(
-            _presets._count("update_model_with_ema_every", every, "1000"),
-            _presets._number("update_model_with_ema_beta", beta, "0.5"),
+            _presets.check_count("update_model_with_ema_every", every, "1000"),
+            _presets.check_number("update_model_with_ema_beta", beta, "0.5"),
             frozenset(get("param_or_buffer_names_no_ema")),
-            _presets._count("update_every", get("update_every"), "10"),
-            _presets._count("update_after_step", get("update_after_step"), "100", least=0),
+            _presets.check_count("update_every", get("update_every"), "10"),
+            _presets.check_count("update_after_step", get("update_after_step"), "100", least=0),
             get("beta") == 1,
         )
 

@@ -74,7 +74,7 @@ class EMA(Algorithm):
 
     def __init__(
         self,
-        half_life: str | None = _presets._UNSET,
+        half_life: str | None = _presets.UNSET,
         smoothing: float | None = None,
         ema_start: str = "0.0dur",
         update_interval: str | None = None,
@@ -91,7 +91,7 @@ class EMA(Algorithm):
             "ema_start": ema_start,
             "update_interval": update_interval,
         }
-        if half_life is not _presets._UNSET:
+        if half_life is not _presets.UNSET:
             self._preset["half_life"] = half_life
         track = Track.preset(
             "composer", **{name: self._preset[name] for name in self._preset if name != "preset"}
