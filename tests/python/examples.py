@@ -10,10 +10,10 @@ import sys
 from server_process import ROOT
 
 
-def run_example(name: str, *arguments: object, ranks: int = 1) -> str:
-    """The last line that the script prints; it must end well."""
+def run_example(name: str, *arguments: object, ranks: int = 1, torchrun: bool | None = None) -> str:
+    """The last line that the script prints; it must end well. By torchrun, if it has several ranks."""
     command = [sys.executable]
-    if ranks > 1:
+    if ranks > 1 if torchrun is None else torchrun:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
         [*command, ROOT / "deploy/examples" / name, *map(str, arguments)],

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An evaluator, in a process of its own: measures the averages while training goes on, and keeps the best.
+
+Usage: evaluate.py ADDRESS MODEL LAST_STEP
+such as: evaluate.py localhost:50051 digits 300, as soon as pytorch_train.py has begun. The server needs
+--data-dir: the best version stays on its disk.
+"""
+
+import sys
+
+import ema_client
+from pytorch_train import accuracy, network
+
+
+def main():
+    address, name, last_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    model = network()
+    with ema_client.Client(address) as client:
+        for version in client.watch(name, after=0):  # Waits for the next, for ever.
+            try:
+                model.load_state_dict(client.pull(name, track="ema", version=version))
+                score = accuracy(model)
+                is_best = client.report_metric(name, version, score).moved
+                print(f"step {version.step}: {score:.4f}{', the best so far' * is_best}")
+            except ema_client.OutOfRangeError:
+                pass  # Newer ones have come meanwhile, and this one is not kept any more.
+            if version.step >= last_step:
+                break
+        best = client.pull(name, track="ema", version="best")
+    model.load_state_dict(best)
+    print(f"best step {best.version.step}: {accuracy(model):.4f}")
+
+
+if __name__ == "__main__":
+    main()
