@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-STEPS = 10
+STEPS = 25
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from testing import assert_same_bits, composer_python
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(300)]
 
 HERE = pathlib.Path(__file__).parent
-# As in composer_training.py.
-BATCHES, EPOCHS = 6, 2
+# Batches an epoch as in composer_training.py.
+BATCHES, EPOCHS = 6, 4
 
 Result = dict[str, Any]
 Train = Callable[..., Result]
@@ -120,7 +120,7 @@ CASES = {
     "interval": ({"half_life": "4ba", "update_interval": "3ba"}, 1),
     "smoothing": ({"half_life": None, "smoothing": 0.8, "update_interval": "2ba"}, 1),
     "start": ({"half_life": "4ba", "update_interval": "3ba", "ema_start": "5ba"}, 5),
-    "duration": ({"half_life": "4ba", "ema_start": "0.5dur"}, 7),
+    "duration": ({"half_life": "4ba", "ema_start": "0.5dur"}, 13),
     "epochs": ({"half_life": "1ep"}, 7),
 }
 
@@ -128,21 +128,23 @@ CASES = {
 @pytest.mark.parametrize("options, first", CASES.values(), ids=CASES.keys())
 def test_evaluates_with_the_average(server, client, model, train, options, first):
     """Bit for bit LocalEMA's, at each evaluation; Composer's as near as its roundings, one more an update."""
-    theirs = train("theirs", options=options, eval_interval="2ba")
-    ours = train("ours", options={"url": server.url(model), **options}, eval_interval="2ba")
+    job = {"eval_interval": "2ba", "max_duration": f"{EPOCHS}ep"}
+    theirs = train("theirs", options=options, **job)
+    ours = train("ours", options={"url": server.url(model), **options}, **job)
     assert "error" not in ours, ours["error"]
     assert ours["stats"]["skipped"] == 0
-    assert list(ours["trained"]) == list(range(1, 13))
+    batches = range(1, BATCHES * EPOCHS + 1)
+    assert list(ours["trained"]) == list(batches)
     for batch, weights in ours["trained"].items():
         assert_same_bits(theirs["trained"][batch], weights)
     expected, last = averages(ours["trained"], options)
-    assert [batch for batch, _ in ours["evaluated"]] == [2, 4, 6, 8, 10, 12]
+    assert [batch for batch, _ in ours["evaluated"]] == list(batches[1::2])
     for (batch, weights), (_, their_weights) in zip(ours["evaluated"], theirs["evaluated"]):
         if batch < first:
             assert_same_bits(ours["trained"][batch], weights)
         else:
             assert_same_bits(expected[batch], weights)
-        assert largest_ulps(weights, their_weights) <= 12
+        assert largest_ulps(weights, their_weights) <= len(batches)
     assert_same_bits(last, client.pull(model, track="ema"))
 
 

@@ -94,15 +94,17 @@ def test_the_average_is_that_in_the_process(server, client, model, tmp_path):
     # First, so that its steps end before ours begin to evaluate.
     recorder = Recorder(**schedule)
     callback = EmaCallback(server.url(model), **schedule, tracks={"raw": "copy"})
-    trainer = make_trainer(tmp_path, recorder, callback, gradient_accumulation_steps=2)
+    trainer = make_trainer(
+        tmp_path, recorder, callback, gradient_accumulation_steps=2, num_train_epochs=6
+    )
     trainer.train()
-    assert trainer.state.global_step == 10
-    assert steps_of(client, model) == [1, 3, 6, 9]
+    assert trainer.state.global_step == 30
+    assert steps_of(client, model) == [1, *range(3, 31, 3)]
     assert callback.attachment is None
-    names = recorder.averages[9].keys()
+    names = recorder.averages[30].keys()
     assert "lm_head.weight" in names and "transformer.wte.weight" in names
-    assert_same_bits(recorder.averages[10], client.pull(model, track="ema"))
-    assert_same_bits(recorder.own[9], client.pull(model, track="raw"))
+    assert_same_bits(recorder.averages[30], client.pull(model, track="ema"))
+    assert_same_bits(recorder.own[30], client.pull(model, track="raw"))
 
 
 @pytest.mark.parametrize("averages", [True, False], ids=["average", "own weights"])

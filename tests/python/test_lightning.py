@@ -117,11 +117,12 @@ def test_the_average_is_that_in_the_process(server, client, model, package):
         recorder,
         package=package,
         accumulate_grad_batches=3,
+        max_epochs=8,
     )
     module = make_module(package)
     trainer.fit(module, loader())
-    assert trainer.global_step == recorder.steps == 12
-    assert steps_of(client, model) == list(range(1, 13))
+    assert trainer.global_step == recorder.steps == 32
+    assert steps_of(client, model) == list(range(1, 33))
     pulled = client.pull(model, track="ema")
     assert_same_bits(recorder.weights, pulled)
     assert_same_bits(pulled, module.state_dict())

@@ -14,7 +14,9 @@ from server_process import ServerProcess
 from testing import Weights, assert_same_bits, replay
 
 HERE = pathlib.Path(__file__).parent
-STEPS = 8
+STEPS = 26
+# At the first step, and when an update is due.
+DUE = [1, *range(3, STEPS + 1, 3)]
 
 
 def run_ranks(
@@ -62,24 +64,25 @@ def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, wor
         (entry.version, whole_model(logs, str(entry.version.step)))
         for entry in client.versions(model)
     ]
-    assert [version.step for version, _ in pushes] == [1, 3, 6]
+    assert [version.step for version, _ in pushes] == DUE
     specs = {spec.name: spec.shape for spec in client.model(model).tensors}
     assert specs == {name: value.shape for name, value in pushes[0][1].items()}
     for track in ("fast", "slow"):
         assert_same_bits(replay(pushes, track), client.pull(model, track=track))
     assert_same_bits(pushes[-1][1], client.pull(model, track="raw"))
 
-    assert [int(log["pushes"]) for log in logs] == [3] * world_size
-    # Nothing is sent twice: frozen tensors once, all else three times.
+    assert [int(log["pushes"]) for log in logs] == [len(DUE)] * world_size
+    # Nothing is sent twice: frozen tensors once, all else in each push.
     sizes = {name: value.nbytes for name, value in pushes[0][1].items()}
     frozen = sum(
         size for name, size in sizes.items() if name.endswith("frozen") or name.startswith("0.")
     )
-    assert sum(int(log["sent_bytes"]) for log in logs) == 3 * sum(sizes.values()) - 2 * frozen
+    sent_bytes = len(DUE) * sum(sizes.values()) - (len(DUE) - 1) * frozen
+    assert sum(int(log["sent_bytes"]) for log in logs) == sent_bytes
 
     fast = client.pull(model, track="fast")
     for log in logs:
-        assert int(log["averaged_step"]) == 6
+        assert int(log["averaged_step"]) == DUE[-1]
         averaged = whole_model([log], "averaged")
         # Of a stage, and with experts, what this rank has.
         assert (averaged.keys() < fast.keys()) == (kind in ("pipeline", "experts"))
@@ -100,7 +103,7 @@ def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_pat
                 (entry.version, whole_model(logs, str(entry.version.step)))
                 for entry in client.versions(model)
             ]
-            assert [version.step for version, _ in pushes] == [1, 3, 6, 9, 12, 15]
+            assert [version.step for version, _ in pushes] == [1, *range(3, 2 * STEPS + 1, 3)]
             fast = client.pull(model, track="fast")
             assert_same_bits(replay(pushes, "fast"), fast)
             for world_size in (1, 3):
