@@ -137,6 +137,36 @@ _callbacks.copy_average_or_own(net, url, ema, {}, track=None)
 assert not torch.equal(own, net.weight)
 ema.close()
 """
+# Layouts that no trainer had, on a mesh of two dimensions, with shards that are not even.
+OTHER_MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+layouts = {
+    "rows.and.columns": (mesh, [Shard(0), Shard(1)]),
+    "columns": (mesh, [Replicate(), Shard(1)]),
+    "rows.twice": (mesh, [Shard(0), Shard(0)]),
+    "of.a.part": (mesh["b"], [Shard(1)]),
+    "whole": (mesh, [Replicate(), Replicate()]),
+}
+address, _, model = url.removeprefix("ema://").partition("/")
+out = {
+    name: zeros(7, 9, device_mesh=on, placements=placements)
+    for name, (on, placements) in layouts.items()
+}
+received = []
+with ema_client.Client(address) as client:
+    version = client.model(model).latest
+    client.pull(model, track="ema", version=version, out=out, on_progress=received.append)
+    expected = client.pull(model, track="ema", version=version)
+for name, (on, placements) in layouts.items():
+    # Every rank has the same, so distributing it moves nothing.
+    mine = distribute_tensor(expected[name], on, placements)
+    assert torch.equal(out[name].to_local(), mine.to_local()), name
+    assert torch.equal(out[name].full_tensor(), expected[name]), name
+print(received[-1] == sum(4 * tensor.to_local().numel() for tensor in out.values()))
+"""
 # Not the interpreter's end, at which gloo now and then says "terminate called" and aborts.
 TAIL = """
 import os
@@ -197,6 +227,35 @@ def test_a_rank_without_any_piece_pulls_nothing(server, client, model, tmp_path)
         run_of_model.push(step=7, weights=weights)
     outputs = run(EMPTY, 2, server.url(model), tmp_path)
     assert outputs == [["['short'] 7"], ["[] 7"]]
+
+
+def test_each_rank_receives_its_part_of_another_layout(server, client, model, tmp_path):
+    """Bytes are counted: those of the rank's pieces, and no more."""
+    names = ["rows.and.columns", "columns", "rows.twice", "of.a.part", "whole"]
+    client.create_model(model, {name: torch.ones(7, 9) for name in names}, tracks={"ema": "3ba"})
+    torch.manual_seed(8)
+    # As two ranks of FSDP push.
+    boxes = [((0, 0), (4, 9)), ((4, 0), (3, 9))]
+    runs = [
+        client.open_run(
+            model,
+            launch_id="x",
+            rank=rank,
+            world_size=2,
+            shards=[ema_client.Shard(name, *box) for name in names],
+        )
+        for rank, box in enumerate(boxes)
+    ]
+    for step in (1, 2):
+        weights = {name: torch.randn(7, 9) for name in names}
+        parts = [
+            {name: value[begin : begin + count] for name, value in weights.items()}
+            for (begin, _), (count, _) in boxes
+        ]
+        pushes = [run.start_push(step=step, weights=part) for run, part in zip(runs, parts)]
+        for push in pushes:
+            push.wait()
+    assert run(OTHER_MESH, 4, server.url(model), tmp_path) == [["True"]] * 4
 
 
 def test_pieces_of_one_row_or_column_may_have_any_strides(server, client, model):

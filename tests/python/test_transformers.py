@@ -12,6 +12,7 @@ from test_emactl import emactl  # noqa: F401
 pytestmark = pytest.mark.framework
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.mark.parametrize("how", ["python", "emactl", "other config"])
@@ -30,6 +31,11 @@ def test_from_pretrained_reads_what_is_saved(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     described = tmp_path / "described"
     module.save_pretrained(described)
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "an", "average"])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    tokenizer.save_pretrained(described)
     with ema_client.attach(
         module,
         optimizer,
@@ -51,6 +57,9 @@ def test_from_pretrained_reads_what_is_saved(
     read, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     assert isinstance(read, transformers.BertModel)
+    text = "an average is an average"
+    beside = transformers.AutoTokenizer.from_pretrained(folder)
+    assert beside(text).input_ids == tokenizer(text).input_ids == [1, 2, 0, 1, 2]
     average = client.pull(model, track="ema")
     state = read.state_dict()
     assert {
