@@ -47,31 +47,52 @@ std::vector<int64_t> ChunkPlan::ChunksIn(absl::Span<const PushProgress::Range> r
 
 ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
                          absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate,
-                         StagedChunks* staged)
+                         StagedChunks* staged, absl::Span<const Strides> strides)
     : layout_(layout),
       plan_(plan),
-      shards_(shards),
+      weights_(layout, shards, strides),
       gate_(gate),
       staged_(staged),
       crcs_(chunk_count) {}
 
 uint32_t ChunkWriter::CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const {
   uint32_t crc32c = 0;
+  std::vector<std::byte> gathered;
   ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    std::span<const std::byte> source = SourceOf(*layout_, shards_, shard, in_shard, length);
+    const int64_t source_bytes = weights_.StretchBytes(shard, length);
+    const bool is_rounded = source_bytes != length;
+    const bool is_gathered = from == nullptr && !weights_.IsContiguous(shard);
+    const std::byte* source = from;
     if (from != nullptr) {
-      source = {from, source.size()};
-      from += source.size();
-    }
-    if (static_cast<int64_t>(source.size()) == length) {
-      crc32c = CopyWithCrc32c(crc32c, source, to);
+      from += source_bytes;
+    } else if (!is_gathered) {
+      source = weights_.Stretch(shard, in_shard, length).data();
     } else {
-      CastOnCpu(Dtype::kFloat32, source.data(), Dtype::kBFloat16, to, length / 2);
-      crc32c = Crc32c(crc32c, {to, static_cast<size_t>(length)});
+      if (is_rounded) gathered.resize(source_bytes);
+      std::byte* const into = is_rounded ? gathered.data() : to;
+      weights_.CopyStretch(shard, in_shard, length, into);
+      source = into;
+    }
+    const std::span<std::byte> written(to, length);
+    if (is_rounded) {
+      CastOnCpu(Dtype::kFloat32, source, Dtype::kBFloat16, to, length / 2);
+      crc32c = Crc32c(crc32c, written);
+    } else if (is_gathered) {
+      crc32c = Crc32c(crc32c, written);
+    } else {
+      crc32c = CopyWithCrc32c(crc32c, {source, static_cast<size_t>(length)}, to);
     }
     to += length;
   });
   return crc32c;
+}
+
+bool ChunkWriter::IsInPlace(int64_t chunk) const {
+  bool is_contiguous = true;
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t, int64_t) {
+    is_contiguous = is_contiguous && weights_.IsContiguous(shard);
+  });
+  return is_contiguous && layout_->wire_dtype() == WireDtype::kAsPushed;
 }
 
 bool ChunkWriter::Checksum(int64_t chunk) {
@@ -82,9 +103,9 @@ bool ChunkWriter::Checksum(int64_t chunk) {
   }
   if (!gate_->BeginRead()) return false;
   uint32_t crc32c = 0;
-  if (layout_->wire_dtype() == WireDtype::kAsPushed) {
+  if (IsInPlace(chunk)) {
     ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-      crc32c = Crc32c(crc32c, shards_[shard].subspan(in_shard, length));
+      crc32c = Crc32c(crc32c, weights_.Stretch(shard, in_shard, length));
     });
   } else {
     copy.resize(plan_->length_bytes(chunk));
@@ -98,9 +119,8 @@ bool ChunkWriter::Checksum(int64_t chunk) {
 std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scratch, bool copies) {
   if (staged_ != nullptr) return WriteStaged(chunk, copies);
   if (!gate_->BeginRead()) return std::nullopt;
-  grpc::ByteBuffer message = layout_->wire_dtype() == WireDtype::kAsPushed
-                                 ? Encode(chunk, scratch, copies)
-                                 : EncodeCopy(chunk, nullptr);
+  grpc::ByteBuffer message =
+      IsInPlace(chunk) ? Encode(chunk, scratch, copies) : EncodeCopy(chunk, nullptr);
   gate_->EndRead();
   return message;
 }
@@ -109,7 +129,7 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copie
   auto& [pieces, slices] = scratch;
   pieces.clear();
   ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    scratch.pieces.push_back(shards_[shard].subspan(in_shard, length));
+    scratch.pieces.push_back(weights_.Stretch(shard, in_shard, length));
   });
   const auto is_long = [copies](std::span<const std::byte> piece) {
     return !copies && static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;

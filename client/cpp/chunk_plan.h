@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "client/cpp/shard_weights.h"
 #include "client/cpp/weights_gate.h"
 #include "ema/client.h"
 #include "ema/shard.h"
@@ -46,8 +47,8 @@ class ChunkPlan {
   std::vector<int64_t> starts_;  // And the end.
 };
 
-// Calls `visit(shard, in_shard, length_bytes)` for each stretch of a chunk that is contiguous in
-// memory, in order; both count the bytes that travel.
+// Calls `visit(shard, in_shard, length_bytes)` for each shard's stretch of a chunk, in order; both
+// count the bytes that travel.
 template <typename Visitor>
 void ForEachPiece(const RankLayout& layout, const ChunkPlan& plan, int64_t chunk, Visitor visit) {
   int64_t offset = plan.offset(chunk);
@@ -60,29 +61,21 @@ void ForEachPiece(const RankLayout& layout, const ChunkPlan& plan, int64_t chunk
   }
 }
 
-// The weights of such a stretch: more bytes, where they are rounded for the wire.
-inline std::span<const std::byte> SourceOf(const RankLayout& layout,
-                                           absl::Span<const std::span<const std::byte>> shards,
-                                           int64_t shard, int64_t in_shard, int64_t length_bytes) {
-  const int64_t sent_bytes = layout.shard_start(shard + 1) - layout.shard_start(shard);
-  const int64_t scale = static_cast<int64_t>(shards[shard].size()) / sent_bytes;
-  return shards[shard].subspan(in_shard * scale, length_bytes * scale);
-}
-
 class StagedChunks;
 
 // Makes the messages of one push. The weights go by reference: each large piece is a slice that
 // `gate` counts until gRPC has dropped it; pieces below 4 KiB are copied, which is cheaper than a
-// slice, and where weights are rounded for the wire, all are. Weights on a GPU come through pinned
-// buffers, which gRPC has instead. Several threads may write at once, each other chunks.
+// slice; where weights are rounded for the wire, or have to be gathered, the whole chunk is.
+// Weights on a GPU come through pinned buffers, which gRPC has instead. Several threads may write
+// at once, each other chunks.
 class ChunkWriter {
  public:
   // All outlive this object; `gate` and what `shards` point to also the messages.
   // The first `chunk_count` chunks are pushed. `staged`: where chunks come from instead; null: from
-  // `shards`, which are in host memory.
+  // `shards`, which are in host memory. `strides`: as for Run::StartPush().
   ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_t chunk_count,
               absl::Span<const std::span<const std::byte>> shards, WeightsGate* gate,
-              StagedChunks* staged = nullptr);
+              StagedChunks* staged = nullptr, absl::Span<const Strides> strides = {});
 
   // What Write() works with; kept for its capacity. Each thread has its own.
   struct Scratch {
@@ -105,6 +98,9 @@ class ChunkWriter {
   // Copies a chunk, rounding what is rounded for the wire; gives the CRC32C of what it has written.
   // `from`: its weights, end to end; null: where the shards are.
   uint32_t CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const;
+  // True: its bytes lie in memory as they travel.
+  bool IsInPlace(int64_t chunk) const;
+  // REQUIRES: IsInPlace(chunk).
   grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch, bool copies);
   grpc::ByteBuffer EncodeCopy(int64_t chunk, const std::byte* from);
   std::optional<grpc::ByteBuffer> WriteStaged(int64_t chunk, bool copies);
@@ -116,7 +112,7 @@ class ChunkWriter {
 
   const RankLayout* const layout_;
   const ChunkPlan* const plan_;
-  const absl::Span<const std::span<const std::byte>> shards_;
+  const ShardWeights weights_;
   WeightsGate* const gate_;
   StagedChunks* const staged_;
 

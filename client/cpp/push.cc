@@ -51,11 +51,13 @@ bool ShowsServer(const absl::Status& error) {
 
 PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
                         const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        bool frozen_changed, absl::Time deadline, Source source)
+                        std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+                        Source source)
     : run_(std::move(run)),
       step_(step),
       time_(time),
       shards_(std::move(shards)),
+      strides_(std::move(strides)),
       source_(std::move(source)),
       plan_revision_(run_->plan_revision()),
       frozen_changed_(frozen_changed),
@@ -149,7 +151,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
   EMA_RETURN_IF_ERROR(PrepareStaging());
   writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
-                  &gate_, staged_.has_value() ? &*staged_ : nullptr);
+                  &gate_, staged_.has_value() ? &*staged_ : nullptr, strides_);
   chunks_to_send_ = AllChunks();
   return absl::OkStatus();
 }

@@ -47,8 +47,8 @@ class PendingPush::Impl {
                                        const GpuWeights& weights);
 
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
-       std::vector<std::span<const std::byte>> shards, bool frozen_changed, absl::Time deadline,
-       Source source);
+       std::vector<std::span<const std::byte>> shards, std::vector<Strides> strides,
+       bool frozen_changed, absl::Time deadline, Source source);
   ~Impl();  // REQUIRES: done(), or never started.
 
   void Start();
@@ -129,6 +129,7 @@ class PendingPush::Impl {
   const int64_t step_;
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
+  const std::vector<Strides> strides_;
   const Source source_;
   const int64_t plan_revision_;
   const bool frozen_changed_;

@@ -42,7 +42,7 @@ absl::Status PendingPush::Impl::PrepareStaging() {
   EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(source_.gpus.begin(), source_.gpus.end(), any),
                                     StagedChunks::SlotBytes(run_->layout(), run_->chunks()),
                                     run_->chunks().chunk_count()));
-  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_);
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_, strides_);
   return absl::OkStatus();
 }
 

@@ -24,8 +24,8 @@ class Run::Impl {
 
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      bool frozen_changed, absl::Time deadline, const GpuWeights& gpu_weights)
-      ABSL_LOCKS_EXCLUDED(mu_);
+      std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+      const GpuWeights& gpu_weights) ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -33,6 +33,9 @@ class Run::Impl {
   absl::Status CheckShards(const std::vector<std::span<const std::byte>>& shards,
                            bool omits_frozen) const;
   absl::Status CheckGpuWeights(const GpuWeights& weights) const;
+  // REQUIRES: CheckGpuWeights(gpu_weights) is OK.
+  absl::Status CheckStrides(const std::vector<Strides>& strides,
+                            const GpuWeights& gpu_weights) const;
 
   const std::shared_ptr<RunCore> core_;
   absl::Mutex mu_;
@@ -82,20 +85,49 @@ absl::Status Run::Impl::CheckGpuWeights(const GpuWeights& weights) const {
   return absl::OkStatus();
 }
 
+absl::Status Run::Impl::CheckStrides(const std::vector<Strides>& strides,
+                                     const GpuWeights& gpu_weights) const {
+  const auto error = [](std::string_view message) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
+  };
+  const absl::Span<const Shard> shards = core_->layout().shards();
+  if (!strides.empty() && strides.size() != shards.size()) {
+    return error(absl::StrCat("rank ", core_->rank(), " has ", shards.size(),
+                              " shards, but strides of ", strides.size(), " were given"));
+  }
+  for (size_t i = 0; i < strides.size(); ++i) {
+    if (strides[i].empty()) continue;
+    const TensorSpec& tensor = core_->manifest().tensor(shards[i].tensor_index);
+    if (strides[i].size() != shards[i].extents.size()) {
+      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
+                                tensor.TypeString(), ") was given with ", strides[i].size(),
+                                " strides"));
+    }
+    if (!gpu_weights.devices.empty() && gpu_weights.devices[i] >= 0) {
+      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name,
+                                "\" was given with strides, and on GPU ", gpu_weights.devices[i]));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    bool frozen_changed, absl::Time deadline, const GpuWeights& gpu_weights) {
+    std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+    const GpuWeights& gpu_weights) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
   EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));
   EMA_RETURN_IF_ERROR(CheckGpuWeights(gpu_weights));
+  EMA_RETURN_IF_ERROR(CheckStrides(strides, gpu_weights));
   EMA_RETURN_IF_ERROR(time.Validate());
   PendingPush::Impl::Source source;
   if (std::any_of(gpu_weights.devices.begin(), gpu_weights.devices.end(),
                   [](int device) { return device >= 0; })) {
     EMA_ASSIGN_OR_RETURN(source, PendingPush::Impl::Follow(core_->ring(), gpu_weights));
   }
-  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards),
-                                                  frozen_changed, deadline, std::move(source));
+  auto push =
+      std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), std::move(strides),
+                                          frozen_changed, deadline, std::move(source));
   std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
   if (push_ != nullptr && !push_->done()) {
@@ -176,10 +208,12 @@ absl::Status Run::WaitReady(absl::Duration timeout) {
 
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    absl::Duration timeout, bool frozen_changed, const GpuWeights& gpu_weights) {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PendingPush::Impl> push,
-                       impl_->StartPush(step, time, std::move(shards), frozen_changed,
-                                        impl_->core().client().Deadline(timeout), gpu_weights));
+    absl::Duration timeout, bool frozen_changed, const GpuWeights& gpu_weights,
+    std::vector<Strides> strides) {
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<PendingPush::Impl> push,
+      impl_->StartPush(step, time, std::move(shards), std::move(strides), frozen_changed,
+                       impl_->core().client().Deadline(timeout), gpu_weights));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 

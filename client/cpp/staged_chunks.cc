@@ -2,7 +2,6 @@
 #include "client/cpp/staged_chunks.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "ema/error_reason.h"
@@ -12,8 +11,14 @@ namespace ema::client_internal {
 
 StagedChunks::StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                            absl::Span<const std::span<const std::byte>> shards,
-                           absl::Span<Gpu* const> gpus, PinnedRing* ring, WeightsGate* gate)
-    : layout_(layout), plan_(plan), shards_(shards), gpus_(gpus), ring_(ring), gate_(gate) {}
+                           absl::Span<Gpu* const> gpus, PinnedRing* ring, WeightsGate* gate,
+                           absl::Span<const Strides> strides)
+    : layout_(layout),
+      plan_(plan),
+      weights_(layout, shards, strides),
+      gpus_(gpus),
+      ring_(ring),
+      gate_(gate) {}
 
 StagedChunks::~StagedChunks() { Drop(); }
 
@@ -102,15 +107,14 @@ absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
     copies.clear();
   };
   ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    const std::span<const std::byte> from = SourceOf(*layout_, shards_, shard, in_shard, length);
     if (gpus_[shard] == nullptr) {
-      std::memcpy(to, from.data(), from.size());
+      weights_.CopyStretch(shard, in_shard, length, to);
     } else {
       if (gpus_[shard] != gpu) queue();
       gpu = gpus_[shard];
-      copies.push_back({to, from});
+      copies.push_back({to, weights_.Stretch(shard, in_shard, length)});
     }
-    to += from.size();
+    to += weights_.StretchBytes(shard, length);
   });
   queue();
   return status;

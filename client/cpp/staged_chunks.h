@@ -19,6 +19,7 @@
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/gpu.h"
 #include "client/cpp/pinned_ring.h"
+#include "client/cpp/shard_weights.h"
 #include "client/cpp/weights_gate.h"
 #include "ema/shard.h"
 
@@ -34,10 +35,11 @@ namespace ema::client_internal {
 class StagedChunks {
  public:
   // All outlive this object. `gpus`, by shard: the GPU whose memory it is in; null: the host's,
-  // which is read when the copy is started. Buffers are at least slot_bytes() large.
+  // which is read when the copy is started. Buffers are at least slot_bytes() large. `strides`: as
+  // for Run::StartPush().
   StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                absl::Span<const std::span<const std::byte>> shards, absl::Span<Gpu* const> gpus,
-               PinnedRing* ring, WeightsGate* gate);
+               PinnedRing* ring, WeightsGate* gate, absl::Span<const Strides> strides = {});
   ~StagedChunks();  // As Drop().
 
   // What the largest chunk takes.
@@ -78,7 +80,7 @@ class StagedChunks {
 
   const RankLayout* const layout_;
   const ChunkPlan* const plan_;
-  const absl::Span<const std::span<const std::byte>> shards_;
+  const ShardWeights weights_;
   const absl::Span<Gpu* const> gpus_;
   PinnedRing* const ring_;
   WeightsGate* const gate_;

@@ -154,6 +154,10 @@ struct GpuWeights {
   std::vector<GpuStream> streams;
 };
 
+// Where the elements of a shard lie if not one behind the other in row-major order: so many
+// elements from each to its neighbour, by dimension. Empty: row-major and contiguous.
+using Strides = std::vector<int64_t>;
+
 class Run;
 class PendingPush;
 
@@ -593,13 +597,16 @@ class Run {
   // before, or that is not known, because one of these has failed (one rank's word is enough, but
   // then none may leave them out). `gpu_weights`: of which shards the spans are addresses on a GPU;
   // these are copied to pinned memory of the host (of this run, kept, 64 MiB at most) on a stream
-  // of our own, and nothing waits for that but those who send. INVALID_ARGUMENT: a size differs
-  // from the layout's. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running.
-  // INTERNAL, DEVICE: a GPU has failed, now or before, or the process has none. `timeout` bounds
-  // everything, the wait for other ranks included.
+  // of our own, and nothing waits for that but those who send. `strides`, by shard, or empty: a
+  // shard in host memory that has some is gathered when it is sent, a chunk at a time; its span has
+  // its size all the same, and begins at its first element. INVALID_ARGUMENT: a size differs from
+  // the layout's, or strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank
+  // is still running. INTERNAL, DEVICE: a GPU has failed, now or before, or the process has none.
+  // `timeout` bounds everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {});
+      absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {},
+      std::vector<Strides> strides = {});
 
   // StartPush() and Wait().
   absl::StatusOr<Version> Push(int64_t step, const TrainingTime& time,

@@ -172,5 +172,56 @@ TEST(ChunkWriterTest, DigestReadsOnlyWhatWasNeverWritten) {
   EXPECT_EQ(complete.Digest(), CrcOf(before));
 }
 
+// One of two shards is stored column by column.
+class StridedChunksTest : public testing::TestWithParam<WireDtype> {};
+
+TEST_P(StridedChunksTest, AreThoseOfTheSameWeightsInOrder) {
+  constexpr int64_t kRows = 37;
+  constexpr int64_t kColumns = 113;
+  const Manifest manifest =
+      *Manifest::Create({{.name = "a", .shape = {500}}, {.name = "b", .shape = {kRows, kColumns}}});
+  const RankLayout layout = *RankLayout::Create(
+      manifest, {WholeTensor(manifest, 0), WholeTensor(manifest, 1)}, 0, GetParam());
+  std::vector<float> a(500), rows(kRows * kColumns), columns(kRows * kColumns);
+  std::iota(a.begin(), a.end(), 1000.3F);
+  std::iota(rows.begin(), rows.end(), 0.7F);
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t column = 0; column < kColumns; ++column) {
+      columns[column * kRows + row] = rows[row * kColumns + column];
+    }
+  }
+  const std::vector<std::span<const std::byte>> in_order = {std::as_bytes(std::span(a)),
+                                                            std::as_bytes(std::span(rows))};
+  const std::vector<std::span<const std::byte>> strided = {std::as_bytes(std::span(a)),
+                                                           std::as_bytes(std::span(columns))};
+  const std::vector<Strides> strides = {{}, {1, kRows}};
+  const ChunkPlan plan(layout, 1500);
+  WeightsGate gate;
+  ChunkWriter expected(&layout, &plan, plan.chunk_count(), in_order, &gate);
+  ChunkWriter written(&layout, &plan, plan.chunk_count(), strided, &gate, nullptr, strides);
+  ChunkWriter copied(&layout, &plan, plan.chunk_count(), strided, &gate, nullptr, strides);
+  ChunkWriter unread(&layout, &plan, plan.chunk_count(), strided, &gate, nullptr, strides);
+  ChunkWriter::Scratch scratch;
+  for (int64_t i = 0; i < plan.chunk_count(); ++i) {
+    const v1::PushRequest request = Parse(*expected.Write(i, scratch));
+    const v1::PushRequest gathered = Parse(*written.Write(i, scratch));
+    EXPECT_TRUE(gathered.chunk().data() == request.chunk().data()) << "chunk " << i;
+    EXPECT_EQ(gathered.chunk().crc32c(), request.chunk().crc32c());
+    std::string copy(plan.length_bytes(i), '\0');
+    EXPECT_EQ(copied.Copy(i, reinterpret_cast<std::byte*>(copy.data())), request.chunk().crc32c());
+    EXPECT_TRUE(copy == request.chunk().data()) << "chunk " << i;
+  }
+  EXPECT_EQ(written.Digest(), expected.Digest());
+  EXPECT_EQ(copied.Digest(), expected.Digest());
+  EXPECT_EQ(unread.Digest(), expected.Digest());
+  EXPECT_FALSE(gate.HasSlices());
+}
+
+INSTANTIATE_TEST_SUITE_P(WireDtypes, StridedChunksTest,
+                         testing::Values(WireDtype::kAsPushed, WireDtype::kBFloat16),
+                         [](const auto& test) {
+                           return test.param == WireDtype::kAsPushed ? "AsPushed" : "BFloat16";
+                         });
+
 }  // namespace
 }  // namespace ema::client_internal

@@ -230,6 +230,35 @@ TEST_F(GpuPushTest, TwoGpusAndHostMemoryMakeOneChunk) {
   EXPECT_EQ(server_.StepBytes(1, 0), weights_);
 }
 
+// Of a tensor in host memory that is stored column by column, beside one on a GPU.
+TEST_F(GpuPushTest, WhatHasStridesIsGatheredIntoTheRing) {
+  FakeServer server(
+      *Manifest::Create({{.name = "columns", .shape = {90, 70}}, {.name = "w", .shape = {5'000}}}));
+  Open(server.address());
+  devices_ = {-1, 0};
+  std::vector<float> columns(90 * 70);
+  for (size_t i = 0; i < columns.size(); ++i) {
+    std::memcpy(&columns[i % 70 * 90 + i / 70], weights_.data() + 4 * i, 4);
+  }
+  const size_t first_bytes = 4 * columns.size();
+  const std::vector<std::span<const std::byte>> shards = {
+      std::as_bytes(std::span(columns)), std::as_bytes(std::span(weights_)).subspan(first_bytes)};
+  const GpuWeights gpu_weights = {.devices = devices_, .streams = {trainer_->on(0)}};
+  const auto start = [&](std::vector<Strides> strides) {
+    return run_->StartPush(1, AtBatch(1), shards, absl::Seconds(60), /*frozen_changed=*/false,
+                           gpu_weights, std::move(strides));
+  };
+  const std::vector<std::vector<Strides>> wrong = {
+      {Strides{1, 90}}, {Strides{1, 90, 1}, Strides()}, {Strides{1, 90}, Strides{1}}};
+  for (const std::vector<Strides>& strides : wrong) {
+    EXPECT_THAT(start(strides).status(),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("strides")));
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, start({Strides{1, 90}, Strides()}));
+  ASSERT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server.StepBytes(1, 0), weights_);
+}
+
 TEST_F(GpuPushTest, RoundsForTheWire) {
   FakeServer server(*Manifest::Create({{.name = "w", .shape = {50'000}}}));
   Open(server.address(), kChunkBytes, {.wire_dtype = WireDtype::kBFloat16});

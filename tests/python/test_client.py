@@ -115,14 +115,13 @@ def test_out_is_written_in_place_and_cast(client, model, rng):
         client.pull(model, track="ema", out={"a": np.zeros((4, 3), np.float32), "n": arrays["n"]})
 
 
-def test_arrays_that_are_not_contiguous_are_copied(client, model, rng):
+def test_numpy_arrays_that_are_not_contiguous_are_copied(client, model, rng):
     matrix = rng.standard_normal((6, 4)).astype(np.float32)
-    image = torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    client.create_model(model, {"m": matrix.T, "image": image}, tracks={"raw": "copy"})
+    client.create_model(model, {"m": matrix.T}, tracks={"raw": "copy"})
     with client.open_run(model) as run:
-        run.push(step=1, weights={"m": matrix.T, "image": image})
+        run.push(step=1, weights={"m": matrix.T})
     raw = client.pull(model, track="raw", framework="numpy")
-    assert_same_bits({"m": np.ascontiguousarray(matrix.T), "image": image.contiguous()}, raw)
+    assert_same_bits({"m": np.ascontiguousarray(matrix.T)}, raw)
 
 
 def test_anything_with_the_buffer_protocol(client, model):

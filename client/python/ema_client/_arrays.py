@@ -31,18 +31,19 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 
 def read(name: str, value: Any) -> _ema.Array:
-    """Reads `value` in place; of a DTensor, what is on this rank. What is not contiguous, or in memory
-    that is neither the host's nor that of a GPU of NVIDIA's, is copied first."""
+    """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
+    that is neither the host's nor that of a GPU of NVIDIA's, and what is not contiguous, unless it is
+    a torch tensor in the host's."""
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if _is_instance(value, "torch", "Tensor"):
         if is_dtensor(value):
             piece = piece_of(name, value)
             value, offsets = piece.local, piece.box.offsets
-        value = value.detach().contiguous()
+        value = value.detach()
         if _gpu.is_readable(value):
             # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
-            value = sys.modules["torch"].utils.dlpack.to_dlpack(value)
+            value = sys.modules["torch"].utils.dlpack.to_dlpack(value.contiguous())
         else:
             value = value.cpu()
     elif hasattr(value, "block_until_ready"):
@@ -54,7 +55,7 @@ def read(name: str, value: Any) -> _ema.Array:
             # ml_dtypes; NumPy itself has no name for it that DLPack or the buffer protocol knows.
             dtype = "bfloat16"
             value = value.view(numpy.uint16)
-    return _ema.Array(name, value, dtype, offsets)
+    return _ema.Array(name, value, dtype, offsets, may_have_strides=True)
 
 
 def _jax_on_host(value: Any) -> Any:

@@ -10,7 +10,12 @@ ResumeTuple = tuple[int, tuple[int, int] | None, dict[str, float] | None]
 
 class Array:
     def __init__(
-        self, name: str, object: object, dtype: str = "", offsets: Sequence[int] | None = None
+        self,
+        name: str,
+        object: object,
+        dtype: str = "",
+        offsets: Sequence[int] | None = None,
+        may_have_strides: bool = False,
     ) -> None: ...
     @property
     def spec(self) -> Spec: ...

@@ -200,8 +200,9 @@ class Run:
             weights: arrays by name, of anything that speaks DLPack or the buffer protocol (PyTorch,
                 NumPy, JAX, ...). Each is a whole tensor (a contiguous piece of it is this rank's
                 share), or just the rank's shard of it. They are read in place, also on a GPU of
-                NVIDIA's; an array that is not contiguous is copied first. Frozen tensors may be
-                missing where `may_omit_frozen`.
+                NVIDIA's. Of what is not contiguous (channels_last) a torch tensor in host memory is
+                put in order a chunk at a time, where it is sent; else it is copied first. Frozen
+                tensors may be missing where `may_omit_frozen`.
             time: training time at the step. None: the step is the batch.
             frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
                 of these has failed and they may not be. To be said by all ranks.

@@ -75,6 +75,15 @@ std::optional<int64_t> FirstElement(const Shard& whole, const Shard& shard) {
   return first;
 }
 
+// Where in the memory of `whole` the first element of the shard lies, counted in elements.
+int64_t FirstPlace(const Shard& whole, const Shard& shard, const Strides& strides) {
+  int64_t place = 0;
+  for (size_t i = 0; i < strides.size(); ++i) {
+    place += (shard.offsets[i] - whole.offsets[i]) * strides[i];
+  }
+  return place;
+}
+
 // The box of its tensor that an array is. `only_shard`: the one that the rank pushes; null: there
 // are more. nullopt: its shape is not the tensor's, nor the shard's.
 std::optional<Shard> BoxOf(const Array& array, const Manifest& manifest, int64_t tensor_index,
@@ -100,7 +109,8 @@ std::string ListNames(const std::vector<std::string>& names) {
 }  // namespace
 
 absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std::string_view dtype,
-                                  std::optional<std::vector<int64_t>> offsets) {
+                                  std::optional<std::vector<int64_t>> offsets,
+                                  bool may_have_strides) {
   Array result;
   if (!nb::try_cast(nb::borrow(object), result.owner, /*convert=*/false)) {
     return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
@@ -114,7 +124,12 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
                                        "DLPack's device ",
                                        array.device_type()));
   }
-  if (!IsContiguous(array)) return BadArray(name, "is not row-major and contiguous");
+  if (!IsContiguous(array)) {
+    if (!may_have_strides || result.gpu >= 0) {
+      return BadArray(name, "is not row-major and contiguous");
+    }
+    for (size_t i = 0; i < array.ndim(); ++i) result.strides.push_back(array.stride(i));
+  }
   std::optional<Dtype> own = FromDlpack(array.dtype());
   if (!dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(const Dtype meant, ParseDtype(dtype));
@@ -176,6 +191,7 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
       if (&shard >= layout.frozen_shards().data()) {
         result.bytes.emplace_back();
         result.gpus.push_back(-1);
+        result.strides.emplace_back();
       } else if (first_of_tensor) {
         missing.push_back(spec.name);
       }
@@ -190,7 +206,7 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
       }
       continue;
     }
-    const auto first = FirstElement(*box, shard);
+    auto first = FirstElement(*box, shard);
     if (!first.has_value()) {
       wrong.push_back(
           absl::StrCat("\"", spec.name, "\": the shard at [", absl::StrJoin(shard.offsets, ", "),
@@ -199,8 +215,10 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
       continue;
     }
     const int64_t size = DtypeSize(spec.dtype);
-    result.bytes.push_back(array->bytes.subspan(*first * size, shard.element_count() * size));
+    if (!array->strides.empty()) first = FirstPlace(*box, shard, array->strides);
+    result.bytes.emplace_back(array->bytes.data() + *first * size, shard.element_count() * size);
     result.gpus.push_back(array->gpu);
+    result.strides.push_back(array->strides);
   }
 
   if (missing.empty() && unexpected.empty() && wrong.empty()) return result;

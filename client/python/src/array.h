@@ -15,38 +15,43 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ema/client.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
 #include "ema/tensor_spec.h"
 
 namespace ema::python {
 
-// A named array, row-major and contiguous, and the reference that keeps its memory.
+// A named array, and the reference that keeps its memory.
 // To be copied and destroyed with the GIL held.
 struct Array {
   TensorSpec spec;  // Of the array itself.
   // Where in its tensor it lies, if that has been said.
   std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
+  Strides strides;  // As for Run::StartPush().
   // The index of the GPU in whose memory the bytes are; negative: they are in the host's.
   int gpu = -1;
   nanobind::ndarray<nanobind::ro> owner;
 
   // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
   // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
+  // `may_have_strides`: in the host's memory it need not be row-major and contiguous.
   // INVALID_ARGUMENT: not such an array, not in the memory of the host or of one of CUDA's GPUs,
   // not contiguous, of a dtype that the server does not keep, or of another number of dimensions
   // than `offsets`; the message names the array.
   static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
                                     std::string_view dtype,
-                                    std::optional<std::vector<int64_t>> offsets = std::nullopt);
+                                    std::optional<std::vector<int64_t>> offsets = std::nullopt,
+                                    bool may_have_strides = false);
   // INVALID_ARGUMENT: it is in a GPU's memory.
   absl::Status CheckOnHost() const;
 };
 
 struct FoundShards {
   std::vector<std::span<const std::byte>> bytes;
-  std::vector<int> gpus;  // As Array::gpu.
+  std::vector<int> gpus;         // As Array::gpu.
+  std::vector<Strides> strides;  // As Array::strides.
 };
 
 // The bytes of a rank's shards, found in `arrays` by name, in the layout's order. An array is the

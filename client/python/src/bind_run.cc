@@ -141,7 +141,7 @@ class PyRun {
     for (const Array* array : arrays) kept.push_back(*array);
     std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
       return run_->StartPush(step, training_time, std::move(shards.bytes), timeout, frozen_changed,
-                             gpu_weights);
+                             gpu_weights, std::move(shards.strides));
     });
     return new PyPendingPush(std::move(push), std::move(kept));
   }

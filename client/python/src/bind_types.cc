@@ -185,10 +185,12 @@ void BindTypes(nb::module_& module) {
       .def(
           "__init__",
           [](Array* self, const std::string& name, nb::handle object, const std::string& dtype,
-             std::optional<std::vector<int64_t>> offsets) {
-            new (self) Array(Unwrap(Array::Read(name, object, dtype, std::move(offsets))));
+             std::optional<std::vector<int64_t>> offsets, bool may_have_strides) {
+            new (self) Array(
+                Unwrap(Array::Read(name, object, dtype, std::move(offsets), may_have_strides)));
           },
-          "name"_a, "object"_a, "dtype"_a = "", "offsets"_a = nb::none())
+          "name"_a, "object"_a, "dtype"_a = "", "offsets"_a = nb::none(),
+          "may_have_strides"_a = false)
       .def_prop_ro("spec", [](const Array& array) { return FromSpec(array.spec); })
       .def_ro("gpu", &Array::gpu)
       .def_prop_ro("crc32c", [](const Array& array) {
