@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a server tells of a model: its tracks, its versions, and which pushes are due.
+#ifndef EMA_MODEL_INFO_H_
+#define EMA_MODEL_INFO_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "ema/manifest.h"
+#include "ema/statistics.h"
+#include "ema/time.h"
+#include "ema/track.h"
+#include "ema/version_id.h"
+
+namespace ema {
+
+// What one track did at one version; ema.v1.TrackRecord says what each field means.
+struct TrackVersion {
+  std::string track;
+  bool updated = false;
+  double update_weight = 0;
+  double elapsed = 0;
+  int64_t update_count = 0;
+  double window_steps = 0;
+  std::string config;
+  double stall_gap = 0;
+  std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule.
+};
+
+// The record of one commit.
+struct Version {
+  int64_t incarnation = 0;
+  int64_t number = 0;
+  int64_t step = 0;
+  TrainingTime time;
+  int64_t run_epoch = 0;
+  std::vector<TrackVersion> tracks;
+  absl::Time commit_time;
+  // Tensors that kept their values because pushed ones were not finite; some of their names.
+  int64_t skipped_tensor_count = 0;
+  std::vector<std::string> skipped_tensors;
+  WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
+  std::optional<VersionId> restored_from;       // Not a push made it, but a rollback to this one.
+  // In what ListVersions(), Watch() and ModelInfo::latest give: those that have been computed.
+  std::vector<TrackStatistics> statistics;
+};
+
+struct ModelInfo {
+  std::string name;
+  Manifest manifest;  // Without tensors in ListModels().
+  std::vector<TrackConfig> tracks;
+  // What the next commit will make of them; absent: no change.
+  std::optional<std::vector<TrackConfig>> pending_tracks;
+  int64_t plan_revision = 0;
+  int64_t max_pinned_versions = 0;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+  int64_t reserved_bytes = 0;
+  std::optional<Version> latest;
+  int64_t run_epoch = 0;
+  struct AttachedFile {
+    std::string name;
+    int64_t total_bytes = 0;
+  };
+  std::vector<AttachedFile> attached_files;  // By name.
+};
+
+// The tracks and where they stand: what says which pushes are due.
+struct RunPlan {
+  struct Entry {
+    TrackConfig track;
+    TrackState state;
+    int64_t track_id = 0;  // Another one than a removed track of the same name had.
+  };
+  int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
+  std::vector<Entry> tracks;
+  // The server has the values of the run's frozen tensors in every track that is not paused (bit
+  // for bit but for the sign of 0): pushes leave them out, unless they are said to have changed.
+  bool may_omit_frozen = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_MODEL_INFO_H_
