@@ -392,9 +392,14 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
             });
   add_model(sub, options.pull.model);
   sub->add_option("--track", options.pull.track, "Name of the track")->required();
-  sub->add_option("--version", options.pull_version,
-                  "A version's number, or a label (default: the newest)")
-      ->check(CheckVersionOrLabel);
+  CLI::Option* const pull_version =
+      sub->add_option("--version", options.pull_version,
+                      "A version's number, or a label (default: the newest)")
+          ->check(CheckVersionOrLabel);
+  sub->add_option("--step", options.pull.request.step,
+                  "Instead: the version of this step of the trainer")
+      ->check(CLI::NonNegativeNumber)
+      ->excludes(pull_version);
   sub->add_option("--tensors", options.pull.request.selection.tensors,
                   "Only these: names, or patterns such as 'encoder.*' (default: all)");
   sub->add_option(

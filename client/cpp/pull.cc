@@ -82,7 +82,7 @@ class Puller {
   Puller(v1::PullRequest request, const Client::PullTarget* target,
          const std::function<void(int64_t)>* on_progress)
       : request_(std::move(request)),
-        label_(request_.label()),
+        asked_(request_),
         wants_current_(request_.version() == 0),
         target_(*target),
         on_progress_(*on_progress) {}
@@ -92,8 +92,8 @@ class Puller {
   // The same through a lane.
   absl::Status AttemptByLane(LanePipe& lane, const std::string& authorization,
                              const LanePipe::Stop& stop);
-  // Begins anew with the newest version, or the label's. False: a certain one was asked for, or
-  // nothing has come yet.
+  // Begins anew with the newest version, the label's or the step's. False: a certain one was asked
+  // for, or nothing has come yet.
   bool StartOver();
 
   // What the target failed with. Never retried, whatever its code.
@@ -114,7 +114,7 @@ class Puller {
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
 
   v1::PullRequest request_;
-  const std::string label_;
+  const v1::PullRequest asked_;
   const bool wants_current_;
   const Client::PullTarget& target_;
   const std::function<void(int64_t)>& on_progress_;
@@ -189,9 +189,8 @@ absl::Status Puller::Attempt(Call& call) {
 
 bool Puller::StartOver() {
   if (!wants_current_ || !info_.has_value()) return false;
-  request_.clear_version();
-  request_.clear_incarnation();
-  request_.set_label(label_);
+  request_ = asked_;
+  request_.clear_if_newer_than();
   request_.clear_base();  // What was there has been written over.
   info_.reset();
   position_ = received_bytes_ = 0;
@@ -251,6 +250,9 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
     }
     return absl::OkStatus();
   }
+  if (request_.has_step() && info.version.step != request_.step()) {
+    return client_internal::MalformedReply("another step than was asked for");
+  }
   absl::StatusOr<std::span<std::byte>> memory = target_(info);
   if (memory.ok() && static_cast<int64_t>(memory->size()) != info.total_bytes) {
     memory = absl::InvalidArgumentError(absl::StrCat(
@@ -265,6 +267,7 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
   request_.set_version(info.version.number);
   request_.set_incarnation(info.version.incarnation);
   request_.clear_label();
+  request_.clear_step();
   request_.clear_if_newer_than();
   info_ = std::move(info);
   return absl::OkStatus();
@@ -326,6 +329,7 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
   request.set_version(options.version);
   request.set_incarnation(options.incarnation);
   request.set_label(options.label);
+  if (options.step) request.set_step(*options.step);
   if (!options.selection.is_default()) {
     ToProto(options.selection, request.mutable_selection());
   }

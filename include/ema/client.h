@@ -406,7 +406,10 @@ class Client {
     int64_t version = 0;      // 0: the newest.
     int64_t incarnation = 0;  // In which `version` was counted; 0: whichever the server keeps.
     std::string label;        // Instead: the version that has it. NOT_FOUND, LABEL_NOT_FOUND.
-    Selection selection;      // By default all of the track, as the server keeps it.
+    // Instead: the version of this step of the trainer, as ema_service.proto tells. OUT_OF_RANGE:
+    // VERSION_NOT_YET, VERSION_NOT_KEPT.
+    std::optional<int64_t> step;
+    Selection selection;  // By default all of the track, as the server keeps it.
     // Only if the newest version is after this one; else PullInfo::not_newer, and no target is
     // asked for.
     std::optional<VersionId> if_newer_than;
@@ -416,7 +419,8 @@ class Client {
   };
   // Where pulled bytes go: called with what is coming; returns `total_bytes` of memory that
   // stays valid until Pull() returns. An error from it ends the pull. Called again if the newest
-  // version, or a label's, was asked for, the connection broke, and that is another one by now.
+  // version, or a label's or step's, was asked for, the connection broke, and that is another one
+  // by now.
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
   // Reads one track of one version, or a part of it. A pull whose connection breaks goes on where
   // it was. Every chunk's checksum and the digest of each stream are verified; on error the memory

@@ -215,6 +215,7 @@ struct PullIntoOptions {
   int64_t version = 0;
   int64_t incarnation = 0;
   std::string label;
+  std::optional<int64_t> step;
   // False: tensors that only one of module and track has are passed over.
   bool strict = true;
   absl::Duration timeout = absl::ZeroDuration();  // Zero: the client's.
@@ -304,6 +305,7 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
     pull_options.version = options.version;
     pull_options.incarnation = options.incarnation;
     pull_options.label = options.label;
+    pull_options.step = options.step;
     EMA_ASSIGN_OR_RETURN(const PullInfo info,
                          client.Pull(model, options.track, pull_options, target, options.timeout));
     // Cast here, so that nothing is left that can fail when the first tensor changes.

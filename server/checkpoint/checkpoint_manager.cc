@@ -464,7 +464,14 @@ absl::StatusOr<CheckpointManifest> CheckpointManager::ReadManifest(
 absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored,
                        store_->ListNames(model.config().name));
-  return KnownVersions(model, stored);
+  std::vector<KnownVersion> on_disk;
+  for (const CheckpointStore::Stored& checkpoint : stored) {
+    if (!checkpoint.problem.ok() || checkpoint.is_partial) continue;
+    on_disk.push_back({.id = {checkpoint.id.version, checkpoint.id.incarnation},
+                       .step = checkpoint.id.step,
+                       .can_restore = true});
+  }
+  return KnownVersions(model, on_disk);
 }
 
 absl::Status CheckpointManager::NotKept(const Model& model, const VersionId& id) {

@@ -29,9 +29,9 @@
 #include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
-#include "server/checkpoint/known_versions.h"
 #include "server/checkpoint/manifest_json.h"
 #include "server/core/checkpoints.h"
+#include "server/core/known_versions.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 
@@ -115,6 +115,7 @@ class CheckpointManager final : public Checkpoints {
   absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status health() const override { return store_->health(); }
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
+  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override;
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view track) override;
 
@@ -158,7 +159,6 @@ class CheckpointManager final : public Checkpoints {
   // nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
                                                                     const VersionId& id);
-  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model);
   // `checkpoint`, which was found as `stored`. DATA_LOSS, CHECKPOINT_CORRUPT: it is of another
   // model, or version.
   static absl::StatusOr<CheckpointManifest> CheckIsOf(const Model& model,

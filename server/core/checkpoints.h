@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
+#include "server/core/known_versions.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
 #include "server/core/synthesis.h"
@@ -115,6 +116,9 @@ class Checkpoints {
 
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
   virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;
+  // The versions of a model, in memory and on the disk: newest first, each once. Without a data
+  // directory those in memory.
+  virtual absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) = 0;
   // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
   // is in memory; removing the checkpoint does not hinder whoever holds it, but it is not read
   // after this has gone. A checkpoint of which a byte turns out to be wrong, now or then, is set

@@ -488,61 +488,6 @@ absl::Status Model::closed() const {
   return closed_;
 }
 
-SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) const {
-  const auto matches = [&](const SnapshotRef& snapshot) {
-    return snapshot->record.version == version &&
-           (incarnation == 0 || snapshot->record.incarnation == incarnation);
-  };
-  if (matches(current_)) return current_;
-  const auto it = std::find_if(older_.begin(), older_.end(), matches);
-  return it != older_.end() ? *it : nullptr;
-}
-
-absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
-  absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(closed_);
-  if (current_ == nullptr) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
-                     absl::StrCat("model \"", config_.name, "\": nothing has been committed yet"));
-  }
-  const VersionRecord& latest = current_->record;
-  SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
-  if (snapshot == nullptr) {
-    const bool future = version > latest.version && incarnation >= 0 &&
-                        (incarnation == 0 || incarnation == incarnation_);
-    return MakeError(absl::StatusCode::kOutOfRange,
-                     future ? ErrorReason::kVersionNotYet : ErrorReason::kVersionNotKept,
-                     absl::StrCat("model \"", config_.name, "\": version ", version,
-                                  future ? " is not committed yet" : " is not kept",
-                                  "; the newest is ", latest.version));
-  }
-  if (!pins_.contains(snapshot.get()) &&
-      static_cast<int64_t>(pins_.size()) >= config_.max_pinned_versions) {
-    absl::Status status =
-        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
-                  absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
-                               " versions, as many as max_pinned_versions allows"));
-    SetRetryDelay(status, absl::Milliseconds(100));
-    return status;
-  }
-  ++pins_[snapshot.get()];
-  const Snapshot* const raw = snapshot.get();
-  return SnapshotRef(raw, [model = shared_from_this(), snapshot](const Snapshot* pinned) {
-    model->Unpin(pinned);
-  });
-}
-
-void Model::Unpin(const Snapshot* snapshot) {
-  absl::MutexLock lock(&mu_);
-  auto it = pins_.find(snapshot);
-  if (--it->second == 0) pins_.erase(it);
-}
-
-SnapshotRef Model::NewestAfterDrain() const {
-  absl::MutexLock lock(&mu_);
-  return current_;
-}
-
 int64_t Model::Watch(std::function<void()> on_commit) {
   absl::MutexLock lock(&watch_mu_);
   watchers_[++last_watcher_] = std::move(on_commit);

@@ -235,6 +235,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // TRACK_NOT_FOUND.
   absl::StatusOr<std::optional<VersionRecord>> NewestOf(std::string_view track)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Of what OpenReading() gives, the newest version of that step on the branch that the model is on
+  // (see BranchWalk); nullopt: none is in memory. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
+  // VERSION_NOT_YET; VERSION_NOT_KEPT: the track is synthesized, for another step.
+  absl::StatusOr<std::optional<VersionId>> FindStep(std::string_view track, int64_t step)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // True: it was committed, or loaded, in this life of the server, and not too long ago: what has
   // changed since is known.
   bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -359,6 +364,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // again.
   absl::StatusOr<bool> CheckStartLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
+  absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.

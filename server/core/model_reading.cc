@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/known_versions.h"
 #include "server/core/model.h"
 
 namespace ema {
@@ -115,9 +116,93 @@ absl::StatusOr<std::optional<VersionRecord>> Model::NewestOf(std::string_view tr
   return latest();
 }
 
+absl::StatusOr<std::optional<VersionId>> Model::FindStep(std::string_view track, int64_t step) {
+  if (const SnapshotRef synthesized = FindSynthesized(track)) {
+    const VersionRecord& record = synthesized->record;
+    if (record.step == step) return record.id();
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                     absl::StrCat("step: ", step, " given, but \"", std::string(track),
+                                  "\" has been built for step ", record.step));
+  }
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
+  const VersionRecord& latest = current_->record;
+  if (step > latest.step) return StepNotYet(config_.name, step, latest.id(), latest.step);
+  BranchWalk walk(latest);
+  for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
+    if (!walk.Takes(record->id(), record->step)) continue;
+    if (record->step < step) break;
+    if (record->step == step &&
+        FindSnapshotLocked(record->version, record->incarnation) != nullptr) {
+      return record->id();
+    }
+  }
+  return std::nullopt;
+}
+
 bool Model::RemembersVersion(int64_t version, int64_t incarnation) const {
   absl::MutexLock lock(&mu_);
   return FindRecordLocked({version, incarnation}) != records_.end();
+}
+
+absl::Status Model::CheckHasVersionLocked() const {
+  EMA_RETURN_IF_ERROR(closed_);
+  if (current_ == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+                     absl::StrCat("model \"", config_.name, "\": nothing has been committed yet"));
+  }
+  return absl::OkStatus();
+}
+
+SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) const {
+  const auto matches = [&](const SnapshotRef& snapshot) {
+    return snapshot->record.version == version &&
+           (incarnation == 0 || snapshot->record.incarnation == incarnation);
+  };
+  if (matches(current_)) return current_;
+  const auto it = std::find_if(older_.begin(), older_.end(), matches);
+  return it != older_.end() ? *it : nullptr;
+}
+
+absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
+  const VersionRecord& latest = current_->record;
+  SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
+  if (snapshot == nullptr) {
+    const bool future = version > latest.version && incarnation >= 0 &&
+                        (incarnation == 0 || incarnation == incarnation_);
+    return MakeError(absl::StatusCode::kOutOfRange,
+                     future ? ErrorReason::kVersionNotYet : ErrorReason::kVersionNotKept,
+                     absl::StrCat("model \"", config_.name, "\": version ", version,
+                                  future ? " is not committed yet" : " is not kept",
+                                  "; the newest is ", latest.version));
+  }
+  if (!pins_.contains(snapshot.get()) &&
+      static_cast<int64_t>(pins_.size()) >= config_.max_pinned_versions) {
+    absl::Status status =
+        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+                  absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
+                               " versions, as many as max_pinned_versions allows"));
+    SetRetryDelay(status, absl::Milliseconds(100));
+    return status;
+  }
+  ++pins_[snapshot.get()];
+  const Snapshot* const raw = snapshot.get();
+  return SnapshotRef(raw, [model = shared_from_this(), snapshot](const Snapshot* pinned) {
+    model->Unpin(pinned);
+  });
+}
+
+void Model::Unpin(const Snapshot* snapshot) {
+  absl::MutexLock lock(&mu_);
+  auto it = pins_.find(snapshot);
+  if (--it->second == 0) pins_.erase(it);
+}
+
+SnapshotRef Model::NewestAfterDrain() const {
+  absl::MutexLock lock(&mu_);
+  return current_;
 }
 
 std::deque<VersionRecord>::const_iterator Model::FindRecordLocked(const VersionId& id) const {

@@ -17,7 +17,7 @@
 namespace ema {
 
 // Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget(): there is nothing to forget;
-// and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT. Thread-safe; never blocks.
+// Known(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT. Thread-safe; never blocks.
 class NoCheckpoints : public Checkpoints {
  public:
   absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NoDataDir(); }
@@ -48,6 +48,9 @@ class NoCheckpoints : public Checkpoints {
                      absl::StrCat("label: \"", absl::CHexEscape(std::string(label)),
                                   "\" given, but the server was started without --data-dir, so it "
                                   "keeps no labels"));
+  }
+  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override {
+    return KnownVersions(model, {});
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view) override {

@@ -5,17 +5,42 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/known_versions.h"
 #include "server/rpc/convert.h"
 
 namespace ema {
+namespace {
+
+// INVALID_ARGUMENT: more than one thing says which version is asked for, or a negative number.
+absl::Status CheckNamesOne(const v1::PullRequest& request) {
+  if (request.version() < 0) {
+    return BadMessage(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
+  }
+  if (request.step() < 0) {
+    return BadMessage(absl::StrCat("step: ", request.step(), " given, expected 0 or more"));
+  }
+  std::vector<std::string> given;
+  if (!request.label().empty()) {
+    given.push_back(absl::StrCat("label: \"", absl::CHexEscape(request.label()), "\""));
+  }
+  if (request.version() != 0) given.push_back(absl::StrCat("version: ", request.version()));
+  if (request.has_step()) given.push_back(absl::StrCat("step: ", request.step()));
+  if (request.has_if_newer_than()) given.push_back("if_newer_than, which is about the newest");
+  if (given.size() <= 1) return absl::OkStatus();
+  return BadMessage(absl::StrCat(absl::StrJoin(given, " given with "), ": expected one of these"));
+}
+
+}  // namespace
 
 absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(request.model()));
+  offset_ = request.offset();
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();
-  EMA_RETURN_IF_ERROR(Begin(request.offset()));
+  EMA_RETURN_IF_ERROR(Begin());
   // Of a version after this one it is not known what has been the same.
   const VersionId base{request.base().version(), request.base().incarnation()};
   if (request.has_base() && base <= record_.id() &&
@@ -27,57 +52,58 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
 
 absl::Status PullHandler::OpenStored() {
   if (!on_disk_.has_value()) return absl::OkStatus();
-  OnDisk wanted = *std::exchange(on_disk_, std::nullopt);
-  reading_ = model_->FindStoredReading(wanted.id, wanted.track, wanted.selection);
-  if (reading_ == nullptr) {
-    absl::StatusOr<SnapshotRef> snapshot =
-        checkpoints_->OpenVersion(*model_, wanted.id, wanted.track);
-    if (GetErrorReason(snapshot.status()) == ErrorReason::kVersionNotKept) {
-      EMA_RETURN_IF_ERROR(wanted.too_many_pins);
-    }
-    EMA_RETURN_IF_ERROR(snapshot.status());
-    EMA_ASSIGN_OR_RETURN(reading_,
-                         model_->ReadStored(*std::move(snapshot), std::move(wanted.selection)));
+  if (on_disk_->step.has_value()) EMA_RETURN_IF_ERROR(FindStoredStep());
+  if (on_disk_.has_value()) {
+    Wanted wanted = *std::exchange(on_disk_, std::nullopt);
+    reading_ = model_->FindStoredReading(wanted.id, wanted.track, wanted.selection);
+    if (reading_ == nullptr) EMA_RETURN_IF_ERROR(OpenFromDisk(std::move(wanted)));
   }
-  return Begin(wanted.offset);
+  return Begin();
 }
 
-absl::Status PullHandler::Begin(int64_t offset) {
+absl::Status PullHandler::FindStoredStep() {
+  Wanted wanted = *std::exchange(on_disk_, std::nullopt);
+  const std::optional<VersionRecord> latest = model_->latest();
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, checkpoints_->Known(*model_));
+  EMA_ASSIGN_OR_RETURN(
+      wanted.id, VersionAtStep(model_->config().name, BranchOf(known, *latest), *wanted.step));
+  wanted.step.reset();
+  // In memory after all, if a rollback has gone back to that step meanwhile.
+  return OpenVersion(std::move(wanted));
+}
+
+absl::Status PullHandler::OpenFromDisk(Wanted wanted) {
+  absl::StatusOr<SnapshotRef> snapshot =
+      checkpoints_->OpenVersion(*model_, wanted.id, wanted.track);
+  if (GetErrorReason(snapshot.status()) == ErrorReason::kVersionNotKept) {
+    EMA_RETURN_IF_ERROR(wanted.too_many_pins);
+  }
+  EMA_RETURN_IF_ERROR(snapshot.status());
+  EMA_ASSIGN_OR_RETURN(reading_,
+                       model_->ReadStored(*std::move(snapshot), std::move(wanted.selection)));
+  return absl::OkStatus();
+}
+
+absl::Status PullHandler::Begin() {
   record_ = reading_->snapshot()->record;
-  if (offset < 0 || offset > reading_->total_bytes()) {
+  if (offset_ < 0 || offset_ > reading_->total_bytes()) {
     return MakeError(
         absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
-        absl::StrCat("offset: ", offset, " given, expected 0 to ", reading_->total_bytes()));
+        absl::StrCat("offset: ", offset_, " given, expected 0 to ", reading_->total_bytes()));
   }
-  position_ = offset;
+  position_ = offset_;
   return absl::OkStatus();
 }
 
 absl::StatusOr<VersionId> PullHandler::FindVersion(const v1::PullRequest& request) const {
-  if (request.version() < 0) {
-    return BadMessage(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
-  }
-  if (request.has_if_newer_than() && request.version() != 0) {
-    return BadMessage(absl::StrCat("version: ", request.version(),
-                                   " given with if_newer_than, which is about the newest: "
-                                   "expected 0"));
-  }
+  EMA_RETURN_IF_ERROR(CheckNamesOne(request));
   if (request.label().empty()) return VersionId{request.version(), request.incarnation()};
-  const std::string label = absl::StrCat("label: \"", absl::CHexEscape(request.label()), "\"");
-  if (request.version() != 0) {
-    return BadMessage(absl::StrCat(label, " given with version ", request.version(), ": expected ",
-                                   "one of the two"));
-  }
-  if (request.has_if_newer_than()) {
-    return BadMessage(absl::StrCat(label,
-                                   " given with if_newer_than, which is about the newest: "
-                                   "expected one of the two"));
-  }
   return checkpoints_->FindLabel(*model_, request.label());
 }
 
 absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const VersionId id, FindVersion(request));
+  Wanted wanted{.track = request.track()};
+  EMA_ASSIGN_OR_RETURN(wanted.id, FindVersion(request));
   if (request.has_if_newer_than()) {
     const v1::VersionId& known = request.if_newer_than();
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionRecord> newest,
@@ -88,17 +114,35 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
       return absl::OkStatus();
     }
   }
-  EMA_ASSIGN_OR_RETURN(Selection selection, FromProto(request.selection()));
+  EMA_ASSIGN_OR_RETURN(wanted.selection, FromProto(request.selection()));
+  if (request.has_step()) {
+    EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> found,
+                         model_->FindStep(request.track(), request.step()));
+    wanted.step = request.step();
+    if (!found.has_value()) {
+      on_disk_ = std::move(wanted);
+      return absl::OkStatus();
+    }
+    wanted.id = *found;
+  }
+  return OpenVersion(std::move(wanted));
+}
+
+absl::Status PullHandler::OpenVersion(Wanted wanted) {
+  const int64_t version = wanted.id.version;
   absl::StatusOr<std::shared_ptr<Reading>> reading =
-      model_->OpenReading(request.track(), id.version, id.incarnation, selection);
+      model_->OpenReading(wanted.track, version, wanted.id.incarnation, wanted.selection);
   const ErrorReason reason = GetErrorReason(reading.status());
   const bool is_not_in_memory =
       reason == ErrorReason::kVersionNotKept ||
-      (reason == ErrorReason::kNoVersion && id.version != 0 && !model_->latest().has_value());
-  const bool is_too_many = reason == ErrorReason::kTooManyPins && id.version != 0;
+      (reason == ErrorReason::kNoVersion && version != 0 && !model_->latest().has_value());
+  const bool is_too_many = reason == ErrorReason::kTooManyPins && version != 0;
   if (is_not_in_memory || is_too_many) {
-    on_disk_ = OnDisk{id, request.track(), std::move(selection), request.offset(),
-                      is_too_many ? reading.status() : absl::OkStatus()};
+    if (is_too_many) {
+      wanted.too_many_pins = reading.status();
+      wanted.step.reset();
+    }
+    on_disk_ = std::move(wanted);
     return absl::OkStatus();
   }
   EMA_RETURN_IF_ERROR(reading.status());

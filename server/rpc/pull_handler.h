@@ -58,29 +58,36 @@ class PullHandler {
   void Close() { reading_.reset(); }
 
  private:
-  // Sets `reading_`, or `on_disk_`, unless there is nothing newer to read.
-  absl::Status OpenReading(const v1::PullRequest& request);
-  // Which version is asked for; all zero: the newest.
-  absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
-  // Goes on once `reading_` is known.
-  absl::Status Begin(int64_t offset);
-
-  // A version that is to be read from the disk, and what of it is asked for.
-  struct OnDisk {
+  // A version, and what of it is asked for; in `on_disk_`: it is to be read from the disk.
+  struct Wanted {
     VersionId id;
+    std::optional<int64_t> step;  // Instead: of this step, and not in memory.
     std::string track;
     Selection selection;
-    int64_t offset = 0;
     absl::Status too_many_pins;  // Not OK: it is in memory; because of this.
   };
+
+  // Sets `reading_`, or `on_disk_`, unless there is nothing newer to read.
+  absl::Status OpenReading(const v1::PullRequest& request);
+  // Which version is asked for, if not by its step; all zero: the newest.
+  absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
+  // Sets `reading_` if the version is in memory, else `on_disk_`.
+  absl::Status OpenVersion(Wanted wanted);
+  // OpenVersion() of the step in `on_disk_`, wherever it is.
+  absl::Status FindStoredStep();
+  // Sets `reading_`.
+  absl::Status OpenFromDisk(Wanted wanted);
+  // Goes on once `reading_` is known.
+  absl::Status Begin();
 
   ModelStore* const store_;
   Checkpoints* const checkpoints_;
   std::shared_ptr<Model> model_;
   VersionRecord record_;
-  std::optional<OnDisk> on_disk_;        // Until it is open.
+  std::optional<Wanted> on_disk_;        // Until it is open.
   std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
   std::optional<int64_t> base_version_;  // The reader has what was the same then.
+  int64_t offset_ = 0;                   // Where the reader wants to begin.
   int64_t position_ = 0;                 // In the reading's bytes.
   int64_t sent_bytes_ = 0;
   int64_t chunk_count_ = 0;

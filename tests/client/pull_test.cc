@@ -133,6 +133,28 @@ TEST_F(PullTest, StartsOverWhenTheVersionHasGoneMeanwhile) {
               ReasonIs(ErrorReason::kVersionNotKept));
 }
 
+TEST_F(PullTest, AStepIsAskedForAgainWhenItsVersionHasGoneMeanwhile) {
+  const absl::Status gone =
+      MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept, "gone");
+  server_.pull_scripts = {{.break_after_chunks = 3}, {.refuse = gone}};
+  ASSERT_THAT(client_->Pull("m", "ema", {.step = 0}, target_, absl::Seconds(20)), IsOk());
+  EXPECT_EQ(bytes_, server_.pulled_bytes);
+  EXPECT_EQ(target_calls_, 2);
+  ASSERT_THAT(server_.pulls(), SizeIs(3));
+  EXPECT_TRUE(server_.pulls()[0].has_step());
+  EXPECT_EQ(server_.pulls()[1].version(), 42);
+  EXPECT_FALSE(server_.pulls()[1].has_step());
+  EXPECT_EQ(server_.pulls()[2].version(), 0);
+  EXPECT_TRUE(server_.pulls()[2].has_step());
+}
+
+TEST_F(PullTest, AServerThatPassesOverTheStepIsNotBelieved) {
+  const absl::StatusOr<PullInfo> info =
+      client_->Pull("m", "ema", {.step = 7}, target_, absl::Seconds(20));
+  EXPECT_THAT(info, StatusIs(absl::StatusCode::kInternal, HasSubstr("another step")));
+  EXPECT_EQ(target_calls_, 0);
+}
+
 TEST_F(PullTest, SurvivesACutConnection) {
   server_.pulled_bytes.resize(3'000'000, 'q');
   TcpProxy proxy(server_.port());

@@ -49,6 +49,13 @@ class FakeCheckpoints final : public Checkpoints {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
                      absl::StrCat("no label \"", std::string(label), "\"; there is best"));
   }
+  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override {
+    std::vector<KnownVersion> on_disk;
+    for (const auto& [id, kept] : kept_) {
+      on_disk.push_back({.id = id, .step = kept.version.record.step, .can_restore = true});
+    }
+    return KnownVersions(model, on_disk);
+  }
   absl::StatusOr<SnapshotRef> OpenVersion(Model&, const VersionId& id,
                                           std::string_view track) override {
     ++open_count;
@@ -153,6 +160,11 @@ class StoredPullTest : public RpcFixture {
   static v1::PullRequest ByLabel(const std::string& label) {
     v1::PullRequest request = Request();
     request.set_label(label);
+    return request;
+  }
+  static v1::PullRequest ByStep(int64_t step) {
+    v1::PullRequest request = Request();
+    request.set_step(step);
     return request;
   }
   static bool IsData(const std::string& data, const std::vector<std::byte>& bytes,
@@ -287,6 +299,119 @@ TEST_F(StoredPullTest, ALabelIsTheVersionThatHasIt) {
   const LanePulled by_lane = PullByLane(ByLabel("best"));
   EXPECT_TRUE(by_lane.complete);
   EXPECT_TRUE(IsData(by_lane.data, first_));
+}
+
+TEST_F(StoredPullTest, AStepIsItsVersionInMemoryOrOnTheDisk) {
+  Start();
+  const Pulled newest = Pull(ByStep(5));
+  EXPECT_TRUE(newest.complete);
+  EXPECT_TRUE(IsData(newest.data, newest_));
+  EXPECT_EQ(newest.header.version().version(), 5);
+  EXPECT_TRUE(IsData(PullByLane(ByStep(5)).data, newest_));
+  EXPECT_EQ(disk_.open_count, 0);
+
+  const Pulled stored = Pull(ByStep(1));
+  EXPECT_TRUE(stored.complete);
+  EXPECT_TRUE(IsData(stored.data, first_));
+  EXPECT_EQ(stored.header.version().version(), 1);
+  EXPECT_TRUE(IsData(PullByLane(ByStep(1)).data, first_));
+  v1::PullRequest rest = ByStep(1);
+  rest.set_offset(kBytes - 4);
+  EXPECT_TRUE(IsData(Pull(rest).data, first_, kBytes - 4));
+}
+
+TEST_F(StoredPullTest, AStepThatIsNowhereIsRefusedWithThoseThatThereAre) {
+  Start();
+  const CallResult gone = Pull(ByStep(2)).result;
+  EXPECT_EQ(gone.status.error_code(), grpc::StatusCode::OUT_OF_RANGE);
+  EXPECT_EQ(gone.detail.reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  EXPECT_THAT(gone.status.error_message(),
+              HasSubstr("of step 2 no version is in memory or on the disk; there are step 1 "
+                        "(version 1), step 3 (version 3), step 4 (version 4), step 5 (version 5)"));
+  EXPECT_EQ(PullByLane(ByStep(2)).error.detail().reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  // Never made, which is not the same as none asked for.
+  EXPECT_EQ(ReasonOf(ByStep(0)), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  const CallResult early = Pull(ByStep(9)).result;
+  EXPECT_EQ(early.status.error_code(), grpc::StatusCode::OUT_OF_RANGE);
+  EXPECT_EQ(early.detail.reason(), v1::ERROR_REASON_VERSION_NOT_YET);
+  EXPECT_THAT(early.status.error_message(),
+              HasSubstr("step 9 is not committed yet; the newest is step 5 (version 5)"));
+  v1::PullRequest request = ByStep(1);
+  request.set_track("nope");
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_TRACK_NOT_FOUND);
+}
+
+TEST_F(StoredPullTest, AStepStandsAlone) {
+  Start();
+  const auto expect_refused = [&](const v1::PullRequest& request, const std::string& message) {
+    const CallResult result = Pull(request).result;
+    EXPECT_EQ(result.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+    EXPECT_EQ(result.status.error_message(), message);
+  };
+  v1::PullRequest request = ByStep(5);
+  request.set_version(5);
+  expect_refused(request, "version: 5 given with step: 5: expected one of these");
+  request = ByStep(0);
+  request.set_label("best");
+  expect_refused(request, "label: \"best\" given with step: 0: expected one of these");
+  request = ByStep(5);
+  request.mutable_if_newer_than()->set_version(1);
+  expect_refused(request,
+                 "step: 5 given with if_newer_than, which is about the newest: expected one of "
+                 "these");
+  expect_refused(ByStep(-1), "step: -1 given, expected 0 or more");
+}
+
+TEST_F(StoredPullTest, AStepThatARollbackHasGivenUpIsNotTheSameStepOfToday) {
+  Start();
+  const SnapshotRef fifth = *model_->PinVersion(5);
+  for (int64_t step : {6, 8}) {  // Versions 6 and 7.
+    ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
+    disk_.Keep(**model_->PinVersion(0), model_->device());
+  }
+  EXPECT_EQ(Pull(ByStep(8)).header.version().version(), 7);
+  ASSERT_THAT(model_->RollBack({5, 7}, [&] { return std::make_shared<Snapshot>(*fifth); }), IsOk());
+  // Both are of that step, with the same values.
+  EXPECT_EQ(Pull(ByStep(5)).header.version().version(), 8);
+  EXPECT_TRUE(IsData(Pull(ByStep(5)).data, newest_));
+  EXPECT_EQ(ReasonOf(ByStep(8)), v1::ERROR_REASON_VERSION_NOT_YET);
+
+  TestRank next(model_, "next");
+  ASSERT_THAT(next.Join(), IsOk());
+  ASSERT_THAT(next.Push(8, Weights(80)), IsOk());
+  const std::vector<std::byte> eighth = *ReadAll(*model_, "ema");
+  const Pulled again = Pull(ByStep(8));
+  EXPECT_EQ(again.header.version().version(), 9);
+  EXPECT_TRUE(IsData(again.data, eighth));
+  const CallResult given_up = Pull(ByStep(6)).result;
+  EXPECT_EQ(given_up.detail.reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  EXPECT_THAT(given_up.status.error_message(),
+              HasSubstr("there are step 1 (version 1), step 5 (version 8), step 5 (version 5), "
+                        "step 8 (version 9)"));
+  // What is still pinned stands in for what came of going back to it, once that has gone.
+  for (int64_t step : {10, 11}) ASSERT_THAT(next.Push(step, Weights(step)), IsOk());
+  EXPECT_EQ(Pull(ByStep(5)).header.version().version(), 5);
+  EXPECT_EQ(ReasonOf(ByStep(8)), v1::ERROR_REASON_VERSION_NOT_KEPT);
+}
+
+TEST_F(StoredPullTest, AStepThatTooManyReadersKeepFromMemoryComesFromTheDisk) {
+  Start();
+  const Snapshot newest = **model_->PinVersion(5);
+  const SnapshotRef pins[] = {*model_->PinVersion(3), *model_->PinVersion(4)};
+  EXPECT_EQ(ReasonOf(ByStep(5)), v1::ERROR_REASON_TOO_MANY_PINS);
+  disk_.Keep(newest, model_->device());
+  EXPECT_TRUE(IsData(Pull(ByStep(5)).data, newest_));
+}
+
+TEST_F(StoredPullTest, StepsWithoutADataDirectoryAreThoseInMemory) {
+  StartServer();
+  CreateAndOpen();
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  request.set_step(0);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_NO_VERSION);
 }
 
 TEST_F(StoredPullTest, WhatIsNowhereIsRefusedWithItsReason) {

@@ -39,6 +39,7 @@ def averaged(
     *,
     track: str | None = None,
     version: VersionLike = 0,
+    step: int | None = None,
     recalibrate: Recalibration | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
@@ -59,6 +60,7 @@ def averaged(
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: a number, a record, or a label such as "best"; 0: the newest.
+        step: instead: the version of this step of the trainer; see `Client.pull`.
         recalibrate: gives BatchNorm the statistics that the averaged weights have, which are not
             the average of the statistics: a loader of input tensors, or of tuples that begin with one,
             over which they are computed as by `torch.optim.swa_utils.update_bn`; or what does so,
@@ -80,7 +82,7 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
-    read = _read(model, url, track, version, rename, process_group, timeout_s)
+    read = _read(model, url, track, version, step, rename, process_group, timeout_s)
     record = read.version
     swap = swapped(model, read.model_name, read.weights, ignored=read.ignored, rename=rename)
     del read  # As large as the model.
@@ -95,6 +97,7 @@ def copy_average(
     *,
     track: str | None = None,
     version: VersionLike = 0,
+    step: int | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
     timeout_s: float = 60.0,
@@ -106,7 +109,7 @@ def copy_average(
     """
     failure: Exception | None = None
     try:
-        read = _read(model, url, track, version, rename, process_group, timeout_s)
+        read = _read(model, url, track, version, step, rename, process_group, timeout_s)
         targets = _targets(model, read.model_name, read.weights, read.ignored, rename)
     except Exception as raised:
         failure = raised
@@ -128,6 +131,7 @@ def _read(
     url: str,
     track: str | None,
     version: VersionLike,
+    step: int | None,
     rename: Callable[[str], str] | None,
     process_group: Any,
     timeout_s: float,
@@ -154,9 +158,13 @@ def _read(
         weights: Mapping[str, torch.Tensor]
         if is_part:
             pieces = pieces_of(_without(named, ignored))
-            weights, pulled = pull_pieces(client, ranks, info, track, version, pieces)
+            weights, pulled = pull_pieces(
+                client, ranks, info, track, version, step, pieces
+            )
         else:
-            whole = client.pull(model_name, track=track, version=version, framework="torch")
+            whole = client.pull(
+                model_name, track=track, version=version, step=step, framework="torch"
+            )
             weights, pulled = whole, whole.version
     return _Read(model_name, weights, ignored, pulled)
 
@@ -243,6 +251,7 @@ def pull_pieces(
     info: ModelInfo,
     track: str,
     version: VersionLike,
+    step: int | None,
     pieces: Mapping[str, Piece],
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Each rank its pieces, all of them of one version. Collective."""
@@ -255,13 +264,15 @@ def pull_pieces(
                 info = client.model(info.name)
         except Exception as raised:
             failure = raised
-        chosen = ranks.broadcast(version or info.latest or 0)
+        newest = info.latest if step is None else None
+        chosen, step = ranks.broadcast((version or newest or 0, step))
         try:
             if failure is None and (whole or boxes):
                 weights = client.pull(
                     info.name,
                     track=track,
                     version=chosen,
+                    step=step,
                     tensors=whole,
                     slices=boxes,
                     framework="torch",
@@ -272,14 +283,14 @@ def pull_pieces(
             of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
         except OutOfRangeError:
             # Commits have overtaken the pulls: the newest version has gone.
-            if version != 0 or attempt == _ATTEMPTS:
+            if version != 0 or step is not None or attempt == _ATTEMPTS:
                 raise
             continue
         pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
         if not pulled:  # No rank has anything of it.
             record: Version | None = None
             try:
-                record = version_alone(client, info, track, chosen)
+                record = version_alone(client, info, track, chosen, step)
             except Exception as raised:
                 failure = raised
             record = ranks.gather_or_raise(failure, record)[0]
@@ -287,11 +298,14 @@ def pull_pieces(
             return {}, record
         if len({version_id(of_rank) for of_rank in pulled}) == 1:
             return {} if weights is None else weights, pulled[0]
-        # A label has moved.
-    raise AbortedError(f'model "{info.name}": label "{version}" moved during every pull')
+        # A label has moved, or the model has been rolled back to the step.
+    what = f'label "{version}"' if step is None else f"step {step}"
+    raise AbortedError(f'model "{info.name}": {what} moved during every pull')
 
 
-def version_alone(client: Client, info: ModelInfo, track: str, version: VersionLike) -> Version:
+def version_alone(
+    client: Client, info: ModelInfo, track: str, version: VersionLike, step: int | None
+) -> Version:
     """The record of what a pull would give. A pull that names nothing is of everything."""
     ignored: set[str] = set()
     if track in info.tracks:
@@ -300,7 +314,7 @@ def version_alone(client: Client, info: ModelInfo, track: str, version: VersionL
         ignored = {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
     smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
-    return client.pull(info.name, track=track, version=version, tensors=smallest).version
+    return client.pull(info.name, track=track, version=version, step=step, tensors=smallest).version
 
 
 def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

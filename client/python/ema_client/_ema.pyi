@@ -286,6 +286,7 @@ class Client:
         incarnation: int,
         label: str,
         tensors: Sequence[str],
+        step: int | None,
         slices: Sequence[tuple[str, Sequence[int], Sequence[int]]],
         dtype: str | None,
         timeout_s: float,

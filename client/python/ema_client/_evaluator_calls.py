@@ -47,6 +47,7 @@ class EvaluatorCalls(CheckpointCalls):
         *,
         track: str,
         version: VersionLike = 0,
+        step: int | None = None,
         tensors: Collection[str] = (),
         slices: Collection[Shard] = (),
         dtype: Literal["float32", "float16", "bfloat16"] | None = None,
@@ -63,6 +64,8 @@ class EvaluatorCalls(CheckpointCalls):
             track: which average.
             version: a number, a record, or a label such as "best"; 0: the newest. One that is only on
                 the server's disk is read from there.
+            step: instead: the version of this step of the trainer. After a rollback it is the step of
+                today's training, not of the one that was given up.
             tensors: names, or patterns such as "encoder.*": only these, and those of `slices`.
             slices: of these tensors only a box.
             dtype: what the server casts floats to before it sends them. None: as it keeps them.
@@ -85,8 +88,10 @@ class EvaluatorCalls(CheckpointCalls):
         Raises:
             NotFoundError: no such model, track or label.
             FailedPreconditionError: nothing has been committed yet.
-            OutOfRangeError: the version is not kept any more, or not committed yet.
+            OutOfRangeError: the version is not kept any more, or not committed yet; of a step, the
+                message says which there are.
             InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
+                a step and a version;
                 `out` has other names or shapes, or dtypes that the values cannot
                 be cast to.
         """
@@ -116,6 +121,7 @@ class EvaluatorCalls(CheckpointCalls):
             number,
             incarnation,
             label,
+            step,
             list(tensors),
             [(box.name, box.offsets, box.extents) for box in slices],
             dtype,
@@ -186,6 +192,7 @@ class EvaluatorCalls(CheckpointCalls):
         *,
         tracks: Sequence[str],
         version: VersionLike = 0,
+        step: int | None = None,
         framework: Framework = "auto",
         timeout_s: float | None = None,
     ) -> Weights:
@@ -196,7 +203,7 @@ class EvaluatorCalls(CheckpointCalls):
         Args:
             name: the model.
             tracks: which averages, in the order of the first dimension; they must have the same tensors.
-            version: as for `pull`.
+            version, step: as for `pull`.
             framework: as for `pull`.
             timeout_s: seconds for each track.
 
@@ -214,10 +221,10 @@ class EvaluatorCalls(CheckpointCalls):
             raise InvalidArgumentError("tracks: at least one is needed", reason="BAD_REQUEST")
         for attempt in itertools.count(1):
             try:
-                return self._pull_stacked(name, tracks, version, framework, timeout_s)
+                return self._pull_stacked(name, tracks, version, step, framework, timeout_s)
             except OutOfRangeError:
                 # Commits have overtaken the pulls.
-                if version != 0 or attempt == _STACKED_ATTEMPTS:
+                if version != 0 or step is not None or attempt == _STACKED_ATTEMPTS:
                     raise
         raise AssertionError  # Not reached.
 
@@ -226,11 +233,17 @@ class EvaluatorCalls(CheckpointCalls):
         name: str,
         tracks: Sequence[str],
         version: VersionLike,
+        step: int | None,
         framework: Framework,
         timeout_s: float | None,
     ) -> Weights:
         first = self.pull(
-            name, track=tracks[0], version=version, framework=framework, timeout_s=timeout_s
+            name,
+            track=tracks[0],
+            version=version,
+            step=step,
+            framework=framework,
+            timeout_s=timeout_s,
         )
         names = [tensor for tensor in first if tensor not in first.aliases]
         stacked = {tensor: _arrays.stack_like(first[tensor], len(tracks)) for tensor in names}
@@ -313,6 +326,7 @@ class EvaluatorCalls(CheckpointCalls):
         *,
         track: str,
         version: VersionLike = 0,
+        step: int | None = None,
         tensors: Collection[str] = (),
         slices: Collection[Shard] = (),
         dtype: Literal["float32", "float16", "bfloat16"] | None = None,
@@ -327,7 +341,7 @@ class EvaluatorCalls(CheckpointCalls):
                 gets model.safetensors and small files beside it, so that `from_pretrained` reads it
                 if a config.json is among them. What is there of the same names is replaced.
             track: which average.
-            version, tensors, slices, dtype: as for `pull`.
+            version, step, tensors, slices, dtype: as for `pull`.
             files: of a folder: contents by name, or a folder of which is taken what describes a model,
                 as for `attach_files`. None: those that are attached to the model.
             timeout_s: seconds for each call.
@@ -362,6 +376,7 @@ class EvaluatorCalls(CheckpointCalls):
             name,
             track=track,
             version=version,
+            step=step,
             tensors=tensors,
             slices=slices,
             dtype=dtype,

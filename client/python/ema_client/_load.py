@@ -47,6 +47,7 @@ def load_into(
     *,
     track: str | None = None,
     version: VersionLike = 0,
+    step: int | None = None,
     strict: bool = True,
     device: Any = "cpu",
     timeout_s: float = 60.0,
@@ -62,6 +63,7 @@ def load_into(
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: a number, a record, or a label such as "best"; 0: the newest.
+        step: instead: the version of this step of the trainer; see `Client.pull`.
         strict: the module and the track must have the same tensors. False: what both have is loaded,
             and only that is sent, for example an encoder's.
         device: where tensors that have no memory get it.
@@ -98,14 +100,17 @@ def load_into(
         wanted = {match.names[name]: named.all()[name] for name in match.names}
         values: Mapping[str, torch.Tensor] = {}
         if is_sharded:
-            values, pulled = pull_pieces(client, ranks, info, track, version, pieces_of(wanted))
+            values, pulled = pull_pieces(
+                client, ranks, info, track, version, step, pieces_of(wanted)
+            )
         elif not wanted and not match.is_all:
-            pulled = version_alone(client, info, track, version)
+            pulled = version_alone(client, info, track, version, step)
         else:
             weights = client.pull(
                 model_name,
                 track=track,
                 version=version,
+                step=step,
                 tensors=() if match.is_all else list(wanted),
                 dtype=half_of(wanted),
                 framework="torch",

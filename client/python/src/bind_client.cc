@@ -361,7 +361,7 @@ class PyClient {
 
   std::shared_ptr<Pulled> Pull(const std::string& model, const std::string& track, int64_t version,
                                int64_t incarnation, const std::string& label,
-                               const std::vector<std::string>& tensors,
+                               std::optional<int64_t> step, const std::vector<std::string>& tensors,
                                const std::vector<SliceTuple>& slices,
                                const std::optional<std::string>& dtype, double timeout_s,
                                const std::optional<nb::callable>& on_progress) {
@@ -384,6 +384,7 @@ class PyClient {
     bool has_raised = false;
     if (on_progress.has_value()) {
       progress = [&](int64_t byte_count) {
+                                      .step = step,
         if (has_raised) return;
         nb::gil_scoped_acquire acquire;
         const nb::object result = nb::steal(
@@ -500,7 +501,8 @@ void BindClient(nb::module_& module) {
            "shards"_a.none(), "frozen_shard_count"_a, "wire_dtype"_a, "rejoins"_a,
            "resume"_a.none(), "imported_updates"_a, "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "incarnation"_a, "label"_a,
-           "tensors"_a, "slices"_a, "dtype"_a.none(), "timeout_s"_a, "on_progress"_a.none())
+           "step"_a.none(), "tensors"_a, "slices"_a, "dtype"_a.none(), "timeout_s"_a,
+           "on_progress"_a.none())
       .def("refresh", &PyClient::Refresh, "pulled"_a, "timeout_s"_a)
       .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/checkpoint/known_versions.h"
+#include "server/core/known_versions.h"
 
 #include <algorithm>
 #include <functional>
@@ -7,6 +7,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 
 namespace ema {
 namespace {
@@ -22,13 +23,9 @@ bool IsNext(const KnownVersion& next, const KnownVersion& version) {
 }  // namespace
 
 std::vector<KnownVersion> KnownVersions(const Model& model,
-                                        absl::Span<const CheckpointStore::Stored> stored) {
+                                        absl::Span<const KnownVersion> on_disk) {
   std::map<VersionId, KnownVersion, std::greater<>> known;
-  for (const CheckpointStore::Stored& checkpoint : stored) {
-    if (!checkpoint.problem.ok() || checkpoint.is_partial) continue;
-    const VersionId id{checkpoint.id.version, checkpoint.id.incarnation};
-    known[id] = {.id = id, .step = checkpoint.id.step, .can_restore = true};
-  }
+  for (const KnownVersion& version : on_disk) known[version.id] = version;
   for (const Model::RecordEntry& entry : model.RecordsAfter(
            /*version=*/0, /*incarnation=*/0, std::numeric_limits<int64_t>::max())) {
     KnownVersion& version = known[entry.record.id()];
@@ -43,18 +40,19 @@ std::vector<KnownVersion> KnownVersions(const Model& model,
   return result;
 }
 
+bool BranchWalk::Takes(const VersionId& id, int64_t step) {
+  if (id > latest_ || id.version >= version_ || step > step_) return false;
+  version_ = id.version;
+  step_ = step;
+  return true;
+}
+
 std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
                                    const VersionRecord& latest) {
   std::vector<KnownVersion> branch;
-  int64_t version = latest.version + 1;
-  int64_t step = latest.step;
+  BranchWalk walk(latest);
   for (const KnownVersion& candidate : known) {
-    if (candidate.id > latest.id() || candidate.id.version >= version || candidate.step > step) {
-      continue;
-    }
-    branch.push_back(candidate);
-    version = candidate.id.version;
-    step = candidate.step;
+    if (walk.Takes(candidate.id, candidate.step)) branch.push_back(candidate);
   }
   return branch;
 }
@@ -78,6 +76,28 @@ std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch,
     if (version.step == before->step && version.can_restore) return version.id;
   }
   return std::nullopt;
+}
+
+absl::StatusOr<VersionId> VersionAtStep(std::string_view model_name,
+                                        absl::Span<const KnownVersion> branch, int64_t step) {
+  if (!branch.empty() && step > branch[0].step) {
+    return StepNotYet(model_name, step, branch[0].id, branch[0].step);
+  }
+  for (const KnownVersion& version : branch) {
+    if (version.step == step && version.can_restore) return version.id;
+  }
+  return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                   absl::StrCat("model \"", std::string(model_name), "\": of step ", step,
+                                " no version is in memory or on the disk; there are ",
+                                ListNearest(branch, step)));
+}
+
+absl::Status StepNotYet(std::string_view model_name, int64_t step, const VersionId& latest,
+                        int64_t latest_step) {
+  return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,
+                   absl::StrCat("model \"", std::string(model_name), "\": step ", step,
+                                " is not committed yet; the newest is step ", latest_step,
+                                " (version ", latest.version, ")"));
 }
 
 std::string ListNearest(absl::Span<const KnownVersion> known, int64_t step) {

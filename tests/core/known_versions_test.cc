@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/checkpoint/known_versions.h"
+#include "server/core/known_versions.h"
 
 #include <string>
 
+#include "ema/error_reason.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -87,6 +88,20 @@ TEST(VersionAfterStepTest, ARollbackIsWhatItWentBackTo) {
   EXPECT_EQ(VersionAfterStep(branch, 15), std::nullopt);
   branch[1].restored_from = VersionId{2, 7};
   EXPECT_EQ(VersionAfterStep(branch, 15), (VersionId{1, 7}));
+}
+
+TEST(VersionAtStepTest, IsTheNewestOfThatStepWithValues) {
+  const std::vector<KnownVersion> branch = {Version(6, 40), Version(5, 20, /*can_restore=*/false),
+                                            Version(2, 20), Version(1, 0)};
+  EXPECT_THAT(VersionAtStep("m", branch, 40), IsOkAndHolds(VersionId{6, 7}));
+  EXPECT_THAT(VersionAtStep("m", branch, 20), IsOkAndHolds(VersionId{2, 7}));
+  EXPECT_THAT(VersionAtStep("m", branch, 0), IsOkAndHolds(VersionId{1, 7}));
+  EXPECT_EQ(GetErrorReason(VersionAtStep("m", branch, 41).status()), ErrorReason::kVersionNotYet);
+  const absl::StatusOr<VersionId> none = VersionAtStep("m", branch, 30);
+  EXPECT_EQ(GetErrorReason(none.status()), ErrorReason::kVersionNotKept);
+  EXPECT_THAT(none, StatusIs(absl::StatusCode::kOutOfRange,
+                             ::testing::HasSubstr("there are step 0 (version 1), step 20 (version "
+                                                  "2), step 40 (version 6)")));
 }
 
 TEST(ListNearestTest, NamesTheNearestInTheirOrder) {
