@@ -39,24 +39,58 @@ absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
   return false;
 }
 
-absl::StatusOr<std::vector<std::string>> FindCheckpoints(const std::string& directory) {
-  EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(directory));
-  if (is_one) return std::vector<std::string>{directory};
+struct Found {
+  std::string path;
+  std::string name;  // In what is printed.
+};
+
+// Adds the checkpoints that are in `directory`, if there is one; their names begin with `prefix`.
+absl::Status AddCheckpointsIn(const std::string& directory, const std::string& prefix,
+                              std::vector<Found>& found) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(directory));
+  if (!exists) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        PosixFileSystem().ListDirectory(directory));
-  std::vector<std::string> found;
   for (const DirectoryEntry& entry : entries) {
     // What the server has set aside or not finished begins with a dot.
     if (!entry.is_directory || entry.name[0] == '.') continue;
     const std::string path = JoinPath(directory, entry.name);
     EMA_ASSIGN_OR_RETURN(const bool looks_like_one, IsCheckpoint(path));
-    if (looks_like_one || ParseCheckpointName(entry.name).has_value()) found.push_back(path);
+    if (looks_like_one || ParseCheckpointName(entry.name).has_value()) {
+      found.push_back({path, prefix + entry.name});
+    }
   }
-  if (found.empty()) {
-    return absl::NotFoundError(absl::StrCat(
-        directory, ": there is no checkpoint: neither a manifest.json, nor a folder that has one"));
+  return absl::OkStatus();
+}
+
+// The folder of a model's checkpoints in a data directory, as CheckpointStore has them.
+std::string CheckpointsOf(const std::string& models, const std::string& model) {
+  return JoinPath(JoinPath(models, model), "checkpoints");
+}
+
+absl::StatusOr<std::vector<Found>> FindCheckpoints(const std::string& directory) {
+  EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(directory));
+  if (is_one) return std::vector<Found>{{directory, BaseName(directory)}};
+  EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(directory));
+  std::vector<Found> found;
+  EMA_RETURN_IF_ERROR(AddCheckpointsIn(directory, "", found));
+  const std::string models = JoinPath(directory, "models");
+  EMA_ASSIGN_OR_RETURN(const bool is_data_dir, PosixFileSystem().Exists(models));
+  if (found.empty() && is_data_dir) {
+    EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                         PosixFileSystem().ListDirectory(models));
+    for (const DirectoryEntry& model : entries) {
+      if (!model.is_directory || model.name[0] == '.') continue;
+      EMA_RETURN_IF_ERROR(
+          AddCheckpointsIn(CheckpointsOf(models, model.name), model.name + "/", found));
+    }
   }
-  return found;
+  if (!found.empty()) return found;
+  return absl::NotFoundError(absl::StrCat(
+      directory, exists
+                     ? ": there is no checkpoint: neither a manifest.json, nor a folder that has "
+                       "one, nor a server's models"
+                     : ": there is no such folder"));
 }
 
 int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
@@ -66,22 +100,26 @@ int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& t
   return static_cast<int64_t>(count);
 }
 
-// One checkpoint's tracks; what is wrong with the whole is a finding by itself.
-std::vector<Finding> Verify(const std::string& path) {
+// One checkpoint's tracks; what is wrong with the whole is a finding by itself. Empty: it has gone.
+std::vector<Finding> Verify(const Found& found) {
   std::vector<Finding> findings;
   bool is_bad_track = false;
-  const std::string name = BaseName(path);
   const auto on_track = [&](const CheckpointManifest& checkpoint, const CheckpointTrack& track,
                             const absl::Status& status) {
     is_bad_track = is_bad_track || !status.ok();
-    findings.push_back({name, track.config.name, FileCount(checkpoint, track),
+    findings.push_back({found.name, track.config.name, FileCount(checkpoint, track),
                         checkpoint.FolderBytes(track), status});
   };
   const absl::StatusOr<CheckpointManifest> verified =
-      VerifyCheckpoint(PosixFileSystem(), path, on_track);
-  const absl::Status status =
-      verified.ok() ? CheckNothingElse(PosixFileSystem(), path, *verified) : verified.status();
-  if (!status.ok() && !is_bad_track) findings.push_back({.checkpoint = name, .status = status});
+      VerifyCheckpoint(PosixFileSystem(), found.path, on_track);
+  const absl::Status status = verified.ok()
+                                  ? CheckNothingElse(PosixFileSystem(), found.path, *verified)
+                                  : verified.status();
+  if (!status.ok()) {
+    const absl::StatusOr<bool> exists = PosixFileSystem().Exists(found.path);
+    if (exists.ok() && !*exists) return {};
+    if (!is_bad_track) findings.push_back({.checkpoint = found.name, .status = status});
+  }
   return findings;
 }
 
@@ -108,10 +146,10 @@ void PrintFindings(const std::vector<Finding>& findings, bool json) {
 }  // namespace
 
 absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> paths, FindCheckpoints(directory));
+  EMA_ASSIGN_OR_RETURN(const std::vector<Found> checkpoints, FindCheckpoints(directory));
   std::vector<Finding> findings;
-  for (const std::string& path : paths) {
-    for (Finding& finding : Verify(path)) findings.push_back(std::move(finding));
+  for (const Found& checkpoint : checkpoints) {
+    for (Finding& finding : Verify(checkpoint)) findings.push_back(std::move(finding));
   }
   PrintFindings(findings, json);
   for (const Finding& finding : findings) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "client/cli/attached_files.h"
@@ -23,6 +24,7 @@
 #include "client/cli/pull_command.h"
 #include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
+#include "client/cli/tracks_command.h"
 #include "ema/client.h"
 
 namespace {
@@ -187,7 +189,8 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
 
   sub = Add(
       family, chosen, "verify",
-      "Read every byte of a checkpoint's folder, or of a folder of checkpoints; needs no server",
+      "Read every byte of a checkpoint's folder, a folder of checkpoints, or a server's data "
+      "directory, and compare the checksums; needs no server",
       [&](const Session& session) {
         return ema::cli::VerifyCheckpoints(options.directory, session.json);
       },
@@ -357,6 +360,10 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
             [&](const Session& session) { return ema::cli::Describe(session, options.model); });
   add_model(sub, options.model);
 
+  sub = add("tracks", "Show a model's tracks and how they stand",
+            [&](const Session& session) { return ema::cli::Tracks(session, options.model); });
+  add_model(sub, options.model);
+
   sub = add("versions", "List a model's versions",
             [&](const Session& session) { return ema::cli::Versions(session, options.model); });
   add_model(sub, options.model);
@@ -497,6 +504,12 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    // What has been parsed so far may not have come to it.
+    const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
+    if (wants_json && error.get_exit_code() != 0) {
+      ema::cli::PrintError(absl::InvalidArgumentError(error.what()), /*json=*/true);
+      return ema::cli::kExitUsage;
+    }
     return app.exit(error) == 0 ? ema::cli::kExitOk : ema::cli::kExitUsage;
   }
 

@@ -103,6 +103,25 @@ TEST_F(CheckpointFilesTest, ADamagedOneIsNamedAndTheOthersAreStillRead) {
   EXPECT_FALSE(std::filesystem::exists(folder_ + "/c"));
 }
 
+TEST_F(CheckpointFilesTest, ADataDirectoryIsThoseOfAllItsModels) {
+  for (const char* const model : {"m", "n"}) {
+    const std::string model_path = folder_ + "/data/models/" + model;
+    std::filesystem::create_directories(model_path + "/checkpoints");
+    EXPECT_THAT(CopyCheckpoint(kFixture, model_path + "/checkpoints/one", /*json=*/true), IsOk());
+  }
+  std::filesystem::create_directories(folder_ + "/data/models/empty");
+  Damage("/data/models/n/checkpoints/one");
+  const Result result = Verify(folder_ + "/data", /*json=*/true);
+  EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kDataLoss,
+                                      HasSubstr("checkpoint \"n/one\": track \"raw\"")));
+  const auto rows = nlohmann::json::parse(result.printed)["verified"];
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[1]["checkpoint"], "m/one");
+  EXPECT_EQ(rows[1]["ok"], true);
+  EXPECT_EQ(rows[3]["checkpoint"], "n/one");
+  EXPECT_EQ(rows[3]["ok"], false);
+}
+
 TEST_F(CheckpointFilesTest, AWholeThatIsBadIsARow) {
   std::filesystem::remove(folder_ + "/a/manifest.json");
   const Result result = Verify(folder_, /*json=*/true);

@@ -48,6 +48,7 @@ from ema_client._load import Loaded, load_into
 from ema_client._local import LocalEMA, compute_ema
 from ema_client._read import pull, watch
 from ema_client._run import PendingPush, Run
+from ema_client._server_info import ServerInfo, ServerLimit
 from ema_client._track import Track
 from ema_client._types import (
     Checkpoint,
@@ -101,6 +102,8 @@ __all__ = [
     "ResourceExhaustedError",
     "ResumePoint",
     "Run",
+    "ServerInfo",
+    "ServerLimit",
     "Shard",
     "Stats",
     "Synthesis",

@@ -13,6 +13,7 @@ from ema_client import _arrays, _ema, _safetensors
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
 from ema_client._run import Run
+from ema_client._server_info import ServerInfo, server_info_from
 from ema_client._track import TrackLike, track_of
 from ema_client._types import (
     ListedVersion,
@@ -281,6 +282,19 @@ class Client(EvaluatorCalls):
         Its checkpoints stay on the disk, for nobody to load; `purge` removes them.
         """
         self._client.delete_model(name, purge, self._timeout(timeout_s))
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """What the server is and how it stands: version, device, memory, limits.
+
+        Raises:
+            PermissionDeniedError: the server's tokens do not allow this one to ask.
+            UnavailableError: there is no server.
+
+        Example:
+            >>> info = client.server_info()
+            >>> assert info.is_serving, info.not_serving
+        """
+        return server_info_from(self._client.get_server_info(self._timeout(timeout_s)))
 
     def versions(
         self, name: str, *, after: int = 0, timeout_s: float | None = None

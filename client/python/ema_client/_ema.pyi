@@ -207,6 +207,7 @@ class Client:
         resume: Sequence[str],
         timeout_s: float,
     ) -> dict[str, Any]: ...
+    def get_server_info(self, timeout_s: float) -> dict[str, Any]: ...
     def get_model(self, model: str, timeout_s: float) -> dict[str, Any]: ...
     def list_models(self, timeout_s: float) -> list[dict[str, Any]]: ...
     def delete_model(self, model: str, purge: bool, timeout_s: float) -> None: ...
@@ -285,8 +286,8 @@ class Client:
         version: int,
         incarnation: int,
         label: str,
-        tensors: Sequence[str],
         step: int | None,
+        tensors: Sequence[str],
         slices: Sequence[tuple[str, Sequence[int], Sequence[int]]],
         dtype: str | None,
         timeout_s: float,

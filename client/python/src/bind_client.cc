@@ -157,6 +157,12 @@ class PyClient {
     return FromModel(CallWithoutGil([&] { return client->UpdateModel(model, changes, timeout); }));
   }
 
+  nb::dict GetServerInfo(double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const auto client = Get();
+    return FromServerInfo(CallWithoutGil([&] { return client->GetServerInfo(timeout); }));
+  }
+
   nb::dict GetModel(const std::string& model, double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
@@ -378,13 +384,13 @@ class PyClient {
     const Client::PullOptions options{.version = version,
                                       .incarnation = incarnation,
                                       .label = label,
+                                      .step = step,
                                       .selection = pulled->selection};
     const auto allocate = [&](const PullInfo& info) { return pulled->Allocate(info); };
     std::function<void(int64_t)> progress;
     bool has_raised = false;
     if (on_progress.has_value()) {
       progress = [&](int64_t byte_count) {
-                                      .step = step,
         if (has_raised) return;
         nb::gil_scoped_acquire acquire;
         const nb::object result = nb::steal(
@@ -473,6 +479,7 @@ void BindClient(nb::module_& module) {
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)
       .def("update_model", &PyClient::UpdateModel, "model"_a, "put"_a, "remove"_a, "pause"_a,
            "resume"_a, "timeout_s"_a)
+      .def("get_server_info", &PyClient::GetServerInfo, "timeout_s"_a)
       .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
       .def("list_models", &PyClient::ListModels, "timeout_s"_a)
       .def("delete_model", &PyClient::DeleteModel, "model"_a, "purge"_a, "timeout_s"_a)

@@ -122,6 +122,24 @@ nb::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint) {
   return result;
 }
 
+nb::dict FromServerInfo(const Client::ServerInfo& info) {
+  nb::dict result;
+  result["version"] = FromText(info.version);
+  result["device"] = FromText(info.device);
+  result["incarnation"] = info.incarnation;
+  result["start_time"] = absl::ToDoubleSeconds(info.start_time - absl::UnixEpoch());
+  result["not_serving"] = FromText(info.not_serving);
+  result["memory_budget_bytes"] = info.memory_budget_bytes;
+  result["memory_reserved_bytes"] = info.memory_reserved_bytes;
+  result["memory_used_bytes"] = info.memory_used_bytes;
+  nb::dict limits;
+  for (const Client::ServerInfo::Limit& limit : info.limits) {
+    limits[FromText(limit.name)] = nb::make_tuple(limit.in_use, limit.limit);
+  }
+  result["limits"] = limits;
+  return result;
+}
+
 nb::dict FromLabel(const Client::Label& label) {
   nb::dict result;
   result["name"] = FromText(label.name);

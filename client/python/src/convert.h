@@ -39,6 +39,8 @@ nanobind::object FromVersionId(const VersionId& id);
 // As the dataclasses CheckpointInfo and Label of ema_client/_types.py take them.
 nanobind::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint);
 nanobind::dict FromLabel(const Client::Label& label);
+// As ServerInfo of ema_client/_server_info.py takes it.
+nanobind::dict FromServerInfo(const Client::ServerInfo& info);
 // (revision, [(Track, ScheduleState, track id)])
 nanobind::tuple FromPlan(const RunPlan& plan);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".
