@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <fstream>
 #include <limits>
 #include <optional>
 #include <string>
@@ -20,23 +17,26 @@
 #include "server/checkpoint/file_system.h"
 #include "server/ops/logging.h"
 #include "server/ops/port_file.h"
+#include "server/ops/process_stats.h"
 #include "server/ops/version.h"
 
 namespace ema {
 
 namespace {
 
-// Of this process.
-int64_t ResidentBytes() {
-  int64_t pages = 0;
-  int64_t resident_pages = 0;
-  std::ifstream("/proc/self/statm") >> pages >> resident_pages;
-  return resident_pages * sysconf(_SC_PAGESIZE);
-}
-
 // What gRPC may hold of one: its window, or a message that has arrived in part.
 int64_t PushStreamBytes(const ServerOptions& options) {
   return std::max(RpcServer::kMaxWindowBytes, 2 * options.max_message_bytes);
+}
+
+// Those whose callers may make them, and probes.
+int64_t RequestCount(const ServerOptions& options) {
+  return options.max_arriving_requests + RpcServer::kMaxArrivingProbes;
+}
+
+// Of one that has arrived but for its end, and one read of the socket beside it.
+int64_t RequestBytes(const ServerOptions& options) {
+  return options.max_message_bytes + (int64_t{1} << 20);
 }
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
@@ -51,7 +51,8 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
       options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
   formula.stream_bytes = options.max_push_streams * formula.push_bytes +
                          options.max_pull_streams * formula.pull_bytes +
-                         formula.lane_count * formula.lane_bytes;
+                         formula.lane_count * formula.lane_bytes +
+                         RequestCount(options) * RequestBytes(options);
   formula.kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
   return formula;
@@ -65,7 +66,8 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
         formula.process_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes},
        {"formula",
         "now + models + push_streams * push_stream + pull_streams * pull_stream + lanes * lane + "
-        "freed; a model takes the bytes of its tracks * (2 + max_pinned_versions)"},
+        "requests * request + freed; a model takes the bytes of its tracks * (2 + "
+        "max_pinned_versions)"},
        {"now", formula.process_bytes},
        {"models", host_model_bytes},
        {"push_streams", options.max_push_streams},
@@ -74,6 +76,8 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"pull_stream", formula.pull_bytes},
        {"lanes", formula.lane_count},
        {"lane", formula.lane_bytes},
+       {"requests", RequestCount(options)},
+       {"request", RequestBytes(options)},
        {"freed", formula.kept_bytes}});
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
@@ -118,7 +122,10 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
   const Device::Overhead overhead = device.overhead(options.block_bytes);
   const int64_t stream_bytes =
       device.is_host() ? PushStreamBytes(options) : overhead.bytes_per_stream;
-  const int64_t beside_bytes = options.max_push_streams * stream_bytes + overhead.shared_bytes;
+  const int64_t request_bytes =
+      device.is_host() ? RequestCount(options) * RequestBytes(options) : 0;
+  const int64_t beside_bytes =
+      options.max_push_streams * stream_bytes + request_bytes + overhead.shared_bytes;
   return (total_bytes - std::min(beside_bytes, total_bytes / 2)) / 5 * 4;
 }
 
@@ -163,11 +170,13 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   rpc.handshake_timeout = options_.handshake_timeout;
   rpc.keepalive_time = options_.keepalive_time;
   rpc.keepalive_timeout = options_.keepalive_timeout;
+  rpc.max_connection_idle = options_.max_connection_idle;
   rpc.tls = {options_.tls_cert, options_.tls_key, options_.tls_client_ca};
   rpc.thread_count = static_cast<int>(options_.thread_count);
   rpc.max_push_streams = options_.max_push_streams;
   rpc.max_pull_streams = options_.max_pull_streams;
   rpc.max_watch_streams = options_.max_watch_streams;
+  rpc.max_arriving_requests = options_.max_arriving_requests;
   rpc.same_host_lane = options_.same_host_lane == "on";
   rpc.session_timeout = options_.session_timeout;
   rpc.max_calls_per_second = options_.max_calls_per_second;

@@ -97,11 +97,13 @@ ServerState Server::State(bool with_history) const {
       state.push_streams = {usage.push_streams, usage.max_push_streams};
       state.pull_streams = {usage.pull_streams, usage.max_pull_streams};
       state.watch_streams = {usage.watch_streams, usage.max_watch_streams};
+      state.arriving_requests = {usage.arriving_requests, usage.max_arriving_requests};
       state.connections = {usage.connections, usage.max_connections};
     } else {
       state.push_streams.limit = options_.max_push_streams;
       state.pull_streams.limit = options_.max_pull_streams;
       state.watch_streams.limit = options_.max_watch_streams;
+      state.arriving_requests.limit = options_.max_arriving_requests;
       state.connections.limit = options_.max_connections;
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/base/listen_socket.h"
 
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -17,6 +18,31 @@
 #include "server/base/loopback.h"
 
 namespace ema {
+
+namespace {
+
+int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
+
+}  // namespace
+
+ConnectionAcceptor::ConnectionAcceptor(int listen_fd)
+    : listen_fd_(listen_fd), spare_fd_(OpenSpare()) {}
+
+ConnectionAcceptor::~ConnectionAcceptor() {
+  if (spare_fd_ >= 0) close(spare_fd_);
+}
+
+ConnectionAcceptor::Accepted ConnectionAcceptor::Accept(int flags) {
+  const int fd = accept4(listen_fd_, nullptr, nullptr, flags);
+  if (fd >= 0) return {Outcome::kAccepted, fd};
+  if (errno == ENOBUFS || errno == ENOMEM) return {Outcome::kExhausted};
+  if (errno != EMFILE && errno != ENFILE) return {Outcome::kNone};
+  if (spare_fd_ >= 0) close(spare_fd_);
+  const int refused = accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (refused >= 0) close(refused);
+  spare_fd_ = OpenSpare();
+  return {spare_fd_ >= 0 && refused >= 0 ? Outcome::kRefused : Outcome::kExhausted};
+}
 
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option) {
   const size_t colon = address.rfind(':');

@@ -22,6 +22,35 @@ struct ListenSocket {
 // ALREADY_EXISTS: somebody listens there. NOT_FOUND: no such host. INTERNAL: the system refuses.
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option);
 
+// Accepts connections, and gets over having no file descriptor left: a spare one is kept, to refuse
+// with what would else stay in the backlog. For one thread.
+class ConnectionAcceptor {
+ public:
+  enum class Outcome {
+    kAccepted,
+    kNone,       // It has gone again.
+    kRefused,    // There was no descriptor for it.
+    kExhausted,  // The system lacks something: wait a little; the backlog stays readable.
+  };
+  struct Accepted {
+    Outcome outcome = Outcome::kNone;
+    int fd = -1;  // The caller's, if kAccepted.
+  };
+
+  // `listen_fd` stays the caller's.
+  explicit ConnectionAcceptor(int listen_fd);
+  ~ConnectionAcceptor();
+  ConnectionAcceptor(const ConnectionAcceptor&) = delete;
+  ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
+
+  // REQUIRES: the socket is readable, or does not block. `flags` as accept4().
+  Accepted Accept(int flags);
+
+ private:
+  const int listen_fd_;
+  int spare_fd_;  // -1: there is none.
+};
+
 }  // namespace ema
 
 #endif  // EMA_SERVER_BASE_LISTEN_SOCKET_H_

@@ -2,6 +2,7 @@
 #include "server/base/log_event.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -9,6 +10,8 @@
 
 namespace ema {
 namespace {
+
+thread_local const LogCaller* thread_caller = nullptr;
 
 bool NeedsQuotes(const std::string& text) {
   return text.empty() || std::any_of(text.begin(), text.end(), [](char c) {
@@ -28,6 +31,22 @@ std::string ToText(const LogField& field) {
 }
 
 }  // namespace
+
+LogCallerScope::LogCallerScope(const LogCaller* caller)
+    : outer_(std::exchange(thread_caller, caller)) {}
+
+LogCallerScope::~LogCallerScope() { thread_caller = outer_; }
+
+void AddCaller(LogEvent& event) {
+  if (thread_caller == nullptr) return;
+  const auto add = [&event](std::string_view key, const std::string& value) {
+    const bool is_there = std::any_of(event.fields.begin(), event.fields.end(),
+                                      [key](const LogField& field) { return field.key == key; });
+    if (!value.empty() && !is_there) event.fields.emplace_back(key, value);
+  };
+  add("peer", thread_caller->peer);
+  add("role", thread_caller->role);
+}
 
 std::string ToText(const LogEvent& event) {
   std::string line = event.name;

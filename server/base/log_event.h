@@ -54,7 +54,29 @@ struct LogEvent {
   LogLevel level = LogLevel::kInfo;
   std::string name;  // Of the kind of event: always the same words, such as "checkpoint saved".
   std::vector<LogField> fields;
+  bool is_record = false;  // Of who has done what: written whatever the log's level is.
 };
+
+// Who has called for what a thread does; empty: nobody has.
+struct LogCaller {
+  std::string peer;  // As gRPC names it, such as "ipv4:10.0.0.1:4711", or "lane:pid=4711".
+  std::string role;  // Of its token; empty: nobody is asked for one.
+};
+
+// While it lives, events of its thread are those of `caller`, which outlives it.
+class LogCallerScope {
+ public:
+  explicit LogCallerScope(const LogCaller* caller);
+  ~LogCallerScope();
+  LogCallerScope(const LogCallerScope&) = delete;
+  LogCallerScope& operator=(const LogCallerScope&) = delete;
+
+ private:
+  const LogCaller* const outer_;
+};
+
+// Adds the `peer` and `role` of the thread's caller, if there is one and `event` does not say them.
+void AddCaller(LogEvent& event);
 
 // Takes events. May be empty: nobody listens. Called from any thread.
 using LogSink = std::function<void(const LogEvent&)>;

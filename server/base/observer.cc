@@ -8,4 +8,16 @@ ServerObserver& ServerObserver::None() {
   return none;
 }
 
+std::string_view RefusalName(ServerObserver::Refusal reason) {
+  switch (reason) {
+    case ServerObserver::Refusal::kLimit:
+      return "limit";
+    case ServerObserver::Refusal::kPeerLimit:
+      return "peer_limit";
+    case ServerObserver::Refusal::kDescriptors:
+      break;
+  }
+  return "descriptors";
+}
+
 }  // namespace ema

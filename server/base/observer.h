@@ -70,12 +70,19 @@ class ServerObserver {
   virtual void OnSaveEnded(std::string_view /*model*/, const absl::Status& /*status*/,
                            absl::Duration /*duration*/) {}
 
-  enum class Refusal { kLimit, kPeerLimit };
+  enum class Refusal {
+    kLimit,
+    kPeerLimit,
+    kDescriptors,  // The process has no file descriptor left.
+  };
   virtual void OnConnectionRefused(Refusal /*reason*/) {}
 
   // Something that the log shows as an error.
   virtual void OnProblem(std::string_view /*text*/) {}
 };
+
+// "limit", "peer_limit", "descriptors".
+std::string_view RefusalName(ServerObserver::Refusal reason);
 
 }  // namespace ema
 

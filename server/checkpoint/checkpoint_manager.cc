@@ -186,8 +186,9 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
   const VersionId durable = model.durable_version();
   const absl::Time begin = absl::Now();
   const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
+  const bool was_there = saved.ok() && !saved->was_written;
   // Of a model that is deleted meanwhile nobody asks; another may have its name by now.
-  if (!absl::IsNotFound(saved.status())) {
+  if (!was_there && !absl::IsNotFound(saved.status())) {
     options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
   }
   // Not after some tracks only, or what was there before: that puts no automatic save off.
@@ -197,12 +198,14 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
     NoteEnd(key, saved.status());
   }
   EMA_RETURN_IF_ERROR(saved.status());
-  Log(LogLevel::kInfo, "checkpoint saved", model,
-      {{"step", snapshot->record.step},
-       {"version", snapshot->record.version},
-       {"checkpoint", saved->name},
-       {"bytes", saved->total_bytes},
-       {"keep", options.keep}});
+  if (!was_there) {
+    Log(LogLevel::kInfo, "checkpoint saved", model,
+        {{"step", snapshot->record.step},
+         {"version", snapshot->record.version},
+         {"checkpoint", saved->name},
+         {"bytes", saved->total_bytes},
+         {"keep", options.keep}});
+  }
   if (options.label.has_value()) {
     LogLabelSet(model, options.label->name, snapshot->record.version, snapshot->record.step);
   }

@@ -172,6 +172,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
     } else {
       EMA_ASSIGN_OR_RETURN(result.total_bytes,
                            WriteAndRename(model, snapshot, options, folder, result.name));
+      result.was_written = true;
     }
     if (is_whole && id >= folder.latest) {
       if (id != folder.latest) {

@@ -139,6 +139,7 @@ class CheckpointStore {
   struct SaveResult {
     std::string name;  // In the model's folder.
     int64_t total_bytes = 0;
+    bool was_written = false;  // False: it was there already.
   };
   // The name that it will have.
   static std::string NameOf(const Snapshot& snapshot, const std::vector<std::string>& tracks);

@@ -2,6 +2,7 @@
 #include "server/core/attached_files.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -11,6 +12,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
+#include "server/base/crc32c.h"
 
 namespace ema {
 namespace {
@@ -89,6 +91,7 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
                    absl::StrCat("a part at offset ", offset, ", expected the one at ", received));
   }
   bytes.append(data);
+  it->second.crc32c = Crc32c(it->second.crc32c, std::as_bytes(std::span(data)));
   if (offset + size == total_bytes) {
     attached_[name] = std::move(it->second);
     unfinished_.erase(it);
@@ -102,11 +105,10 @@ void AttachedFiles::Remove(const std::string& name) {
   unfinished_.erase(name);
 }
 
-absl::StatusOr<std::shared_ptr<const AttachedFile>> AttachedFiles::Find(
-    const std::string& name) const {
+absl::StatusOr<AttachedFiles::Found> AttachedFiles::Find(const std::string& name) const {
   absl::MutexLock lock(&mu_);
   const auto it = attached_.find(name);
-  if (it != attached_.end()) return std::shared_ptr<const AttachedFile>(it->second.file);
+  if (it != attached_.end()) return Found{it->second.file, it->second.crc32c};
   const std::string names = absl::StrJoin(attached_, ", ", [](std::string* out, const auto& entry) {
     absl::StrAppend(out, entry.first);
   });

@@ -52,9 +52,12 @@ class AttachedFiles {
   // One that is not there is OK.
   void Remove(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
+  struct Found {
+    std::shared_ptr<const AttachedFile> file;
+    uint32_t crc32c = 0;  // Of its bytes.
+  };
   // NOT_FOUND, FILE_NOT_FOUND: none of that name is attached; lists those that are.
-  absl::StatusOr<std::shared_ptr<const AttachedFile>> Find(const std::string& name) const
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<Found> Find(const std::string& name) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // By name.
   std::vector<std::shared_ptr<const AttachedFile>> files() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -63,6 +66,7 @@ class AttachedFiles {
   // The same file is `attached` and `unfinished`, once each, while a new one comes.
   struct Held {
     std::shared_ptr<AttachedFile> file;
+    uint32_t crc32c = 0;  // Of what has come.
     std::unique_ptr<MemoryBudget::Reservation> reservation;
   };
   using HeldFiles = std::map<std::string, Held>;

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kNamedRanks = 8;
 
-// Adds what `record` says of tracks of which newer ones have not said it. False: nothing is
-// missing.
-bool Complete(const VersionRecord& record, std::vector<ModelOverview::Track>& tracks) {
+// Adds what `record` says of tracks of which newer ones have not said it. False: older ones have
+// nothing to add.
+bool AddFrom(const VersionRecord& record, std::vector<ModelOverview::Track>& tracks) {
   bool is_missing = false;
   for (ModelOverview::Track& track : tracks) {
     const auto is_it = [&track](const auto& of) { return of.track == track.name; };
@@ -85,7 +85,7 @@ ModelOverview Model::Overview() const {
     }
     int searched = 0;
     for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
-      if (++searched > kSearchedRecords || !Complete(*record, overview.tracks)) break;
+      if (++searched > kSearchedRecords || !AddFrom(*record, overview.tracks)) break;
     }
     if (run_ != nullptr) {
       overview.run = {run_->epoch(), run_->world_size(), run_->MissingRanks(kNamedRanks),

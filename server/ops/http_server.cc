@@ -113,10 +113,10 @@ void HttpServer::Run() {
 }
 
 void HttpServer::Accept() {
-  const int fd = accept4(socket_.fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (fd >= 0) {
+  const auto [outcome, fd] = acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (outcome == ConnectionAcceptor::Outcome::kAccepted) {
     connections_.push_back({.fd = fd, .deadline = Clock::now() + timeout_});
-  } else if (!WouldBlock(errno) && errno != ECONNABORTED) {
+  } else if (outcome == ConnectionAcceptor::Outcome::kExhausted) {
     accept_again_ = Clock::now() + kBackoff;
   }
 }

@@ -61,6 +61,7 @@ class HttpServer {
 
   HttpServer(ListenSocket socket, int stop_fd, Pages pages, std::chrono::milliseconds timeout)
       : socket_(std::move(socket)),
+        acceptor_(socket_.fd),
         stop_fd_(stop_fd),
         pages_(std::move(pages)),
         timeout_(timeout) {}
@@ -74,7 +75,8 @@ class HttpServer {
   std::string AnswerTo(std::string_view request) const;
 
   const ListenSocket socket_;
-  const int stop_fd_;  // Readable: stop.
+  ConnectionAcceptor acceptor_;  // The thread's own.
+  const int stop_fd_;            // Readable: stop.
   const Pages pages_;
   const std::chrono::milliseconds timeout_;
   std::list<Connection> connections_;  // The thread's own.

@@ -70,8 +70,10 @@ LogLevel log_level() { return least_level.load(std::memory_order_relaxed); }
 
 void SetLogFormat(LogFormat format) { line_format.store(format, std::memory_order_relaxed); }
 
-void Log(const LogEvent& event) {
-  if (event.level < log_level()) return;
+void Log(const LogEvent& given) {
+  if (given.level < log_level() && !given.is_record) return;
+  LogEvent event = given;
+  AddCaller(event);
   const std::string time =
       absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());
   const std::string line =

@@ -29,10 +29,6 @@ const Histogram::BucketBoundaries kSaveSeconds = {0.05, 0.1, 0.5, 1, 5, 10, 30, 
 
 constexpr std::array<const char*, 4> kPhases = {"receive", "fold", "wait", "commit"};
 
-std::string RefusalName(ServerObserver::Refusal reason) {
-  return reason == ServerObserver::Refusal::kLimit ? "limit" : "peer_limit";
-}
-
 // True: what clients meet in the ordinary course.
 bool IsOrdinary(const absl::Status& status) {
   if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return true;
@@ -62,7 +58,10 @@ struct Metrics::ModelSeries {
   Histogram save_seconds{kSaveSeconds};
 };
 
-Metrics::Metrics() { refused_connections_ = {{Refusal::kLimit, 0}, {Refusal::kPeerLimit, 0}}; }
+Metrics::Metrics() {
+  refused_connections_ = {
+      {Refusal::kLimit, 0}, {Refusal::kPeerLimit, 0}, {Refusal::kDescriptors, 0}};
+}
 Metrics::~Metrics() = default;
 
 Metrics::ModelSeries* Metrics::FindLocked(std::string_view model) {
@@ -226,7 +225,7 @@ std::string Metrics::Text(const ServerState& state) const {
       rejects.Add(count, {{"rpc", key.first}, {"reason", key.second}});
     }
     for (const auto& [reason, count] : refused_connections_) {
-      refused.Add(count, {{"reason", RefusalName(reason)}});
+      refused.Add(count, {{"reason", std::string(RefusalName(reason))}});
     }
     for (const auto& [name, series] : models_) {
       pushes.Add(series->committed_steps, {{"model", name}, {"result", "committed"}});

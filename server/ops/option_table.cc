@@ -292,14 +292,19 @@ void AddLimits(Table& table, ServerOptions& o) {
               "Pulls that may run at once");
   table.Count("max-watch-streams", o.max_watch_streams, "N", {.least = 1},
               "Watches that may run at once");
+  table.Count("max-arriving-requests", o.max_arriving_requests, "N", {.least = 1},
+              "Requests that may be arriving at once, of callers that may make them; each can take "
+              "--max-message-bytes of memory until it is there");
   table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
               "Steps that may be pushed at once, over all models; each has one at most");
-  table.Count("max-calls-per-second", o.max_calls_per_second, "N", {},
-              "Calls that one address may begin in a second, but health probes. 0: any number");
+  table.Count(
+      "max-calls-per-second", o.max_calls_per_second, "N", {},
+      "Calls that one IPv4 address or IPv6 /64 may begin in a second, but health probes. 0: any "
+      "number");
   table.Count("max-connections", o.max_connections, "N", {.least = 1},
               "Connections that may be open at once");
   table.Count("max-connections-per-peer", o.max_connections_per_peer, "N", {.least = 1},
-              "The same of one IP address that is not loopback");
+              "The same of one IPv4 address or IPv6 /64 that is not loopback");
   table.Count("max-streams-per-connection", o.max_streams_per_connection, "N", {.least = 1},
               "Calls that may run at once on one connection");
   table.Bytes("max-message-bytes", o.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
@@ -319,6 +324,10 @@ void AddTimeLimits(Table& table, ServerOptions& o) {
                  kMostOfTransport);
   table.Duration("keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
                  "Close a connection whose peer does not answer that for so long",
+                 kMostOfTransport);
+  table.Duration("max-connection-idle", o.max_connection_idle, absl::Milliseconds(1),
+                 "Close a connection on which there has been no call for so long; clients open "
+                 "another one by themselves",
                  kMostOfTransport);
   table.Duration("session-timeout", o.session_timeout, absl::Milliseconds(1),
                  "End a push that makes no progress for so long");

@@ -40,10 +40,11 @@ struct ServerOptions {
   int64_t max_push_streams = 32;
   int64_t max_pull_streams = 64;
   int64_t max_watch_streams = 1024;
+  int64_t max_arriving_requests = 32;     // Each may take max_message_bytes.
   int64_t max_sessions = 64;              // Steps that are pushed at once, over all models.
   int64_t max_calls_per_second = 10'000;  // Of one address; 0: any number.
   int64_t max_connections = 1024;
-  int64_t max_connections_per_peer = 64;  // Of one IP address that is not loopback.
+  int64_t max_connections_per_peer = 64;  // Of one IPv4 address or IPv6 /64, not loopback.
   int64_t max_streams_per_connection = 1024;
   int64_t max_message_bytes = int64_t{8} << 20;
   int64_t max_metadata_bytes = int64_t{8} << 10;
@@ -51,6 +52,7 @@ struct ServerOptions {
   absl::Duration handshake_timeout = absl::Seconds(5);   // To speak HTTP/2, or TLS.
   absl::Duration keepalive_time = absl::Seconds(60);     // A peer so long silent is asked.
   absl::Duration keepalive_timeout = absl::Seconds(20);  // It has so long to answer.
+  absl::Duration max_connection_idle = absl::Hours(2);   // Without calls.
   // PEM files. With a certificate, host:port addresses speak TLS only; with a client CA, clients
   // must have a certificate of it.
   std::string tls_cert;

@@ -42,13 +42,17 @@ double SecondsOf(const timeval& time) {
 
 }  // namespace
 
-ProcessStats ReadProcessStats() {
-  static const double start_time = StartTime();
-  ProcessStats stats{.start_time_seconds = start_time};
+int64_t ResidentBytes() {
   int64_t pages = 0;
   int64_t resident_pages = 0;
   std::ifstream("/proc/self/statm") >> pages >> resident_pages;
-  stats.resident_bytes = resident_pages * sysconf(_SC_PAGESIZE);
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+ProcessStats ReadProcessStats() {
+  static const double start_time = StartTime();
+  ProcessStats stats{.start_time_seconds = start_time};
+  stats.resident_bytes = ResidentBytes();
   std::error_code error;
   for (auto it = std::filesystem::directory_iterator("/proc/self/fd", error);
        !error && it != std::filesystem::directory_iterator(); it.increment(error)) {

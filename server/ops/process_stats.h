@@ -16,6 +16,9 @@ struct ProcessStats {
   double cpu_seconds = 0;         // User and system, of all threads.
 };
 
+// Of this process; 0: it cannot be read.
+int64_t ResidentBytes();
+
 // What cannot be read is 0.
 ProcessStats ReadProcessStats();
 

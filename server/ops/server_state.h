@@ -21,7 +21,7 @@ struct ServerState {
   struct Memory {
     int64_t budget_bytes = 0;      // For models.
     int64_t reserved_bytes = 0;    // Of it.
-    int64_t stream_bytes = 0;      // Receive windows, and what sending and lanes take.
+    int64_t stream_bytes = 0;      // Receive windows, requests, and what sending and lanes take.
     int64_t kept_bytes = 0;        // Freed buffers.
     int64_t process_bytes = 0;     // What the process took at its start.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
@@ -63,6 +63,7 @@ struct ServerState {
   Usage push_streams;
   Usage pull_streams;
   Usage watch_streams;
+  Usage arriving_requests;
   Usage connections;
   int64_t max_connections_per_peer = 0;
   int64_t max_sessions = 0;          // Of all models together.

@@ -122,14 +122,17 @@ void AddServer(const ServerState& state, Families& families) {
           .Add(memory.host_model_bytes, {{"part", "models"}})
           .Add(memory.stream_bytes, {{"part", "streams"}})
           .Add(memory.kept_bytes, {{"part", "kept"}}));
-  families.Add(Gauge("ema_streams_open", "Pushes, pulls (lanes among them) and watches.")
+  families.Add(Gauge("ema_streams_open",
+                     "Pushes, pulls (lanes among them), watches, and requests that arrive.")
                    .Add(state.push_streams.open, {{"kind", "push"}})
                    .Add(state.pull_streams.open, {{"kind", "pull"}})
-                   .Add(state.watch_streams.open, {{"kind", "watch"}}));
+                   .Add(state.watch_streams.open, {{"kind", "watch"}})
+                   .Add(state.arriving_requests.open, {{"kind", "request"}}));
   families.Add(Gauge("ema_streams_limit", "How many there may be.")
                    .Add(state.push_streams.limit, {{"kind", "push"}})
                    .Add(state.pull_streams.limit, {{"kind", "pull"}})
-                   .Add(state.watch_streams.limit, {{"kind", "watch"}}));
+                   .Add(state.watch_streams.limit, {{"kind", "watch"}})
+                   .Add(state.arriving_requests.limit, {{"kind", "request"}}));
   families.Add("ema_sessions_limit", "Steps that may be pushed at once, over all models.",
                state.max_sessions);
   families.Add("ema_connections_open", "Connections of gRPC that are open.",

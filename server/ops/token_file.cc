@@ -129,16 +129,17 @@ absl::StatusOr<Access> TokenFile::Authenticate(std::string_view authorization) c
   return *std::move(access);
 }
 
-void TokenFile::Refresh() {
+bool TokenFile::Refresh() {
   absl::StatusOr<std::string> text = Read(path_);
   // A file that is just being replaced.
-  if (!text.ok() || *text == text_) return;
+  if (!text.ok() || *text == text_) return false;
   text_ = *std::move(text);
   absl::StatusOr<std::vector<Entry>> entries = Parse(text_);
   if (on_change != nullptr) on_change(entries.status());
-  if (!entries.ok()) return;
+  if (!entries.ok()) return false;
   absl::MutexLock lock(&mu_);
   entries_ = *std::move(entries);
+  return true;
 }
 
 }  // namespace ema

@@ -34,7 +34,7 @@ class TokenFile final : public Authenticator {
   absl::StatusOr<Access> Authenticate(std::string_view authorization) const override
       ABSL_LOCKS_EXCLUDED(mu_);
   // Takes over a file that has changed. One that is wrong: those before stay, `on_change` says so.
-  void Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
+  bool Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
 
   // Is told of changes: OK, or why one was not taken over. Set before the first Refresh().
   std::function<void(const absl::Status&)> on_change;

@@ -18,6 +18,7 @@
 #include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/unary_call.h"
 
 namespace ema {
 namespace {
@@ -50,16 +51,12 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Workers& workers) {
 #define EMA_LISTEN(method, executor) \
   EMA_LISTEN_BY(method, [chosen = Executor(executor)](const auto&) { return chosen; })
-#define EMA_LISTEN_BY(method, choose_executor)                                                 \
-  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
-      rpc, #method, queue,                                                                     \
-      [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
-            grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
-            grpc::ServerCompletionQueue* q,                                                    \
-            void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
-      [this](const v1::method##Request& request, const Access& access) {                       \
-        return Answer(&AdminService::method, request, access);                                 \
-      },                                                                                       \
+#define EMA_LISTEN_BY(method, choose_executor)                           \
+  UnaryCall<v1::method##Request, v1::method##Response>::Listen(          \
+      rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,          \
+      [this](const v1::method##Request& request, const Access& access) { \
+        return Answer(&AdminService::method, request, access);           \
+      },                                                                 \
       choose_executor)
   Executor here;
   const auto holding = [this](const Executor& executor) {
@@ -186,9 +183,10 @@ absl::StatusOr<v1::AttachFileResponse> AdminService::AttachFile(
 absl::StatusOr<v1::GetAttachedFileResponse> AdminService::GetAttachedFile(
     const v1::GetAttachedFileRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<const AttachedFile> file,
+  EMA_ASSIGN_OR_RETURN(const AttachedFiles::Found found,
                        model->attached_files().Find(request.name()));
-  const int64_t total_bytes = static_cast<int64_t>(file->bytes.size());
+  const std::string& bytes = found.file->bytes;
+  const int64_t total_bytes = static_cast<int64_t>(bytes.size());
   const int64_t offset = request.offset();
   if (offset < 0 || offset > total_bytes) {
     return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kBadRequest,
@@ -197,8 +195,8 @@ absl::StatusOr<v1::GetAttachedFileResponse> AdminService::GetAttachedFile(
   }
   v1::GetAttachedFileResponse response;
   response.set_total_bytes(total_bytes);
-  response.set_crc32c(Crc32c(0, std::as_bytes(std::span(file->bytes))));
-  response.set_data(file->bytes.substr(static_cast<size_t>(offset), kFilePartBytes));
+  response.set_crc32c(found.crc32c);
+  response.set_data(bytes.substr(static_cast<size_t>(offset), kFilePartBytes));
   return response;
 }
 

@@ -8,6 +8,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
+#include "server/rpc/call_source.h"
 
 namespace ema {
 namespace {
@@ -19,43 +20,47 @@ struct Rule {
 
 constexpr Rule kRules[] = {
     // Probes have no token.
-    {"Check", Role::kNobody},
+    {kHealthCheck, Role::kNobody},
 
-    {"GetModel", Role::kEvaluator},
-    {"ListModels", Role::kEvaluator},
-    {"Pull", Role::kEvaluator},
-    {"Watch", Role::kEvaluator},
-    {"ListVersions", Role::kEvaluator},
-    {"GetStatistics", Role::kEvaluator},
-    {"GetAttachedFile", Role::kEvaluator},
-    {"GetCheckpoint", Role::kEvaluator},
-    {"ListCheckpoints", Role::kEvaluator},
-    {"ReportMetric", Role::kEvaluator},
-    {"Synthesize", Role::kEvaluator},
-    {"GetLane", Role::kEvaluator},
-    {"GetServerInfo", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetModel", Role::kEvaluator},
+    {"/ema.v1.EmaService/ListModels", Role::kEvaluator},
+    {"/ema.v1.EmaService/Pull", Role::kEvaluator},
+    {"/ema.v1.EmaService/Watch", Role::kEvaluator},
+    {"/ema.v1.EmaService/ListVersions", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetStatistics", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetAttachedFile", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetCheckpoint", Role::kEvaluator},
+    {"/ema.v1.EmaService/ListCheckpoints", Role::kEvaluator},
+    {"/ema.v1.EmaService/ReportMetric", Role::kEvaluator},
+    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetLane", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetServerInfo", Role::kEvaluator},
 
-    {"CreateModel", Role::kTrainer},
-    {"AttachFile", Role::kTrainer},
-    {"OpenRun", Role::kTrainer},
-    {"Push", Role::kTrainer},
-    {"QueryPush", Role::kTrainer},
-    {"CreateCheckpoint", Role::kTrainer},
+    {"/ema.v1.EmaService/CreateModel", Role::kTrainer},
+    {"/ema.v1.EmaService/AttachFile", Role::kTrainer},
+    {"/ema.v1.EmaService/OpenRun", Role::kTrainer},
+    {"/ema.v1.EmaService/Push", Role::kTrainer},
+    {"/ema.v1.EmaService/QueryPush", Role::kTrainer},
+    {"/ema.v1.EmaService/CreateCheckpoint", Role::kTrainer},
     // state_dict() names the version that belongs to a trainer's checkpoint.
-    {"SetLabel", Role::kTrainer},
+    {"/ema.v1.EmaService/SetLabel", Role::kTrainer},
 
-    {"UpdateModel", Role::kAdmin},
-    {"DeleteModel", Role::kAdmin},
-    {"DeleteCheckpoint", Role::kAdmin},
-    {"RestoreCheckpoint", Role::kAdmin},
-    {"SetLogLevel", Role::kAdmin},
-    {"Drain", Role::kAdmin},
+    {"/ema.v1.EmaService/UpdateModel", Role::kAdmin},
+    {"/ema.v1.EmaService/DeleteModel", Role::kAdmin},
+    {"/ema.v1.EmaService/DeleteCheckpoint", Role::kAdmin},
+    {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin},
+    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin},
+    {"/ema.v1.EmaService/Drain", Role::kAdmin},
 };
 
 // What a server that drains does not begin any more. The others end what is under way, only look,
 // or are refused by the models themselves.
-constexpr std::string_view kWork[] = {
-    "Pull", "Watch", "GetStatistics", "Synthesize", "CreateCheckpoint", "RestoreCheckpoint"};
+constexpr std::string_view kWork[] = {"/ema.v1.EmaService/Pull",
+                                      "/ema.v1.EmaService/Watch",
+                                      "/ema.v1.EmaService/GetStatistics",
+                                      "/ema.v1.EmaService/Synthesize",
+                                      "/ema.v1.EmaService/CreateCheckpoint",
+                                      "/ema.v1.EmaService/RestoreCheckpoint"};
 
 absl::Status NotAllowed(std::string_view what) {
   return MakeError(absl::StatusCode::kPermissionDenied, ErrorReason::kNotAllowed, what);
@@ -76,21 +81,20 @@ bool BeginsWork(std::string_view method) {
 }
 
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
-                                 std::string_view authorization,
-                                 std::optional<std::string_view> model) {
+                                 std::string_view authorization) {
   if (authenticator == nullptr) return Access();
   const std::optional<Role> needed = RoleFor(method);
   if (needed == Role::kNobody) return Access{.role = Role::kNobody, .models = {}};
   EMA_ASSIGN_OR_RETURN(Access access, authenticator->Authenticate(authorization));
+  const std::string name(ShortName(method));
   if (!needed.has_value()) {
-    return NotAllowed(absl::StrCat(std::string(method), ": no role may call it"));
+    return NotAllowed(absl::StrCat(name, ": no role may call it"));
   }
   if (access.role < *needed) {
-    return NotAllowed(absl::StrCat(std::string(method), ": the token is of role ",
+    return NotAllowed(absl::StrCat(name, ": the token is of role ",
                                    std::string(RoleName(access.role)), ", expected ",
                                    std::string(RoleName(*needed))));
   }
-  if (model.has_value()) EMA_RETURN_IF_ERROR(CheckCovers(access, *model));
   return access;
 }
 

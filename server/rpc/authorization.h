@@ -14,24 +14,35 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/base/authenticator.h"
+#include "server/base/log_event.h"
 
 namespace ema {
 
-// The least role that may call `method`, such as "Push"; absent: nobody may, for there is no rule.
+inline constexpr char kHealthCheck[] = "/grpc.health.v1.Health/Check";
+
+// Whose call it is.
+struct Caller {
+  Access access;
+  // The value of that header; empty: nobody is asked for one.
+  std::string authorization;
+  LogCaller log;
+};
+
+// The least role that may call `method`, such as "/ema.v1.EmaService/Push"; absent: nobody may, for
+// there is no rule.
 std::optional<Role> RoleFor(std::string_view method);
 
 // Calls of `method` may take long, and are nobody's who has begun something already: a server that
 // drains refuses them.
 bool BeginsWork(std::string_view method);
 
-// What the caller may do, who may call `method` about `model`, if it is about one. `authorization`
-// is the value of that header. Null `authenticator`: everybody may do everything. UNAUTHENTICATED,
-// BAD_TOKEN. PERMISSION_DENIED, NOT_ALLOWED: the role does not do, or the model, there or not, is
-// none of the caller's.
+// What the caller may do, who may call `method`. `authorization` is the value of that header. Null
+// `authenticator`: everybody may do everything. UNAUTHENTICATED, BAD_TOKEN. PERMISSION_DENIED,
+// NOT_ALLOWED: the role does not do.
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
-                                 std::string_view authorization,
-                                 std::optional<std::string_view> model);
-// The same for a call that says later what model it is about.
+                                 std::string_view authorization);
+// PERMISSION_DENIED, NOT_ALLOWED: the model, there or not, is none of the caller's.
+// INVALID_ARGUMENT, BAD_NAME: it is none of anybody's.
 absl::Status CheckCovers(const Access& access, std::string_view model);
 
 // The value of the header "authorization"; "": there is none.

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/lane_connection.h"
 
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
@@ -44,10 +49,19 @@ class PushEnding {
   std::optional<absl::StatusOr<PushResult>> result_ ABSL_GUARDED_BY(mu_);
 };
 
+// Whose process is at the other end of `fd`.
+std::string PeerName(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return "lane";
+  return absl::StrCat("lane:pid=", peer.pid);
+}
+
 }  // namespace
 
 void LaneConnection::Run(int fd) {
   // A client that passes no memory is not waited for for long.
+  peer_ = PeerName(fd);
   const absl::Time give_up = absl::Now() + absl::Seconds(5);
   const auto is_late = [&] { return is_stopping_.load() || absl::Now() > give_up; };
   absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
@@ -75,17 +89,23 @@ void LaneConnection::Run(int fd) {
 absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
   const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   is_stalled_.store(false, std::memory_order_relaxed);
+  is_revoked_.store(false, std::memory_order_relaxed);
   BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {
     return BadMessage("a LaneRequest that begins neither a push nor a pull");
   }
-  const char* const rpc = is_push ? "Push" : "Pull";
-  absl::Status status = rpc_->Admit(rpc, request.authorization(),
-                                    is_push ? request.push().model() : request.pull().model())
-                            .status();
-  if (status.ok()) status = is_push ? ServePush(request.push()) : ServePull(request.pull());
-  rpc_->observer->OnRpcEnded(rpc, status);
+  const std::string_view method = is_push ? "/ema.v1.EmaService/Push" : "/ema.v1.EmaService/Pull";
+  const std::string& model = is_push ? request.push().model() : request.pull().model();
+  const auto serve = [&]() -> absl::Status {
+    EMA_ASSIGN_OR_RETURN(const Caller caller, rpc_->Admit(method, request.authorization(), peer_));
+    EMA_RETURN_IF_ERROR(rpc_->CheckModel(method, caller, model));
+    SetCaller(method, caller.authorization, model);
+    const LogCallerScope scope(&caller.log);
+    return is_push ? ServePush(request.push()) : ServePull(request.pull());
+  };
+  const absl::Status status = serve();
+  rpc_->observer->OnRpcEnded(ShortName(method), status);
   return status;
 }
 
@@ -212,11 +232,13 @@ absl::Status LaneConnection::Send(const v1::LaneResponse& response) {
 }
 
 bool LaneConnection::MustEnd() const {
-  return is_stopping_.load() || is_stalled_.load(std::memory_order_relaxed);
+  return is_stopping_.load() || is_stalled_.load(std::memory_order_relaxed) ||
+         is_revoked_.load(std::memory_order_relaxed);
 }
 
 absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
   if (status.ok()) return status;
+  if (is_revoked_.load(std::memory_order_relaxed)) return RevokedError();
   if (is_stalled_.load(std::memory_order_relaxed)) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                      "nothing moved on this lane for too long");

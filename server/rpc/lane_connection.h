@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,7 +30,9 @@ class LaneConnection final : public StreamCall {
   void Run(int fd);
 
  private:
-  void EndStalled() override { is_stalled_.store(true, std::memory_order_relaxed); }
+  void End(StreamEnd why) override {
+    (why == StreamEnd::kStalled ? is_stalled_ : is_revoked_).store(true, std::memory_order_relaxed);
+  }
 
   absl::Status Serve(const v1::LaneRequest& request);
   absl::Status ServePush(const v1::PushHeader& header);
@@ -48,7 +51,10 @@ class LaneConnection final : public StreamCall {
   RpcContext* const rpc_;
   const std::atomic<bool>& is_stopping_;
   std::unique_ptr<LanePipe> pipe_;
-  std::atomic<bool> is_stalled_ = false;  // Relaxed: it is looked at again and again.
+  std::string peer_;  // Constant once connected.
+  // Of the call that goes on. Relaxed: it is looked at again and again.
+  std::atomic<bool> is_stalled_ = false;
+  std::atomic<bool> is_revoked_ = false;
 };
 
 }  // namespace ema

@@ -56,11 +56,11 @@ void LaneServer::Accept() {
       lane = lanes_.erase(lane);
     }
     if (ready <= 0) continue;
-    const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (fd < 0) {
-      poll(nullptr, 0, kPollMs);  // Out of descriptors: the client has gRPC.
-      continue;
-    }
+    // Whoever finds no descriptor has gRPC.
+    const auto [outcome, accepted] = acceptor_.Accept(SOCK_CLOEXEC);
+    if (outcome == ConnectionAcceptor::Outcome::kExhausted) poll(nullptr, 0, kPollMs);
+    if (outcome != ConnectionAcceptor::Outcome::kAccepted) continue;
+    const int fd = accepted;
     if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
       close(fd);
       rpc_->observer->OnConnectionRefused(ServerObserver::Refusal::kLimit);

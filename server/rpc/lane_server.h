@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "absl/status/statusor.h"
+#include "server/base/listen_socket.h"
 #include "server/rpc/call.h"
 
 namespace ema {
@@ -31,7 +32,11 @@ class LaneServer {
 
  private:
   LaneServer(RpcContext* rpc, int64_t max_lanes, std::string socket_name, int fd)
-      : rpc_(rpc), max_lanes_(max_lanes), socket_name_(std::move(socket_name)), fd_(fd) {}
+      : rpc_(rpc),
+        max_lanes_(max_lanes),
+        socket_name_(std::move(socket_name)),
+        fd_(fd),
+        acceptor_(fd) {}
 
   void Accept();
 
@@ -39,6 +44,7 @@ class LaneServer {
   const int64_t max_lanes_;
   const std::string socket_name_;
   const int fd_;
+  ConnectionAcceptor acceptor_;  // The accepting thread's.
   std::atomic<bool> is_stopping_ = false;
   struct Lane {
     std::thread thread;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/listener.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,38 +12,24 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/listen_socket.h"
 #include "server/base/loopback.h"
+#include "server/base/peer_network.h"
 
 namespace ema {
 namespace {
 
 // Where the system lacks what a connection takes, and the backlog stays readable.
 constexpr int kBackoffMs = 10;
-
-// The IP address; empty: of this host.
-std::string PeerName(const sockaddr* address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (IsLoopback(address)) return "";
-  if (address->sa_family == AF_INET) {
-    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text,
-              sizeof(text));
-  } else if (address->sa_family == AF_INET6) {
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text,
-              sizeof(text));
-  }
-  return text;
-}
-
-int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 }  // namespace
 
@@ -91,26 +75,26 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   }
   std::move(close_fd).Cancel();
   return std::unique_ptr<Listener>(
-      new Listener(fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), /*port=*/0, path, limits));
+      new Listener(fd, eventfd(0, EFD_CLOEXEC), /*port=*/0, path, limits));
 }
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
                                                             const Limits& limits) {
   EMA_ASSIGN_OR_RETURN(const ListenSocket socket, ListenTcp(address, "--listen"));
   return std::unique_ptr<Listener>(
-      new Listener(socket.fd, eventfd(0, EFD_CLOEXEC), OpenSpare(), socket.port, "", limits));
+      new Listener(socket.fd, eventfd(0, EFD_CLOEXEC), socket.port, "", limits));
 }
 
 Listener::~Listener() {
   Stop();
   close(stop_fd_);
-  if (spare_fd_ >= 0) close(spare_fd_);
 }
 
 void Listener::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
-                     ServerObserver* observer) {
+                     ServerObserver* observer, LogSink log) {
   acceptor_ = std::move(acceptor);
   observer_ = observer;
+  log_ = std::move(log);
   thread_ = std::thread([this] { Accept(); });
 }
 
@@ -138,25 +122,35 @@ int64_t Listener::connection_count() {
   return static_cast<int64_t>(connections_.size());
 }
 
+void Listener::TellRefused(ServerObserver::Refusal reason, const std::string& peer, int64_t limit) {
+  observer_->OnConnectionRefused(reason);
+  const std::optional<int64_t> unsaid = refusals_.Take(std::chrono::steady_clock::now());
+  if (!unsaid.has_value()) return;
+  LogTo(log_, LogLevel::kWarning, "connection refused",
+        {{"peer", peer},
+         {"reason", RefusalName(reason)},
+         {"limit", limit},
+         {"more_before", *unsaid}});
+}
+
 bool Listener::Admit(int fd) {
+  struct stat about {};
+  sockaddr_storage address{};
+  auto* const peer = reinterpret_cast<sockaddr*>(&address);
+  socklen_t size = sizeof(address);
+  if (fstat(fd, &about) != 0 || getpeername(fd, peer, &size) != 0) return false;
+  Connection connection{fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)};
   absl::MutexLock lock(&mu_);
   ForgetClosed();
   if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
-    observer_->OnConnectionRefused(ServerObserver::Refusal::kLimit);
+    TellRefused(ServerObserver::Refusal::kLimit, PeerText(peer), limits_.connections);
     return false;
   }
-  struct stat about {};
-  sockaddr_storage peer{};
-  socklen_t size = sizeof(peer);
-  if (fstat(fd, &about) != 0 || getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) {
-    return false;
-  }
-  Connection connection{fd, about.st_ino, PeerName(reinterpret_cast<const sockaddr*>(&peer))};
-  const int64_t of_peer =
+  const int64_t of_network =
       std::count_if(connections_.begin(), connections_.end(),
-                    [&](const Connection& other) { return other.peer == connection.peer; });
-  if (!connection.peer.empty() && of_peer >= limits_.connections_per_peer) {
-    observer_->OnConnectionRefused(ServerObserver::Refusal::kPeerLimit);
+                    [&](const Connection& other) { return other.network == connection.network; });
+  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
+    TellRefused(ServerObserver::Refusal::kPeerLimit, PeerText(peer), limits_.connections_per_peer);
     return false;
   }
   connections_.push_back(std::move(connection));
@@ -164,34 +158,27 @@ bool Listener::Admit(int fd) {
 }
 
 void Listener::Accept() {
+  using Outcome = ConnectionAcceptor::Outcome;
   pollfd polled[] = {{fd_, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
   while (true) {
     poll(polled, 2, -1);
     if (polled[1].revents != 0) return;
-    const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd >= 0 && !Admit(fd)) {
-      close(fd);
-    } else if (fd >= 0) {
-      const int on = 1;
-      setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-      connection.listener_fd = fd_;
-      connection.fd = fd;
-      acceptor_->HandleNewConnection(&connection);
-    } else if (errno == EMFILE || errno == ENFILE) {
-      // Refuse the connection with the spare descriptor; left in the backlog, it would be found
-      // readable for ever.
-      close(spare_fd_);
-      const int refused = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (refused >= 0) {
-        close(refused);
-        observer_->OnConnectionRefused(ServerObserver::Refusal::kLimit);
-      }
-      spare_fd_ = OpenSpare();
-      if (spare_fd_ < 0) poll(nullptr, 0, kBackoffMs);
-    } else if (errno == ENOBUFS || errno == ENOMEM) {
-      poll(nullptr, 0, kBackoffMs);
+    const auto [outcome, fd] = connections_to_accept_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (outcome == Outcome::kExhausted) poll(nullptr, 0, kBackoffMs);
+    if (outcome == Outcome::kRefused) {
+      TellRefused(ServerObserver::Refusal::kDescriptors, "", connection_count());
     }
+    if (outcome != Outcome::kAccepted) continue;
+    if (!Admit(fd)) {
+      close(fd);
+      continue;
+    }
+    const int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.listener_fd = fd_;
+    connection.fd = fd;
+    acceptor_->HandleNewConnection(&connection);
   }
 }
 

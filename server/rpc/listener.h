@@ -16,18 +16,23 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/listen_socket.h"
+#include "server/base/log_event.h"
+#include "server/base/log_throttle.h"
 #include "server/base/observer.h"
 
 namespace ema {
 
 // A listening socket whose connections are handed to a gRPC server. gRPC's own listener stops
 // accepting for ever after one moment without free file descriptors (CVE-2023-4785, in 1.51.1);
-// this one keeps a spare descriptor to refuse with, and closes what is more than it may have.
+// this one gets over that, and closes what is more than it may have: before HTTP/2, which could say
+// why, so the log and the observer are told instead.
 class Listener {
  public:
   struct Limits {
     int64_t connections = 1024;
-    int64_t connections_per_peer = 64;  // Of one IP address; loopback has no such limit.
+    // Of one network as NetworkOf() has it; loopback has no such limit.
+    int64_t connections_per_peer = 64;
   };
 
   // Binds `address`: "host:port" with an IP address or a name, port 0 for any free one, or
@@ -45,7 +50,7 @@ class Listener {
   // Starts a thread that accepts. REQUIRES: the acceptor's server has been started and outlives
   // Stop(), as `observer` does.
   void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
-             ServerObserver* observer);
+             ServerObserver* observer, LogSink log);
   // Connections that are open. Thread-safe.
   int64_t connection_count() ABSL_LOCKS_EXCLUDED(mu_);
   // Stops accepting and closes the socket. Again: does nothing.
@@ -57,13 +62,13 @@ class Listener {
   struct Connection {
     int fd = -1;
     ino_t inode = 0;
-    std::string peer;  // Its IP address; empty: of this host.
+    std::string network;  // Of its peer; empty: of this host.
   };
 
-  Listener(int fd, int stop_fd, int spare_fd, int port, std::string path, const Limits& limits)
+  Listener(int fd, int stop_fd, int port, std::string path, const Limits& limits)
       : fd_(fd),
         stop_fd_(stop_fd),
-        spare_fd_(spare_fd),
+        connections_to_accept_(fd),
         port_(port),
         path_(std::move(path)),
         limits_(limits) {}
@@ -75,15 +80,19 @@ class Listener {
   void Accept() ABSL_LOCKS_EXCLUDED(mu_);
   // False: there are too many.
   bool Admit(int fd) ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells of a connection that is closed at once. `peer`: empty if nobody knows it.
+  void TellRefused(ServerObserver::Refusal reason, const std::string& peer, int64_t limit);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   int fd_;
-  const int stop_fd_;  // Readable: stop.
-  int spare_fd_;       // Only on the thread, as acceptor_.
+  const int stop_fd_;                         // Readable: stop.
+  ConnectionAcceptor connections_to_accept_;  // Only on the thread, as acceptor_.
   const int port_;
   const std::string path_;  // Of a unix socket.
   const Limits limits_;
-  ServerObserver* observer_ = nullptr;  // Constant after Start().
+  ServerObserver* observer_ = nullptr;  // Constant after Start(), as log_.
+  LogSink log_;
+  LogThrottle refusals_;
   absl::Mutex mu_;
   std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;

@@ -3,6 +3,7 @@
 
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/rpc/unary_call.h"
 
 namespace ema {
 namespace {
@@ -15,14 +16,10 @@ absl::Status CannotDo(std::string_view what) {
 }  // namespace
 
 void OperatorService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
-#define EMA_LISTEN(method)                                                                     \
-  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                                \
-      rpc, #method, queue,                                                                     \
-      [rpc](grpc::ServerContext* context, v1::method##Request* request,                        \
-            grpc::ServerAsyncResponseWriter<v1::method##Response>* writer,                     \
-            grpc::ServerCompletionQueue* q,                                                    \
-            void* tag) { rpc->service.Request##method(context, request, writer, q, q, tag); }, \
-      [this](const v1::method##Request& request, const Access&) { return method(request); },   \
+#define EMA_LISTEN(method)                                                                   \
+  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                              \
+      rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,                              \
+      [this](const v1::method##Request& request, const Access&) { return method(request); }, \
       [](const auto&) { return nullptr; })
   EMA_LISTEN(GetServerInfo);
   EMA_LISTEN(SetLogLevel);

@@ -15,6 +15,8 @@
 namespace ema {
 namespace {
 
+constexpr char kPull[] = "/ema.v1.EmaService/Pull";
+
 grpc::ByteBuffer Serialize(const v1::PullResponse& response) {
   grpc::ByteBuffer bytes;
   bool own_buffer = false;
@@ -33,8 +35,7 @@ struct SliceOwner {
 void PullCall::Listen(RpcContext* rpc, CallQueue* queue) {
   std::shared_ptr<PullCall> call(new PullCall(rpc, queue));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.RequestPull(&call->context_, &call->request_, &call->writer_, queue->get(),
-                           queue->get(), tag);
+  rpc->service.Request(kPull, &call->context_, &call->stream_, queue->get(), tag);
 }
 
 PullCall::~PullCall() { rpc_->pulls.Leave(this); }
@@ -44,7 +45,22 @@ void PullCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   begin_ = absl::Now();
   Listen(rpc_, queue_);
-  if (absl::Status status = Start(); !status.ok()) return Finish(status);
+  absl::StatusOr<Caller> caller = rpc_->Admit(kPull, context_);
+  if (!caller.ok()) return Finish(caller.status());
+  caller_ = *std::move(caller);
+  const absl::Status status =
+      arrival_.Begin(&rpc_->requests,
+                     [self = shared_from_this()](const absl::Status& late) { self->Finish(late); });
+  if (!status.ok()) return Finish(status);
+  stream_.Read(&request_, read_.Arm(shared_from_this()));
+}
+
+void PullCall::OnRead(bool ok) {
+  if (!arrival_.Complete()) return;
+  const LogCallerScope scope(&caller_.log);
+  if (absl::Status status = ok ? Start() : BadMessage("no PullRequest"); !status.ok()) {
+    return Finish(status);
+  }
   if (!handler_.needs_disk()) return WriteHeader();
   rpc_->disk_reader([self = shared_from_this()] { self->OpenStored(); });
 }
@@ -55,7 +71,9 @@ absl::Status PullCall::Start() {
   if (!request.ParseFromZeroCopyStream(&reader)) {
     return BadMessage("a message that is no PullRequest");
   }
-  EMA_RETURN_IF_ERROR(rpc_->Admit("Pull", context_, request.model()).status());
+  request_.Clear();
+  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, caller_, request.model()));
+  SetCaller(kPull, caller_.authorization, request.model());
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
   return handler_.Open(request);
 }
@@ -75,6 +93,7 @@ void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   if (!ok) return Finish(absl::CancelledError("the reader has left"));
   if (trailer_written_) return Finish(absl::OkStatus());
+  if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
   auto write_next = [self = shared_from_this()] { self->WriteNext(); };
   if (handler_.needs_disk()) return rpc_->disk_reader(std::move(write_next));
   // Readers can wait, trainers cannot.
@@ -109,17 +128,20 @@ void PullCall::WriteChunk(PullHandler::Chunk chunk) {
 
 void PullCall::Write(const grpc::ByteBuffer& message) {
   SetWaiting(true);
-  writer_.Write(message, written_.Arm(shared_from_this()));
+  stream_.Write(message, written_.Arm(shared_from_this()));
 }
 
-// A reader that takes nothing could not be told why, either: the stream is cut.
-void PullCall::EndStalled() { context_.TryCancel(); }
+void PullCall::End(StreamEnd why) {
+  if (why == StreamEnd::kRevoked) return is_revoked_.store(true, std::memory_order_relaxed);
+  // A reader that takes nothing could not be told why, either: the stream is cut.
+  context_.TryCancel();
+}
 
 void PullCall::Finish(const absl::Status& status) {
   rpc_->observer->OnRpcEnded("Pull", status);
   rpc_->observer->OnPullEnded(handler_.EndOf(status, absl::Now() - begin_));
   handler_.Close();
-  writer_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
+  stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }
 
 }  // namespace ema

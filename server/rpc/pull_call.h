@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_RPC_PULL_CALL_H_
 #define EMA_SERVER_RPC_PULL_CALL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -28,9 +29,10 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
       : rpc_(rpc), queue_(queue), handler_(rpc->store.get(), rpc->checkpoints) {}
 
   void OnAccepted(bool ok);
+  void OnRead(bool ok);
   void OnWritten(bool ok);
   void OnFinished(bool) {}
-  void EndStalled() override;
+  void End(StreamEnd why) override;
 
   absl::Status Start();
   void OpenStored();
@@ -45,15 +47,19 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
   grpc::ByteBuffer request_;
-  grpc::ServerAsyncWriter<grpc::ByteBuffer> writer_{&context_};
+  grpc::ServerAsyncReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};
   MemberTag<PullCall> accepted_{&PullCall::OnAccepted};
+  MemberTag<PullCall> read_{&PullCall::OnRead};
   MemberTag<PullCall> written_{&PullCall::OnWritten};
   MemberTag<PullCall> finished_{&PullCall::OnFinished};
 
+  Caller caller_;  // Constant once admitted.
+  RequestArrival arrival_;
   absl::Time begin_;
   PullHandler handler_;
   uint32_t digest_ = 0;
   bool trailer_written_ = false;
+  std::atomic<bool> is_revoked_ = false;  // Relaxed: it is looked at again and again.
 };
 
 }  // namespace ema

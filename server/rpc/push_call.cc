@@ -14,11 +14,16 @@
 #include "server/rpc/convert.h"
 
 namespace ema {
+namespace {
+
+constexpr char kPush[] = "/ema.v1.EmaService/Push";
+
+}  // namespace
 
 void PushCall::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
   std::shared_ptr<PushCall> call(new PushCall(rpc, queue));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.RequestPush(&call->context_, &call->reader_, queue, queue, tag);
+  rpc->service.Request(kPush, &call->context_, &call->stream_, queue, tag);
 }
 
 PushCall::~PushCall() { rpc_->pushes.Leave(this); }
@@ -29,20 +34,22 @@ void PushCall::OnAccepted(bool ok) {
   BeginTiming();
   Listen(rpc_, queue_);
   // Before it takes a place.
-  absl::StatusOr<Access> access = rpc_->Admit("Push", context_, /*model=*/std::nullopt);
-  if (!access.ok()) return Finish(access.status());
-  access_ = *std::move(access);
+  absl::StatusOr<Caller> caller = rpc_->Admit(kPush, context_);
+  if (!caller.ok()) return Finish(caller.status());
+  caller_ = *std::move(caller);
+  SetCaller(kPush, caller_.authorization, /*model=*/std::nullopt);
   if (absl::Status status = rpc_->pushes.Enter(this); !status.ok()) return Finish(status);
   Read();
 }
 
 void PushCall::Read() {
   SetWaiting(true);
-  reader_.Read(&message_, read_.Arm(shared_from_this()));
+  stream_.Read(&message_, read_.Arm(shared_from_this()));
 }
 
 void PushCall::OnRead(bool ok) {
   SetWaiting(false);
+  const LogCallerScope scope(&caller_.log);
   {
     absl::MutexLock lock(&mu_);
     if (finishing_) return;
@@ -91,7 +98,7 @@ absl::Status PushCall::HandleMessage() {
     return BadMessage("a message that is no PushRequest");
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
-      EMA_RETURN_IF_ERROR(CheckCovers(access_, request.header().model()));
+      EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPush, caller_, request.header().model()));
       return handler_.OnHeader(request.header(), [self = shared_from_this()](const auto& result) {
         self->Finish(result);
       });
@@ -123,33 +130,36 @@ absl::Status PushCall::HandleMessage() {
   return BadMessage("a PushRequest with neither header, chunk nor commit");
 }
 
-void PushCall::EndStalled() {
+void PushCall::End(StreamEnd why) {
+  if (why == StreamEnd::kRevoked) return Finish(RevokedError());
   Finish(MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                    "nothing arrived on this stream for too long"));
 }
 
 void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
   std::optional<PushPhases> phases;
+  void* tag = nullptr;
   {
     absl::MutexLock lock(&mu_);
     if (finishing_) return;
     finishing_ = true;
+    // Before anybody else sees that, and lets the call go.
+    tag = finished_.Arm(shared_from_this());
     if (timing_.has_value()) {
       if (result.ok() && !result->duplicate) phases = PhasesOf(*timing_, *result);
       rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), phases});
     }
   }
   rpc_->observer->OnRpcEnded("Push", result.status());
-  void* const tag = finished_.Arm(shared_from_this());
   if (!result.ok()) {
-    reader_.FinishWithError(ToGrpcStatus(result.status(), context_), tag);
+    stream_.Finish(ToGrpcStatus(result.status(), context_), tag);
     return;
   }
   const v1::PushResponse response = handler_.Response(*result, phases);
   grpc::ByteBuffer bytes;
   bool own_buffer = false;
   grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::PushResponse>(response, &bytes, &own_buffer);
-  reader_.Finish(bytes, grpc::Status::OK, tag);
+  stream_.WriteAndFinish(bytes, grpc::WriteOptions(), grpc::Status::OK, tag);
 }
 
 void PushCall::OnFinished(bool) {

@@ -31,7 +31,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void OnAccepted(bool ok);
   void OnRead(bool ok);
   void OnFinished(bool ok);
-  void EndStalled() override;
+  void End(StreamEnd why) override;
 
   void Read();
   absl::Status HandleMessage();
@@ -42,8 +42,8 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
-  Access access_;  // Constant once admitted.
-  grpc::ServerAsyncReader<grpc::ByteBuffer, grpc::ByteBuffer> reader_{&context_};
+  Caller caller_;  // Constant once admitted.
+  grpc::ServerAsyncReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};
   MemberTag<PushCall> accepted_{&PushCall::OnAccepted};
   MemberTag<PushCall> read_{&PushCall::OnRead};
   MemberTag<PushCall> finished_{&PushCall::OnFinished};

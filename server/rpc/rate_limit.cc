@@ -6,15 +6,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ema/error_reason.h"
+#include "server/base/peer_network.h"
 
 namespace ema {
 namespace {
 
 // Above so many, peers that have been silent for a second are forgotten.
 constexpr size_t kManyPeers = 1024;
-
-// Without the port.
-std::string_view AddressOf(std::string_view peer) { return peer.substr(0, peer.rfind(':')); }
 
 }  // namespace
 
@@ -26,11 +24,11 @@ double RateLimit::CallsAt(const Bucket& bucket, Time now) const {
 
 absl::Status RateLimit::Take(std::string_view peer, Time now) {
   if (calls_per_second_ == 0) return absl::OkStatus();
-  const std::string address(AddressOf(peer));
+  const std::string network = NetworkOfPeer(peer);
   absl::MutexLock lock(&mu_);
-  if (buckets_.size() >= kManyPeers && !buckets_.contains(address)) DropFull(now);
+  if (buckets_.size() >= kManyPeers && !buckets_.contains(network)) DropFull(now);
   Bucket& bucket =
-      buckets_.try_emplace(address, Bucket{static_cast<double>(calls_per_second_), now})
+      buckets_.try_emplace(network, Bucket{static_cast<double>(calls_per_second_), now})
           .first->second;
   bucket = {CallsAt(bucket, now), now};
   if (bucket.calls >= 1) {

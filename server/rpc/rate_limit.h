@@ -26,9 +26,9 @@ class RateLimit {
   // 0: no limit.
   explicit RateLimit(int64_t calls_per_second) : calls_per_second_(calls_per_second) {}
 
-  // One more call. `peer` is as gRPC names it, such as "ipv4:10.0.0.1:4711": those of one address
-  // count together. RESOURCE_EXHAUSTED, TOO_MANY_CALLS, with when to try again; the call does not
-  // count then.
+  // One more call. `peer` is as gRPC names it, such as "ipv4:10.0.0.1:4711": those of one
+  // network (see NetworkOfPeer()) count together. RESOURCE_EXHAUSTED, TOO_MANY_CALLS, with when to
+  // try again; the call does not count then.
   absl::Status Take(std::string_view peer, Time now) ABSL_LOCKS_EXCLUDED(mu_);
   // Peers that are remembered.
   size_t peer_count() const ABSL_LOCKS_EXCLUDED(mu_);

@@ -15,6 +15,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
+#include "server/rpc/unary_call.h"
 #include "server/rpc/watch_call.h"
 
 namespace ema {
@@ -28,6 +29,12 @@ constexpr int kReadBytes = 1 << 20;
 // gRPC's reflection service is its only one that is not on our queues: each of its streams has a
 // thread while it lasts, and so many may. Others are told RESOURCE_EXHAUSTED.
 constexpr int kMaxReflectionThreads = 4;
+
+// Watches last.
+constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
+
+// Who probes sends all at once.
+constexpr std::chrono::seconds kProbeTimeout(1);
 
 // What health checks call the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
@@ -66,6 +73,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.keepalive_time));
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.keepalive_timeout));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
+  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, absl::ToInt64Milliseconds(options.max_connection_idle));
+  // What is compressed has no limit but that of its compressed bytes.
+  builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
+  for (const auto algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
   set(GRPC_ARG_MAX_METADATA_SIZE, options.max_metadata_bytes);
   set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_streams_per_connection);
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
@@ -105,7 +118,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   rpc->options_.heartbeats->Look(Heartbeats::Clock::now());
   rpc->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
-    rpc->listeners_[i]->Start(std::move(acceptors[i]), options.observer);
+    rpc->listeners_[i]->Start(std::move(acceptors[i]), options.observer, options.log);
   }
   return rpc;
 }
@@ -113,14 +126,19 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
 RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints,
                      const Options& options)
     : options_(options),
-      rpc_{.service = {},
-           .store = store,
+      rpc_{.store = store,
            .pushes = {"push", options.max_push_streams,
                       absl::ToChronoNanoseconds(options.stall_timeout)},
            .pulls = {"pull", options.max_pull_streams,
                      absl::ToChronoNanoseconds(options.stall_timeout)},
-           .watches = std::make_shared<PlaceLimit>(options.max_watch_streams),
+           .watches = {"watch", options.max_watch_streams,
+                       absl::ToChronoNanoseconds(options.stall_timeout), kWatchRetryDelay},
+           .requests = {"arriving request", options.max_arriving_requests,
+                        absl::ToChronoNanoseconds(options.stall_timeout)},
+           .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout},
            .rate = RateLimit(options.max_calls_per_second),
+           .log = options.log,
+           .refusals = {},
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .observer = options.observer,
@@ -166,8 +184,10 @@ RpcServer::Usage RpcServer::usage() const {
               .max_push_streams = rpc_.pushes.limit(),
               .pull_streams = rpc_.pulls.open_count(),
               .max_pull_streams = rpc_.pulls.limit(),
-              .watch_streams = rpc_.watches->taken_count(),
-              .max_watch_streams = rpc_.watches->limit()};
+              .watch_streams = rpc_.watches.open_count(),
+              .max_watch_streams = rpc_.watches.limit(),
+              .arriving_requests = rpc_.requests.open_count(),
+              .max_arriving_requests = rpc_.requests.limit()};
   for (const std::unique_ptr<Listener>& listener : listeners_) {
     usage.connections += listener->connection_count();
     usage.max_connections += options_.connections.connections;
@@ -181,6 +201,7 @@ std::vector<OperatorService::Limit> RpcServer::Limits() const {
   return {{"push_streams", used.push_streams, used.max_push_streams},
           {"pull_streams", used.pull_streams, used.max_pull_streams},
           {"watch_streams", used.watch_streams, used.max_watch_streams},
+          {"arriving_requests", used.arriving_requests, used.max_arriving_requests},
           {"sessions", store.sessions().taken_count(), store.sessions().limit()},
           {"connections", used.connections, used.max_connections},
           {"connections_per_peer", std::nullopt, options_.connections.connections_per_peer},
@@ -258,10 +279,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                  .slow = ExecutorOf(&slow_work_)});
   operator_.Listen(&rpc_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
-      &rpc_, "Check", queue->get(),
-      [this](grpc::ServerContext* context, auto* request, auto* writer,
-             grpc::ServerCompletionQueue* q,
-             void* call) { rpc_.health.RequestCheck(context, request, writer, q, q, call); },
+      &rpc_, &rpc_.health, kHealthCheck, queue->get(),
       [this](const auto& request, const Access&) { return CheckHealth(request); },
       [](const auto&) { return nullptr; });
   queue->Run();
@@ -303,7 +321,13 @@ void RpcServer::CheckStalled() {
     rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.session_timeout));
     rpc_.pushes.CheckStalled(now);
     rpc_.pulls.CheckStalled(now);
-    if (options_.authenticator != nullptr) options_.authenticator->Refresh();
+    rpc_.requests.CheckStalled(now);
+    rpc_.probes.CheckStalled(now);
+    if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
+      for (StreamAdmission* const streams : {&rpc_.pushes, &rpc_.pulls, &rpc_.watches}) {
+        streams->EndRevoked(*options_.authenticator);
+      }
+    }
   }
 }
 

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "grpc/health/v1/health.pb.h"
 #include "server/base/heartbeat.h"
 #include "server/base/observer.h"
 #include "server/core/model_store.h"
@@ -52,12 +53,16 @@ class RpcServer {
     // answer.
     absl::Duration keepalive_time = absl::Seconds(60);
     absl::Duration keepalive_timeout = absl::Seconds(20);
+    // A connection without calls for so long is closed in order: its client opens another one.
+    absl::Duration max_connection_idle = absl::Hours(2);
     // Completion queues. One is fastest where trainer and server share two cores.
     int thread_count = 1;
     // Each may hold a receive window of up to kMaxWindowBytes.
     int64_t max_push_streams = 32;
     int64_t max_pull_streams = 64;
     int64_t max_watch_streams = 1024;
+    // Requests that may be arriving; each may take what the longest message does.
+    int64_t max_arriving_requests = 32;
     // Calls that one address may begin in a second; 0: any number. Lanes and probes do not count.
     int64_t max_calls_per_second = 10'000;
     // Clients of this host and user may push and pull through shared memory.
@@ -81,6 +86,9 @@ class RpcServer {
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
+  // Beside Options::max_arriving_requests, of calls that need no token: health checks, and where
+  // nobody needs one, reflection.
+  static constexpr int64_t kMaxArrivingProbes = 8;
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
   // MakeServerCredentials(), or INTERNAL: gRPC did not start.
@@ -112,6 +120,8 @@ class RpcServer {
     int64_t max_pull_streams = 0;
     int64_t watch_streams = 0;
     int64_t max_watch_streams = 0;
+    int64_t arriving_requests = 0;
+    int64_t max_arriving_requests = 0;
     int64_t connections = 0;  // Of gRPC, not lanes.
     int64_t max_connections = 0;
   };

@@ -5,38 +5,56 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
 
 namespace ema {
+namespace {
+
+constexpr char kWatch[] = "/ema.v1.EmaService/Watch";
+
+}  // namespace
 
 void WatchCall::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
   std::shared_ptr<WatchCall> call(new WatchCall(rpc, queue));
   // An idle watch has no other way to learn that its reader has left.
   call->context_.AsyncNotifyWhenDone(call->done_.Arm(call));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.RequestWatch(&call->context_, &call->request_, &call->writer_, queue, queue, tag);
+  rpc->service.Request(kWatch, &call->context_, &call->stream_, queue, tag);
 }
+
+WatchCall::~WatchCall() { rpc_->watches.Leave(this); }
 
 void WatchCall::OnAccepted(bool ok) {
   if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
-  absl::StatusOr<std::shared_ptr<Model>> model = FindModel();
-  if (absl::Status status = model.ok() ? TakePlace() : model.status(); !status.ok()) {
+  absl::StatusOr<Caller> caller = rpc_->Admit(kWatch, context_);
+  absl::Status status = caller.status();
+  if (status.ok()) {
+    caller_ = *std::move(caller);
+    status = arrival_.Begin(&rpc_->requests, [self = shared_from_this()](const absl::Status& late) {
+      absl::MutexLock lock(&self->mu_);
+      self->FinishLocked(late);
+    });
+  }
+  if (!status.ok()) {
     absl::MutexLock lock(&mu_);
     return FinishLocked(status);
   }
-  model_ = *std::move(model);
-  if (request_.after_version() < 0 || request_.incarnation() < 0) {
-    absl::MutexLock lock(&mu_);
-    return FinishLocked(MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-        absl::StrCat("after_version: ", request_.after_version(),
-                     ", incarnation: ", request_.incarnation(), " given, expected 0 or more")));
-  }
+  stream_.Read(&request_, read_.Arm(shared_from_this()));
+}
+
+void WatchCall::OnRead(bool ok) {
+  if (!arrival_.Complete()) return;
+  const LogCallerScope scope(&caller_.log);
+  const absl::Status status = ok ? Start() : BadMessage("no WatchRequest");
   {
     absl::MutexLock lock(&mu_);
+    if (!status.ok()) FinishLocked(status);
+    if (finishing_) return;  // Or the reader has left.
     const std::optional<VersionRecord> latest = model_->latest();
     if (request_.has_after_version()) {
       last_version_ = request_.after_version();
@@ -47,26 +65,27 @@ void WatchCall::OnAccepted(bool ok) {
     }
     // Tells the reader that it misses nothing from here on.
     writing_ = true;
-    writer_.SendInitialMetadata(written_.Arm(shared_from_this()));
+    stream_.SendInitialMetadata(written_.Arm(shared_from_this()));
   }
   watcher_ = model_->Watch([this] { Advance(); });
 }
 
-absl::StatusOr<std::shared_ptr<Model>> WatchCall::FindModel() const {
-  EMA_RETURN_IF_ERROR(rpc_->Admit("Watch", context_, request_.model()).status());
-  return rpc_->store->Get(request_.model());
+absl::Status WatchCall::Start() {
+  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kWatch, caller_, request_.model()));
+  EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request_.model()));
+  if (request_.after_version() < 0 || request_.incarnation() < 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("after_version: ", request_.after_version(), ", incarnation: ",
+                                  request_.incarnation(), " given, expected 0 or more"));
+  }
+  SetCaller(kWatch, caller_.authorization, request_.model());
+  return rpc_->watches.Enter(this);
 }
 
-absl::Status WatchCall::TakePlace() {
-  place_ = rpc_->watches->Take();
-  if (place_ != nullptr) return absl::OkStatus();
-  absl::Status status =
-      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
-                absl::StrCat("the server has ", rpc_->watches->limit(),
-                             " watches open, as many as it may have"));
-  // They last.
-  SetRetryDelay(status, absl::Seconds(1));
-  return status;
+void WatchCall::End(StreamEnd) {
+  absl::MutexLock lock(&mu_);
+  is_revoked_ = true;
+  if (!writing_) FinishLocked(RevokedError());
 }
 
 void WatchCall::Advance() {
@@ -88,7 +107,7 @@ void WatchCall::Advance() {
   last_version_ = record.version;
   last_incarnation_ = record.incarnation;
   writing_ = true;
-  writer_.Write(response, written_.Arm(shared_from_this()));
+  stream_.Write(response, written_.Arm(shared_from_this()));
 }
 
 void WatchCall::OnWritten(bool ok) {
@@ -97,6 +116,7 @@ void WatchCall::OnWritten(bool ok) {
     writing_ = false;
     // It may also have left while this was written.
     if (!ok || left_) return FinishLocked(absl::CancelledError("the reader has left"));
+    if (is_revoked_) return FinishLocked(RevokedError());
   }
   Advance();
 }
@@ -110,8 +130,8 @@ void WatchCall::OnDone(bool) {
 void WatchCall::FinishLocked(const absl::Status& status) {
   if (finishing_) return;
   finishing_ = true;
-  rpc_->observer->OnRpcEnded("Watch", status);
-  writer_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
+  rpc_->observer->OnRpcEnded(ShortName(kWatch), status);
+  stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }
 
 void WatchCall::OnFinished(bool) {

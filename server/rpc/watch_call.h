@@ -17,22 +17,25 @@ namespace ema {
 // Holds no records: it remembers the last version that it sent and asks the model for the next one.
 // So a slow watcher costs no memory; what the model has forgotten meanwhile is counted as skipped.
 // Keeps itself alive while gRPC or the model can still call it.
-class WatchCall final : public std::enable_shared_from_this<WatchCall> {
+class WatchCall final : public StreamCall, public std::enable_shared_from_this<WatchCall> {
  public:
   // Waits for the next Watch on `queue`, and for the one after when it has come.
   static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+  ~WatchCall();
 
  private:
   WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
 
   void OnAccepted(bool ok);
+  void OnRead(bool ok);
   void OnWritten(bool ok);
   void OnFinished(bool ok);
   void OnDone(bool ok);
 
-  absl::StatusOr<std::shared_ptr<Model>> FindModel() const;
-  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS.
-  absl::Status TakePlace();
+  void End(StreamEnd why) override ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Looks at the request, and takes a place.
+  absl::Status Start();
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);
@@ -41,16 +44,18 @@ class WatchCall final : public std::enable_shared_from_this<WatchCall> {
   RpcContext* const rpc_;
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
-  PlaceLimit::Place place_;  // Null: it has been refused.
   grpc::ServerContext context_;
   v1::WatchRequest request_;
-  grpc::ServerAsyncWriter<v1::WatchResponse> writer_{&context_};
+  grpc::ServerAsyncReaderWriter<v1::WatchResponse, v1::WatchRequest> stream_{&context_};
   MemberTag<WatchCall> accepted_{&WatchCall::OnAccepted};
+  MemberTag<WatchCall> read_{&WatchCall::OnRead};
   MemberTag<WatchCall> written_{&WatchCall::OnWritten};
   MemberTag<WatchCall> finished_{&WatchCall::OnFinished};
   MemberTag<WatchCall> done_{&WatchCall::OnDone};
 
-  std::shared_ptr<Model> model_;  // Constant once accepted.
+  Caller caller_;  // Constant once admitted.
+  RequestArrival arrival_;
+  std::shared_ptr<Model> model_;  // Constant once the request is there.
   int64_t watcher_ = 0;           // Only on the queue's thread.
 
   absl::Mutex mu_;
@@ -59,6 +64,7 @@ class WatchCall final : public std::enable_shared_from_this<WatchCall> {
   int64_t last_incarnation_ ABSL_GUARDED_BY(mu_) = 0;
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool left_ ABSL_GUARDED_BY(mu_) = false;  // The reader.
+  bool is_revoked_ ABSL_GUARDED_BY(mu_) = false;
   bool finishing_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/core/attached_files.h"
 
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "server/base/crc32c.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -94,14 +97,28 @@ TEST_F(AttachedFilesTest, AreFoundByNameOnceTheyAreWhole) {
   ASSERT_THAT(files_.AddPart("unfinished", 2, 0, "x"), IsOk());
   const auto found = files_.Find("f");
   ASSERT_THAT(found, IsOk());
-  EXPECT_EQ((*found)->bytes, "abc");
+  EXPECT_EQ(found->file->bytes, "abc");
   EXPECT_THAT(files_.Find("unfinished"),
               AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("there is f")),
                     ReasonIs(ErrorReason::kFileNotFound)));
   // Who has it keeps it.
   files_.Remove("f");
   EXPECT_THAT(files_.Find("f"), ReasonIs(ErrorReason::kFileNotFound));
-  EXPECT_EQ((*found)->bytes, "abc");
+  EXPECT_EQ(found->file->bytes, "abc");
+}
+
+TEST_F(AttachedFilesTest, HaveTheChecksumOfAllTheirParts) {
+  const auto crc_of = [](std::string_view text) {
+    return Crc32c(0, std::as_bytes(std::span(text)));
+  };
+  for (const std::string text : {"abcdef", "uvwxyz"}) {  // The second in the first one's place.
+    for (const int64_t offset : {0, 2, 2, 4, 4}) {       // Some parts again.
+      ASSERT_THAT(files_.AddPart("f", 6, offset, text.substr(offset, 2)), IsOk());
+    }
+    EXPECT_EQ(files_.Find("f")->crc32c, crc_of(text));
+  }
+  ASSERT_THAT(files_.AddPart("empty", 0, 0, ""), IsOk());
+  EXPECT_EQ(files_.Find("empty")->crc32c, 0U);
 }
 
 TEST_F(AttachedFilesTest, TakesNoMoreThanThereIsRoomFor) {

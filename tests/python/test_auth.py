@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -154,6 +155,72 @@ def test_changed_files_are_taken_over_on_both_sides(
     eventually(
         lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1]
     )
+
+
+def test_a_watch_ends_when_its_token_is_taken_away(
+    server: ServerProcess, tokens: pathlib.Path
+) -> None:
+    binary = os.environ.get("EMACTL_BIN", ROOT / "build/release/client/cli/emactl")
+    with client_of(server, TRAINER) as trainer, contextlib.ExitStack() as stack:
+        trainer.create_model("digits-5", WEIGHTS, tracks={"ema": "10ba"})
+        watch = stack.enter_context(
+            subprocess.Popen(
+                [binary, "--server", server.address, "--json", "watch", "digits-5", "--after", "0"],
+                env=os.environ | {"EMA_TOKEN": EVALUATOR},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(watch.kill)
+        assert watch.stdout is not None and watch.stderr is not None
+        with trainer.open_run("digits-5") as run:
+            run.push(step=1, weights=WEIGHTS)
+            assert '"step":1' in watch.stdout.readline().replace(" ", "")
+            # A file that says the same of it ends nothing.
+            write(tokens, f"trainer {TRAINER} digits-*\nevaluator {EVALUATOR}\n")
+            eventually(lambda: server.log_path.read_text().count("token file taken over") == 1)
+            run.push(step=2, weights=WEIGHTS)
+            assert '"step":2' in watch.stdout.readline().replace(" ", "")
+            write(tokens, f"trainer {TRAINER} digits-*\nevaluator {EVALUATOR} faces\n")
+            assert watch.wait(timeout=30) == 4
+            assert json.loads(watch.stderr.read())["error"]["reason"] == "BAD_TOKEN"
+            assert run.push(step=3, weights=WEIGHTS).number == 3
+
+
+def test_who_is_refused_and_what_operators_do_is_on_record(
+    server: ServerProcess,
+) -> None:
+    with client_of(server, "wrong-wrong-wrong") as nobody, client_of(server, ADMIN) as admin:
+        for _ in range(50):
+            with pytest.raises(ema_client.UnauthenticatedError):
+                nobody.models()
+        admin.create_model("digits-6", WEIGHTS, tracks={"ema": "10ba"})
+        assert emactl(server, "log-level", "error", EMA_TOKEN=ADMIN).returncode == 0
+        admin.update_model("digits-6", tracks={"slow": "100ba"})
+        with pytest.raises(ema_client.InvalidArgumentError):
+            admin.update_model("digits-6", tracks={"no name": "100ba"})
+        admin.delete_model("digits-6")
+    with client_of(server, TRAINER) as trainer, pytest.raises(ema_client.PermissionDeniedError):
+        trainer.delete_model("digits-6")
+    lines = server.log_path.read_text().splitlines()
+    refused = [line for line in lines if " call refused " in line]
+    assert 10 <= len(refused) < 50
+    for word in ("rpc=ListModels", "peer=ipv4:127.0.0.1:", "reason=BAD_TOKEN"):
+        assert word in refused[0]
+    created = next(line for line in lines if " model created " in line)
+    assert "peer=ipv4:127.0.0.1:" in created and "role=admin" in created
+    calls = [line for line in lines if " operator call " in line]
+    assert [line.split("rpc=")[1].split()[0] for line in calls] == [
+        "SetLogLevel",
+        "UpdateModel",
+        "UpdateModel",
+        "DeleteModel",
+    ]
+    for line in calls:
+        assert "peer=ipv4:127.0.0.1:" in line and "role=admin" in line
+    assert all("model=digits-6" in line for line in calls[1:])
+    assert "status=OK" in calls[1] and 'status="INVALID_ARGUMENT' in calls[2]
 
 
 def test_emactl_has_a_token_too(server: ServerProcess, tmp_path: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ema_client
 import numpy as np
 import pytest
+from http_pages import LISTEN, scrape, value
 from server_process import ServerProcess
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
@@ -61,12 +62,15 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
         + memory["push_streams"] * memory["push_stream"]
         + memory["pull_streams"] * memory["pull_stream"]
         + memory["lanes"] * memory["lane"]
+        + memory["requests"] * memory["request"]
         + memory["freed"]
     )
     assert only(lines, "serving")["listen"] == server.address
     assert only(lines, "model created")["model"] == "m"
     opened = only(lines, "run opened")
     assert (opened["model"], opened["ranks"], opened["launch"]) == ("m", 1, "first")
+    for line in (opened, only(lines, "model created"), only(lines, "model deleted")):
+        assert line["peer"].startswith("ipv4:127.0.0.1:") and "role" not in line
     commits = [line for line in lines if line["event"] == "committed"]
     # The last is the rollback's.
     assert [line["step"] for line in commits] == [1, 2, 3, 3]
@@ -87,9 +91,26 @@ def test_text_says_the_same_without_commits(tmp_path):
     for line in text.splitlines():
         time, level, rest = line.split(" ", 2)
         assert TIME.fullmatch(time) and level in ("info", "warn"), line
-    assert re.search(r" info run opened model=m run=\d+ launch=first ranks=1\n", text)
+    assert re.search(
+        r" info run opened model=m run=\d+ launch=first ranks=1 peer=ipv4:127\.0\.0\.1:\d+\n", text
+    )
     assert re.search(r" info checkpoint saved model=m step=3 version=3 checkpoint=\S+ ", text)
     assert " committed " not in text
+
+
+def test_saving_what_is_saved_already_is_no_save(tmp_path):
+    flags = ["--log-format", "json", *LISTEN]
+    with ServerProcess(tmp_path, *flags, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model("m", weights(0), tracks={"ema": "1ba"})
+            with client.open_run("m") as run:
+                run.push(step=1, weights=weights(1))
+            first = client.create_checkpoint("m")
+            assert client.create_checkpoint("m") == first
+            saves = value(scrape(server), "ema_checkpoint_saves_total", model="m", result="ok")
+        assert saves == 1
+        assert server.stop() == 0
+    only(events(server), "checkpoint saved")
 
 
 def test_a_restart_says_what_it_has_restored(tmp_path):

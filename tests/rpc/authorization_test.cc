@@ -34,7 +34,7 @@ class FakeAuthenticator final : public Authenticator {
     }
     return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "unknown");
   }
-  void Refresh() override {}
+  bool Refresh() override { return false; }
 };
 
 std::vector<const google::protobuf::MethodDescriptor*> AllMethods() {
@@ -43,6 +43,10 @@ std::vector<const google::protobuf::MethodDescriptor*> AllMethods() {
   std::vector<const google::protobuf::MethodDescriptor*> methods;
   for (int i = 0; i < service->method_count(); ++i) methods.push_back(service->method(i));
   return methods;
+}
+
+std::string PathOf(const google::protobuf::MethodDescriptor& method) {
+  return absl::StrCat("/", method.service()->full_name(), "/", method.name());
 }
 
 // A request of `method` that has nothing but the model's name, if it has one.
@@ -74,7 +78,7 @@ class AuthorizationTest : public RpcFixture {
     if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
     grpc::GenericStub stub(channel_);
     grpc::CompletionQueue queue;
-    const auto stream = stub.PrepareCall(&context, "/ema.v1.EmaService/" + method.name(), &queue);
+    const auto stream = stub.PrepareCall(&context, PathOf(method), &queue);
     const auto next = [&] {
       void* tag = nullptr;
       bool ok = false;
@@ -117,8 +121,8 @@ class AuthorizationTest : public RpcFixture {
 
 TEST_F(AuthorizationTest, EveryRpcHasARuleAndRefusesWhoHasNoToken) {
   for (const auto* method : AllMethods()) {
-    EXPECT_TRUE(RoleFor(method->name()).has_value()) << method->name();
-    EXPECT_NE(RoleFor(method->name()), Role::kNobody) << method->name();
+    EXPECT_TRUE(RoleFor(PathOf(*method)).has_value()) << method->name();
+    EXPECT_NE(RoleFor(PathOf(*method)), Role::kNobody) << method->name();
     for (const char* token : {"", "unknown", "admi", "admin2"}) {
       const CallResult result = Call(*method, token, "m");
       EXPECT_EQ(result.status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << method->name();
@@ -129,7 +133,7 @@ TEST_F(AuthorizationTest, EveryRpcHasARuleAndRefusesWhoHasNoToken) {
 
 TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
   for (const auto* method : AllMethods()) {
-    const Role needed = RoleFor(method->name()).value_or(Role::kNobody);
+    const Role needed = RoleFor(PathOf(*method)).value_or(Role::kNobody);
     for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
       const CallResult result = Call(*method, std::string(RoleName(role)), "m");
       EXPECT_EQ(IsRefused(result), role < needed) << method->name() << " " << RoleName(role);

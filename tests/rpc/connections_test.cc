@@ -107,6 +107,15 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
   EXPECT_THAT(Use(address_), IsOk());
 }
 
+TEST_F(ConnectionsTest, AnIdleConnectionIsClosedAndItsClientDoesNotNotice) {
+  StartServer({.max_connection_idle = absl::Milliseconds(50)});
+  const std::unique_ptr<Client> client = *Client::Create(address_, {.same_host_lane = false});
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_THAT(client->ListModels(), IsOk());
+    while (server_->usage().connections > 0) std::this_thread::yield();
+  }
+}
+
 TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
   for (int round = 0; round < 10; ++round) {
     StartServer({.same_host_lane = false});

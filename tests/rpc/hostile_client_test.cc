@@ -102,6 +102,16 @@ TEST_F(HostileClientTest, MalformedAndOversizedMessagesApplyNothing) {
   EXPECT_FALSE(PushRaw({header, std::string(9 << 20, '\x12')}).ok());
 }
 
+TEST_F(HostileClientTest, ACompressedRequestIsRefused) {
+  grpc::ClientContext context;
+  context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+  v1::GetModelRequest request;
+  request.set_model(std::string(1 << 20, 'm'));
+  v1::GetModelResponse response;
+  EXPECT_EQ(stub_->GetModel(&context, request, &response).error_code(),
+            grpc::StatusCode::UNIMPLEMENTED);
+}
+
 TEST_F(HostileClientTest, DamagedAndMisplacedChunksAreRefusedByName) {
   const std::string data = Filled(9.0f);
   v1::PushRequest damaged = Chunk(0, data);

@@ -37,6 +37,14 @@ TEST(RateLimitTest, ASecondsWorthMayComeAtOnceAndThenAtThatRate) {
   EXPECT_FALSE(limit.Take("ipv4:10.0.0.1:3", later).ok());
 }
 
+TEST(RateLimitTest, ANetworkOfIpV6IsOnePeer) {
+  RateLimit limit(2);
+  ASSERT_THAT(limit.Take("ipv6:%5B2001:db8:0:1::1%5D:1", kStart), IsOk());
+  ASSERT_THAT(limit.Take("ipv6:%5B2001:db8:0:1::2%5D:1", kStart), IsOk());
+  EXPECT_FALSE(limit.Take("ipv6:%5B2001:db8:0:1:2:3:4:5%5D:1", kStart).ok());
+  EXPECT_THAT(limit.Take("ipv6:%5B2001:db8:0:2::1%5D:1", kStart), IsOk());
+}
+
 TEST(RateLimitTest, ZeroIsNoLimit) {
   RateLimit limit(0);
   for (int i = 0; i < 1000; ++i) ASSERT_THAT(limit.Take("ipv4:10.0.0.1:1", kStart), IsOk());

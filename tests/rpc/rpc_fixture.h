@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "ema/v1/error.pb.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 #include "server/base/crc32c.h"
 #include "server/core/no_checkpoints.h"
 #include "server/rpc/rpc_server.h"

@@ -17,7 +17,7 @@ constexpr milliseconds kTenth = kStallTimeout / 10;
 class FakeCall final : public StreamCall {
  public:
   using StreamCall::SetWaiting;
-  void EndStalled() override { ++ended; }
+  void End(StreamEnd) override { ++ended; }
 
   int ended = 0;
 };

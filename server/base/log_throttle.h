@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How often the log is told of what strangers do.
+#ifndef EMA_SERVER_BASE_LOG_THROTTLE_H_
+#define EMA_SERVER_BASE_LOG_THROTTLE_H_
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace ema {
+
+// Lets one line a second through, and after a pause up to ten at once. Thread-safe.
+class LogThrottle {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  // Absent: this event gets no line. Else it does, which is to say how many got none since the last
+  // that did.
+  std::optional<int64_t> Take(Time now) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    next_ = std::max(next_, now - kMostAtOnce * kInterval);
+    if (next_ + kInterval > now) {
+      ++unsaid_;
+      return std::nullopt;
+    }
+    next_ += kInterval;
+    return std::exchange(unsaid_, 0);
+  }
+
+ private:
+  static constexpr int kMostAtOnce = 10;
+  static constexpr std::chrono::seconds kInterval{1};
+
+  absl::Mutex mu_;
+  Time next_ ABSL_GUARDED_BY(mu_);  // Lines up to here have been written.
+  int64_t unsaid_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_BASE_LOG_THROTTLE_H_

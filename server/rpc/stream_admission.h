@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How many calls that take memory there may be, and which of them end so that others get in.
+#ifndef EMA_SERVER_RPC_STREAM_ADMISSION_H_
+#define EMA_SERVER_RPC_STREAM_ADMISSION_H_
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+#include "server/base/authenticator.h"
+
+namespace ema {
+
+// Why a stream is ended by the server.
+enum class StreamEnd {
+  kStalled,  // Its peer has done nothing for too long.
+  kRevoked,  // Its caller may not do this any more.
+};
+// UNAUTHENTICATED, BAD_TOKEN: what a caller is told by kRevoked.
+absl::Status RevokedError();
+
+// A call that may wait for its peer. Its completions are on one thread; End() and MayGoOn() are
+// called from others.
+class StreamCall {
+ public:
+  // Who has called for what. Absent `model`: for whatever comes. Before Enter(), if at all.
+  void SetCaller(std::string_view method, std::string authorization,
+                 std::optional<std::string_view> model) {
+    method_ = method;
+    authorization_ = std::move(authorization);
+    if (model.has_value()) model_.emplace(*model);
+  }
+  // Whether the caller would be let in now.
+  bool MayGoOn(const Authenticator& authenticator) const;
+  // How long the call has waited for its peer; zero: it does not.
+  std::chrono::steady_clock::duration WaitingTime(std::chrono::steady_clock::time_point now) const {
+    const int64_t since = waiting_since_.load(std::memory_order_relaxed);
+    return since == 0 ? std::chrono::steady_clock::duration::zero()
+                      : now - std::chrono::steady_clock::time_point(
+                                  std::chrono::steady_clock::duration(since));
+  }
+  // Ends the call, soon. From any thread.
+  virtual void End(StreamEnd why) = 0;
+
+ protected:
+  ~StreamCall() = default;
+  // The call begins here, and works. On the call's thread, as all that follows.
+  void BeginTiming() {
+    marked_time_ = std::chrono::steady_clock::now();
+    waited_ = worked_ = std::chrono::steady_clock::duration::zero();
+  }
+  void SetWaiting(bool waiting) {
+    const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+    (waiting ? worked_ : waited_) += now - marked_time_;
+    marked_time_ = now;
+    waiting_since_.store(waiting ? now.time_since_epoch().count() : 0, std::memory_order_relaxed);
+  }
+  // Of the whole call, up to the last SetWaiting().
+  std::chrono::steady_clock::duration waited() const { return waited_; }
+  std::chrono::steady_clock::duration worked() const { return worked_; }
+  // When the last SetWaiting() was.
+  std::chrono::steady_clock::time_point marked_time() const { return marked_time_; }
+
+ private:
+  // Ticks of the steady clock; 0: not waiting. Relaxed: a stall may be seen one check later.
+  std::atomic<int64_t> waiting_since_ = 0;
+  std::chrono::steady_clock::time_point marked_time_;
+  std::chrono::steady_clock::duration waited_ = {};
+  std::chrono::steady_clock::duration worked_ = {};
+  // Constant while it has a place.
+  std::string_view method_;
+  std::string authorization_;
+  std::optional<std::string> model_;
+};
+
+// Admits data streams up to a limit, and ends those that stall. When all places are taken, a new
+// stream gets that of the one whose peer has done nothing for longest, if that is a tenth of the
+// time-out: stalled peers do not keep others out for all of it. One stream at a time loses its
+// place so, with a pause of a fortieth: where the path is slow and no message arrives in that time,
+// streams would else take each other's places for ever. Thread-safe.
+class StreamAdmission {
+ public:
+  // `retry_delay`: when those are told to come back who find no place.
+  StreamAdmission(std::string kind, int64_t limit, std::chrono::nanoseconds stall_timeout,
+                  absl::Duration retry_delay = absl::Milliseconds(50))
+      : kind_(std::move(kind)),
+        limit_(limit),
+        stall_timeout_(stall_timeout),
+        retry_delay_(retry_delay) {}
+
+  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS. OK: `call` is checked for stalls until Leave().
+  absl::Status Enter(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
+      absl::Status status =
+          MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                    absl::StrCat("the server has ", limit_, " ", kind_,
+                                 " streams open, as many as it may have"));
+      SetRetryDelay(status, retry_delay_);
+      return status;
+    }
+    calls_.insert(call);
+    return absl::OkStatus();
+  }
+  // Again, or without Enter(): does nothing.
+  void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    calls_.erase(call);
+  }
+  int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return static_cast<int64_t>(calls_.size());
+  }
+  int64_t limit() const { return limit_; }
+  // Ends those that have stalled for the whole time-out.
+  void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    for (StreamCall* const call : calls_) {
+      if (call->WaitingTime(now) > stall_timeout_) call->End(StreamEnd::kStalled);
+    }
+  }
+  // Ends those whose callers `authenticator` would not let in any more.
+  void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    for (StreamCall* const call : calls_) {
+      if (!call->MayGoOn(authenticator)) call->End(StreamEnd::kRevoked);
+    }
+  }
+
+ private:
+  // False: none has stalled.
+  bool EndLongestStalled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto now = std::chrono::steady_clock::now();
+    const auto longest = std::max_element(
+        calls_.begin(), calls_.end(),
+        [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
+    if (longest == calls_.end() || (*longest)->WaitingTime(now) < stall_timeout_ / 10 ||
+        now < next_end_time_) {
+      return false;
+    }
+    next_end_time_ = now + stall_timeout_ / 40;
+    (*longest)->End(StreamEnd::kStalled);
+    calls_.erase(longest);
+    return true;
+  }
+
+  const std::string kind_;
+  const int64_t limit_;
+  const std::chrono::nanoseconds stall_timeout_;
+  const absl::Duration retry_delay_;
+  mutable absl::Mutex mu_;
+  absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
+  std::chrono::steady_clock::time_point next_end_time_ ABSL_GUARDED_BY(mu_);
+};
+
+// The request of a call, until it is there: it has a place in a StreamAdmission so long, for what
+// has come of it takes memory. Begin() and Complete() on the call's thread.
+class RequestArrival final : public StreamCall {
+ public:
+  ~RequestArrival() { Leave(); }
+
+  // From here on the request is waited for. `on_end`, which keeps the call, is given what to finish
+  // it with if that has taken too long; on another thread, and with a lock held that Begin() takes.
+  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: too many are waited for.
+  absl::Status Begin(StreamAdmission* admission, std::function<void(const absl::Status&)> on_end);
+  // It is there, or nothing more comes. False: `on_end` has been called.
+  bool Complete();
+
+ private:
+  void End(StreamEnd why) override;
+  void Leave() {
+    if (admission_ != nullptr) admission_->Leave(this);
+  }
+
+  StreamAdmission* admission_ = nullptr;
+  // Set by whoever ends the wait; only they touch on_end_ then.
+  std::atomic<bool> has_ended_ = false;
+  std::function<void(const absl::Status&)> on_end_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_STREAM_ADMISSION_H_
