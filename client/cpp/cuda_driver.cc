@@ -38,10 +38,10 @@ absl::StatusOr<CudaDriver> CudaDriver::Load() {
   find("cuStreamCreate", driver.StreamCreate);
   find("cuStreamDestroy_v2", driver.StreamDestroy);
   find("cuStreamWaitEvent", driver.StreamWaitEvent);
-  find("cuStreamSynchronize", driver.StreamSynchronize);
+  find("cuStreamQuery", driver.StreamQuery);
   find("cuEventCreate", driver.EventCreate);
   find("cuEventRecord", driver.EventRecord);
-  find("cuEventSynchronize", driver.EventSynchronize);
+  find("cuEventQuery", driver.EventQuery);
   find("cuEventDestroy_v2", driver.EventDestroy);
   find("cuThreadExchangeStreamCaptureMode", driver.ThreadExchangeStreamCaptureMode);
   find("cuGetErrorName", driver.GetErrorName);
@@ -65,6 +65,31 @@ std::string CudaDriver::Describe(int result) const {
   }
   if (GetErrorString(result, &text) != kSuccess || text == nullptr) return name;
   return absl::StrCat(name, " (", text, ")");
+}
+
+bool CudaDriver::IsSticky(int result) {
+  switch (result) {
+    case 4:    // DEINITIALIZED
+    case 214:  // ECC_UNCORRECTABLE
+    case 220:  // NVLINK_UNCORRECTABLE
+    case 226:  // CONTAINED
+    case 700:  // ILLEGAL_ADDRESS
+    case 702:  // LAUNCH_TIMEOUT
+    case 709:  // CONTEXT_IS_DESTROYED
+    case 710:  // ASSERT
+    case 714:  // HARDWARE_STACK_ERROR
+    case 715:  // ILLEGAL_INSTRUCTION
+    case 716:  // MISALIGNED_ADDRESS
+    case 717:  // INVALID_ADDRESS_SPACE
+    case 718:  // INVALID_PC
+    case 719:  // LAUNCH_FAILED
+    case 721:  // TENSOR_MEMORY_LEAK
+    case 810:  // MPS_CLIENT_TERMINATED
+    case 911:  // EXTERNAL_DEVICE
+      return true;
+    default:
+      return false;
+  }
 }
 
 }  // namespace ema::client_internal

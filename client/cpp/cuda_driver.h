@@ -23,8 +23,8 @@ namespace ema::client_internal {
 struct CudaDriver {
   static constexpr int kSuccess = 0;
   static constexpr int kOutOfMemory = 2;
+  static constexpr int kNotReady = 600;
   static constexpr unsigned kStreamNonBlocking = 1;
-  static constexpr unsigned kEventBlockingSync = 1;
   static constexpr unsigned kEventDisableTiming = 2;
   static constexpr unsigned kHostAllocPortable = 1;
   static constexpr int kCaptureModeRelaxed = 2;
@@ -35,6 +35,8 @@ struct CudaDriver {
 
   // "CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
   std::string Describe(int result) const;
+  // The process's context is lost: every later call that needs the GPU fails, too.
+  static bool IsSticky(int result);
 
   int (*Init)(unsigned flags);
   int (*DeviceGet)(int* device, int ordinal);
@@ -48,10 +50,10 @@ struct CudaDriver {
   int (*StreamCreate)(CUstream_st** stream, unsigned flags);
   int (*StreamDestroy)(CUstream_st* stream);
   int (*StreamWaitEvent)(CUstream_st* stream, CUevent_st* event, unsigned flags);
-  int (*StreamSynchronize)(CUstream_st* stream);
+  int (*StreamQuery)(CUstream_st* stream);
   int (*EventCreate)(CUevent_st** event, unsigned flags);
   int (*EventRecord)(CUevent_st* event, CUstream_st* stream);
-  int (*EventSynchronize)(CUevent_st* event);
+  int (*EventQuery)(CUevent_st* event);
   int (*EventDestroy)(CUevent_st* event);
   int (*ThreadExchangeStreamCaptureMode)(int* mode);
   int (*GetErrorName)(int result, const char** name);

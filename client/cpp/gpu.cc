@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/gpu.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
 namespace {
+
+// Between two questions to the driver: at first about what a chunk's copy takes, then more, as the
+// trainer's stream has much to do before. The driver's own wait could not be ended.
+constexpr absl::Duration kFirstPause = absl::Microseconds(10);
+constexpr absl::Duration kLongestPause = absl::Milliseconds(1);
 
 absl::Status DeviceError(int index, const std::string& what) {
   return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
@@ -59,9 +67,9 @@ absl::Status Gpu::Create() {
 
 Gpu::~Gpu() {
   if (context_ == nullptr) return;
+  if (stream_ != nullptr && !AwaitIdle(absl::Now() + kIdleGrace)) return;
   {
     const Current current(*this);
-    if (stream_ != nullptr) driver_->StreamSynchronize(stream_);
     absl::MutexLock lock(&mu_);
     if (edge_ != nullptr) driver_->EventDestroy(edge_);
     for (CUevent_st* mark : marks_) driver_->EventDestroy(mark);
@@ -78,8 +86,20 @@ absl::Status Gpu::Check(int result, std::string_view what) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
                      absl::StrCat("GPU ", index_, ": ", problem));
   }
-  error_ = DeviceError(index_, problem);
-  return error_;
+  const absl::Status error = DeviceError(index_, problem);
+  if (CudaDriver::IsSticky(result)) error_ = error;
+  return error;
+}
+
+int Gpu::Poll(absl::FunctionRef<int()> ask, absl::Time deadline, Interrupt& interrupt) {
+  absl::Duration pause = kFirstPause;
+  while (true) {
+    const int result = ask();
+    if (result != CudaDriver::kNotReady) return result;
+    const absl::Duration left = deadline - absl::Now();
+    if (left <= absl::ZeroDuration() || !interrupt.Sleep(std::min(pause, left))) return result;
+    pause = std::min(2 * pause, kLongestPause);
+  }
 }
 
 absl::Status Gpu::NewEvent(unsigned flags, CUevent_st** event) {
@@ -130,26 +150,38 @@ absl::Status Gpu::CopyToHost(absl::Span<const Copy> copies, int slot) {
   }
   while (static_cast<int>(marks_.size()) <= slot) {
     CUevent_st* mark = nullptr;
-    EMA_RETURN_IF_ERROR(
-        NewEvent(CudaDriver::kEventDisableTiming | CudaDriver::kEventBlockingSync, &mark));
+    EMA_RETURN_IF_ERROR(NewEvent(CudaDriver::kEventDisableTiming, &mark));
     marks_.push_back(mark);
   }
   return Check(driver_->EventRecord(marks_[slot], stream_), "a copy cannot be marked");
 }
 
-absl::Status Gpu::Wait(int slot) {
+absl::Status Gpu::Wait(int slot, absl::Time deadline, Interrupt& interrupt) {
   CUevent_st* mark = nullptr;
   {
     absl::MutexLock lock(&mu_);
     mark = marks_[slot];
   }
   const Current current(*this);
-  return Check(driver_->EventSynchronize(mark), "a copy of weights has failed");
+  const int result = Poll([&] { return driver_->EventQuery(mark); }, deadline, interrupt);
+  if (result != CudaDriver::kNotReady) return Check(result, "a copy of weights has failed");
+  if (interrupt.fired()) return absl::CancelledError("interrupted");
+  return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kDevice,
+                   absl::StrCat("GPU ", index_, ": a copy of weights had not ended in time"));
 }
 
-absl::Status Gpu::Synchronize() {
+bool Gpu::AwaitIdle(absl::Time deadline) {
+  Interrupt never;
   const Current current(*this);
-  return Check(driver_->StreamSynchronize(stream_), "a copy of weights has failed");
+  const auto ask = [this] { return driver_->StreamQuery(stream_); };
+  return Poll(ask, deadline, never) != CudaDriver::kNotReady;
+}
+
+bool Gpu::AwaitIdle(absl::Time deadline, Interrupt& interrupt) {
+  const Current current(*this);
+  const auto ask = [this] { return driver_->StreamQuery(stream_); };
+  return Poll(ask, deadline, interrupt) != CudaDriver::kNotReady ||
+         AwaitIdle(absl::Now() + kIdleGrace);
 }
 
 }  // namespace ema::client_internal

@@ -13,11 +13,14 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/interrupt.h"
 
 namespace ema::client_internal {
 
@@ -25,14 +28,20 @@ namespace ema::client_internal {
 // which weights are copied to pinned host memory. In the device's primary context, where PyTorch
 // works, too.
 //
-// Thread-safe. The error of a call stays: every later one gives it again, but for want of memory.
-// Nothing here takes memory of the GPU, or disturbs a stream that is being captured into a graph,
-// by whatever thread; but Follow() and Lead() may not be given such a stream.
+// Thread-safe. An error that leaves the GPU useless to this process (CudaDriver::IsSticky()) stays:
+// every later call gives it again. Others are those of one call. Nothing here takes memory of the
+// GPU, or disturbs a stream that is being captured into a graph, by whatever thread; but Follow()
+// and Lead() may not be given such a stream.
 class Gpu {
  public:
+  // What a copy that runs may need that nobody waits for any more. A GPU that takes longer hangs.
+  static constexpr absl::Duration kIdleGrace = absl::Seconds(1);
+
   // INTERNAL, DEVICE: there is no driver, or no GPU of this index.
   static absl::StatusOr<std::unique_ptr<Gpu>> Open(int index);
-  ~Gpu();  // Waits for what is queued on the side stream.
+  // Waits for what is queued on the side stream, at most kIdleGrace; what has not ended then keeps
+  // stream, events and context until the process ends.
+  ~Gpu();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
@@ -51,17 +60,25 @@ class Gpu {
   };
   // Queues copies on the side stream, and mark `slot` behind them.
   absl::Status CopyToHost(absl::Span<const Copy> copies, int slot) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits, asleep, for the mark that was put last with this number. REQUIRES: there is one.
-  absl::Status Wait(int slot) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until the side stream has nothing to do; also after an error.
-  absl::Status Synchronize();
+  // Waits for the mark that was put last with this number. REQUIRES: there is one. CANCELLED:
+  // `interrupt` has fired. DEADLINE_EXCEEDED, DEVICE.
+  absl::Status Wait(int slot, absl::Time deadline, Interrupt& interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until the side stream has nothing to do; of a GPU that has failed, it never has. False:
+  // it has not ended by `deadline`.
+  bool AwaitIdle(absl::Time deadline);
+  // The same; when `interrupt` fires, kIdleGrace is left, and after `deadline`, too.
+  bool AwaitIdle(absl::Time deadline, Interrupt& interrupt);
 
  private:
   class Current;
 
   Gpu(const CudaDriver* driver, int index) : driver_(driver), index_(index) {}
   absl::Status Create();
-  // OK, or the GPU's first error. INTERNAL, DEVICE; RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  // Asks until the answer is another than "not ready", which is given after all at `deadline`, and
+  // when `interrupt` fires.
+  static int Poll(absl::FunctionRef<int()> ask, absl::Time deadline, Interrupt& interrupt);
+  // OK, or the call's error, or the GPU's first that stays. INTERNAL, DEVICE; RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET.
   absl::Status Check(int result, std::string_view what) ABSL_LOCKS_EXCLUDED(error_mu_);
   absl::Status NewEvent(unsigned flags, CUevent_st** event);
 

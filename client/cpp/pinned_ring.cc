@@ -5,11 +5,17 @@
 #include <numeric>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
 
 PinnedRing::~PinnedRing() {
+  if (!TryRecover(Gpu::kIdleGrace)) {
+    absl::MutexLock lock(&gpus_mu_);
+    for (auto& [index, gpu] : gpus_) (void)gpu.release();
+    return;
+  }
   if (memory_ != nullptr) owner_->FreePinned(memory_);
 }
 
@@ -69,6 +75,31 @@ void PinnedRing::DropSlice(void* slot) {
 bool PinnedRing::has_lent() const {
   absl::MutexLock lock(&mu_);
   return lent_count_ != 0;
+}
+
+void PinnedRing::Lose(int slot) {
+  absl::MutexLock lock(&mu_);
+  lost_.push_back(slot);
+}
+
+int64_t PinnedRing::lost_bytes() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(lost_.size()) * slot_bytes_;
+}
+
+bool PinnedRing::TryRecover(absl::Duration max_wait) {
+  if (lost_bytes() == 0) return true;
+  {
+    const absl::Time give_up = absl::Now() + max_wait;
+    absl::MutexLock lock(&gpus_mu_);
+    for (auto& [index, gpu] : gpus_) {
+      if (gpu != nullptr && !gpu->AwaitIdle(give_up)) return false;
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  free_.insert(free_.end(), lost_.begin(), lost_.end());
+  lost_.clear();
+  return true;
 }
 
 }  // namespace ema::client_internal

@@ -16,6 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "client/cpp/gpu.h"
 
 namespace ema::client_internal {
@@ -28,7 +29,9 @@ class PinnedRing {
   static constexpr int64_t kMaxBytes = int64_t{64} << 20;
 
   PinnedRing() = default;
-  ~PinnedRing();  // REQUIRES: every buffer has been given back.
+  // REQUIRES: every buffer has been given back, or is lost. Buffers and GPUs stay as long as the
+  // process if copies into lost ones have not ended.
+  ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 
@@ -51,6 +54,15 @@ class PinnedRing {
   int max_lent() const { return slot_count() / 2; }
   bool has_lent() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // A buffer that copies go into which have not ended and cannot be dropped. Whoever had it must
+  // neither read it nor give it back.
+  void Lose(int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  // Of buffers that are lost.
+  int64_t lost_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Frees those that are lost when all copies have ended, for which it waits. True: none is lost
+  // (any more).
+  bool TryRecover(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
+
  private:
   struct Slot {
     PinnedRing* ring;
@@ -69,6 +81,7 @@ class PinnedRing {
 
   mutable absl::Mutex mu_;
   std::vector<int> free_ ABSL_GUARDED_BY(mu_);
+  std::vector<int> lost_ ABSL_GUARDED_BY(mu_);
   int lent_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

@@ -26,6 +26,9 @@ constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 // How long the kernel may take the slices of a push that has failed, before the connection is given
 // up.
 constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
+// How long a push of weights on a GPU may take to end that has been told to: copies have their
+// grace, the server its time.
+constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long a trainer is held while no stream to the server is open: enough to connect again after a
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
@@ -95,7 +98,7 @@ void PendingPush::Impl::RunThread() {
     run_->OnCommit(result->version, std::move(result->plan));
     result_ = std::move(result->version);
   } else {
-    result_ = result.status();
+    result_ = WithWhatIsLost(result.status());
   }
 }
 
@@ -298,7 +301,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
     client_internal::Interrupt never;
     const absl::Time give_up = absl::Now() + kAbandonTimeout;
     std::vector<int64_t> missing_ranks;
-    if (error.code() == absl::StatusCode::kDeadlineExceeded) {
+    // A GPU that was too slow is no other rank's fault.
+    if (error.code() == absl::StatusCode::kDeadlineExceeded &&
+        GetErrorReason(error) != ErrorReason::kDevice) {
       const absl::StatusOr<PushProgress> progress =
           run_->QueryPush(step_, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
       if (progress.ok()) missing_ranks = progress->missing_ranks;
@@ -394,10 +399,12 @@ bool PendingPush::Impl::WaitDone(absl::Duration max_wait) const {
 
 bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }
 
-void PendingPush::Impl::Abandon() {
+bool PendingPush::Impl::Abandon() {
   gate_.ForceRelease();
   if (!done()) interrupt_.Fire();
-  AwaitDone(absl::InfiniteDuration());
+  if (!AwaitDone(source_.gpus.empty() ? absl::InfiniteDuration() : kHangLimit)) return false;
+  if (!has_led_) LeadStreams({});
+  return true;
 }
 
 PendingPush::Stats PendingPush::Impl::stats() const {

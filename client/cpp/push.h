@@ -59,7 +59,10 @@ class PendingPush::Impl {
   absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
   bool WaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool done() const ABSL_LOCKS_EXCLUDED(mu_);
-  void Abandon();
+  // Of weights on GPUs, streams that have not been made to wait for copies are. False: the thread
+  // is caught in a call of the GPU's driver that does not return; the caller must keep this object
+  // for ever, and with it the run's pinned memory.
+  [[nodiscard]] bool Abandon();
   Stats stats() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -82,8 +85,10 @@ class PendingPush::Impl {
   absl::Status PrepareStaging();
   absl::Status Stage();
   absl::Status StagingStatus() const;
+  // What a push ends with, and what it has not freed, because a GPU hangs.
+  absl::Status WithWhatIsLost(const absl::Status& error) const;
   // After the release: the streams go on when what is being copied has been.
-  void LeadStreams(absl::Span<const GpuStream> streams) const;
+  void LeadStreams(absl::Span<const GpuStream> streams);
   // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();
   absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
@@ -137,6 +142,8 @@ class PendingPush::Impl {
   const absl::Time deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
+  // Relaxed: of those who release. From then on `source_.streams` may not live any more.
+  std::atomic<bool> has_led_ = false;
 
   // Relaxed: figures for stats().
   std::atomic<int64_t> total_bytes_ = 0;

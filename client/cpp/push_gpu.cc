@@ -17,6 +17,14 @@ using client_internal::StagedChunks;
 
 absl::StatusOr<PendingPush::Impl::Source> PendingPush::Impl::Follow(PinnedRing& ring,
                                                                     const GpuWeights& weights) {
+  // Before the side stream gets more to do: else it would be busy as long as the trainer's is.
+  if (!ring.TryRecover(absl::ZeroDuration())) {
+    return MakeError(
+        absl::StatusCode::kInternal, ErrorReason::kDevice,
+        absl::StrCat("copies of a push before have not ended: the GPU hangs, or what the trainer "
+                     "had queued on it; ",
+                     ring.lost_bytes(), " bytes of pinned memory wait for them"));
+  }
   Source source;
   for (const GpuStream& stream : weights.streams) {
     EMA_ASSIGN_OR_RETURN(Gpu* const gpu, ring.Open(stream.device));
@@ -42,7 +50,8 @@ absl::Status PendingPush::Impl::PrepareStaging() {
   EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(source_.gpus.begin(), source_.gpus.end(), any),
                                     StagedChunks::SlotBytes(run_->layout(), run_->chunks()),
                                     run_->chunks().chunk_count()));
-  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_, strides_);
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_, strides_,
+                  deadline_, &interrupt_);
   return absl::OkStatus();
 }
 
@@ -60,13 +69,23 @@ absl::Status PendingPush::Impl::StagingStatus() const {
                    absl::StrCat(Name(), ": ", status.message()));
 }
 
-void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) const {
-  // What has ended copies nothing.
-  if (source_.gpus.empty() || done()) return;
+absl::Status PendingPush::Impl::WithWhatIsLost(const absl::Status& error) const {
+  const int64_t lost_bytes = run_->ring().lost_bytes();
+  if (lost_bytes == 0 || error.ok()) return error;
+  return MakeError(
+      error.code(), GetErrorReason(error),
+      absl::StrCat(error.message(), "; copies from the GPU had not ended: ", lost_bytes,
+                   " bytes of pinned memory are not freed until they have"));
+}
+
+void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) {
+  has_led_ = true;
+  // What has ended copies nothing, unless the GPU hangs.
+  if (source_.gpus.empty() || (done() && run_->ring().lost_bytes() == 0)) return;
   const auto lead = [this](const GpuStream& stream) {
     const absl::StatusOr<Gpu*> gpu = run_->ring().Open(stream.device);
     // Where the stream cannot wait, the trainer does.
-    if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->Synchronize().IgnoreError();
+    if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->AwaitIdle(deadline_, interrupt_);
   };
   for (const GpuStream& stream : source_.streams) lead(stream);
   for (const GpuStream& stream : streams) {

@@ -152,7 +152,7 @@ void Run::Impl::EndPush() {
     absl::MutexLock lock(&mu_);
     push = std::exchange(push_, nullptr);
   }
-  if (push != nullptr) push->Abandon();
+  if (push != nullptr && !push->Abandon()) client_internal::KeepForEver(std::move(push));
 }
 
 absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
@@ -243,10 +243,8 @@ absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
 PendingPush::PendingPush(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 PendingPush::~PendingPush() {
-  if (impl_->fork_guard().forked()) {
+  if (impl_->fork_guard().forked() || !impl_->Abandon()) {
     client_internal::KeepForEver(std::move(impl_));
-  } else {
-    impl_->Abandon();
   }
 }
 
@@ -267,7 +265,8 @@ bool PendingPush::WaitDone(absl::Duration max_wait) {
 bool PendingPush::done() const { return impl_->fork_guard().forked() || impl_->done(); }
 
 void PendingPush::Abandon() {
-  if (!impl_->fork_guard().forked()) impl_->Abandon();
+  // False: so will it be in the destructor.
+  if (!impl_->fork_guard().forked()) (void)impl_->Abandon();
 }
 
 PendingPush::Stats PendingPush::stats() const {

@@ -12,13 +12,16 @@ namespace ema::client_internal {
 StagedChunks::StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                            absl::Span<const std::span<const std::byte>> shards,
                            absl::Span<Gpu* const> gpus, PinnedRing* ring, WeightsGate* gate,
-                           absl::Span<const Strides> strides)
+                           absl::Span<const Strides> strides, absl::Time deadline,
+                           Interrupt* interrupt)
     : layout_(layout),
       plan_(plan),
       weights_(layout, shards, strides),
       gpus_(gpus),
       ring_(ring),
-      gate_(gate) {}
+      gate_(gate),
+      deadline_(deadline),
+      interrupt_(interrupt) {}
 
 StagedChunks::~StagedChunks() { Drop(); }
 
@@ -58,11 +61,10 @@ std::optional<int> StagedChunks::Take(int64_t chunk) {
     staged_.erase(found);
   }
   absl::Status waited;
-  for (Gpu* gpu : staged.gpus) waited.Update(gpu->Wait(staged.slot));
+  for (Gpu* gpu : staged.gpus) waited.Update(gpu->Wait(staged.slot, deadline_, *interrupt_));
   if (waited.ok()) return staged.slot;
-  AwaitCopies(staged);
-  ring_->GiveBack(staged.slot);
   absl::MutexLock lock(&mu_);
+  failed_.push_back(std::move(staged));
   status_.Update(waited);
   return std::nullopt;
 }
@@ -82,8 +84,7 @@ void StagedChunks::StartMore() {
     status_ = StartCopies(chunk, staged);
     if (!status_.ok()) {
       // Its buffer may have the mark of a chunk before: nobody may take that for this one's.
-      AwaitCopies(staged);
-      ring_->GiveBack(staged.slot);
+      failed_.push_back(std::move(staged));
     } else {
       staged_.emplace(chunk, std::move(staged));
       ++started_count_;
@@ -120,22 +121,31 @@ absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
   return status;
 }
 
-void StagedChunks::AwaitCopies(const Staged& staged) {
-  // Not by their mark: after an error there may be none, and some are queued all the same.
-  for (Gpu* gpu : staged.gpus) gpu->Synchronize().IgnoreError();
-}
-
 void StagedChunks::Drop() {
   absl::MutexLock lock(&mu_);
   DropLocked();
 }
 
 void StagedChunks::DropLocked() {
-  for (const auto& [chunk, staged] : staged_) {
-    AwaitCopies(staged);
-    ring_->GiveBack(staged.slot);
-  }
+  for (auto& [chunk, staged] : staged_) failed_.push_back(std::move(staged));
   staged_.clear();
+  // By GPU, and not by their marks: after an error there may be none, and some are queued all the
+  // same.
+  std::map<Gpu*, bool> is_idle;
+  for (const Staged& staged : failed_) {
+    bool has_ended = true;
+    for (Gpu* gpu : staged.gpus) {
+      const auto [found, is_new] = is_idle.emplace(gpu, false);
+      if (is_new) found->second = gpu->AwaitIdle(deadline_, *interrupt_);
+      has_ended &= found->second;
+    }
+    if (has_ended) {
+      ring_->GiveBack(staged.slot);
+    } else {
+      ring_->Lose(staged.slot);
+    }
+  }
+  failed_.clear();
   order_.clear();
   started_count_ = 0;
 }

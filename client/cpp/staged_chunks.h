@@ -15,9 +15,11 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/gpu.h"
+#include "client/cpp/interrupt.h"
 #include "client/cpp/pinned_ring.h"
 #include "client/cpp/shard_weights.h"
 #include "client/cpp/weights_gate.h"
@@ -36,10 +38,12 @@ class StagedChunks {
  public:
   // All outlive this object. `gpus`, by shard: the GPU whose memory it is in; null: the host's,
   // which is read when the copy is started. Buffers are at least slot_bytes() large. `strides`: as
-  // for Run::StartPush().
+  // for Run::StartPush(). At `deadline`, and when `interrupt` fires, nobody waits for a GPU any
+  // more.
   StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                absl::Span<const std::span<const std::byte>> shards, absl::Span<Gpu* const> gpus,
-               PinnedRing* ring, WeightsGate* gate, absl::Span<const Strides> strides = {});
+               PinnedRing* ring, WeightsGate* gate, absl::Span<const Strides> strides,
+               absl::Time deadline, Interrupt* interrupt);
   ~StagedChunks();  // As Drop().
 
   // What the largest chunk takes.
@@ -60,10 +64,12 @@ class StagedChunks {
   std::optional<int> Take(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
   PinnedRing& ring() const { return *ring_; }
 
-  // Waits until nothing is being copied any more, and drops what is staged.
+  // Drops what is staged, and waits until nothing is being copied any more. Buffers are lost whose
+  // copies do not end, as by Gpu::AwaitIdle(): PinnedRing::lost_bytes() tells.
   void Drop() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // What has gone wrong: the GPU's first error, or that the weights have been released too early.
+  // What has gone wrong: a GPU's error, or that the weights have been released too early, or that
+  // time was over, or the interrupt.
   absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -74,8 +80,6 @@ class StagedChunks {
   };
   void StartMore() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartCopies(int64_t chunk, Staged& staged) const;
-  // Until nothing writes into its buffer, which somebody else may then have.
-  static void AwaitCopies(const Staged& staged);
   void DropLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const RankLayout* const layout_;
@@ -84,12 +88,15 @@ class StagedChunks {
   const absl::Span<Gpu* const> gpus_;
   PinnedRing* const ring_;
   WeightsGate* const gate_;
+  const absl::Time deadline_;
+  Interrupt* const interrupt_;
 
   mutable absl::Mutex mu_;  // Serializes the starts, and is held across calls of the driver.
   std::vector<int64_t> order_ ABSL_GUARDED_BY(mu_);
   size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;          // Of these.
   bool is_untouched_ ABSL_GUARDED_BY(mu_) = false;         // None of them has been taken.
   std::map<int64_t, Staged> staged_ ABSL_GUARDED_BY(mu_);  // By chunk.
+  std::vector<Staged> failed_ ABSL_GUARDED_BY(mu_);  // Copies may still go into their buffers.
   absl::Status status_ ABSL_GUARDED_BY(mu_);
 };
 

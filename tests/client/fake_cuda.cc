@@ -48,6 +48,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 constexpr int kDevices = 2;
 constexpr int kRelaxed = 2;
+constexpr int kNotReady = 600;
 
 [[noreturn]] void Die(const char* what) {
   std::fprintf(stderr, "fake CUDA: %s\n", what);
@@ -55,6 +56,8 @@ constexpr int kRelaxed = 2;
 }
 
 struct Stream {
+  bool is_idle() const { return work.empty() && !is_running; }
+
   std::thread thread;
   std::deque<std::function<void()>> work;
   bool is_running = false;
@@ -161,7 +164,7 @@ void Await(Stream* stream) {
   State& s = state();
   Lock lock(s.mu);
   if (s.streams.count(stream) == 0) Die("no such stream");
-  s.changed.wait(lock, [&] { return stream->work.empty() && !stream->is_running; });
+  s.changed.wait(lock, [&] { return stream->is_idle(); });
 }
 
 void EndStream(Stream* stream) {
@@ -288,10 +291,14 @@ CUresult cuStreamDestroy(CUstream stream) {
   return Result(0);
 }
 
-CUresult cuStreamSynchronize(CUstream stream) {
+// Only the answers that end a wait count as calls: how many there are before is chance.
+CUresult cuStreamQuery(CUstream stream) {
   NeedContext();
   NeedNoCapture();
-  Await(ToStream(stream));
+  {
+    const Lock lock(state().mu);
+    if (!ToStream(stream)->is_idle()) return Result(kNotReady);
+  }
   return Result(Count());
 }
 
@@ -349,14 +356,15 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   return Result(0);
 }
 
-CUresult cuEventSynchronize(CUevent event) {
+CUresult cuEventQuery(CUevent event) {
   NeedContext();
   NeedNoCapture();
-  if (const int failure = Count()) return Result(failure);
   const std::shared_ptr<Event> awaited = ToEvent(event);
-  Lock lock(state().mu);
-  state().changed.wait(lock, [&] { return awaited->reached >= awaited->recorded; });
-  return Result(0);
+  {
+    const Lock lock(state().mu);
+    if (awaited->reached < awaited->recorded) return Result(kNotReady);
+  }
+  return Result(Count());
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
@@ -470,10 +478,10 @@ static_assert(kSame<decltype(CudaDriver::MemcpyDtoHAsync), decltype(&cuMemcpyDto
 static_assert(kSame<decltype(CudaDriver::StreamCreate), decltype(&cuStreamCreate)>);
 static_assert(kSame<decltype(CudaDriver::StreamDestroy), decltype(&cuStreamDestroy)>);
 static_assert(kSame<decltype(CudaDriver::StreamWaitEvent), decltype(&cuStreamWaitEvent)>);
-static_assert(kSame<decltype(CudaDriver::StreamSynchronize), decltype(&cuStreamSynchronize)>);
+static_assert(kSame<decltype(CudaDriver::StreamQuery), decltype(&cuStreamQuery)>);
 static_assert(kSame<decltype(CudaDriver::EventCreate), decltype(&cuEventCreate)>);
 static_assert(kSame<decltype(CudaDriver::EventRecord), decltype(&cuEventRecord)>);
-static_assert(kSame<decltype(CudaDriver::EventSynchronize), decltype(&cuEventSynchronize)>);
+static_assert(kSame<decltype(CudaDriver::EventQuery), decltype(&cuEventQuery)>);
 static_assert(kSame<decltype(CudaDriver::EventDestroy), decltype(&cuEventDestroy)>);
 static_assert(kSame<decltype(CudaDriver::ThreadExchangeStreamCaptureMode),
                     decltype(&cuThreadExchangeStreamCaptureMode)>);
@@ -481,8 +489,8 @@ static_assert(kSame<decltype(CudaDriver::GetErrorName), decltype(&cuGetErrorName
 static_assert(kSame<decltype(CudaDriver::GetErrorString), decltype(&cuGetErrorString)>);
 static_assert(CudaDriver::kSuccess == CUDA_SUCCESS);
 static_assert(CudaDriver::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
+static_assert(CudaDriver::kNotReady == CUDA_ERROR_NOT_READY);
 static_assert(CudaDriver::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
-static_assert(CudaDriver::kEventBlockingSync == CU_EVENT_BLOCKING_SYNC);
 static_assert(CudaDriver::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(CudaDriver::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(CudaDriver::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);

@@ -31,6 +31,7 @@ using ::testing::SizeIs;
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int kIllegalAddress = 700;  // CUDA's.
 constexpr int kOutOfMemory = 2;
+constexpr int kCaptureUnsupported = 900;
 
 // 5 chunks; the fourth has many small pieces, some at odd addresses.
 Manifest SmallManifest() {
@@ -94,9 +95,9 @@ class GpuPushTest : public testing::Test {
     trainer_.reset();
     other_.reset();
     // Nothing leaks, whatever has happened.
-    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
-    EXPECT_EQ(ema_fake_cuda_objects(), 0);
-    EXPECT_EQ(ema_fake_cuda_contexts(), 0);
+    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), kept_bytes_);
+    EXPECT_EQ(ema_fake_cuda_objects(), kept_objects_);
+    EXPECT_EQ(ema_fake_cuda_contexts(), kept_contexts_);
   }
 
   void Open(const std::string& address, int64_t chunk_bytes = kChunkBytes,
@@ -154,6 +155,10 @@ class GpuPushTest : public testing::Test {
     return push->Wait();
   }
 
+  // What tests before have left, in the same process, as they must.
+  int64_t kept_bytes_ = ema_fake_cuda_pinned_bytes();
+  int64_t kept_objects_ = ema_fake_cuda_objects();
+  int64_t kept_contexts_ = ema_fake_cuda_contexts();
   FakeServer server_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<ema::Run> run_;
@@ -338,8 +343,8 @@ TEST_F(GpuPushTest, AFailureEndsThePushAndStays) {
       EXPECT_FALSE(server_.IsCommitted(1));
     }
     run_.reset();
-    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
-    EXPECT_EQ(ema_fake_cuda_contexts(), 0);
+    EXPECT_EQ(ema_fake_cuda_pinned_bytes(), kept_bytes_);
+    EXPECT_EQ(ema_fake_cuda_contexts(), kept_contexts_);
     sizes_.clear();
     total_bytes_ = 0;
     if (!has_failed) {
@@ -363,6 +368,27 @@ TEST_F(GpuPushTest, TheFirstErrorIsGivenAgain) {
   EXPECT_THAT(Push(4), IsOk());
 }
 
+TEST_F(GpuPushTest, AnErrorOfOneCallEndsOnePush) {
+  Open();
+  ASSERT_THAT(Push(1), IsOk());
+  // As of a trainer's stream that captures; and of each later call.
+  for (int64_t call = 1, step = 2;; ++call, step += 2) {
+    SCOPED_TRACE(call);
+    const int64_t last = ema_fake_cuda_calls() + call;
+    ema_fake_cuda_fail(call, kCaptureUnsupported);
+    const absl::StatusOr<Version> version = Push(step);
+    const bool has_failed = ema_fake_cuda_calls() >= last;
+    ema_fake_cuda_fail(0, 0);
+    if (!has_failed) {
+      EXPECT_GT(call, 5);
+      break;
+    }
+    EXPECT_THAT(version, ReasonIs(ErrorReason::kDevice));
+    ASSERT_THAT(Push(step + 1), IsOk());
+    EXPECT_EQ(server_.StepBytes(step + 1, 0), weights_);
+  }
+}
+
 TEST_F(GpuPushTest, WantOfMemoryIsNoLastWord) {
   Open();
   ema_fake_cuda_fail(7, kOutOfMemory);  // After context, stream, event and following: the ring.
@@ -382,12 +408,80 @@ TEST_F(GpuPushTest, AbandonedInTheMiddleItLeavesNothingBehind) {
     std::thread release([] { ema_fake_cuda_release(); });
     push->Abandon();
     release.join();
-    EXPECT_EQ(ema_fake_cuda_queued_copies(), ema_fake_cuda_made_copies());
   }
   server_.Release();
+  // On a machine that is so slow that the copies were given up, for those.
+  trainer_->Await();
+  EXPECT_EQ(ema_fake_cuda_queued_copies(), ema_fake_cuda_made_copies());
   Fill(3);
   ASSERT_THAT(Push(2), IsOk());
   EXPECT_EQ(server_.StepBytes(2, 0), weights_);
+}
+
+TEST_F(GpuPushTest, AGpuThatHangsHoldsNeitherAbandonNorTheNextPush) {
+  Open();
+  ema_fake_cuda_hold();
+  const auto push = Start(1);
+  ASSERT_TRUE(server_.AwaitPushes(1));
+  push->Abandon();
+  EXPECT_LT(ema_fake_cuda_made_copies(), ema_fake_cuda_queued_copies());
+  EXPECT_THAT(push->Wait(),
+              AllOf(ReasonIs(ErrorReason::kStepAbandoned),
+                    StatusIs(absl::StatusCode::kAborted,
+                             HasSubstr("327680 bytes of pinned memory are not freed until"))));
+  EXPECT_THAT(TryStart(2), AllOf(ReasonIs(ErrorReason::kDevice),
+                                 StatusIs(absl::StatusCode::kInternal, HasSubstr("GPU hangs"))));
+  // What is queued after the end comes after the copies that are still to be made.
+  const int64_t queued = ema_fake_cuda_queued_copies();
+  int64_t made = 0;
+  trainer_->Queue([&] {
+    made = ema_fake_cuda_made_copies();
+    Fill(4);
+  });
+  ema_fake_cuda_release();
+  trainer_->Await();
+  EXPECT_EQ(made, queued);
+  ASSERT_THAT(Push(3), IsOk());
+  EXPECT_EQ(server_.StepBytes(3, 0), weights_);
+}
+
+TEST_F(GpuPushTest, AReleaseIsNotHeldByAGpuThatHangs) {
+  server_.push_scripts = {{.hold_chunks = true}};
+  Open();
+  ema_fake_cuda_hold();
+  {
+    const auto push = Start(1);
+    EXPECT_TRUE(push->WaitReleased(absl::Seconds(60)));
+    EXPECT_FALSE(push->WaitDone(absl::Milliseconds(100)));
+  }
+  server_.Release();
+  ema_fake_cuda_release();
+  trainer_->Await();
+  EXPECT_THAT(Push(2), IsOk());
+}
+
+TEST_F(GpuPushTest, APushDoesNotWaitForAGpuLongerThanItsTimeout) {
+  Open();
+  ema_fake_cuda_hold();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, TryStart(1, absl::Milliseconds(100)));
+  EXPECT_THAT(push->Wait(), AllOf(ReasonIs(ErrorReason::kDevice),
+                                  StatusIs(absl::StatusCode::kDeadlineExceeded,
+                                           HasSubstr("GPU 0: a copy of weights had not ended"))));
+}
+
+TEST_F(GpuPushTest, WhatAGpuThatHangsMayStillWriteToIsNeverFreed) {
+  Open();
+  ema_fake_cuda_hold();
+  {
+    const auto push = Start(1);
+    ASSERT_TRUE(server_.AwaitPushes(1));
+  }
+  run_.reset();
+  EXPECT_GT(ema_fake_cuda_pinned_bytes(), kept_bytes_);
+  EXPECT_GT(ema_fake_cuda_contexts(), kept_contexts_);
+  kept_bytes_ = ema_fake_cuda_pinned_bytes();
+  kept_objects_ = ema_fake_cuda_objects() - 2;  // The trainer's streams.
+  kept_contexts_ = ema_fake_cuda_contexts();
 }
 
 TEST_F(GpuPushTest, GoesOnWhileAnotherThreadCaptures) {
@@ -421,7 +515,7 @@ TEST_F(LargeGpuPushTest, TheRingKeepsToItsBoundAndTheTrainerWaitsForTheRest) {
   TcpProxy proxy(server_.port());
   Open(proxy.address(), 1 << 20);
   ASSERT_THAT(Push(1), IsOk());
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), client_internal::PinnedRing::kMaxBytes);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, client_internal::PinnedRing::kMaxBytes);
   proxy.SetStalled(true);
   const int64_t queued = ema_fake_cuda_queued_copies();
   const auto push = Start(2);
@@ -433,7 +527,7 @@ TEST_F(LargeGpuPushTest, TheRingKeepsToItsBoundAndTheTrainerWaitsForTheRest) {
   Fill(9);
   ASSERT_THAT(Push(3), IsOk());
   EXPECT_EQ(server_.StepBytes(3, 0), weights_);
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), client_internal::PinnedRing::kMaxBytes);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, client_internal::PinnedRing::kMaxBytes);
 }
 
 // As gRPC has them, each sender keeps its messages for a while.
@@ -448,13 +542,17 @@ TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
   std::vector<float> weights(100'000);
   for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<float>(i);
   const std::vector<std::span<const std::byte>> shards = {std::as_bytes(std::span(weights))};
+  const int64_t pinned_before = ema_fake_cuda_pinned_bytes();
+  const int64_t objects_before = ema_fake_cuda_objects();
   {
     PinnedRing ring;
     EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
     ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 6), IsOk());
     client_internal::WeightsGate gate;
     const std::vector<client_internal::Gpu*> gpus = {gpu};
-    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate);
+    client_internal::Interrupt interrupt;
+    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, absl::InfiniteFuture(),
+                        &interrupt);
     ChunkWriter writer(&layout, &plan, plan.chunk_count(), shards, &gate, &staged);
     std::vector<int64_t> order(plan.chunk_count());
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
@@ -480,8 +578,8 @@ TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
     EXPECT_EQ(writer.Digest(), Crc32c(0, shards[0]));
     EXPECT_TRUE(gate.TryRelease(absl::ZeroDuration()));
   }
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
-  EXPECT_EQ(ema_fake_cuda_objects(), 0);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), pinned_before);
+  EXPECT_EQ(ema_fake_cuda_objects(), objects_before);
 }
 
 // Also where the buffer has a mark already, of the chunk that had it before.
@@ -499,7 +597,9 @@ TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
   ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 2), IsOk());
   client_internal::WeightsGate gate;
   const std::vector<client_internal::Gpu*> gpus = {gpu};
-  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate);
+  client_internal::Interrupt interrupt;
+  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, absl::InfiniteFuture(),
+                      &interrupt);
   ASSERT_THAT(staged.Stage({0, 1, 2, 3}), IsOk());
   const std::optional<int> first = staged.Take(0);
   ASSERT_TRUE(first.has_value());
@@ -512,6 +612,7 @@ TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
   EXPECT_EQ(staged.Take(2), std::nullopt);
   EXPECT_EQ(staged.Take(3), std::nullopt);
   EXPECT_THAT(staged.status(), ReasonIs(ErrorReason::kMemoryBudget));
+  staged.Drop();
   // Both buffers are there again.
   EXPECT_TRUE(ring.TryTake().has_value());
   EXPECT_TRUE(ring.TryTake().has_value());
