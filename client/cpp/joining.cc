@@ -30,6 +30,10 @@ absl::Status CheckOptions(const StepPusher::Options& options, TensorSet frozen,
   if (options.start_step.value_or(0) < 0) {
     return BadOption(absl::StrCat("start_step ", *options.start_step, ": must be 0 or more"));
   }
+  if (options.max_outage < absl::ZeroDuration()) {
+    return BadOption(absl::StrCat("max_outage ", absl::FormatDuration(options.max_outage),
+                                  ": must be 0 or more"));
+  }
   if (options.launch_id.empty() && options.world_size > 1) {
     return BadOption(absl::StrCat("launch_id is empty: with ", options.world_size,
                                   " ranks it must be given, the same to all of them"));

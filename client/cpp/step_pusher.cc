@@ -2,17 +2,14 @@
 #include "ema/step_pusher.h"
 
 #include <algorithm>
-#include <system_error>
-#include <thread>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cpp/due_tracks.h"
 #include "client/cpp/joining.h"
+#include "client/cpp/patience.h"
+#include "client/cpp/rejoiner.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
@@ -22,28 +19,14 @@ namespace {
 
 using client_internal::DueTracks;
 using client_internal::Joining;
+using client_internal::Patience;
+using client_internal::Rejoiner;
 
-// For a server that is away, in a thread of its own: how long each call of a try to join again may
-// take, and what lies between two tries.
-constexpr absl::Duration kRejoinTimeout = absl::Seconds(2);
-constexpr absl::Duration kRejoinInterval = absl::Milliseconds(250);
 // How long a reply is waited for after a push that failed: the ranks may have come back at
 // different steps, and then it never comes. Long enough for all to meet at the next one.
 constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 // How long a trainer whose tracks are all paused waits for an answer whether they still are.
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
-
-bool IsAway(const absl::Status& error) {
-  switch (GetErrorReason(error)) {
-    // What a push ends with that has found the server restarted.
-    case ErrorReason::kFenced:
-    case ErrorReason::kModelNotFound:
-    case ErrorReason::kRunIncomplete:
-      return true;
-    default:
-      return absl::IsUnavailable(error) || absl::IsDeadlineExceeded(error);
-  }
-}
 
 TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   if (options.time) return options.time(step);
@@ -51,55 +34,6 @@ TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   time.Set(TimeUnit::kBatch, static_cast<double>(step));
   return time;
 }
-
-// Joins a run again, and waits until all ranks have, in a thread of its own.
-class Rejoiner {
- public:
-  // `joining` outlives this object. Lets `push` (may be null) and `run` go first.
-  Rejoiner(const Joining* joining, std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run)
-      : joining_(*joining), thread_([this, push = std::move(push), run = std::move(run)]() mutable {
-          push.reset();
-          run.reset();
-          Work();
-        }) {}
-  // Waits for the calls of a try that is under way.
-  ~Rejoiner() {
-    stop_.Notify();
-    thread_.join();
-  }
-  Rejoiner(const Rejoiner&) = delete;
-  Rejoiner& operator=(const Rejoiner&) = delete;
-
-  // The run, once; null: not yet.
-  std::unique_ptr<Run> Take() ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    return std::move(run_);
-  }
-  // Of the last try.
-  absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    return problem_;
-  }
-
- private:
-  void Work() ABSL_LOCKS_EXCLUDED(mu_) {
-    do {
-      absl::StatusOr<std::unique_ptr<Run>> run = joining_.JoinAgain(kRejoinTimeout);
-      absl::MutexLock lock(&mu_);
-      problem_ = run.status();
-      if (run.ok()) run_ = *std::move(run);
-      // FENCED: the server knows this launch, and a newer one has taken over.
-      if (run_ != nullptr || GetErrorReason(problem_) == ErrorReason::kFenced) return;
-    } while (!stop_.WaitForNotificationWithTimeout(kRejoinInterval));
-  }
-
-  const Joining& joining_;
-  absl::Notification stop_;
-  mutable absl::Mutex mu_;
-  std::unique_ptr<Run> run_ ABSL_GUARDED_BY(mu_);
-  absl::Status problem_ ABSL_GUARDED_BY(mu_);
-  std::thread thread_;  // Last: it uses the others.
-};
 
 }  // namespace
 
@@ -110,15 +44,17 @@ class StepPusher::Impl {
         options_(std::move(options)),
         run_(std::move(run)),
         version_(run_->latest()),
-        wait_left_(options_.max_wait) {
+        wait_left_(options_.max_wait),
+        patience_(options_.max_outage) {
     due_.Adopt(run_->plan());
     step_ = options_.resume.has_value()
                 ? options_.resume->step
                 : options_.start_step.value_or(version_.has_value() ? version_->step : 0);
   }
 
-  void WaitReleased();
+  void WaitReleased(absl::Span<const GpuStream> streams);
   void AfterStep(const ReadWeights& read);
+  absl::Status TakeError();
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout);
   void Close();
   Stats stats();
@@ -129,14 +65,39 @@ class StepPusher::Impl {
   }
 
  private:
+  // What is pushed at a step, so that it can be pushed again while the weights are the same.
+  struct Push {
+    int64_t step = 0;
+    TrainingTime time;
+    bool frozen_changed = false;
+    std::vector<Weights>
+        shards;  // Those of the layout; without the last ones, if these are frozen.
+    ReadWeights read;
+  };
+
   absl::Status PushIfDue(const ReadWeights& read);
   absl::Status StartPush(const TrainingTime& now, const ReadWeights& read);
-  absl::StatusOr<std::vector<uint32_t>> FrozenSums(const ReadWeights& read);
+  absl::Status ReadShards(size_t count, Push& push) const;
+  absl::Status Start(Push push);
+  absl::StatusOr<std::vector<uint64_t>> FrozenSums(const ReadWeights& read);
   absl::StatusOr<Weights> ReadShard(const Shard& shard, bool is_pushed,
                                     const ReadWeights& read) const;
+  bool waits() const { return options_.on_error == OnError::kWait; }
+  // Whether there is a run to push to; with kWait, waits for that.
+  bool IsBack();
   bool PreviousHasEnded();
   void Harvest();
-  void ComeBack();
+  // Takes the run that has been joined again, for which it waits.
+  void ComeBack(absl::Time until);
+  // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
+  // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
+  // a push has succeeded: the ranks may be at different steps.
+  void Settle(absl::Time until);
+  void PushAgain(absl::Time until);
+  // Gives up the step that would be pushed again.
+  void Lose();
+  // Why nothing can be pushed now.
+  absl::Status AwayError() const;
   void Drop(const std::string& problem);
   void Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost = nullptr);
   void Note(int64_t step, const absl::Status& error);
@@ -158,24 +119,36 @@ class StepPusher::Impl {
 
   // Checksums of the frozen tensors as the server has them, if this rank knows: of its last push,
   // if that succeeded. Before the first the run has none.
-  std::optional<std::vector<uint32_t>> frozen_sums_;
-  std::vector<uint32_t> pending_sums_;
+  std::optional<std::vector<uint64_t>> frozen_sums_;
+  std::vector<uint64_t> pending_sums_;
   bool has_pushed_ = false;
 
   std::vector<std::shared_ptr<const void>> kept_;  // What the push reads.
+  bool reads_gpu_ = false;                         // Some of it there.
   int64_t pending_step_ = 0;
   bool has_waited_ = false;  // For its reply.
   std::unique_ptr<PendingPush> push_;
-  std::unique_ptr<Rejoiner> rejoiner_;  // Null, or at work, or has been fenced.
+  // Null, or at work, or waits for a thread to be had, or has been fenced.
+  std::unique_ptr<Rejoiner> rejoiner_;
+
+  absl::Status error_;  // For TakeError().
+  // For kWait.
+  Patience patience_;
+  std::optional<Push> pushed_;  // What `push_` is of, while the weights are the same.
+  std::optional<Push> again_;   // It has failed, and will be tried again.
+  absl::Status again_error_;
 };
 
-void StepPusher::Impl::WaitReleased() {
-  if (push_ == nullptr) return;
+void StepPusher::Impl::WaitReleased(absl::Span<const GpuStream> streams) {
   const absl::Time start = absl::Now();
-  if (!push_->WaitReleased(wait_left_)) {
+  Settle(absl::InfiniteFuture());
+  if (push_ != nullptr && !push_->WaitReleased(wait_left_, streams)) {
     Drop(absl::StrCat("its bytes had not left after ", absl::FormatDuration(absl::Now() - start)));
   }
-  kept_.clear();
+  pushed_.reset();
+  Lose();
+  // A GPU may still copy: what is there is kept until the push has ended.
+  if (push_ == nullptr || !reads_gpu_) kept_.clear();
   CountWait(start);
 }
 
@@ -189,7 +162,10 @@ void StepPusher::Impl::AfterStep(const ReadWeights& read) {
   if (closed_) return;
   const absl::Time start = absl::Now();
   ++step_;
-  ComeBack();
+  // The weights are others now.
+  pushed_.reset();
+  Lose();
+  ComeBack(absl::InfinitePast());
   Harvest();
   if (const absl::Status status = PushIfDue(read); !status.ok()) Skip(step_, status);
   CountWait(start);
@@ -200,7 +176,7 @@ absl::Status StepPusher::Impl::PushIfDue(const ReadWeights& read) {
   const TrainingTime now = TimeAt(options_, step_);
   EMA_ASSIGN_OR_RETURN(std::vector<DueTracks::Due> due, due_.At(now));
   if (due.empty()) return absl::OkStatus();
-  const bool can_push = run_ != nullptr && PreviousHasEnded();
+  const bool can_push = IsBack() && PreviousHasEnded();
   // All ranks have the reply to the push before by now, and go by its plan from this step on.
   if (can_push && due_.Adopt(run_->plan())) {
     EMA_ASSIGN_OR_RETURN(due, due_.At(now));
@@ -214,6 +190,17 @@ absl::Status StepPusher::Impl::PushIfDue(const ReadWeights& read) {
   if (can_push) return StartPush(now, read);
   ++stats_.skipped;
   return absl::OkStatus();
+}
+
+bool StepPusher::Impl::IsBack() {
+  if (waits() && run_ == nullptr && !patience_.is_over()) {
+    ComeBack(patience_.until());
+    if (run_ == nullptr) {
+      patience_.GiveUp();
+      Note(step_, AwayError());
+    }
+  }
+  return run_ != nullptr;
 }
 
 bool StepPusher::Impl::PreviousHasEnded() {
@@ -233,7 +220,7 @@ bool StepPusher::Impl::PreviousHasEnded() {
 }
 
 absl::Status StepPusher::Impl::StartPush(const TrainingTime& now, const ReadWeights& read) {
-  EMA_ASSIGN_OR_RETURN(std::vector<uint32_t> sums, FrozenSums(read));
+  EMA_ASSIGN_OR_RETURN(std::vector<uint64_t> sums, FrozenSums(read));
   const bool frozen_changed = has_pushed_ && frozen_sums_ != sums;
   // Until its reply says that the server has these values, it may have others.
   frozen_sums_.reset();
@@ -242,28 +229,52 @@ absl::Status StepPusher::Impl::StartPush(const TrainingTime& now, const ReadWeig
   const bool omits_frozen = !frozen_changed && run_->plan().may_omit_frozen;
 
   const RankLayout& layout = run_->layout();
-  std::vector<std::span<const std::byte>> shards(layout.shards().size());
-  const size_t count = shards.size() - (omits_frozen ? layout.frozen_shards().size() : 0);
-  kept_.clear();
-  for (size_t i = 0; i < count; ++i) {
-    EMA_ASSIGN_OR_RETURN(Weights weights, ReadShard(layout.shards()[i], /*is_pushed=*/true, read));
-    shards[i] = weights.bytes;
-    kept_.push_back(std::move(weights.keep_alive));
+  Push push = {.step = step_, .time = now, .frozen_changed = frozen_changed, .read = read};
+  EMA_RETURN_IF_ERROR(ReadShards(
+      layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0), push));
+  return Start(std::move(push));
+}
+
+absl::Status StepPusher::Impl::ReadShards(size_t count, Push& push) const {
+  for (size_t i = push.shards.size(); i < count; ++i) {
+    EMA_ASSIGN_OR_RETURN(Weights weights,
+                         ReadShard(run_->layout().shards()[i], /*is_pushed=*/true, push.read));
+    push.shards.push_back(std::move(weights));
   }
-  EMA_ASSIGN_OR_RETURN(
-      push_, run_->StartPush(step_, now, std::move(shards), options_.timeout, frozen_changed));
-  pending_step_ = step_;
-  has_waited_ = false;
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<uint32_t>> StepPusher::Impl::FrozenSums(const ReadWeights& read) {
-  std::vector<uint32_t> sums;
+absl::Status StepPusher::Impl::Start(Push push) {
+  std::vector<std::span<const std::byte>> shards(run_->layout().shards().size());
+  GpuWeights gpu_weights = {.devices = std::vector<int>(shards.size(), -1)};
+  kept_.clear();
+  for (size_t i = 0; i < push.shards.size(); ++i) {
+    const Weights& weights = push.shards[i];
+    shards[i] = weights.bytes;
+    kept_.push_back(weights.keep_alive);
+    if (!weights.gpu.has_value()) continue;
+    gpu_weights.devices[i] = weights.gpu->device;
+    std::vector<GpuStream>& streams = gpu_weights.streams;
+    if (std::find(streams.begin(), streams.end(), *weights.gpu) == streams.end()) {
+      streams.push_back(*weights.gpu);
+    }
+  }
+  reads_gpu_ = !gpu_weights.streams.empty();
+  EMA_ASSIGN_OR_RETURN(push_, run_->StartPush(push.step, push.time, std::move(shards),
+                                              options_.timeout, push.frozen_changed, gpu_weights));
+  pending_step_ = push.step;
+  has_waited_ = false;
+  if (waits()) pushed_ = std::move(push);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<uint64_t>> StepPusher::Impl::FrozenSums(const ReadWeights& read) {
+  std::vector<uint64_t> sums;
   for (const int64_t i : joining_->frozen()) {
     // All of it, not this rank's share: all ranks must find the same.
     EMA_ASSIGN_OR_RETURN(const Weights weights, ReadShard(WholeTensor(joining_->manifest(), i),
                                                           /*is_pushed=*/false, read));
-    sums.push_back(Crc32c(0, weights.bytes));
+    sums.push_back(weights.checksum.has_value() ? *weights.checksum : Crc32c(0, weights.bytes));
   }
   return sums;
 }
@@ -289,18 +300,77 @@ void StepPusher::Impl::Harvest() {
   if (!version.ok()) return Skip(pending_step_, version.status());
   version_ = *std::move(version);
   ++stats_.pushes;
+  pushed_.reset();
+  patience_.EndOutage();
   in_step_ = true;
   frozen_sums_ = std::move(pending_sums_);
   // With other ranks a plan is adopted at the next step that is due.
   if (options_.world_size == 1) due_.Adopt(run_->plan());
 }
 
-void StepPusher::Impl::ComeBack() {
-  if (rejoiner_ == nullptr) return;
+void StepPusher::Impl::ComeBack(absl::Time until) {
+  if (rejoiner_ == nullptr || !rejoiner_->Start()) return;
+  rejoiner_->Await(until);
   run_ = rejoiner_->Take();
   if (run_ == nullptr) return;
   rejoiner_ = nullptr;
   due_.GoOn();
+}
+
+void StepPusher::Impl::Settle(absl::Time until) {
+  if (!waits() || closed_) return;
+  while (again_.has_value() || (push_ != nullptr && !patience_.is_over())) {
+    if (again_.has_value()) {
+      PushAgain(until);
+      continue;
+    }
+    const absl::Time start = absl::Now();
+    if (push_->WaitDone(std::min(options_.max_wait, until - start))) {
+      Harvest();
+    } else {
+      push_->WaitReleased(absl::ZeroDuration());
+      Drop(absl::StrCat("it had not ended after ", absl::FormatDuration(absl::Now() - start)));
+    }
+  }
+}
+
+void StepPusher::Impl::PushAgain(absl::Time until) {
+  until = std::min(until, patience_.until());
+  ComeBack(until);
+  if (run_ == nullptr || absl::Now() >= until) {
+    patience_.GiveUp();
+    return Lose();
+  }
+  Push push = *std::move(again_);
+  again_.reset();
+  const int64_t step = push.step;
+  absl::Status status;
+  // A server that has forgotten the model needs the frozen ones, too.
+  if (!run_->plan().may_omit_frozen) status = ReadShards(run_->layout().shards().size(), push);
+  if (status.ok()) status = Start(std::move(push));
+  if (!status.ok()) Skip(step, status);
+}
+
+void StepPusher::Impl::Lose() {
+  if (!again_.has_value()) return;
+  const int64_t step = again_->step;
+  again_.reset();
+  ++stats_.skipped;
+  const bool is_fenced =
+      rejoiner_ != nullptr && GetErrorReason(rejoiner_->problem()) == ErrorReason::kFenced;
+  Note(step, is_fenced ? AwayError() : again_error_);
+}
+
+absl::Status StepPusher::Impl::AwayError() const {
+  const absl::Status problem = rejoiner_ == nullptr ? absl::OkStatus() : rejoiner_->problem();
+  if (GetErrorReason(problem) == ErrorReason::kFenced) return problem;
+  return absl::UnavailableError(absl::StrCat(
+      "model \"", joining_->model(), "\": the server is away, or a rank: ", problem.message()));
+}
+
+absl::Status StepPusher::Impl::TakeError() {
+  Harvest();
+  return std::exchange(error_, absl::OkStatus());
 }
 
 void StepPusher::Impl::Drop(const std::string& problem) {
@@ -311,25 +381,33 @@ void StepPusher::Impl::Drop(const std::string& problem) {
 
 void StepPusher::Impl::Skip(int64_t step, const absl::Status& error,
                             std::unique_ptr<PendingPush> lost) {
-  ++stats_.skipped;
   in_step_ = false;
-  Note(step, error);
-  if (closed_ || run_ == nullptr || !IsAway(error)) return;
-  try {
-    rejoiner_ = std::make_unique<Rejoiner>(joining_.get(), std::move(lost), std::move(run_));
-  } catch (const std::system_error& no_thread) {
-    stats_.last_error =
-        absl::UnavailableError(absl::StrCat("no thread to join the run again: ", no_thread.what()));
+  if (pushed_.has_value() && !closed_ && patience_.LastsAfter(error)) {
+    again_ = *std::move(pushed_);
+    again_error_ = error;
+    stats_.last_error = error;
+  } else {
+    ++stats_.skipped;
+    Note(step, error);
   }
+  pushed_.reset();
+  if (closed_ || run_ == nullptr || !client_internal::IsAway(error)) return;
+  rejoiner_ = std::make_unique<Rejoiner>(joining_.get(), std::move(lost), std::move(run_));
+  // Where there is no thread for it, the next step tries again.
+  (void)rejoiner_->Start();
 }
 
 void StepPusher::Impl::Note(int64_t step, const absl::Status& error) {
   stats_.last_error = error;
+  if (options_.on_error == OnError::kRaise || (waits() && client_internal::IsWorthWaiting(error))) {
+    error_ = error;
+  }
   if (options_.on_skip) options_.on_skip(step, error);
 }
 
 absl::StatusOr<std::optional<Version>> StepPusher::Impl::WaitPushed(absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = options_.timeout;
+  Settle(absl::InfiniteFuture());
   if (push_ != nullptr && !push_->WaitDone(timeout)) {
     return absl::DeadlineExceededError(absl::StrCat(
         "model \"", joining_->model(), "\": the push of step ", pending_step_, " has not ended"));
@@ -339,6 +417,7 @@ absl::StatusOr<std::optional<Version>> StepPusher::Impl::WaitPushed(absl::Durati
 
 void StepPusher::Impl::Close() {
   if (closed_) return;
+  Settle(absl::Now() + options_.timeout);
   closed_ = true;
   if (push_ != nullptr) {
     if (push_->WaitDone(options_.timeout)) {
@@ -382,8 +461,9 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
 StepPusher::StepPusher(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 StepPusher::~StepPusher() { impl_->Close(); }
 
-void StepPusher::WaitReleased() { impl_->WaitReleased(); }
+void StepPusher::WaitReleased(absl::Span<const GpuStream> streams) { impl_->WaitReleased(streams); }
 void StepPusher::AfterStep(const ReadWeights& read) { impl_->AfterStep(read); }
+absl::Status StepPusher::TakeError() { return impl_->TakeError(); }
 absl::StatusOr<std::optional<Version>> StepPusher::WaitPushed(absl::Duration timeout) {
   return impl_->WaitPushed(timeout);
 }

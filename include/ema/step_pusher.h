@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "ema/client.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
@@ -37,13 +38,22 @@ namespace ema {
 //     pusher->AfterStep(read);
 //   }
 //
-// Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait. A
-// step that cannot be pushed is skipped and counted: the next update counts the longer time, so the
-// half-life stays right. When the server is away, a thread joins the run again, on every rank, and
-// pushes start again when all have; a server that has forgotten the model gets it made anew. A
-// forked child must not use or destroy it.
+// Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait,
+// unless Options::on_error says kWait. A step that cannot be pushed is skipped and counted: the
+// next update counts the longer time, so the half-life stays right. When the server is away, a
+// thread joins the run again, on every rank, and pushes start again when all have; a server that
+// has forgotten the model gets it made anew. A forked child must not use or destroy it.
 class StepPusher {
  public:
+  // What a step means to the training that cannot be pushed.
+  enum class OnError {
+    kSkip,  // Nothing: it is counted.
+    // Each WaitReleased() waits until the push before it is a version, and pushes the same weights
+    // again after an outage: of the server, or of another rank. It waits for Options::max_outage at
+    // most; then TakeError() says so, and until a push has succeeded steps are skipped.
+    kWait,
+    kRaise,  // TakeError() gives its error.
+  };
   struct Options {
     std::vector<TrackConfig> tracks;  // Tensors that all of them ignore are not sent.
     Client::ModelOptions model;
@@ -63,15 +73,22 @@ class StepPusher {
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call of the set-up.
+    OnError on_error = OnError::kSkip;
+    absl::Duration max_outage = absl::Minutes(10);  // For kWait.
     // Told of each push that fails, in the thread that trains. Null: stats() has the last error.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
   };
 
-  // Some weights in host memory, row-major. They must stay as they are until WaitReleased() has
-  // returned, and valid as long as `keep_alive` lives (null: until then).
+  // Some weights, row-major. They must stay as they are until WaitReleased() has returned, and
+  // valid as long as `keep_alive` lives (null: until then).
   struct Weights {
     std::span<const std::byte> bytes;
     std::shared_ptr<const void> keep_alive;
+    // Of bytes in a GPU's memory, where they are pushed: the GPU, and the stream on which the
+    // trainer works; as GpuWeights::streams. Absent: they are in host memory.
+    std::optional<GpuStream> gpu = std::nullopt;
+    // Of what is only looked at: instead of bytes. Other values, another sum.
+    std::optional<uint64_t> checksum = std::nullopt;
   };
   // The elements [first, first + count), in row-major order, of a tensor of the manifest.
   struct Piece {
@@ -95,15 +112,20 @@ class StepPusher {
   StepPusher& operator=(const StepPusher&) = delete;
 
   // Waits until no push reads the weights any more; then they may be written. A push whose bytes
-  // have not left in time is given up.
-  void WaitReleased();
+  // have not left in time is given up. Weights on a GPU may be written by what is queued from then
+  // on on `streams`, and on those that the push was started with: these wait, not the caller.
+  void WaitReleased(absl::Span<const GpuStream> streams = {});
 
-  // A step is done: counts it, and starts a push if one is due. `read` is called now only; where it
-  // fails, the step is skipped.
+  // A step is done: counts it, and starts a push if one is due. `read` is called now only (with
+  // kWait until the next WaitReleased() returns, too); where it fails, the step is skipped.
   void AfterStep(const ReadWeights& read);
 
-  // Waits for the end of the running push, at most `timeout`; zero: the options'. As version().
-  // DEADLINE_EXCEEDED: it has not ended, and goes on.
+  // With kRaise and kWait: why a step was lost since the last call, the last of several; then it is
+  // over. The training may go on, or end for it. OK: none was; with kSkip always.
+  absl::Status TakeError();
+
+  // Waits for the end of the running push, at most `timeout`; zero: the options'; with kWait an
+  // outage may take longer. As version(). DEADLINE_EXCEEDED: it has not ended, and goes on.
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration());
 
   // Waits for the last push, at most Options::timeout, and leaves the run. After this nothing is

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A run whose server is away, and the thread that joins it again.
+#ifndef EMA_CLIENT_CPP_REJOINER_H_
+#define EMA_CLIENT_CPP_REJOINER_H_
+
+#include <memory>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "client/cpp/joining.h"
+#include "ema/client.h"
+
+namespace ema::client_internal {
+
+// Lets a push (may be null) and its run go, then joins again until all ranks have. For the thread
+// that trains.
+class Rejoiner {
+ public:
+  // `joining` outlives this object.
+  Rejoiner(const Joining* joining, std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run);
+  // Waits for the calls of a try that is under way.
+  ~Rejoiner();
+  Rejoiner(const Rejoiner&) = delete;
+  Rejoiner& operator=(const Rejoiner&) = delete;
+
+  // Starts the thread; where it runs already, it does nothing. False: the system has no thread for
+  // it now, as problem() says.
+  bool Start() ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until there is a run to take, or will be none for now, or it is `until`. REQUIRES:
+  // started.
+  void Await(absl::Time until) const ABSL_LOCKS_EXCLUDED(mu_);
+  // The run, once; null: not yet.
+  std::unique_ptr<Run> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  // Of the last try. ABORTED, FENCED: a newer run pushes, so there will be no other. CANCELLED:
+  // Client::Options::is_interrupted.
+  absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  void Work() ABSL_LOCKS_EXCLUDED(mu_);
+  bool IsSettled() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  const Joining& joining_;
+  // The thread's, once it runs.
+  std::unique_ptr<PendingPush> lost_push_;
+  std::unique_ptr<Run> lost_run_;
+  absl::Notification stop_;
+  mutable absl::Mutex mu_;
+  std::unique_ptr<Run> run_ ABSL_GUARDED_BY(mu_);
+  absl::Status problem_ ABSL_GUARDED_BY(mu_);
+  std::thread thread_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_REJOINER_H_

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a StepPusher does while its server is away: a real one, that is killed and started again.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+
+#include <cstring>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ema/client.h"
+#include "ema/step_pusher.h"
+#include "tests/testutil/server_process.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr absl::Duration kPatience = absl::Seconds(60);
+using OnError = StepPusher::OnError;
+
+// While one lives, nobody in this process gets a thread: a stack of this size has no room.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge = before_;
+    pthread_attr_setstacksize(&huge, size_t{1} << 48);
+    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
+  }
+  ~NoThreads() { pthread_setattr_default_np(&before_); }
+
+ private:
+  pthread_attr_t before_;
+};
+
+// One rank, with a tensor that changes and one that is frozen.
+class AwayTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    EMA_ASSERT_OK_AND_ASSIGN(server_, ServerProcess::Start(EMA_SERVER_BINARY, {}));
+    port_ = server_->port();
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address()));
+  }
+  void Kill() { server_ = nullptr; }
+  // One that has forgotten the model: at the same address, beside one of its own.
+  void Restart() {
+    EMA_ASSERT_OK_AND_ASSIGN(
+        server_,
+        ServerProcess::Start(EMA_SERVER_BINARY, {"--listen", absl::StrCat("127.0.0.1:", port_)}));
+  }
+
+  void Attach(OnError on_error, absl::Duration max_outage = kPatience) {
+    const Manifest manifest =
+        *Manifest::Create({{.name = "frozen", .shape = {3}}, {.name = "live", .shape = {1000}}});
+    StepPusher::Options options;
+    options.tracks = {{.name = "ema", .schedule = *Schedule::Parse("copy")}};
+    options.on_error = on_error;
+    options.max_outage = max_outage;
+    options.on_skip = [this](int64_t step, const absl::Status&) { told_.push_back(step); };
+    const bool frozen[] = {true, false};
+    EMA_ASSERT_OK_AND_ASSIGN(pusher_, StepPusher::Create(*client_, "m", manifest, frozen, options));
+  }
+  void Step() {
+    pusher_->WaitReleased();
+    for (float& value : live_) value += 1;
+    pusher_->AfterStep([this](const StepPusher::Piece& piece) {
+      const std::vector<float>& tensor = piece.tensor_index == 0 ? frozen_ : live_;
+      return StepPusher::Weights{std::as_bytes(std::span(tensor).subspan(piece.first, piece.count)),
+                                 nullptr};
+    });
+  }
+  // The newest version's, in the manifest's order.
+  std::vector<float> Pulled() {
+    std::vector<float> values(frozen_.size() + live_.size());
+    const auto target = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
+      EXPECT_EQ(info.total_bytes, static_cast<int64_t>(values.size() * sizeof(float)));
+      return std::as_writable_bytes(std::span(values));
+    };
+    EXPECT_THAT(client_->Pull("m", "ema", {}, target, kPatience), IsOk());
+    return values;
+  }
+  std::vector<float> Weights() const {
+    std::vector<float> values = frozen_;
+    values.insert(values.end(), live_.begin(), live_.end());
+    return values;
+  }
+
+  int port_ = 0;
+  std::unique_ptr<ServerProcess> server_;
+  std::unique_ptr<Client> client_;
+  std::vector<float> frozen_ = {1, 2, 3};
+  std::vector<float> live_ = std::vector<float>(1000);
+  std::vector<int64_t> told_;
+  std::unique_ptr<StepPusher> pusher_;
+};
+
+TEST_F(AwayTest, WaitPushesTheStepAgainThatTheOutageCutOff) {
+  Attach(OnError::kWait);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  Step();
+  std::thread restart([this] { Restart(); });
+  pusher_->WaitReleased();
+  restart.join();
+  // The same step with the same weights, and what is frozen, which this server had not.
+  EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->stats().skipped, 0);
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  EXPECT_THAT(told_, ElementsAre());
+  ASSERT_TRUE(pusher_->version().has_value());
+  EXPECT_EQ(pusher_->version()->number, 1);
+  EXPECT_EQ(pusher_->version()->step, 2);
+  EXPECT_EQ(Pulled(), Weights());
+  Step();
+  pusher_->Close();
+  EXPECT_EQ(pusher_->stats().pushes, 3);
+  EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(AwayTest, WaitLosesNoStepOfManyOutages) {
+  Attach(OnError::kWait);
+  for (int outage = 0; outage < 2; ++outage) {
+    Kill();
+    std::thread restart([this] { Restart(); });
+    for (int i = 0; i < 3; ++i) Step();
+    pusher_->WaitReleased();
+    restart.join();
+  }
+  EXPECT_EQ(pusher_->stats().pushes, 6) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->stats().skipped, 0);
+}
+
+TEST_F(AwayTest, WaitEndsWithTheOutagesTime) {
+  Attach(OnError::kWait, absl::Milliseconds(200));
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  Step();
+  pusher_->WaitReleased();
+  EXPECT_THAT(pusher_->TakeError(), Not(IsOk()));
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  EXPECT_EQ(pusher_->stats().skipped, 1);
+  EXPECT_THAT(told_, ElementsAre(2));
+  // It is said once, and waited for once.
+  Step();
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  EXPECT_EQ(pusher_->stats().skipped, 2);
+  Restart();
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+    Step();
+    ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  }
+  EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(AwayTest, RaiseGivesTheErrorOnceAndGoesOn) {
+  Attach(OnError::kRaise);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  Kill();
+  const absl::Time give_up = absl::Now() + kPatience;
+  absl::Status error;
+  while (error.ok() && absl::Now() < give_up) {
+    Step();
+    error = pusher_->TakeError();
+  }
+  EXPECT_THAT(error, Not(IsOk()));
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  EXPECT_GE(pusher_->step(), 2);
+  Restart();
+  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+    Step();
+    ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  }
+  EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(AwayTest, SkipGivesNoError) {
+  Attach(OnError::kSkip);
+  Kill();
+  for (int i = 0; i < 3; ++i) Step();
+  EXPECT_GE(pusher_->stats().skipped, 1);
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+}
+
+TEST_F(AwayTest, TrainingGoesOnWithoutAThreadToJoinAgainWith) {
+  Attach(OnError::kSkip);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  {
+    const NoThreads no_threads;
+    for (int i = 0; i < 3; ++i) Step();
+    EXPECT_EQ(pusher_->step(), 4);
+    EXPECT_EQ(pusher_->stats().skipped, 3);
+    EXPECT_TRUE(pusher_->stats().is_away);
+    EXPECT_THAT(pusher_->stats().last_error,
+                StatusIs(absl::StatusCode::kUnavailable, HasSubstr("no thread to join")));
+  }
+  Restart();
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+    Step();
+    ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  }
+  EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
+  EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(AwayTest, RefusesAnOutageOfNegativeTime) {
+  StepPusher::Options options;
+  options.max_outage = -absl::Seconds(1);
+  EXPECT_THAT(StepPusher::Create(*client_, "m", *Manifest::Create({{.name = "w", .shape = {3}}}),
+                                 {}, options),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_outage -1s")));
+}
+
+}  // namespace
+}  // namespace ema
