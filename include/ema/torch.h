@@ -6,6 +6,8 @@
 #ifndef EMA_TORCH_H_
 #define EMA_TORCH_H_
 
+#include <ATen/Context.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -15,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -85,14 +88,52 @@ inline absl::StatusOr<NamedTensors> NamedTensors::Of(const torch::nn::Module& mo
   return result;
 }
 
+namespace torch_internal {
+
+// A push reads its memory in place: the host's, or that of a GPU of NVIDIA's.
+inline bool IsReadable(const at::Tensor& tensor) {
+  return tensor.is_cpu() || (tensor.is_cuda() && !at::globalContext().hasROCM());
+}
+
+// The stream on which this thread works.
+inline GpuStream CurrentStream(int gpu) {
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  const c10::Stream stream =
+      guard.getStream(c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu)));
+  return {.device = gpu, .handle = guard.getStreamNativeHandle(stream)};
+}
+
+// The sum of a tensor's words, wrapping, each times an odd weight by its place: other values,
+// another sum, all but surely. Computed where the tensor is, which is waited for.
+inline uint64_t WeightedSum(const at::Tensor& tensor) {
+  constexpr int64_t kWords = int64_t{1} << 20;
+  at::Tensor bytes = tensor.contiguous().flatten().view(at::kByte);
+  if (bytes.storage_offset() % 8 != 0) bytes = bytes.clone();
+  const int64_t count = bytes.numel() / 8;
+  const at::Tensor words = bytes.narrow(0, 0, count * 8).view(at::kLong);
+  const at::Tensor places =
+      at::arange(std::min(count, kWords), at::TensorOptions(at::kLong).device(tensor.device()));
+  const at::Tensor weights = (2 * places + 1) * int64_t{0x9E3779B97F4A7C1};
+  at::Tensor total = bytes.narrow(0, count * 8, bytes.numel() - count * 8).sum(at::kLong);
+  for (int64_t begin = 0; begin < count; begin += kWords) {
+    const int64_t length = std::min(kWords, count - begin);
+    total = total * 3 + (words.narrow(0, begin, length) * weights.narrow(0, 0, length)).sum();
+  }
+  return static_cast<uint64_t>(total.item<int64_t>());
+}
+
+}  // namespace torch_internal
+
 // Streams a module's weights to an EMA Server while it trains; see StepPusher for how long it
 // waits, and what becomes of it when the server is away. For the thread that trains:
 //
 //   ema->Step(optimizer);  // Instead of optimizer.step().
 //
 // A push reads the parameters in place while the next forward and backward run, and the next Step()
-// waits until their bytes have left. Copied first: buffers; parameters that the optimizer does not
-// hold, as someone else may change them; and what is not in host memory, or not contiguous.
+// waits until their bytes have left; on a GPU of NVIDIA's, its current stream does, for copies on a
+// stream of ours. Copied first, where they are: buffers; parameters that the optimizer does not
+// hold, as someone else may change them; and what is not contiguous. Weights on other devices are
+// copied to the host inside Step(). No call may be made while the stream is captured into a graph.
 // Parameters without requires_grad when it is made are frozen. Whoever else writes weights between
 // steps (torch::load, PullInto, clipping of weights) must call WaitReleased() first.
 class Attachment {
@@ -139,8 +180,15 @@ class Attachment {
 
   // For loops of another kind (several optimizers, a scaler that may leave the step out): waits
   // before the weights change, and counts the step after. All parameters are then read in place.
-  void WaitReleased() { pusher_->WaitReleased(); }
+  void WaitReleased() {
+    std::vector<GpuStream> streams;
+    for (const int gpu : gpus_) streams.push_back(torch_internal::CurrentStream(gpu));
+    pusher_->WaitReleased(streams);
+  }
   void AfterStep() { PushIfDue(nullptr); }
+
+  // With on_error kRaise and kWait, to be asked after each step, which has been made all the same.
+  absl::Status TakeError() { return pusher_->TakeError(); }
 
   // As those of StepPusher.
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration()) {
@@ -157,17 +205,24 @@ class Attachment {
 
   // `optimizer`: changes its parameters only after WaitReleased(); null: so does everybody.
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
-    std::optional<NamedTensors> own;
-    std::unordered_set<const void*> held;
-    pusher_->AfterStep([&](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
-      if (!own.has_value()) {
-        EMA_ASSIGN_OR_RETURN(own, NamedTensors::Of(module_));
-        EMA_RETURN_IF_ERROR(CheckSame(*own));
-        if (optimizer != nullptr) held = HeldBy(*optimizer);
+    struct Now {
+      std::optional<NamedTensors> own;
+      std::unordered_set<const void*> held;
+    };
+    // Shared by the copies of the function, some of which the pusher may keep.
+    const auto now = std::make_shared<Now>();
+    pusher_->AfterStep([this, now, optimizer](
+                           const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
+      if (!now->own.has_value()) {
+        EMA_ASSIGN_OR_RETURN(NamedTensors own, NamedTensors::Of(module_));
+        EMA_RETURN_IF_ERROR(CheckSame(own));
+        if (optimizer != nullptr) now->held = HeldBy(*optimizer);
+        now->own = std::move(own);
       }
-      const at::Tensor& tensor = own->tensors[piece.tensor_index];
-      const bool stays = !own->specs[piece.tensor_index].is_buffer &&
-                         (optimizer == nullptr || held.count(tensor.unsafeGetTensorImpl()) > 0);
+      const at::Tensor& tensor = now->own->tensors[piece.tensor_index];
+      const bool stays =
+          !now->own->specs[piece.tensor_index].is_buffer &&
+          (optimizer == nullptr || now->held.count(tensor.unsafeGetTensorImpl()) > 0);
       return Elements(tensor, piece, /*in_place=*/stays || !piece.is_pushed);
     });
   }
@@ -188,17 +243,35 @@ class Attachment {
         absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
   }
 
-  static absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor,
-                                                      const StepPusher::Piece& piece,
-                                                      bool in_place) {
+  absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor,
+                                               const StepPusher::Piece& piece, bool in_place) {
     try {
       const c10::NoGradGuard no_grad;
-      at::Tensor part =
-          tensor.detach().contiguous().flatten().narrow(0, piece.first, piece.count).cpu();
-      if (!in_place && part.is_alias_of(tensor)) part = part.clone();
-      auto kept = std::make_shared<const at::Tensor>(std::move(part));
-      return StepPusher::Weights{
-          {static_cast<const std::byte*>(kept->const_data_ptr()), kept->nbytes()}, kept};
+      at::Tensor source = tensor.detach();
+      StepPusher::Weights weights;
+      if (!piece.is_pushed && !source.is_cpu()) {
+        weights.checksum =
+            torch_internal::WeightedSum(source.flatten().narrow(0, piece.first, piece.count));
+        return weights;
+      }
+      source = source.contiguous();
+      int64_t first = piece.first;
+      const bool is_readable = torch_internal::IsReadable(source);
+      if (!is_readable || (!in_place && source.is_alias_of(tensor))) {
+        source = source.flatten().narrow(0, first, piece.count);
+        source = is_readable ? source.clone() : source.cpu();
+        first = 0;
+      }
+      const auto size = static_cast<int64_t>(source.itemsize());
+      const auto kept = std::make_shared<const at::Tensor>(std::move(source));
+      weights.bytes = {static_cast<const std::byte*>(kept->const_data_ptr()) + first * size,
+                       static_cast<size_t>(piece.count * size)};
+      weights.keep_alive = kept;
+      if (kept->is_cuda()) {
+        gpus_.insert(kept->device().index());
+        weights.gpu = torch_internal::CurrentStream(kept->device().index());
+      }
+      return weights;
     } catch (const c10::Error& error) {
       return absl::InternalError(error.what_without_backtrace());
     }
@@ -207,6 +280,7 @@ class Attachment {
   const torch::nn::Module& module_;
   const Manifest manifest_;
   const std::unique_ptr<StepPusher> pusher_;
+  std::set<int> gpus_;  // Those that weights have been pushed from.
 };
 
 struct PullIntoOptions {
