@@ -142,6 +142,8 @@ def log_loaded(log: dict[str, np.ndarray], kind: str, world_size: int, url: str)
     globals()["Net"] = module
     loaded = ema_client.load_into(model, url, track="fast")
     assert loaded.missing_keys == loaded.unexpected_keys == loaded.meta_buffers == ()
+    by_step = ema_client.load_into(model, url, track="fast", step=loaded.version.step)
+    assert by_step.version == loaded.version
     model.eval()
     with torch.no_grad():
         model(torch.randn(16, 9))
