@@ -26,6 +26,10 @@ bool IsWorthWaiting(const absl::Status& error) {
          reason == ErrorReason::kSessionExpired;
 }
 
+bool IsFinal(const absl::Status& error) {
+  return !IsWorthWaiting(error) && !absl::IsAborted(error);
+}
+
 absl::Time Patience::until() const { return since_.value_or(absl::Now()) + max_outage_; }
 
 bool Patience::LastsAfter(const absl::Status& error) {

@@ -15,6 +15,8 @@ namespace ema::client_internal {
 bool IsAway(const absl::Status& error);
 // A step whose push has ended so may succeed later: an outage, here or of another rank.
 bool IsWorthWaiting(const absl::Status& error);
+// This rank cannot push the step, now or later, and the others do not know.
+bool IsFinal(const absl::Status& error);
 
 // How much longer a trainer waits for a server that is away, in all of one outage.
 class Patience {

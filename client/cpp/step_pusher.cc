@@ -27,6 +27,8 @@ using client_internal::Rejoiner;
 constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 // How long a trainer whose tracks are all paused waits for an answer whether they still are.
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
+// How long it waits while the server is told of a step that this rank cannot push.
+constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
 
 TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   if (options.time) return options.time(step);
@@ -96,6 +98,8 @@ class StepPusher::Impl {
   void PushAgain(absl::Time until);
   // Gives up the step that would be pushed again.
   void Lose();
+  // Says that this rank will not push the step, so that no other waits for it.
+  void GiveUp(int64_t step, const absl::Status& why);
   // Why nothing can be pushed now.
   absl::Status AwayError() const;
   void Drop(const std::string& problem);
@@ -358,7 +362,15 @@ void StepPusher::Impl::Lose() {
   ++stats_.skipped;
   const bool is_fenced =
       rejoiner_ != nullptr && GetErrorReason(rejoiner_->problem()) == ErrorReason::kFenced;
-  Note(step, is_fenced ? AwayError() : again_error_);
+  const absl::Status error = is_fenced ? AwayError() : again_error_;
+  GiveUp(step, error);
+  Note(step, error);
+}
+
+void StepPusher::Impl::GiveUp(int64_t step, const absl::Status& why) {
+  if (options_.world_size == 1 || closed_ || run_ == nullptr) return;
+  // Where it cannot be told, the others wait as long as they would without.
+  (void)run_->GiveUp(step, std::string(why.message()), kGiveUpTimeout);
 }
 
 absl::Status StepPusher::Impl::AwayError() const {
@@ -387,6 +399,7 @@ void StepPusher::Impl::Skip(int64_t step, const absl::Status& error,
     again_error_ = error;
     stats_.last_error = error;
   } else {
+    if (client_internal::IsFinal(error)) GiveUp(step, error);
     ++stats_.skipped;
     Note(step, error);
   }

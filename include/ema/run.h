@@ -114,7 +114,8 @@ class Run {
   // shard in host memory that has some is gathered when it is sent, a chunk at a time; its span has
   // its size all the same, and begins at its first element. INVALID_ARGUMENT: a size differs from
   // the layout's, or strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank
-  // is still running. INTERNAL, DEVICE: a GPU has failed, now or before, or the process has none.
+  // is still running. INTERNAL, DEVICE: a GPU has failed, now or before, copies of a push before
+  // have not ended, or the process has none.
   // `timeout` bounds everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,

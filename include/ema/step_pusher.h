@@ -40,7 +40,8 @@ namespace ema {
 //
 // Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait,
 // unless Options::on_error says kWait. A step that cannot be pushed is skipped and counted: the
-// next update counts the longer time, so the half-life stays right. When the server is away, a
+// next update counts the longer time, so the half-life stays right; the other ranks are told, and
+// do not wait for this one. When the server is away, a
 // thread joins the run again, on every rank, and pushes start again when all have; a server that
 // has forgotten the model gets it made anew. A forked child must not use or destroy it.
 class StepPusher {
@@ -74,7 +75,7 @@ class StepPusher {
     absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call of the set-up.
     OnError on_error = OnError::kSkip;
-    absl::Duration max_outage = absl::Minutes(10);  // For kWait.
+    absl::Duration max_outage = absl::Minutes(2);  // For kWait.
     // Told of each push that fails, in the thread that trains. Null: stats() has the last error.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
   };

@@ -5,12 +5,14 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 
+#include <array>
 #include <cstring>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
+#include "ema/error_reason.h"
 #include "ema/step_pusher.h"
 #include "tests/testutil/server_process.h"
 #include "tests/testutil/status_matchers.h"
@@ -223,6 +225,45 @@ TEST_F(AwayTest, RefusesAnOutageOfNegativeTime) {
   EXPECT_THAT(StepPusher::Create(*client_, "m", *Manifest::Create({{.name = "w", .shape = {3}}}),
                                  {}, options),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_outage -1s")));
+}
+
+// One that has no memory for a step says so: the others go on at once, whatever their patience.
+TEST(GivenUpStepTest, HoldsNoOtherRank) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto server, ServerProcess::Start(EMA_SERVER_BINARY, {}));
+  const Manifest manifest = *Manifest::Create({{.name = "live", .shape = {1000}}});
+  std::array<StepPusher::Stats, 2> stats;
+  const auto train = [&](int64_t rank) {
+    EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server->address()));
+    StepPusher::Options options;
+    options.tracks = {{.name = "ema", .schedule = *Schedule::Parse("copy")}};
+    options.launch_id = "one";
+    options.rank = rank;
+    options.world_size = 2;
+    options.on_error = OnError::kWait;
+    options.max_wait = options.max_outage = options.timeout = kPatience;
+    EMA_ASSERT_OK_AND_ASSIGN(const auto pusher,
+                             StepPusher::Create(*client, "m", manifest, {}, options));
+    std::vector<float> live(1000);
+    for (int step = 1; step <= 2; ++step) {
+      pusher->WaitReleased();
+      pusher->AfterStep([&](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
+        if (rank == 1 && step == 1) return absl::ResourceExhaustedError("no memory today");
+        return StepPusher::Weights{std::as_bytes(std::span(live).subspan(piece.first, piece.count)),
+                                   nullptr};
+      });
+    }
+    EXPECT_THAT(pusher->WaitPushed(), IsOk());
+    stats[rank] = pusher->stats();
+  };
+  std::thread other(train, 1);
+  train(0);
+  other.join();
+  EXPECT_EQ(stats[0].pushes, 1);
+  EXPECT_EQ(stats[0].skipped, 1);
+  EXPECT_EQ(stats[1].pushes, 1);
+  EXPECT_EQ(stats[1].skipped, 1);
+  EXPECT_EQ(GetErrorReason(stats[0].last_error), ErrorReason::kStepGivenUp) << stats[0].last_error;
+  EXPECT_THAT(stats[0].last_error.message(), HasSubstr("rank 1 has given it up: no memory today"));
 }
 
 }  // namespace
