@@ -86,8 +86,7 @@ class RpcServer {
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
-  // Beside Options::max_arriving_requests, of calls that need no token: health checks, and where
-  // nobody needs one, reflection.
+  // Beside Options::max_arriving_requests: of health checks, which need no token.
   static constexpr int64_t kMaxArrivingProbes = 8;
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and

@@ -157,6 +157,14 @@ def test_changed_files_are_taken_over_on_both_sides(
     )
 
 
+def test_a_watch_has_the_token_of_its_client(server: ServerProcess) -> None:
+    with client_of(server, TRAINER) as trainer, client_of(server, EVALUATOR) as evaluator:
+        trainer.create_model("digits-7", WEIGHTS, tracks={"ema": "10ba"})
+        with trainer.open_run("digits-7") as run:
+            run.push(step=1, weights=WEIGHTS)
+        assert next(evaluator.watch("digits-7", after=0, timeout_s=20)).step == 1
+
+
 def test_a_watch_ends_when_its_token_is_taken_away(
     server: ServerProcess, tokens: pathlib.Path
 ) -> None:

@@ -112,16 +112,15 @@ class PyClient {
            const std::tuple<std::string, std::string, std::string>& tls, const std::string& token,
            const std::string& token_file)
       : address_(address) {
-    Client::Options options;
-    options.timeout = ToDuration(timeout_s);
-    options.same_host_lane = same_host_lane;
-    options.max_connections = max_connections;
-    options.report_timing = report_timing;
-    std::tie(options.tls.ca_file, options.tls.certificate_file, options.tls.key_file) = tls;
-    options.token = token;
-    options.token_file = token_file;
-    options.is_interrupted = SignalRaised;
-    client_ = Unwrap(Client::Create(address, options));
+    options_.timeout = ToDuration(timeout_s);
+    options_.same_host_lane = same_host_lane;
+    options_.max_connections = max_connections;
+    options_.report_timing = report_timing;
+    std::tie(options_.tls.ca_file, options_.tls.certificate_file, options_.tls.key_file) = tls;
+    options_.token = token;
+    options_.token_file = token_file;
+    options_.is_interrupted = SignalRaised;
+    client_ = Unwrap(Client::Create(address, options_));
   }
   PyClient(const PyClient&) = delete;
   PyClient& operator=(const PyClient&) = delete;
@@ -430,7 +429,7 @@ class PyClient {
   std::unique_ptr<Watcher> Watch(const std::string& model, std::optional<int64_t> after,
                                  double timeout_s) {
     Get();
-    return Unwrap(Watcher::Start(address_, model, after, ToDuration(timeout_s)));
+    return Unwrap(Watcher::Start(address_, options_, model, after, ToDuration(timeout_s)));
   }
 
  private:
@@ -443,6 +442,7 @@ class PyClient {
   }
 
   const std::string address_;
+  Client::Options options_;
   std::shared_ptr<Client> client_;  // Under the GIL; null when closed.
 };
 

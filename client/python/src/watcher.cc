@@ -9,11 +9,11 @@
 namespace ema::python {
 
 absl::StatusOr<std::unique_ptr<Watcher>> Watcher::Start(std::string_view address,
+                                                        Client::Options options,
                                                         std::string_view model,
                                                         std::optional<int64_t> after,
                                                         absl::Duration timeout) {
   auto watcher = std::unique_ptr<Watcher>(new Watcher);
-  Client::Options options;
   options.is_interrupted = [stopped = &watcher->stopped_] {
     return stopped->load(std::memory_order_relaxed);
   };

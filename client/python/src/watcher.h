@@ -25,8 +25,10 @@ namespace ema::python {
 // thread; without the GIL, or they would hold up every other thread.
 class Watcher {
  public:
-  // Makes a connection of its own, so that Stop() ends this watch and nothing else.
+  // Makes a connection of its own, as `options` say but for `is_interrupted`, so that Stop() ends
+  // this watch and nothing else.
   static absl::StatusOr<std::unique_ptr<Watcher>> Start(std::string_view address,
+                                                        Client::Options options,
                                                         std::string_view model,
                                                         std::optional<int64_t> after,
                                                         absl::Duration timeout);
