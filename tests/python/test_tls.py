@@ -103,12 +103,8 @@ def test_a_trainer_and_an_evaluator_work_as_without(server: ServerProcess) -> No
         assert torch.equal(net.weight, torch.as_tensor(pulled["weight"]))
 
 
-def test_a_watch_has_the_files_of_its_client(
-    server: ServerProcess, files: dict[str, str]
-) -> None:
-    tls = ema_client.Tls(
-        ca_file=files["ca"], certificate_file=files["cert"], key_file=files["key"]
-    )
+def test_a_watch_has_the_files_of_its_client(server: ServerProcess, files: dict[str, str]) -> None:
+    tls = ema_client.Tls(ca_file=files["ca"], certificate_file=files["cert"], key_file=files["key"])
     weights = {"w": torch.ones(3)}
     with ema_client.Client(f"tls:{server.address}", tls=tls, timeout_s=20) as client:
         client.create_model("watched", weights, tracks={"ema": "2ba"})

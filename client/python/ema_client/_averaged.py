@@ -158,9 +158,7 @@ def _read(
         weights: Mapping[str, torch.Tensor]
         if is_part:
             pieces = pieces_of(_without(named, ignored))
-            weights, pulled = pull_pieces(
-                client, ranks, info, track, version, step, pieces
-            )
+            weights, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
         else:
             whole = client.pull(
                 model_name, track=track, version=version, step=step, framework="torch"
