@@ -60,7 +60,7 @@ class info:
 
 pieces = pieces_of({"w": torch.ones(3)})
 try:
-    _averaged.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, pieces)
+    _averaged.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
 except ema_client.EmaError as error:
     print(type(error).__name__)
 """
