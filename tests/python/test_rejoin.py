@@ -16,6 +16,9 @@ class FakeRun:
     def wait_ready(self, timeout_s: float) -> None:
         pass
 
+    def committed_as(self, step: int, timeout_s: float) -> None:
+        pass
+
     def close(self) -> None:
         self._on_close()
         self.is_closed = True
@@ -35,7 +38,7 @@ def test_a_run_that_is_joined_again(closes):
         return new
 
     link.take(Joined(old, open_run, "launch", 0))
-    link.go_away(None)
+    link.go_away(1, None)
     assert link._thread is not None
     link._thread.join(30)
     assert at_close == [new]
