@@ -97,7 +97,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       run_ = std::move(run);
       ++run_epoch_;
       begun_step_ = 0;
-      given_up_.reset();
+      given_up_.clear();
       ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
       is_new = true;
@@ -157,7 +157,7 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
                                   ", and a group for more than one"));
   }
   EMA_RETURN_IF_ERROR(start.time.Validate());
-  if (given_up_.has_value() && start.step == given_up_->step) return given_up_->status();
+  EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
   if (current_ == nullptr) return false;
   const VersionRecord& last = current_->record;
   if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
@@ -322,11 +322,12 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
-  // session: only a new run can have come between.
+  // session: only a new run, or a rank that gives the step up, can have come between.
   if (run_ != run) {
     return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
                                                       " has been fenced by ", run_epoch_));
   }
+  EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
   session_ = session;
   begun_step_ = session->plan().step;
   return session;
@@ -394,6 +395,7 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   next->record.commit_time = absl::Now();
   if (current_ != nullptr) older_.push_back(std::move(current_));
   current_ = next;
+  given_up_.erase(given_up_.begin(), given_up_.upper_bound(next->record.step));
   records_.push_back(next->record);
   if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
   if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;

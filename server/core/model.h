@@ -320,11 +320,10 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // A step that a rank will never push, and so no rank can.
   struct GivenUp {
-    int64_t step = 0;
     int64_t rank = 0;
     std::string why;
 
-    absl::Status status() const;  // ABORTED, STEP_GIVEN_UP.
+    absl::Status status(int64_t step) const;  // ABORTED, STEP_GIVEN_UP.
   };
 
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
@@ -368,6 +367,10 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // OK, or ABORTED, STEP_GIVEN_UP.
+  absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Remembers it; of many, the latest ones.
+  void NoteGivenUpLocked(int64_t step, GivenUp given_up) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.
   std::deque<VersionRecord>::const_iterator FindRecordLocked(const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -455,7 +458,8 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;                // The newest of this run; 0: none.
-  std::optional<GivenUp> given_up_ ABSL_GUARDED_BY(mu_);       // The last of this run.
+  // By step, of this run: those after current_.
+  std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.

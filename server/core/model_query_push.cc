@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kNamedRanks = 16;       // As QueryPushResponse.missing_ranks,
 constexpr int64_t kNamedRanges = 1024;    // .missing,
-constexpr size_t kMaxReasonBytes = 1024;  // and QueryPushRequest.give_up_reason.
+constexpr size_t kMaxReasonBytes = 1024;  // and QueryPushRequest.give_up_reason,
+constexpr size_t kMaxGivenUp = 16;        // of so many steps.
 
 absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
   if (give_up_reason.empty()) return absl::OkStatus();
@@ -30,9 +31,21 @@ absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_re
 
 }  // namespace
 
-absl::Status Model::GivenUp::status() const {
+absl::Status Model::GivenUp::status(int64_t step) const {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
                    absl::StrCat("step ", step, ": rank ", rank, " has given it up: ", why));
+}
+
+absl::Status Model::CheckNotGivenUpLocked(int64_t step) const {
+  const auto found = given_up_.find(step);
+  return found == given_up_.end() ? absl::OkStatus() : found->second.status(step);
+}
+
+void Model::NoteGivenUpLocked(int64_t step, GivenUp given_up) {
+  // Nobody can push it anyway.
+  if (current_ != nullptr && step <= current_->record.step) return;
+  given_up_.try_emplace(step, std::move(given_up));
+  if (given_up_.size() > kMaxGivenUp) given_up_.erase(given_up_.begin());
 }
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
@@ -62,7 +75,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       }
       return result;
     }
-    if (!give_up_reason.empty()) given_up_ = GivenUp{step, rank, std::string(give_up_reason)};
+    if (!give_up_reason.empty()) NoteGivenUpLocked(step, {rank, std::string(give_up_reason)});
     if (session_ == nullptr || session_->plan().step != step) {
       result.state = PushState::State::kUnknown;
       return result;
@@ -74,7 +87,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     DropStep(*session, give_up_reason.empty()
                            ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                                        absl::StrCat("step ", step, ": abandoned by rank ", rank))
-                           : GivenUp{step, rank, std::string(give_up_reason)}.status());
+                           : GivenUp{rank, std::string(give_up_reason)}.status(step));
     result.state = PushState::State::kAbandoned;
     return result;
   }

@@ -149,7 +149,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     FenceRunLocked();
     run_ = nullptr;
     begun_step_ = 0;
-    given_up_.reset();
+    given_up_.clear();
     fenced = std::exchange(session_, nullptr);
     const auto record = std::find_if(records_.begin(), records_.end(),
                                      [&](const VersionRecord& r) { return r.id() == from; });
