@@ -4,9 +4,9 @@
 #include <system_error>
 #include <utility>
 
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
 namespace {
@@ -17,9 +17,12 @@ constexpr absl::Duration kRejoinInterval = absl::Milliseconds(250);
 
 }  // namespace
 
-Rejoiner::Rejoiner(const Joining* joining, std::unique_ptr<PendingPush> push,
+Rejoiner::Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<PendingPush> push,
                    std::unique_ptr<Run> run)
-    : joining_(*joining), lost_push_(std::move(push)), lost_run_(std::move(run)) {}
+    : joining_(*joining),
+      lost_step_(lost_step),
+      lost_push_(std::move(push)),
+      lost_run_(std::move(run)) {}
 
 Rejoiner::~Rejoiner() {
   stop_.Notify();
@@ -45,13 +48,13 @@ void Rejoiner::Await(absl::Time until) const {
 }
 
 bool Rejoiner::IsSettled() const {
-  return run_ != nullptr || absl::IsCancelled(problem_) ||
+  return joined_.has_value() || absl::IsCancelled(problem_) ||
          GetErrorReason(problem_) == ErrorReason::kFenced;
 }
 
-std::unique_ptr<Run> Rejoiner::Take() {
+std::optional<Rejoiner::Joined> Rejoiner::Take() {
   absl::MutexLock lock(&mu_);
-  return std::move(run_);
+  return std::exchange(joined_, std::nullopt);
 }
 
 absl::Status Rejoiner::problem() const {
@@ -63,13 +66,22 @@ void Rejoiner::Work() {
   lost_push_.reset();
   lost_run_.reset();
   do {
-    absl::StatusOr<std::unique_ptr<Run>> run = joining_.JoinAgain(kRejoinTimeout);
+    absl::StatusOr<Joined> joined = Join();
     absl::MutexLock lock(&mu_);
-    problem_ = run.status();
-    if (run.ok()) run_ = *std::move(run);
+    problem_ = joined.status();
+    if (joined.ok()) joined_ = *std::move(joined);
     // FENCED: the server knows this launch, and a newer one has taken over.
-    if (run_ != nullptr || GetErrorReason(problem_) == ErrorReason::kFenced) return;
+    if (joined_.has_value() || GetErrorReason(problem_) == ErrorReason::kFenced) return;
   } while (!stop_.WaitForNotificationWithTimeout(kRejoinInterval));
+}
+
+absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joining_.JoinAgain(kRejoinTimeout));
+  absl::StatusOr<PushProgress> progress =
+      run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
+  // FENCED, too: by a newer run, which the next try meets, or by another restart.
+  if (!progress.ok()) return absl::UnavailableError(progress.status().message());
+  return Joined{std::move(run), std::move(progress->version)};
 }
 
 }  // namespace ema::client_internal

@@ -4,11 +4,14 @@
 #ifndef EMA_CLIENT_CPP_REJOINER_H_
 #define EMA_CLIENT_CPP_REJOINER_H_
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
@@ -17,12 +20,19 @@
 
 namespace ema::client_internal {
 
-// Lets a push (may be null) and its run go, then joins again until all ranks have. For the thread
-// that trains.
+// Lets a push (may be null) and its run go, then joins again until all ranks have, and asks what
+// has become of a step whose push has ended so. For the thread that trains.
 class Rejoiner {
  public:
+  struct Joined {
+    std::unique_ptr<Run> run;
+    // What the lost step has become after all: only the reply was lost. Absent: nothing.
+    std::optional<Version> lost_version;
+  };
+
   // `joining` outlives this object.
-  Rejoiner(const Joining* joining, std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run);
+  Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<PendingPush> push,
+           std::unique_ptr<Run> run);
   // Waits for the calls of a try that is under way.
   ~Rejoiner();
   Rejoiner(const Rejoiner&) = delete;
@@ -34,23 +44,25 @@ class Rejoiner {
   // Waits until there is a run to take, or will be none for now, or it is `until`. REQUIRES:
   // started.
   void Await(absl::Time until) const ABSL_LOCKS_EXCLUDED(mu_);
-  // The run, once; null: not yet.
-  std::unique_ptr<Run> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  // The run, once; absent: not yet.
+  std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // Of the last try. ABORTED, FENCED: a newer run pushes, so there will be no other. CANCELLED:
   // Client::Options::is_interrupted.
   absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<Joined> Join() const;
   bool IsSettled() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const Joining& joining_;
+  const int64_t lost_step_;
   // The thread's, once it runs.
   std::unique_ptr<PendingPush> lost_push_;
   std::unique_ptr<Run> lost_run_;
   absl::Notification stop_;
   mutable absl::Mutex mu_;
-  std::unique_ptr<Run> run_ ABSL_GUARDED_BY(mu_);
+  std::optional<Joined> joined_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };

@@ -62,7 +62,7 @@ class StepPusher::Impl {
   Stats stats();
   int64_t step() const { return step_; }
   std::optional<Version> version() {
-    Harvest();
+    Look();
     return version_;
   }
 
@@ -88,9 +88,12 @@ class StepPusher::Impl {
   // Whether there is a run to push to; with kWait, waits for that.
   bool IsBack();
   bool PreviousHasEnded();
+  // Takes what there is by now: a run that has been joined again, the result of the push.
+  void Look();
   void Harvest();
   // Takes the run that has been joined again, for which it waits.
   void ComeBack(absl::Time until);
+  void CountPushed(Version version);
   // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
   // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
   // a push has succeeded: the ranks may be at different steps.
@@ -169,8 +172,7 @@ void StepPusher::Impl::AfterStep(const ReadWeights& read) {
   // The weights are others now.
   pushed_.reset();
   Lose();
-  ComeBack(absl::InfinitePast());
-  Harvest();
+  Look();
   if (const absl::Status status = PushIfDue(read); !status.ok()) Skip(step_, status);
   CountWait(start);
   wait_left_ = options_.max_wait;
@@ -295,6 +297,11 @@ absl::StatusOr<StepPusher::Weights> StepPusher::Impl::ReadShard(const Shard& sha
                .is_pushed = is_pushed});
 }
 
+void StepPusher::Impl::Look() {
+  ComeBack(absl::InfinitePast());
+  Harvest();
+}
+
 void StepPusher::Impl::Harvest() {
   if (push_ == nullptr || !push_->done()) return;
   const std::unique_ptr<PendingPush> push = std::move(push_);
@@ -302,12 +309,9 @@ void StepPusher::Impl::Harvest() {
   stats_.sent_bytes += push->stats().sent_bytes;
   absl::StatusOr<Version> version = push->Wait();
   if (!version.ok()) return Skip(pending_step_, version.status());
-  version_ = *std::move(version);
-  ++stats_.pushes;
+  CountPushed(*std::move(version));
   pushed_.reset();
-  patience_.EndOutage();
   in_step_ = true;
-  frozen_sums_ = std::move(pending_sums_);
   // With other ranks a plan is adopted at the next step that is due.
   if (options_.world_size == 1) due_.Adopt(run_->plan());
 }
@@ -315,10 +319,26 @@ void StepPusher::Impl::Harvest() {
 void StepPusher::Impl::ComeBack(absl::Time until) {
   if (rejoiner_ == nullptr || !rejoiner_->Start()) return;
   rejoiner_->Await(until);
-  run_ = rejoiner_->Take();
-  if (run_ == nullptr) return;
+  std::optional<Rejoiner::Joined> joined = rejoiner_->Take();
+  if (!joined.has_value()) return;
+  run_ = std::move(joined->run);
   rejoiner_ = nullptr;
   due_.GoOn();
+  if (!joined->lost_version.has_value()) return;
+  // It was to be pushed again, or counts as skipped.
+  if (again_.has_value()) {
+    again_.reset();
+  } else {
+    --stats_.skipped;
+  }
+  CountPushed(*std::move(joined->lost_version));
+}
+
+void StepPusher::Impl::CountPushed(Version version) {
+  version_ = std::move(version);
+  ++stats_.pushes;
+  frozen_sums_ = std::move(pending_sums_);
+  patience_.EndOutage();
 }
 
 void StepPusher::Impl::Settle(absl::Time until) {
@@ -341,6 +361,7 @@ void StepPusher::Impl::Settle(absl::Time until) {
 void StepPusher::Impl::PushAgain(absl::Time until) {
   until = std::min(until, patience_.until());
   ComeBack(until);
+  if (!again_.has_value()) return;
   if (run_ == nullptr || absl::Now() >= until) {
     patience_.GiveUp();
     return Lose();
@@ -381,7 +402,7 @@ absl::Status StepPusher::Impl::AwayError() const {
 }
 
 absl::Status StepPusher::Impl::TakeError() {
-  Harvest();
+  Look();
   return std::exchange(error_, absl::OkStatus());
 }
 
@@ -405,7 +426,7 @@ void StepPusher::Impl::Skip(int64_t step, const absl::Status& error,
   }
   pushed_.reset();
   if (closed_ || run_ == nullptr || !client_internal::IsAway(error)) return;
-  rejoiner_ = std::make_unique<Rejoiner>(joining_.get(), std::move(lost), std::move(run_));
+  rejoiner_ = std::make_unique<Rejoiner>(joining_.get(), step, std::move(lost), std::move(run_));
   // Where there is no thread for it, the next step tries again.
   (void)rejoiner_->Start();
 }
@@ -445,7 +466,7 @@ void StepPusher::Impl::Close() {
 }
 
 StepPusher::Stats StepPusher::Impl::stats() {
-  Harvest();
+  Look();
   Stats result = stats_;
   result.is_away = run_ == nullptr && !closed_;
   if (rejoiner_ != nullptr) {

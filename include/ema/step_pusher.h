@@ -134,8 +134,10 @@ class StepPusher {
   void Close();
 
   struct Stats {
-    int64_t pushes = 0;       // Steps that became a version.
-    int64_t skipped = 0;      // Steps that were due and did not.
+    int64_t pushes = 0;  // Steps that became a version.
+    // Steps that were due and did not. One of which only the reply was lost does not count any more
+    // when the run has been joined again.
+    int64_t skipped = 0;
     int64_t sent_bytes = 0;   // By this rank.
     absl::Duration waited;    // That the training has waited, in all.
     bool is_away = false;     // Not joined now.

@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -16,6 +17,7 @@
 #include "ema/step_pusher.h"
 #include "tests/testutil/server_process.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
 
 namespace ema {
 namespace {
@@ -59,15 +61,18 @@ class AwayTest : public testing::Test {
   }
 
   void Attach(OnError on_error, absl::Duration max_outage = kPatience) {
+    StepPusher::Options options;
+    options.max_outage = max_outage;
+    AttachBy(*client_, on_error, std::move(options));
+  }
+  void AttachBy(Client& client, OnError on_error, StepPusher::Options options) {
     const Manifest manifest =
         *Manifest::Create({{.name = "frozen", .shape = {3}}, {.name = "live", .shape = {1000}}});
-    StepPusher::Options options;
     options.tracks = {{.name = "ema", .schedule = *Schedule::Parse("copy")}};
     options.on_error = on_error;
-    options.max_outage = max_outage;
     options.on_skip = [this](int64_t step, const absl::Status&) { told_.push_back(step); };
     const bool frozen[] = {true, false};
-    EMA_ASSERT_OK_AND_ASSIGN(pusher_, StepPusher::Create(*client_, "m", manifest, frozen, options));
+    EMA_ASSERT_OK_AND_ASSIGN(pusher_, StepPusher::Create(client, "m", manifest, frozen, options));
   }
   void Step() {
     pusher_->WaitReleased();
@@ -225,6 +230,85 @@ TEST_F(AwayTest, RefusesAnOutageOfNegativeTime) {
   EXPECT_THAT(StepPusher::Create(*client_, "m", *Manifest::Create({{.name = "w", .shape = {3}}}),
                                  {}, options),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_outage -1s")));
+}
+
+// Behind a proxy that can keep what the server says.
+class LostReplyTest : public AwayTest {
+ protected:
+  void SetUp() override {
+    AwayTest::SetUp();
+    proxy_ = std::make_unique<TcpProxy>(port_);
+    Client::Options options;
+    options.same_host_lane = false;
+    options.is_interrupted = [this, trainer = std::this_thread::get_id()] {
+      // Who joins again asks.
+      if (mends_ && std::this_thread::get_id() != trainer) proxy_->HoldReplies(false);
+      return false;
+    };
+    EMA_ASSERT_OK_AND_ASSIGN(far_client_, Client::Create(proxy_->address(), options));
+  }
+  void TearDown() override {
+    proxy_->HoldReplies(false);
+    pusher_ = nullptr;
+  }
+  void AwaitVersion(int64_t number) {
+    std::optional<ModelInfo> info;
+    const absl::Time give_up = absl::Now() + kPatience;
+    do {
+      EMA_ASSERT_OK_AND_ASSIGN(info, client_->GetModel("m"));
+      ASSERT_LT(absl::Now(), give_up);
+    } while (!info->latest.has_value() || info->latest->number < number);
+  }
+
+  std::unique_ptr<TcpProxy> proxy_;
+  std::unique_ptr<Client> far_client_;
+  std::atomic<bool> mends_ = false;
+};
+
+TEST_F(LostReplyTest, IsAskedForAndTheStepCounts) {
+  StepPusher::Options options;
+  options.timeout = absl::Seconds(2);
+  AttachBy(*far_client_, OnError::kSkip, options);
+  proxy_->HoldReplies(true);
+  Step();
+  AwaitVersion(1);
+  EXPECT_THAT(pusher_->WaitPushed(kPatience), IsOk());
+  EXPECT_EQ(pusher_->stats().skipped, 1);
+  proxy_->HoldReplies(false);
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (pusher_->stats().is_away && absl::Now() < give_up) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(pusher_->stats().pushes, 1);
+  EXPECT_EQ(pusher_->stats().skipped, 0);
+  ASSERT_TRUE(pusher_->version().has_value());
+  EXPECT_EQ(pusher_->version()->number, 1);
+  EXPECT_EQ(pusher_->version()->step, 1);
+  // What is frozen is there, and is not sent again.
+  const int64_t sent_bytes = pusher_->stats().sent_bytes;
+  Step();
+  EXPECT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->stats().sent_bytes - sent_bytes,
+            static_cast<int64_t>(live_.size() * sizeof(float)));
+  EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(LostReplyTest, IsAskedForByWhoWaits) {
+  StepPusher::Options options;
+  options.timeout = absl::Seconds(2);
+  AttachBy(*far_client_, OnError::kWait, options);
+  proxy_->HoldReplies(true);
+  Step();
+  AwaitVersion(1);
+  mends_ = true;
+  pusher_->WaitReleased();
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  EXPECT_THAT(told_, ElementsAre());
+  EXPECT_EQ(pusher_->stats().pushes, 1);
+  EXPECT_EQ(pusher_->stats().skipped, 0);
+  // Its bytes went once.
+  EXPECT_EQ(pusher_->stats().sent_bytes, static_cast<int64_t>(Weights().size() * sizeof(float)));
+  ASSERT_TRUE(pusher_->version().has_value());
+  EXPECT_EQ(pusher_->version()->number, 1);
 }
 
 // One that has no memory for a step says so: the others go on at once, whatever their patience.

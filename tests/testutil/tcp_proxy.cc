@@ -151,7 +151,8 @@ void TcpProxy::Loop() {
     std::vector<pollfd> waiters = {{.fd = listen_fd_, .events = POLLIN, .revents = 0}};
     const bool trickles = trickle_bytes_ > 0;
     const auto events_of = [&](const Pipe& in, const Pipe& out) {
-      const bool reads = !stalled_ && !in.ended && in.queued_bytes < kMaxQueuedBytes;
+      const bool held = stalled_ || (replies_held_ && !in.from_client);
+      const bool reads = !held && !in.ended && in.queued_bytes < kMaxQueuedBytes;
       const bool writes = !trickles && IsDue(out);
       return static_cast<short>((reads ? POLLIN : 0) | (writes ? POLLOUT : 0));
     };

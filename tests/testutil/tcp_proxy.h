@@ -36,6 +36,8 @@ class TcpProxy {
 
   // Reads nothing any more, so that senders' buffers fill up.
   void SetStalled(bool stalled) { stalled_ = stalled; }
+  // Reads nothing any more of what the servers send.
+  void HoldReplies(bool held) { replies_held_ = held; }
   // Bytes go on so much later than they came; 0: at once.
   void SetDelay(std::chrono::milliseconds delay) { delay_ms_ = delay.count(); }
   // Of each connection and direction at most so many bytes go on at once, a few times in a
@@ -83,6 +85,7 @@ class TcpProxy {
   std::atomic<bool> cut_ = false;
   std::atomic<bool> half_open_ = false;
   std::atomic<bool> stalled_ = false;
+  std::atomic<bool> replies_held_ = false;
   std::atomic<int64_t> delay_ms_ = 0;
   std::atomic<int64_t> trickle_bytes_ = 0;
   std::atomic<int64_t> cut_after_ = 0;
