@@ -216,9 +216,9 @@ bool StepPusher::Impl::PreviousHasEnded() {
     const absl::Duration limit = in_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
     const absl::Time start = absl::Now();
     if (!push_->WaitDone(limit)) {
-      Note(pending_step_,
-           absl::DeadlineExceededError(absl::StrCat("the push had not ended after ",
-                                                    absl::FormatDuration(absl::Now() - start))));
+      Note(step_, absl::DeadlineExceededError(
+                      absl::StrCat("the push of step ", pending_step_, " had not ended after ",
+                                   absl::FormatDuration(absl::Now() - start))));
     }
   }
   Harvest();

@@ -311,6 +311,23 @@ TEST_F(LostReplyTest, IsAskedForByWhoWaits) {
   EXPECT_EQ(pusher_->version()->number, 1);
 }
 
+TEST_F(LostReplyTest, TheStepThatIsSkippedMeanwhileIsTold) {
+  StepPusher::Options options;
+  options.max_wait = absl::Milliseconds(100);
+  AttachBy(*far_client_, OnError::kSkip, options);
+  proxy_->HoldReplies(true);
+  Step();
+  AwaitVersion(1);
+  Step();
+  EXPECT_THAT(told_, ElementsAre(2));
+  EXPECT_EQ(pusher_->stats().skipped, 1);
+  EXPECT_THAT(pusher_->stats().last_error.message(),
+              HasSubstr("the push of step 1 had not ended after"));
+  proxy_->HoldReplies(false);
+  EXPECT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 1);
+}
+
 // One that has no memory for a step says so: the others go on at once, whatever their patience.
 TEST(GivenUpStepTest, HoldsNoOtherRank) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto server, ServerProcess::Start(EMA_SERVER_BINARY, {}));
