@@ -65,6 +65,7 @@ absl::Status Rejoiner::problem() const {
 void Rejoiner::Work() {
   lost_push_.reset();
   lost_run_.reset();
+  if (stop_.HasBeenNotified()) return;
   do {
     absl::StatusOr<Joined> joined = Join();
     absl::MutexLock lock(&mu_);

@@ -2,6 +2,7 @@
 #include "ema/step_pusher.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -29,6 +30,8 @@ constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
 // How long it waits while the server is told of a step that this rank cannot push.
 constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
+// How long an exception waits for the last push.
+constexpr absl::Duration kExceptionWait = absl::Seconds(1);
 
 TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   if (options.time) return options.time(step);
@@ -58,7 +61,9 @@ class StepPusher::Impl {
   void AfterStep(const ReadWeights& read);
   absl::Status TakeError();
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout);
-  void Close();
+  // Waits so long at most for the last push.
+  void Close(absl::Duration timeout);
+  void Close() { Close(options_.timeout); }
   Stats stats();
   int64_t step() const { return step_; }
   std::optional<Version> version() {
@@ -449,12 +454,13 @@ absl::StatusOr<std::optional<Version>> StepPusher::Impl::WaitPushed(absl::Durati
   return version();
 }
 
-void StepPusher::Impl::Close() {
+void StepPusher::Impl::Close(absl::Duration timeout) {
   if (closed_) return;
-  Settle(absl::Now() + options_.timeout);
+  const absl::Time until = absl::Now() + timeout;
+  Settle(until);
   closed_ = true;
   if (push_ != nullptr) {
-    if (push_->WaitDone(options_.timeout)) {
+    if (push_->WaitDone(until - absl::Now())) {
       Harvest();
     } else {
       Drop("it had not ended when training did");
@@ -493,7 +499,11 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
 }
 
 StepPusher::StepPusher(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-StepPusher::~StepPusher() { impl_->Close(); }
+
+StepPusher::~StepPusher() {
+  if (std::uncaught_exceptions() > 0) impl_->Close(kExceptionWait);
+  impl_->Close();
+}
 
 void StepPusher::WaitReleased(absl::Span<const GpuStream> streams) { impl_->WaitReleased(streams); }
 void StepPusher::AfterStep(const ReadWeights& read) { impl_->AfterStep(read); }

@@ -108,7 +108,8 @@ class StepPusher {
   static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
                                                             const Manifest& manifest,
                                                             TensorSet frozen, Options options);
-  ~StepPusher();  // Close().
+  // Close(); for an exception that nobody has caught yet, it waits a second at most for the push.
+  ~StepPusher();
   StepPusher(const StepPusher&) = delete;
   StepPusher& operator=(const StepPusher&) = delete;
 

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -326,6 +327,22 @@ TEST_F(LostReplyTest, TheStepThatIsSkippedMeanwhileIsTold) {
   proxy_->HoldReplies(false);
   EXPECT_THAT(pusher_->WaitPushed(), IsOk());
   EXPECT_EQ(pusher_->stats().pushes, 1);
+}
+
+TEST_F(LostReplyTest, DoesNotHoldAnException) {
+  StepPusher::Options options;
+  options.timeout = options.max_wait = absl::Hours(1);
+  for (const OnError on_error : {OnError::kSkip, OnError::kWait}) {
+    AttachBy(*far_client_, on_error, options);
+    proxy_->HoldReplies(true);
+    Step();
+    const auto train = [this] {
+      const std::unique_ptr<StepPusher> pusher = std::move(pusher_);
+      throw std::runtime_error("the training has failed");
+    };
+    EXPECT_THROW(train(), std::runtime_error);
+    proxy_->HoldReplies(false);
+  }
 }
 
 // One that has no memory for a step says so: the others go on at once, whatever their patience.
