@@ -5,15 +5,19 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
 namespace {
 
-// How long each call of a try may take, and what lies between two tries.
+// How long each call of a try may take.
 constexpr absl::Duration kRejoinTimeout = absl::Seconds(2);
-constexpr absl::Duration kRejoinInterval = absl::Milliseconds(250);
+// What lies between two tries, at first and in the end: a thousand ranks may come to a server that
+// has just been started.
+constexpr absl::Duration kFirstInterval = absl::Milliseconds(250);
+constexpr absl::Duration kLongestInterval = absl::Seconds(4);
 
 }  // namespace
 
@@ -66,14 +70,17 @@ void Rejoiner::Work() {
   lost_push_.reset();
   lost_run_.reset();
   if (stop_.HasBeenNotified()) return;
+  Backoff backoff(kFirstInterval, kLongestInterval);
+  absl::Status problem;
   do {
     absl::StatusOr<Joined> joined = Join();
+    problem = joined.status();
     absl::MutexLock lock(&mu_);
-    problem_ = joined.status();
+    problem_ = problem;
     if (joined.ok()) joined_ = *std::move(joined);
     // FENCED: the server knows this launch, and a newer one has taken over.
-    if (joined_.has_value() || GetErrorReason(problem_) == ErrorReason::kFenced) return;
-  } while (!stop_.WaitForNotificationWithTimeout(kRejoinInterval));
+    if (joined_.has_value() || GetErrorReason(problem) == ErrorReason::kFenced) return;
+  } while (!stop_.WaitForNotificationWithTimeout(backoff.Next(problem)));
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {

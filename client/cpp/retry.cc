@@ -21,7 +21,7 @@ absl::Duration Backoff::Next(const absl::Status& last_error) {
   const absl::Duration asked = GetRetryDelay(last_error);
   const double factor = std::uniform_real_distribution<double>(0.8, 1.2)(random_);
   const absl::Duration own = delay_ * factor;
-  delay_ = std::min(delay_ * 1.6, kLongest);
+  delay_ = std::min(delay_ * 1.6, longest_);
   return asked > absl::ZeroDuration() ? asked * factor : own;
 }
 

@@ -14,22 +14,23 @@ namespace ema::client_internal {
 // True: the same call may succeed later without anybody doing anything.
 bool IsRetryable(const absl::Status& status);
 
-// How long to wait before the next try: what the server asked for, else 25 ms growing to 1 s, each
-// 20 % more or less so that ranks do not come in step.
+// How long to wait before the next try: what the server asked for, else `first` growing to
+// `longest`, each 20 % more or less so that ranks do not come in step.
 class Backoff {
  public:
-  Backoff() : random_(std::random_device()()) {}
+  explicit Backoff(absl::Duration first = absl::Milliseconds(25),
+                   absl::Duration longest = absl::Seconds(1))
+      : first_(first), longest_(longest), random_(std::random_device()()), delay_(first) {}
 
   absl::Duration Next(const absl::Status& last_error);
   // After progress.
-  void Reset() { delay_ = kFirst; }
+  void Reset() { delay_ = first_; }
 
  private:
-  static constexpr absl::Duration kFirst = absl::Milliseconds(25);
-  static constexpr absl::Duration kLongest = absl::Seconds(1);
-
+  const absl::Duration first_;
+  const absl::Duration longest_;
   std::minstd_rand random_;
-  absl::Duration delay_ = kFirst;
+  absl::Duration delay_;
 };
 
 }  // namespace ema::client_internal
