@@ -29,11 +29,14 @@
 #include "absl/container/fixed_array.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/types/span.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/internal/torch_sums.h"
 #include "ema/manifest.h"
 #include "ema/step_pusher.h"
+#include "ema/track.h"
 
 namespace ema {
 
@@ -103,25 +106,6 @@ inline GpuStream CurrentStream(int gpu) {
   return {.device = gpu, .handle = guard.getStreamNativeHandle(stream)};
 }
 
-// The sum of a tensor's words, wrapping, each times an odd weight by its place: other values,
-// another sum, all but surely. Computed where the tensor is, which is waited for.
-inline uint64_t WeightedSum(const at::Tensor& tensor) {
-  constexpr int64_t kWords = int64_t{1} << 20;
-  at::Tensor bytes = tensor.contiguous().flatten().view(at::kByte);
-  if (bytes.storage_offset() % 8 != 0) bytes = bytes.clone();
-  const int64_t count = bytes.numel() / 8;
-  const at::Tensor words = bytes.narrow(0, 0, count * 8).view(at::kLong);
-  const at::Tensor places =
-      at::arange(std::min(count, kWords), at::TensorOptions(at::kLong).device(tensor.device()));
-  const at::Tensor weights = (2 * places + 1) * int64_t{0x9E3779B97F4A7C1};
-  at::Tensor total = bytes.narrow(0, count * 8, bytes.numel() - count * 8).sum(at::kLong);
-  for (int64_t begin = 0; begin < count; begin += kWords) {
-    const int64_t length = std::min(kWords, count - begin);
-    total = total * 3 + (words.narrow(0, begin, length) * weights.narrow(0, 0, length)).sum();
-  }
-  return static_cast<uint64_t>(total.item<int64_t>());
-}
-
 }  // namespace torch_internal
 
 // Streams a module's weights to an EMA Server while it trains; see StepPusher for how long it
@@ -131,11 +115,14 @@ inline uint64_t WeightedSum(const at::Tensor& tensor) {
 //
 // A push reads the parameters in place while the next forward and backward run, and the next Step()
 // waits until their bytes have left; on a GPU of NVIDIA's, its current stream does, for copies on a
-// stream of ours. Copied first, where they are: buffers; parameters that the optimizer does not
-// hold, as someone else may change them; and what is not contiguous. Weights on other devices are
-// copied to the host inside Step(). No call may be made while the stream is captured into a graph.
-// Parameters without requires_grad when it is made are frozen. Whoever else writes weights between
-// steps (torch::load, PullInto, clipping of weights) must call WaitReleased() first.
+// stream of ours. Copied first, where they are: buffers, and parameters that the optimizer does not
+// hold, as someone else may change them, up to 64 MiB; and what is not contiguous. What is left of
+// them, and what is frozen, is read in place, and that Step() waits as the next one would. Weights
+// on other devices are copied to the host inside Step(). No call may be made while the stream is
+// captured into a graph. Parameters without requires_grad when it is made are frozen: they are
+// pushed again where LibTorch has counted a write, which it does not through .data_ptr(). Whoever
+// else writes weights between steps (torch::load, PullInto, clipping of weights) must call
+// WaitReleased() first.
 class Attachment {
  public:
   using Options = StepPusher::Options;
@@ -151,10 +138,11 @@ class Attachment {
     for (size_t i = 0; i < frozen.size(); ++i) {
       frozen[i] = !own.specs[i].is_buffer && !own.tensors[i].requires_grad();
     }
+    std::set<int64_t> sent_frozen = SentFrozen(manifest, frozen, options.tracks);
     EMA_ASSIGN_OR_RETURN(std::unique_ptr<StepPusher> pusher,
                          StepPusher::Create(client, model, manifest, frozen, std::move(options)));
     return std::unique_ptr<Attachment>(
-        new Attachment(module, std::move(manifest), std::move(pusher)));
+        new Attachment(module, std::move(manifest), std::move(sent_frozen), std::move(pusher)));
   }
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
@@ -200,31 +188,72 @@ class Attachment {
   std::optional<Version> version() { return pusher_->version(); }
 
  private:
-  Attachment(const torch::nn::Module& module, Manifest manifest, std::unique_ptr<StepPusher> pusher)
-      : module_(module), manifest_(std::move(manifest)), pusher_(std::move(pusher)) {}
+  // For copies of what may change before the next step.
+  static constexpr int64_t kCopyBytes = int64_t{64} << 20;
+
+  // What is read for one step.
+  struct Reading {
+    NamedTensors own;
+    std::optional<std::unordered_set<const void*>> held;  // By the optimizer, if there is one.
+    std::map<int64_t, uint64_t> frozen_sums;
+    int64_t copied_bytes = 0;
+    // Something is read in place that may change before the next step.
+    bool must_wait = false;
+  };
+
+  Attachment(const torch::nn::Module& module, Manifest manifest, std::set<int64_t> frozen,
+             std::unique_ptr<StepPusher> pusher)
+      : module_(module),
+        manifest_(std::move(manifest)),
+        frozen_(std::move(frozen)),
+        pusher_(std::move(pusher)) {}
+
+  // Of the frozen ones, those that a track has; without tracks, the model has its own.
+  static std::set<int64_t> SentFrozen(const Manifest& manifest, absl::Span<const bool> frozen,
+                                      absl::Span<const TrackConfig> tracks) {
+    std::set<int64_t> sent;
+    const auto add = [&](const auto& is_sent) {
+      for (size_t i = 0; i < frozen.size(); ++i) {
+        if (frozen[i] && is_sent(i)) sent.insert(static_cast<int64_t>(i));
+      }
+    };
+    if (tracks.empty()) add([](size_t) { return true; });
+    for (const TrackConfig& track : tracks) {
+      const std::vector<TensorAction> actions = ActionsOf(track, manifest);
+      add([&](size_t i) { return actions[i] != TensorAction::kIgnore; });
+    }
+    return sent;
+  }
 
   // `optimizer`: changes its parameters only after WaitReleased(); null: so does everybody.
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
-    struct Now {
-      std::optional<NamedTensors> own;
-      std::unordered_set<const void*> held;
-    };
     // Shared by the copies of the function, some of which the pusher may keep.
-    const auto now = std::make_shared<Now>();
-    pusher_->AfterStep([this, now, optimizer](
+    const auto reading = std::make_shared<std::optional<Reading>>();
+    pusher_->AfterStep([this, reading, optimizer](
                            const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
-      if (!now->own.has_value()) {
-        EMA_ASSIGN_OR_RETURN(NamedTensors own, NamedTensors::Of(module_));
-        EMA_RETURN_IF_ERROR(CheckSame(own));
-        if (optimizer != nullptr) now->held = HeldBy(*optimizer);
-        now->own = std::move(own);
+      try {
+        const c10::NoGradGuard no_grad;
+        if (!reading->has_value()) {
+          EMA_ASSIGN_OR_RETURN(*reading, Begin(optimizer));
+        }
+        if (piece.is_pushed) return Elements(piece, **reading);
+        return StepPusher::Weights{.checksum = (*reading)->frozen_sums.at(piece.tensor_index)};
+      } catch (const c10::Error& error) {
+        return absl::InternalError(error.what_without_backtrace());
       }
-      const at::Tensor& tensor = now->own->tensors[piece.tensor_index];
-      const bool stays =
-          !now->own->specs[piece.tensor_index].is_buffer &&
-          (optimizer == nullptr || now->held.count(tensor.unsafeGetTensorImpl()) > 0);
-      return Elements(tensor, piece, /*in_place=*/stays || !piece.is_pushed);
     });
+    if (reading->has_value() && (*reading)->must_wait) WaitReleased();
+  }
+
+  absl::StatusOr<Reading> Begin(const torch::optim::Optimizer* optimizer) {
+    Reading reading;
+    EMA_ASSIGN_OR_RETURN(reading.own, NamedTensors::Of(module_));
+    EMA_RETURN_IF_ERROR(CheckSame(reading.own));
+    if (optimizer != nullptr) reading.held = HeldBy(*optimizer);
+    std::map<int64_t, at::Tensor> frozen;
+    for (const int64_t i : frozen_) frozen.emplace(i, reading.own.tensors[i]);
+    reading.frozen_sums = known_sums_.Of(frozen);
+    return reading;
   }
 
   static std::unordered_set<const void*> HeldBy(const torch::optim::Optimizer& optimizer) {
@@ -243,42 +272,48 @@ class Attachment {
         absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
   }
 
-  absl::StatusOr<StepPusher::Weights> Elements(const at::Tensor& tensor,
-                                               const StepPusher::Piece& piece, bool in_place) {
-    try {
-      const c10::NoGradGuard no_grad;
-      at::Tensor source = tensor.detach();
-      StepPusher::Weights weights;
-      if (!piece.is_pushed && !source.is_cpu()) {
-        weights.checksum =
-            torch_internal::WeightedSum(source.flatten().narrow(0, piece.first, piece.count));
-        return weights;
-      }
-      source = source.contiguous();
-      int64_t first = piece.first;
-      const bool is_readable = torch_internal::IsReadable(source);
-      if (!is_readable || (!in_place && source.is_alias_of(tensor))) {
-        source = source.flatten().narrow(0, first, piece.count);
-        source = is_readable ? source.clone() : source.cpu();
-        first = 0;
-      }
-      const auto size = static_cast<int64_t>(source.itemsize());
-      const auto kept = std::make_shared<const at::Tensor>(std::move(source));
-      weights.bytes = {static_cast<const std::byte*>(kept->const_data_ptr()) + first * size,
-                       static_cast<size_t>(piece.count * size)};
-      weights.keep_alive = kept;
-      if (kept->is_cuda()) {
-        gpus_.insert(kept->device().index());
-        weights.gpu = torch_internal::CurrentStream(kept->device().index());
-      }
-      return weights;
-    } catch (const c10::Error& error) {
-      return absl::InternalError(error.what_without_backtrace());
+  // Whether it is copied as it may change before the next step, by `bytes` of memory.
+  bool IsCopied(int64_t tensor_index, int64_t bytes, Reading& reading) const {
+    const bool is_buffer = reading.own.specs[tensor_index].is_buffer;
+    const void* const tensor = reading.own.tensors[tensor_index].unsafeGetTensorImpl();
+    if (!is_buffer && (!reading.held.has_value() || reading.held->count(tensor) > 0)) return false;
+    if (frozen_.count(tensor_index) > 0 || bytes > kCopyBytes - reading.copied_bytes) {
+      reading.must_wait = true;
+      return false;
     }
+    reading.copied_bytes += bytes;
+    return true;
+  }
+
+  // Throws c10::Error.
+  StepPusher::Weights Elements(const StepPusher::Piece& piece, Reading& reading) {
+    const at::Tensor& tensor = reading.own.tensors[piece.tensor_index];
+    at::Tensor source = tensor.detach().contiguous();
+    const auto size = static_cast<int64_t>(source.itemsize());
+    int64_t first = piece.first;
+    const bool is_readable = torch_internal::IsReadable(source);
+    if (!is_readable ||
+        (source.is_alias_of(tensor) && IsCopied(piece.tensor_index, piece.count * size, reading))) {
+      source = source.flatten().narrow(0, first, piece.count);
+      source = is_readable ? source.clone() : source.cpu();
+      first = 0;
+    }
+    const auto kept = std::make_shared<const at::Tensor>(std::move(source));
+    StepPusher::Weights weights;
+    weights.bytes = {static_cast<const std::byte*>(kept->const_data_ptr()) + first * size,
+                     static_cast<size_t>(piece.count * size)};
+    weights.keep_alive = kept;
+    if (kept->is_cuda()) {
+      gpus_.insert(kept->device().index());
+      weights.gpu = torch_internal::CurrentStream(kept->device().index());
+    }
+    return weights;
   }
 
   const torch::nn::Module& module_;
   const Manifest manifest_;
+  const std::set<int64_t> frozen_;  // Those that are sent.
+  torch_internal::KnownSums known_sums_;
   const std::unique_ptr<StepPusher> pusher_;
   std::set<int> gpus_;  // Those that weights have been pushed from.
 };

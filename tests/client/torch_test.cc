@@ -72,6 +72,33 @@ TEST_F(TorchTest, TheServerKnowsBuffersTiedAndFrozenTensors) {
   EXPECT_THAT(Differences(Pulled(), reference.average()), IsEmpty());
 }
 
+TEST_F(TorchTest, FrozenTensorsAreReadOnlyWhereLibTorchHasCountedAWrite) {
+  Trainer trainer;
+  const auto ema = Attach(trainer.net);
+  const auto train_and_send = [&](int64_t steps) {
+    const int64_t before = ema->stats().sent_bytes;
+    for (int64_t step = 0; step < steps; ++step) trainer.Step(*ema);
+    EXPECT_THAT(ema->WaitPushed(), IsOk());
+    return ema->stats().sent_bytes - before;
+  };
+  EXPECT_GT(train_and_send(2), kFrozenBytes);
+  // Counted, and read, but as it was.
+  ema->WaitReleased();
+  {
+    const torch::NoGradGuard no_grad;
+    trainer.net.frozen->weight.mul_(1);
+  }
+  EXPECT_LT(train_and_send(2), kFrozenBytes);
+  ema->WaitReleased();
+  trainer.net.frozen->weight.data_ptr<float>()[7] += 1;
+  EXPECT_LT(train_and_send(4), kFrozenBytes);
+  // Other memory.
+  ema->WaitReleased();
+  trainer.net.frozen->weight.set_data(trainer.net.frozen->weight.detach().clone());
+  EXPECT_GT(train_and_send(2), kFrozenBytes);
+  EXPECT_EQ(ema->stats().skipped, 0) << ema->stats().last_error;
+}
+
 TEST_F(TorchTest, RanksSendEvenShares) {
   Trainer trainers[2];
   CopyInto(trainers[1].net, trainers[0].net);
@@ -193,6 +220,30 @@ TEST_F(StalledTorchTest, WhatTheOptimizerDoesNotHoldIsCopied) {
   Large average;
   ASSERT_THAT(PullInto(*client_, "m", average), IsOk());
   EXPECT_THAT(Differences(TensorsOf(average), pushed), IsEmpty());
+}
+
+TEST_F(StalledTorchTest, WhatIsFrozenIsReadInPlaceAndWaitedFor) {
+  large_.others->weight.set_requires_grad(false);
+  Attachment::Options options = WithEma();
+  options.max_wait = absl::Milliseconds(100);
+  const auto ema = AttachBy(*far_client_, large_, options);
+  proxy_->SetStalled(true);
+  ema->Step(optimizer_);
+  // So Step() has given up what it could not wait for.
+  EXPECT_EQ(ema->stats().skipped, 1);
+  proxy_->SetStalled(false);
+}
+
+TEST_F(StalledTorchTest, CopiesThatWouldBeTooLargeAreNotMade) {
+  large_.register_buffer("small", torch::zeros({1 << 20}));
+  large_.register_buffer("larger", torch::zeros({16 << 20}));
+  Attachment::Options options = WithEma();
+  options.max_wait = absl::Milliseconds(100);
+  const auto ema = AttachBy(*far_client_, large_, options);
+  proxy_->SetStalled(true);
+  ema->Step(optimizer_);
+  EXPECT_EQ(ema->stats().skipped, 1);
+  proxy_->SetStalled(false);
 }
 
 }  // namespace
