@@ -11,6 +11,8 @@ import ema_client
 import pytest
 import torch
 from ema_client import _gpu
+from ema_client._guard import PushedWeights
+from ema_client._torch_model import NamedTensors
 from server_process import ROOT
 from testing import assert_same_bits
 
@@ -64,3 +66,15 @@ def test_a_process_without_a_gpu_captures_nothing_and_has_default_streams():
         pytest.skip("this process uses a GPU")
     assert not _gpu.is_capturing()
     assert _gpu.current_streams([1, 0, 1]) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("rows, must_wait", [(4096, False), (4097, True)])
+def test_copies_of_what_lies_in_another_order_are_bounded(monkeypatch, rows, must_wait):
+    """64 MiB are 4096 x 4096 values."""
+    monkeypatch.setattr(_gpu, "is_readable", lambda tensor: True)
+    values = {"turned": torch.empty(4096, rows).T, "large": torch.empty(2 * 4096, rows)}
+    parameters = {name: torch.nn.Parameter(value) for name, value in values.items()}
+    weights = PushedWeights(None, ())
+    taken = weights.take(NamedTensors(parameters, {}, {}), parameters)
+    assert weights.must_wait == must_wait
+    assert all(taken[name].data_ptr() == values[name].data_ptr() for name in values)

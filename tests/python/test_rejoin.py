@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that joins a run again, when its trainer closes meanwhile."""
+"""The thread that joins a run again: what it survives, how often it asks, and what it says."""
 
 from __future__ import annotations
 
+import logging
+import random
+import re
+import threading
+import time
+
+import ema_client
 import pytest
-from ema_client._away import Link
+import torch
+from ema_client._away import Link, is_outage
 from ema_client._run import Joined
+from server_process import ServerProcess
 
 
 class FakeRun:
@@ -17,11 +26,46 @@ class FakeRun:
         pass
 
     def committed_as(self, step: int, timeout_s: float) -> None:
-        pass
+        return None
 
     def close(self) -> None:
         self._on_close()
         self.is_closed = True
+
+
+class FakePush:
+    is_abandoned = False
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+class FakeStop:
+    """Comes after so many pauses, which last no time."""
+
+    def __init__(self, pauses: int) -> None:
+        self._count = pauses
+        self.pauses: list[float] = []
+
+    def wait(self, pause_s: float) -> bool:
+        self.pauses.append(pause_s)
+        return len(self.pauses) == self._count
+
+    def is_set(self) -> bool:
+        return False
+
+    def set(self) -> None:
+        pass
+
+
+def no_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def link_to(open_run) -> Link:
+    link = Link("m", lambda run: None)
+    link.take(Joined(FakeRun(), open_run, "launch", 0))
+    return link
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["goes on", "closes"])
@@ -46,3 +90,118 @@ def test_a_run_that_is_joined_again(closes):
     assert new.is_closed == closes
     assert came_back == ([] if closes else [new])
     assert link.is_away == closes
+
+
+def test_a_process_without_threads_is_away_until_it_has_one(monkeypatch):
+    link = link_to(lambda timeout_s: FakeRun())
+    lost = FakePush()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        link.go_away(1, lost)
+        link.start()
+        assert link.is_away
+        assert "can't start new thread" in str(link.error())
+    link.start()
+    link.wait_back(time.monotonic() + 30)
+    assert not link.is_away and lost.is_abandoned
+    link.close()
+
+
+def test_a_process_without_threads_closes(monkeypatch):
+    link = link_to(lambda timeout_s: FakeRun())
+    lost = FakePush()
+    monkeypatch.setattr(threading.Thread, "start", no_threads)
+    link.go_away(1, lost)
+    link.wait_back(time.monotonic())
+    link.close()
+    assert link.run.is_closed and lost.is_abandoned
+
+
+def test_what_is_no_error_of_the_server_does_not_end_the_tries(monkeypatch):
+    failures = [MemoryError(), KeyError("rank")]
+
+    def open_run(timeout_s: float) -> FakeRun:
+        if failures:
+            raise failures.pop()
+        return FakeRun()
+
+    link = link_to(open_run)
+    link._stop = FakeStop(99)
+    link.go_away(1, None)
+    link.wait_back(time.monotonic() + 30)
+    assert not link.is_away and not failures
+    link.close()
+
+
+def pauses_of(count: int, error: ema_client.EmaError) -> list[float]:
+    def open_run(timeout_s: float) -> FakeRun:
+        raise error
+
+    random.seed(7)  # As each rank of a training does.
+    seeded = random.getstate()
+    link = link_to(open_run)
+    link._stop = FakeStop(count)
+    link.go_away(1, None)
+    assert link._thread is not None
+    link._thread.join(30)
+    assert random.getstate() == seeded
+    return link._stop.pauses
+
+
+def test_tries_grow_rarer_and_ranks_do_not_ask_at_once():
+    away = ema_client.UnavailableError("away")
+    ranks = [pauses_of(8, away) for _ in range(10)]
+    for least, of_all in zip([0.25, 0.5, 1, 2, 2, 2, 2, 2], zip(*ranks)):
+        assert all(least <= pause <= 2 * least for pause in of_all)
+        assert len(set(of_all)) == len(ranks)
+
+
+def test_an_error_that_stays_is_said_once(caplog):
+    caplog.set_level(logging.INFO, "ema_client")
+    pauses_of(5, ema_client.AlreadyExistsError("other tracks"))
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.message for record in warnings] == [
+        'model "m": pushes do not start again before this is mended: other tracks'
+    ]
+    caplog.clear()
+    pauses_of(5, ema_client.UnavailableError("away"))
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_an_own_gpu_that_hangs_is_no_outage():
+    assert is_outage(ema_client.DeadlineExceededError("late"))
+    assert is_outage(ema_client.UnavailableError("away"))
+    assert is_outage(ema_client.AbortedError("restarted", reason="FENCED"))
+    assert not is_outage(ema_client.DeadlineExceededError("copy", reason="DEVICE"))
+    assert not is_outage(ema_client.UnavailableError("copy", reason="DEVICE"))
+
+
+def test_a_training_whose_process_has_no_more_threads(tmp_path, model, monkeypatch, caplog):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    with ServerProcess(tmp_path) as server:
+        with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+            step()
+            ema.wait_pushed()
+            server.kill()
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", no_threads)
+                for _ in range(4):
+                    step()
+            assert ema.stats.pushes == 1 and ema.stats.skipped >= 1
+            server.start(port=server.port)
+            deadline = time.monotonic() + 60
+            while ema.stats.pushes < 2:
+                assert time.monotonic() < deadline, caplog.text
+                step()
+            lost = ema.stats.skipped
+            for _ in range(3):
+                step()
+                ema.wait_pushed()
+    said = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
+    assert [int(count) for count in said] == [lost]

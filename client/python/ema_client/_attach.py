@@ -104,7 +104,8 @@ def attach(
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version.
         time: gives the training time after so many steps, the same on all ranks; needed for tracks in
-            units other than batches. None: steps are batches.
+            units other than batches. None: steps are batches. One that raises costs the step, as what
+            else cannot be pushed does.
         rename: gives the name that a tensor has on the server, for parts of a model whose tensors have
             the same names on several ranks: experts, for example. Without it, tensors of one name
             that have equal values now count as replicas, which are assumed to stay equal.
@@ -134,7 +135,7 @@ def attach(
             config.json in them, `from_pretrained` reads a checkpoint. Rank 0's count.
         check: compares a checksum of what is pushed before and after, and raises in the next
             `optimizer.step()` if something else has written weights meanwhile; the message names
-            them. Reads the weights twice more, and frozen ones at each push, where it finds changes that
+            them, and a push of them that has not ended is given up. Of the last push `close` warns. Reads the weights twice more, and frozen ones at each push, where it finds changes that
             PyTorch does not count: to look for mistakes.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._away import OnError
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
-from ema_client._errors import DeadlineExceededError, EmaError
+from ema_client._errors import DeadlineExceededError, EmaError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
 from ema_client._optimizers import after_closure, was_skipped
@@ -208,32 +208,40 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._advance(step)
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Waits for the last push, at most `timeout_s`, and lets the optimizer and the server go.
+        """Waits for the last push, and lets the optimizer and the server go: at most `timeout_s` in all
+        (None: that of `attach`), and a second more to tell other ranks what this one has given up.
 
         May be called again. Never raises an EmaError: a push that fails now is a skipped one.
         """
         if self._closed:
             return
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+        def left_s() -> float:
+            return max(0.0, until - time.monotonic())
+
         try:
             self._give_up_written()
-            self._settle(until=time.monotonic() + timeout_s)
+            self._settle(until=until)
             self._detach()
             if os.getpid() != self._pid:
                 return
             if self._pending is not None:
-                if self._pending.wait_done(max_wait_s=timeout_s):
+                start = time.monotonic()
+                if self._pending.wait_done(max_wait_s=left_s()):
                     self._harvest()
                 else:
-                    self._drop(f"it had not ended {timeout_s} s after the last step")
+                    self._drop(
+                        f"it had not ended {time.monotonic() - start:.1f} s after the last step"
+                    )
             if self._copy is not None:
-                self._update_copy(raises=False, timeout_s=timeout_s)
+                self._update_copy(raises=False, timeout_s=left_s())
         finally:
             # Also after a Ctrl-C.
             self._detach()
             if os.getpid() == self._pid:
                 try:
-                    self._link.close()
+                    self._link.close(until=until)
                 finally:
                     self._client.close()
 
@@ -284,8 +292,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._harvest()
         try:
             self._push_if_due()
-        except EmaError as error:
-            self._skip(self._step, error)
+        except Exception as raised:  # No memory, or the user's `time`: the training goes on.
+            self._skip(self._step, failure_of(raised))
         self._wait_seconds += time.monotonic() - start
         failure: EmaError | None = None
         for follow in self._followers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -12,23 +13,41 @@ from typing import Literal, get_args
 
 from ema_client._errors import (
     AbortedError,
+    AlreadyExistsError,
     DeadlineExceededError,
     EmaError,
     InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
+    failure_of,
 )
 from ema_client._run import Joined, PendingPush, Run
 from ema_client._types import Version
 
 _logger = logging.getLogger(__name__)
 
-# In a thread of its own: how long a try to join again may take, and what lies between two.
+# In a thread of its own: how long each call of a try to join again may take, and what lies between two
+# tries. It doubles up to the most, and each time is drawn from its upper half: the ranks of a large job
+# must not ask a server all at once that has just begun to live.
 _REJOIN_TIMEOUT_S = 2.0
-_REJOIN_INTERVAL_S = 0.25
+_FIRST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 4.0
+# What the next try ends with, too, unless somebody does something.
+_LASTING = (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnimplementedError,
+)
 # What a push ends with that has found the server restarted.
 _FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 # What it ends with because another rank could not push.
 _OTHER_RANKS = ("STEP_ABANDONED", "SESSION_EXPIRED")
+# A GPU of ours that does not answer in time.
+_OWN_DEVICE = "DEVICE"
 
 #: Of `attach`.
 MAX_OUTAGE_S = 120.0
@@ -51,8 +70,10 @@ def check_policy(on_error: object, max_outage_s: object) -> None:
 
 def is_outage(error: EmaError) -> bool:
     """The server is away, or has come back and does not know the run."""
+    if error.reason in _FORGOTTEN:
+        return True
     is_away = isinstance(error, (UnavailableError, DeadlineExceededError))
-    return is_away or error.reason in _FORGOTTEN
+    return is_away and error.reason != _OWN_DEVICE
 
 
 def is_worth_waiting(error: EmaError) -> bool:
@@ -83,6 +104,8 @@ class Link:
         self._is_settled.set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # The step that was lost, and its push: of a thread that could not be started yet.
+        self._unstarted: tuple[int, PendingPush | None] | None = None
 
     def take(self, joined: Joined) -> None:
         """Goes by a run that no step has been pushed to."""
@@ -106,10 +129,20 @@ class Link:
         """
         self._is_settled.clear()
         self._lost_version = None
-        self._thread = threading.Thread(
-            target=self._rejoin, args=(lost_step, lost), name="ema-rejoin"
-        )
-        self._thread.start()
+        self._unstarted = lost_step, lost
+        self.start()
+
+    def start(self) -> None:
+        """Starts what `go_away` could not start: to be called at each step that is due."""
+        if self._unstarted is None:
+            return
+        thread = threading.Thread(target=self._rejoin, args=self._unstarted, name="ema-rejoin")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # The process may have no more threads now.
+            self._problem = f"no thread to join the run again: {error}"
+            return
+        self._thread, self._unstarted = thread, None
 
     def take_lost_version(self) -> Version | None:
         """The version that the lost step has become after all, said once; None: it has not, or it is not
@@ -122,14 +155,28 @@ class Link:
     def wait_back(self, until: float) -> None:
         """Waits until all ranks have joined again, a newer run pushes, or it is `until` (monotonic)."""
         # A lock cannot wait for ever: threading.TIMEOUT_MAX is years.
-        self._is_settled.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+        while not self._is_settled.wait(
+            min(
+                max(0.0, until - time.monotonic()),
+                threading.TIMEOUT_MAX if self._unstarted is None else _FIRST_PAUSE_S,
+            )
+        ):
+            if time.monotonic() >= until:
+                return
+            self.start()
 
-    def close(self) -> None:
+    def close(self, *, until: float = math.inf) -> None:
+        """Lets the run go; waits for a try to join again that is under way, at most until then (monotonic).
+        What goes on longer ends by itself, and lets its run go."""
         self._stop.set()
         try:
+            if self._unstarted is not None:
+                (_, lost), self._unstarted = self._unstarted, None
+                if lost is not None:
+                    lost.abandon()
             if self._thread is not None:
                 # One try may be under way.
-                self._thread.join(3 * _REJOIN_TIMEOUT_S)
+                self._thread.join(min(3 * _REJOIN_TIMEOUT_S, max(0.0, until - time.monotonic())))
         finally:
             self.run.close()
 
@@ -145,29 +192,9 @@ class Link:
         )
 
     def _rejoin(self, lost_step: int, lost: PendingPush | None) -> None:
-        if lost is not None:
-            lost.abandon()
-        self._problem = ""
-        while True:
-            try:
-                run = self._open_run(_REJOIN_TIMEOUT_S)
-                run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
-                # Only its reply may have been lost.
-                self._lost_version = run.committed_as(lost_step, timeout_s=_REJOIN_TIMEOUT_S)
-                break
-            except EmaError as error:
-                if error.reason == "FENCED":
-                    # The server knows this launch: a newer one has taken over.
-                    self._is_fenced = True
-                    self._is_settled.set()
-                    _logger.warning("%s", self.error().args[0])
-                    return
-                if str(error) != self._problem:
-                    self._problem = str(error)
-                    _logger.info('model "%s": not pushing yet: %s', self._model_name, error)
-            # A program that has forgotten close() ends all the same.
-            if self._stop.wait(_REJOIN_INTERVAL_S) or not threading.main_thread().is_alive():
-                return
+        run = self._join(lost_step, lost)
+        if run is None:
+            return
         # The thread that trains never meets a run that is closed.
         old, self.run = self.run, run
         old.close()
@@ -175,8 +202,51 @@ class Link:
             run.close()
             return
         self._on_back(run)
-        _logger.info('model "%s": pushing again', self._model_name)
+        _logger.info('model "%s": joined again', self._model_name)
         self._is_settled.set()
+
+    def _join(self, lost_step: int, lost: PendingPush | None) -> Run | None:
+        """A run that all ranks have joined. None: a newer one pushes, or this one is closed."""
+        self._problem = ""
+        pause_s = _FIRST_PAUSE_S
+        has_warned = False
+        while True:
+            try:
+                if lost is not None:
+                    lost.abandon()
+                    lost = None
+                run = self._open_run(_REJOIN_TIMEOUT_S)
+                # The server lives: what lasts now is the wait for other ranks.
+                pause_s = _FIRST_PAUSE_S
+                run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
+                # Only its reply may have been lost.
+                self._lost_version = run.committed_as(lost_step, timeout_s=_REJOIN_TIMEOUT_S)
+                return run
+            except Exception as raised:  # Out of memory, for example: there may be some later.
+                error = failure_of(raised)
+            if error.reason == "FENCED":
+                # The server knows this launch: a newer one has taken over.
+                self._is_fenced = True
+                self._is_settled.set()
+                _logger.warning("%s", self.error().args[0])
+                return None
+            if isinstance(error, _LASTING) and not has_warned:
+                has_warned = True
+                _logger.warning(
+                    'model "%s": pushes do not start again before this is mended: %s',
+                    self._model_name,
+                    error,
+                )
+            elif str(error) != self._problem:
+                _logger.info('model "%s": not pushing yet: %s', self._model_name, error)
+            self._problem = str(error)
+            # A program that has forgotten close() ends all the same.
+            # Not drawn from the training's own numbers, of which all ranks may have the same.
+            drawn_s = random.SystemRandom().uniform(pause_s / 2, pause_s)
+            is_closed = self._stop.wait(drawn_s)
+            if is_closed or not threading.main_thread().is_alive():
+                return None
+            pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
 
 
 class Patience:

@@ -133,11 +133,13 @@ def failure_of(error: Exception) -> EmaError:
     if isinstance(error, EmaError):
         return error
     message = f"{type(error).__name__}: {error}"
-    return (
+    failure = (
         ResourceExhaustedError(message)
         if isinstance(error, MemoryError)
         else InternalError(message)
     )
+    failure.__cause__ = error
+    return failure
 
 
 def _rebuild(cls: type[EmaError], message: str, reason: str) -> EmaError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from ema_client._errors import FailedPreconditionError
+from ema_client import _gpu
 from ema_client._optimizers import parameter_ids
 from ema_client._pieces import piece_of, pieces_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
@@ -35,7 +35,8 @@ class PushedWeights:
     """What is pushed: parameters in place, copies of what may change before the next step.
 
     Where these would take more than 64 MiB, and where some of it is frozen, which is seldom pushed, all
-    is read in place, and `must_wait` is true.
+    is read in place, and `must_wait` is true. What lies on a GPU in another order than the server's is
+    copied in any case when its push starts, and counts.
 
     Notices a parameter that somebody writes all the same while a push reads it, such as a forward that
     normalises weights, and copies it from then on, or waits. Not through `.data`, nor replays of a CUDA
@@ -78,7 +79,9 @@ class PushedWeights:
                 self.must_wait = True
             else:
                 copied[name] = parameter
-        self.must_wait |= sum(map(_bytes_here, copied.values())) > _COPY_BYTES
+        copied_bytes = sum(map(_bytes_here, copied.values()))
+        copied_bytes += sum(map(_bytes_here, filter(_is_put_in_order, weights.values())))
+        self.must_wait |= copied_bytes > _COPY_BYTES
         for name, tensor in copied.items():
             weights[name] = tensor.detach() if self.must_wait else tensor.detach().clone()
         return weights
@@ -98,6 +101,12 @@ def _bytes_here(tensor: torch.Tensor) -> int:
     return int(local.numel() * local.element_size())
 
 
+def _is_put_in_order(tensor: torch.Tensor) -> bool:
+    """Whether `_arrays.read` copies it."""
+    local = piece_of("", tensor).local
+    return _gpu.is_readable(local) and not local.is_contiguous()
+
+
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Of what this rank has of each."""
     return checksums(piece.local for piece in pieces_of(tensors).values())
@@ -113,19 +122,14 @@ class WatchedWeights:
     def watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors, self._sums = tensors, checksums_of(tensors)
 
-    def check(self, model_name: str, step: int) -> None:
-        """FailedPreconditionError: some have, after `step`. Watches nothing any more."""
+    def moved(self) -> list[str]:
+        """The names of those that have. Watches nothing any more."""
         sums = checksums_of(self._tensors)
-        written = [
+        moved = [
             name for name, before, now in zip(self._tensors, self._sums, sums) if now != before
         ]
         self._tensors, self._sums = {}, []
-        if written:
-            raise FailedPreconditionError(
-                f'model "{model_name}": written while they were pushed at step {step}, without '
-                f"wait_released(): {', '.join(written)}",
-                reason="BAD_REQUEST",
-            )
+        return moved
 
 
 class BeforeLoad:

@@ -19,7 +19,7 @@ from ema_client._away import (
     is_worth_waiting,
 )
 from ema_client._due import DueTracks
-from ema_client._errors import DeadlineExceededError, EmaError, failure_of
+from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
 from ema_client._guard import Push, PushedWeights, WatchedWeights
@@ -76,6 +76,8 @@ class Pushing:
         self._pending_step = 0
         self._pushes = 0
         self._skipped = 0
+        # What had been skipped when the server went away; None: it is there.
+        self._skipped_before: int | None = None
         self._sent_bytes = 0
         # False: the last push failed, so ranks may push at different steps.
         self._in_step = True
@@ -111,8 +113,6 @@ class Pushing:
             return
         if os.getpid() != self._pid:
             return
-        if self._watched is not None:
-            self._watched.check(self._model_name, self._pending_step)
         self._give_up_written()
         self._settle()
         if self._pending is None:
@@ -138,10 +138,7 @@ class Pushing:
         if not can_push:
             self._skipped += 1
             return
-        try:
-            self._push(now)
-        except Exception as error:  # Out of memory, for example: the training goes on.
-            raise failure_of(error) from error
+        self._push(now)
         if self._weights.must_wait:
             self._wait_released(self._budget_s)
 
@@ -171,6 +168,7 @@ class Pushing:
     def _is_back(self) -> bool:
         """Whether there is a run to push to; with on_error "wait", waits for that."""
         patience = self._patience
+        self._link.start()
         if patience is not None and self._link.is_away and not patience.is_over:
             self._link.wait_back(patience.until)
             if self._link.is_away:
@@ -225,8 +223,8 @@ class Pushing:
                 # As they were then: buffers, and what no optimizer holds.
                 weights = {**self._weights.take(self._tensors_of(), self._pushed_names), **weights}
             self._start(dataclasses.replace(push, weights=weights))
-        except Exception as error:  # As in `_push_if_due`.
-            self._skip(push.step, failure_of(error))
+        except Exception as raised:  # As in `_advance`.
+            self._skip(push.step, failure_of(raised))
 
     def _find_lost(self) -> None:
         """Counts the step whose push an outage has cut off, if it is a version: only the reply was lost."""
@@ -250,6 +248,9 @@ class Pushing:
         self._frozen.end_push()
         if self._patience is not None:
             self._patience.end_outage()
+        if self._skipped_before is not None:
+            lost, self._skipped_before = self._skipped - self._skipped_before, None
+            _logger.warning('model "%s": pushing again, %d steps were lost', self._model_name, lost)
 
     def _previous_has_ended(self) -> bool:
         """Waits for the reply to the pending push: a rank must not start another before it.
@@ -298,22 +299,35 @@ class Pushing:
         _logger.debug("step %d is version %d", self._pending_step, version.number)
 
     def _give_up_written(self) -> None:
-        """Gives the pending push up if somebody has written what it reads."""
-        written = self._weights.release() if self._is_ours() else []
-        if not written:
+        """Gives the pending push up if somebody has written what it reads; with `check` the next hook
+        raises."""
+        if not self._is_ours():
             return
+        written = self._weights.release()
+        moved = [] if self._watched is None else self._watched.moved()
+        if not written and not moved:
+            return
+        step = self._pending_step
         problem = (
-            f"written since the push of step {self._pending_step} began, without wait_released(): "
+            f"written since the push of step {step} began, without wait_released(): "
             f"{', '.join(written)}; copied before each push from now on, or waited for"
         )
+        error = FailedPreconditionError(
+            f'model "{self._model_name}": written while they were pushed at step {step}, without '
+            f"wait_released(): {', '.join(moved)}",
+            reason="BAD_REQUEST",
+        )
+        problem = problem if written else str(error.args[0])
         self._pushed = None
         self._lose()
         if self._pending is None or self._pending.done:
             _logger.warning('model "%s": %s', self._model_name, problem)
         else:
             self._pending.wait_released(max_wait_s=0.0)
-            self._give_up(self._pending_step, problem)
+            self._give_up(step, problem)
             self._drop(problem)
+        if moved:
+            self._error = error
 
     def _drop(self, problem: str) -> None:
         """Gives the pending push up, which reads no weights any more."""
@@ -328,6 +342,8 @@ class Pushing:
         """Counts a step that was not pushed, or keeps it to push it again; goes away from a server that
         seems to be away."""
         self._in_step = False
+        if is_outage(error) and self._skipped_before is None:
+            self._skipped_before = self._skipped
         push, self._pushed = self._pushed, None
         patience = None if self._closed else self._patience
         if push is not None and patience is not None and patience.lasts_after(error):

@@ -4,25 +4,30 @@
 from __future__ import annotations
 
 from ema_client._attachment import Attachment
-from ema_client._errors import EmaError, FailedPreconditionError
+from ema_client._errors import EmaError, FailedPreconditionError, failure_of
 from ema_client._ranks import Ranks
 from ema_client._types import Version, Weights, version_id
 
 
 def pull_on_all_ranks(
-    attachment: Attachment, ranks: Ranks, *, track: str, least_batch: int = 0
+    attachment: Attachment,
+    ranks: Ranks,
+    *,
+    track: str,
+    least_batch: int = 0,
+    failure: EmaError | None = None,
 ) -> Weights:
     """Waits for the pending push, then pulls the version that it made. Collective.
 
     Args:
         least_batch: what the version must have come to, in batches.
+        failure: what this rank has failed with so far; then all raise.
 
     Raises:
         FailedPreconditionError: a rank has no version, an older one or another one than the others.
         DeadlineExceededError: a push has not ended within `max_wait_s`.
         EmaError: a pull failed. What fails on any rank raises on every rank.
     """
-    failure: EmaError | None = None
     version: Version | None = None
     try:
         version = attachment.wait_pushed(timeout_s=attachment._max_wait_s)
@@ -31,8 +36,8 @@ def pull_on_all_ranks(
             raise FailedPreconditionError(
                 f'model "{attachment._model_name}" has {has}', reason="NO_VERSION"
             )
-    except EmaError as error:
-        failure = error
+    except Exception as raised:
+        failure = failure or failure_of(raised)
     numbers = ranks.gather_or_raise(failure, version_id(version))
     if len(set(numbers)) > 1:
         raise FailedPreconditionError(
@@ -45,8 +50,8 @@ def pull_on_all_ranks(
         weights = attachment._client.pull(
             attachment._model_name, track=track, version=version or 0, framework="torch"
         )
-    except EmaError as error:
-        failure = error
+    except Exception as raised:
+        failure = failure_of(raised)
     ranks.gather_or_raise(failure, None)
     assert weights is not None
     return weights

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _presets
 from ema_client._attachment import Attachment
-from ema_client._errors import EmaError, InvalidArgumentError
+from ema_client._errors import EmaError, InvalidArgumentError, failure_of
 from ema_client._ranks import Ranks
 from ema_client._same_version import pull_on_all_ranks
 from ema_client._torch_model import check_whole
@@ -152,7 +152,8 @@ class Switch:
 
     After `optimizer.step()` it waits until the push of this step has ended, and pulls the version: the
     step takes a whole push and a whole pull longer, at most `max_wait_s` and the pull's time-out. Each
-    rank pulls the model, and has it in host memory twice while it writes. All ranks write the same
+    rank pulls the model, and has it in host memory twice, and beside the model on its device, while it
+    writes. All ranks write the same
     version, or none: then training goes on with its own weights, with a warning, or raises unless
     on_error is "skip". The optimizer's state stays as it is. Not as ema_pytorch: tensors that the
     track ignores stay, too (there they go back to when they were last copied).
@@ -163,15 +164,24 @@ class Switch:
         self._rule = rule
         self._ranks = ranks
         attachment._followers.append(self._after_step)
+        # The last step whose batch was known, and that.
+        self._known = (0, 0)
 
     def _after_step(self) -> None:
         attachment = self._attachment
-        batch = int(attachment._due.time(attachment.step)["batch"])
+        failure: EmaError | None = None
+        try:
+            batch = int(attachment._due.time(attachment.step)["batch"])
+            self._known = attachment.step, batch
+        except Exception as raised:  # Of the user's `time`. The other ranks may know, and meet.
+            failure = failure_of(raised)
+            step, batch = self._known
+            batch += attachment.step - step
         if not self._rule.is_due(batch):
             return
         start = time.monotonic()
         try:
-            self._write(batch)
+            self._write(batch, failure)
         except EmaError as error:
             if attachment._on_error != "skip":
                 raise
@@ -184,17 +194,30 @@ class Switch:
         finally:
             attachment._wait_seconds += time.monotonic() - start
 
-    def _write(self, batch: int) -> None:
+    def _write(self, batch: int, failure: EmaError | None) -> None:
         import torch
 
-        least = self._rule.last_update(batch)
-        weights = pull_on_all_ranks(self._attachment, self._ranks, track="ema", least_batch=least)
-        with torch.no_grad():
+        weights = pull_on_all_ranks(
+            self._attachment,
+            self._ranks,
+            track="ema",
+            least_batch=self._rule.last_update(batch),
+            failure=failure,
+        )
+        written: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        try:
             for name, tensor in self._attachment._tensors_of().all().items():
-                if name not in weights or not tensor.is_floating_point():
-                    continue
-                value = weights[name].to(tensor.device, tensor.dtype)
-                if self._rule.beta == 0 or name in self._rule.copied:
+                if name in weights and tensor.is_floating_point():
+                    value = weights[name].to(tensor.device, tensor.dtype)
+                    is_copied = self._rule.beta == 0 or name in self._rule.copied
+                    written.append((tensor, value, is_copied))
+        except Exception as raised:
+            failure = failure_of(raised)
+        # No rank may be short of memory when the first one writes.
+        self._ranks.gather_or_raise(failure, None)
+        with torch.no_grad():
+            for tensor, value, is_copied in written:
+                if is_copied:
                     tensor.copy_(value)
                 else:
                     tensor.lerp_(value, 1 - self._rule.beta)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() where this side fails: what `check` finds, a `time` that raises, and the end of a training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import types
+
+import ema_client
+import pytest
+import torch
+from ema_client import _attachment, _switch
+
+MOVED = "written while they were pushed at step 1, without wait_released(): weight"
+
+
+def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.ones(3))
+    net.others = torch.nn.Parameter(torch.ones(count))
+    net.weight.grad = torch.ones(3)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client, model):
+    net, optimizer = trainer_of(24 << 20)
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", max_wait_s=60, check=True
+    ) as ema:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()  # The server takes nothing of it.
+            net.weight.data.add_(1)
+            with pytest.raises(ema_client.FailedPreconditionError) as raised:
+                optimizer.step()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert MOVED in str(raised.value)
+        assert (ema.step, ema.stats.skipped) == (1, 1)
+        deadline = time.monotonic() + 60
+        while ema.stats.pushes < 1:
+            assert time.monotonic() < deadline
+            optimizer.step()
+    assert 1 not in [entry.version.step for entry in client.versions(model)]
+
+
+def test_close_says_what_check_finds_in_the_last_push(server, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba", check=True):
+        optimizer.step()
+        net.weight.data.add_(1)
+    assert MOVED in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_a_time_that_raises_costs_the_step(server, client, model, caplog, on_error):
+    net, optimizer = trainer_of()
+
+    def time_of(step: int) -> dict[str, float]:
+        return {"batch": step, "epoch": 0 // (step - 2)}
+
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", time=time_of, on_error=on_error
+    ) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        if on_error == "skip":
+            optimizer.step()
+        else:
+            with pytest.raises(ema_client.InternalError) as raised:
+                optimizer.step()
+            assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        optimizer.step()
+        ema.wait_pushed()
+        assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (3, 2, 1)
+    assert "push of step 2 skipped" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert [entry.version.step for entry in client.versions(model)] == [1, 3]
+
+
+def test_a_time_without_the_batch_costs_a_switch_to_the_average(server, model, caplog):
+    net, optimizer = trainer_of()
+    preset = {
+        "preset": "ema_pytorch",
+        "update_every": 1,
+        "update_after_step": 0,
+        "update_model_with_ema_every": 3,
+    }
+    with ema_client.attach(
+        net,
+        optimizer,
+        server.url(model),
+        preset=preset,
+        time=lambda step: {"epoch": step} if step == 4 else {"batch": step},
+    ) as ema:
+        for _ in range(5):
+            optimizer.step()
+            ema.wait_pushed()
+        assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (5, 4, 1)
+    assert "step 4 goes on with its own weights" in caplog.text and "KeyError" in caplog.text
+
+
+def test_a_switch_without_memory_for_all_writes_nothing(server, model, monkeypatch, caplog):
+    net, optimizer = trainer_of()
+    net.others.grad = torch.ones(3)
+    preset = {
+        "preset": "ema_pytorch",
+        "update_every": 1,
+        "update_after_step": 0,
+        "update_model_with_ema_every": 3,
+    }
+
+    class NoMemory:
+        def to(self, *_: object) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+    pulled = {"weight": torch.zeros(3), "others": NoMemory()}
+    monkeypatch.setattr(_switch, "pull_on_all_ranks", lambda *_, **__: pulled)
+    with ema_client.attach(net, optimizer, server.url(model), preset=preset):
+        for _ in range(4):
+            optimizer.step()
+    assert "step 4 goes on with its own weights" in caplog.text and "no memory" in caplog.text
+    assert torch.equal(net.weight, net.others) and net.weight.all()
+
+
+def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
+    """By a clock that goes on while the last push is waited for."""
+    net, optimizer = trainer_of()
+    ema = ema_client.attach(net, optimizer, server.url(model), half_life="3ba")
+    clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    waits = []
+
+    class NeverDone:
+        done = False
+        stats = types.SimpleNamespace(sent_bytes=0)
+
+        def wait_done(self, max_wait_s: float) -> bool:
+            waits.append(("push", max_wait_s))
+            clock.now += max_wait_s - 1
+            return False
+
+        def abandon(self) -> None:
+            pass
+
+    ema._pending = NeverDone()
+    ema._copy = object()
+    close = ema._link.close
+
+    def close_link(until: float) -> None:
+        waits.append(("link", until - clock.now))
+        close(until=until)
+
+    monkeypatch.setattr(_attachment, "time", clock)
+    monkeypatch.setattr(ema._link, "close", close_link)
+    monkeypatch.setattr(
+        ema, "_update_copy", lambda raises, timeout_s: waits.append(("copy", timeout_s))
+    )
+    ema.close(timeout_s=10)
+    assert waits == [("push", 10), ("copy", 1), ("link", 1)]
