@@ -17,6 +17,7 @@ import torch
 from composer import Callback, Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
+from ema_client import composer as ema_composer
 from ema_client.composer import EMA
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,6 +78,10 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def loader() -> DataLoader:
     x = torch.randn(8 * BATCHES, 4, generator=torch.Generator().manual_seed(2))
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -107,7 +112,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         load_path=job.get("load_path"),
         run_name="run",
     )
+    swapped = ema_composer.swapped
     try:
+        if job.get("starves"):
+            ema_composer.swapped = no_memory
         for call in job.get("calls", ["fit"]):
             if call == "fit again":
                 trainer.fit(duration="3ba")
@@ -119,6 +127,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             result["stats"] = vars(algorithm.attachment.stats) if algorithm.attachment else None
         return result
     finally:
+        ema_composer.swapped = swapped
         trainer.close()
 
 

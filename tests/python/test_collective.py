@@ -167,6 +167,77 @@ for name, (on, placements) in layouts.items():
     assert torch.equal(out[name].full_tensor(), expected[name]), name
 print(received[-1] == sum(4 * tensor.to_local().numel() for tensor in out.values()))
 """
+# Rank 1 fails before it could ask the server: by its arguments, or for want of memory.
+ONE_FAILS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from ema_client import _averaged, _callbacks
+from ema_client._same_version import pull_on_all_ranks
+
+def parts(placements):
+    net = torch.nn.Module()
+    weight = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, placements)
+    net.weight = torch.nn.Parameter(weight)
+    return net
+
+def no_memory(*_, **__):
+    raise MemoryError("rank 1")
+
+def on_rank_1(holder, name, value):
+    if rank == 1:
+        setattr(holder, name, value)
+
+def said(call):
+    try:
+        call()
+        print("nothing")
+    except Exception as error:
+        print(type(error).__name__)
+
+def enter():
+    with ema_client.averaged(net, bad):
+        pass
+
+def twice(name):
+    if rank == 1:
+        raise KeyError(name)
+    return name
+
+mesh = init_device_mesh("cpu", (2,))
+net = parts([Shard(0)])
+with ema_client.attach(net, None, url, half_life="4ba") as ema:
+    ema.after_step()
+    bad = "http://nowhere" if rank == 1 else url
+    said(enter)
+    said(lambda: ema_client.load_into(net, bad))
+    said(lambda: ema_client.load_into(net, url, rename=twice))
+    said(lambda: ema_client.load_into(net, url))
+    version = ema.wait_pushed()
+    group = Ranks.current()
+    own = net.weight.to_local().clone()
+    wait_pushed, pull, swapped = ema.wait_pushed, ema._client.pull, _averaged.swapped
+
+    on_rank_1(ema, "wait_pushed", no_memory)
+    said(lambda: pull_on_all_ranks(ema, group, track="ema"))
+    on_rank_1(ema, "wait_pushed", wait_pushed)
+    on_rank_1(ema._client, "pull", no_memory)
+    said(lambda: pull_on_all_ranks(ema, group, track="ema"))
+    on_rank_1(ema._client, "pull", pull)
+
+    def evaluate():
+        with _callbacks.averaged_or_own(net, url, ema, {}, track=None) as got:
+            print("own" if got is None else "average")
+
+    on_rank_1(_averaged, "swapped", no_memory)
+    said(evaluate)
+    on_rank_1(_averaged, "swapped", swapped)
+    if rank == 0:
+        ema.wait_pushed = no_memory
+    said(evaluate)
+    ema.wait_pushed = wait_pushed
+    said(evaluate)
+    assert torch.equal(own, net.weight.to_local())
+"""
 # Not the interpreter's end, at which gloo now and then says "terminate called" and aborts.
 TAIL = """
 import os
@@ -210,6 +281,13 @@ def test_a_rank_that_cannot_push_raises_after_all_have_met(server, model, tmp_pa
 def test_all_ranks_evaluate_the_average_or_none_does(server, model, tmp_path):
     expected = ["average 2"] * 2 + ["own None", "raises"]
     assert run(EVALUATION, 2, server.url(model), tmp_path) == [expected * 2] * 2
+
+
+def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_path):
+    expected = ["InvalidArgumentError"] * 2 + ["KeyError", "nothing"]
+    expected += ["ResourceExhaustedError"] * 2
+    expected += ["own", "nothing"] * 2 + ["average", "nothing"]
+    assert run(ONE_FAILS, 2, server.url(model), tmp_path) == [expected] * 2
 
 
 def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):

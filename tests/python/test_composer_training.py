@@ -250,6 +250,19 @@ def test_a_checkpoint_brings_the_average_back(server, client, model, train, tmp_
     assert_same_bits(average, client.pull(model, track="ema"))
 
 
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_goes_on_without_memory_for_the_swap(server, model, train, on_error):
+    options = {"url": server.url(model), "half_life": "4ba", "on_error": on_error}
+    ours = train("ours", options=options, eval_interval="4ba", starves=True)
+    if on_error == "raise":
+        assert "InternalError: OutOfMemoryError: no memory" in ours["error"]
+        return
+    assert "error" not in ours, ours["error"]
+    assert ours["stats"]["skipped"] == 0 and len(ours["evaluated"]) >= 3
+    for batch, weights in ours["evaluated"]:
+        assert_same_bits(weights, ours["trained"][batch])
+
+
 def test_goes_on_without_the_server(model, train, tmp_path):
     with ServerProcess(tmp_path) as server:
         ours = train(

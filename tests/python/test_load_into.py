@@ -192,6 +192,36 @@ def test_a_pull_that_fails_leaves_the_module_without_memory(server, model, avera
     assert all(tensor.is_meta for tensor in net.state_dict().values())
 
 
+def test_no_memory_for_a_part_leaves_all_without(server, model, average, monkeypatch):
+    net = on_meta()
+    empty_like = torch.empty_like
+    made = []
+
+    def little_memory(tensor, **options):
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        made.append(empty_like(tensor, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty_like", little_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        ema_client.load_into(net, server.url(model))
+    assert all(tensor.is_meta for tensor in net.state_dict().values())
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_part_of_the_model_by_other_names(server, model, average, place):
+    with torch.device(place):
+        stage = Net().body
+    loaded = ema_client.load_into(stage, server.url(model), rename=lambda name: f"body.{name}")
+    assert loaded.unexpected_keys == ("head.weight",)
+    assert loaded.missing_keys == loaded.meta_buffers == ()
+    names = {name: f"body.{name}" for name in stage.state_dict()}
+    assert_same_bits({n: average[names[n]] for n in names}, stage.state_dict())
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing: stage.0.weight"):
+        ema_client.load_into(stage, server.url(model), rename=lambda name: f"stage.{name}")
+
+
 def test_a_pull_onto_a_device(server, client, model, average):
     pulled = client.pull(model, track="ema", device="cpu")
     assert_same_bits(average, pulled)

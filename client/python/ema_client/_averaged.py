@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import random
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,17 @@ from ema_client._errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from ema_client._pieces import Piece, is_dtensor, pieces_of, selected, selection_of
+from ema_client._pieces import Piece, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
-from ema_client._torch_model import NamedTensors, named_tensors, shard_again, specs_of, unwrap
+from ema_client._torch_model import (
+    NamedTensors,
+    has_pieces,
+    named_tensors,
+    shard_again,
+    specs_of,
+    unwrap,
+)
 from ema_client._track import track_of
 from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
@@ -28,8 +37,11 @@ from ema_client._url import split_url
 if TYPE_CHECKING:
     import torch
 
-# How often ranks try to read the newest version before it has gone.
+# How often ranks try to read the newest version before it has gone, and what lies between two attempts,
+# which doubles.
 _ATTEMPTS = 20
+_FIRST_PAUSE_S = 0.005
+_MOST_PAUSE_S = 0.5
 
 
 @contextlib.contextmanager
@@ -137,27 +149,26 @@ def _read(
     timeout_s: float,
 ) -> _Read:
     """The averages of what this rank has of a model."""
-    address, model_name = split_url(url)
-    named = named_tensors(unwrap(model), rename)
-    is_part = rename is not None or process_group is not None
-    is_part = is_part or any(map(is_dtensor, named.all().values()))
+    is_part = rename is not None or process_group is not None or has_pieces(unwrap(model))
     ranks = Ranks.current(process_group) if is_part else Ranks.alone()
-    with Client(address, timeout_s=timeout_s) as client:
+    with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            address, model_name = split_url(url)
+            named = named_tensors(unwrap(model), rename)
+            client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             if track is None:
                 track = only_average(info)
             ignored = _ignored(info, track, named)
-            if is_part:
-                _check_pieces(info, pieces_of(_without(named, ignored)))
+            pieces = pieces_of(_without(named, ignored)) if is_part else {}
+            _check_pieces(info, pieces)
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
         assert track is not None
         weights: Mapping[str, torch.Tensor]
         if is_part:
-            pieces = pieces_of(_without(named, ignored))
             weights, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
         else:
             whole = client.pull(
@@ -259,6 +270,8 @@ def pull_pieces(
         failure: Exception | None = None
         try:
             if attempt > 1:
+                if ranks.rank == 0:  # The others wait for it.
+                    threading.Event().wait(_pause_s(attempt))
                 info = client.model(info.name)
         except Exception as raised:
             failure = raised
@@ -299,6 +312,11 @@ def pull_pieces(
         # A label has moved, or the model has been rolled back to the step.
     what = f'label "{version}"' if step is None else f"step {step}"
     raise AbortedError(f'model "{info.name}": {what} moved during every pull')
+
+
+def _pause_s(attempt: int) -> float:
+    """How long rank 0 waits before this attempt."""
+    return random.SystemRandom().uniform(0.5, 1) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
 
 
 def version_alone(

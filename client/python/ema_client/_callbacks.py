@@ -14,7 +14,12 @@ from ema_client._attachment import Attachment
 from ema_client._averaged import averaged, copy_average
 from ema_client._away import MAX_OUTAGE_S
 from ema_client._client import Client
-from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._errors import (
+    EmaError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    failure_of,
+)
 from ema_client._ranks import Ranks
 from ema_client._track import tracks_of
 from ema_client._types import Version, VersionLike
@@ -134,8 +139,8 @@ def averaged_or_own(
                         timeout_s=patience_s(options),
                     )
                     record = stack.enter_context(swap)
-                except Exception as raised:
-                    failure = raised
+                except Exception as raised:  # No memory, for example.
+                    failure = failure_of(raised)
                 ranks.gather_or_raise(failure, None)
                 own.push(stack.pop_all())
         except EmaError as error:
@@ -188,8 +193,8 @@ def _newest(
             address, model_name = split_url(url)
             with Client(address, timeout_s=patience_s(options)) as client:
                 version = client.model(model_name).latest
-    except EmaError as error:
-        failure = error
+    except Exception as raised:
+        failure = failure_of(raised)
     version, failure = ranks.broadcast((version, failure))
     if version is None:
         raise failure or FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
@@ -12,9 +13,9 @@ from ema_client._averaged import only_average, pull_pieces, release, version_alo
 from ema_client._client import Client
 from ema_client._ema_model import half_of
 from ema_client._errors import InvalidArgumentError
-from ema_client._pieces import is_dtensor, pieces_of
+from ema_client._pieces import pieces_of
 from ema_client._ranks import Ranks
-from ema_client._torch_model import NamedTensors, named_tensors, unwrap
+from ema_client._torch_model import NamedTensors, has_pieces, named_tensors, shard_again, unwrap
 from ema_client._track import track_of
 from ema_client._types import ModelInfo, Version, VersionLike
 from ema_client._url import split_url
@@ -50,13 +51,17 @@ def load_into(
     step: int | None = None,
     strict: bool = True,
     device: Any = "cpu",
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
     timeout_s: float = 60.0,
 ) -> Loaded:
     """Puts averaged values into a module's parameters and buffers for good.
 
     Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device are
     replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Of a model of DTensors
-    each rank gets its own pieces, as with `averaged`; all ranks must call this together.
+    each rank gets its own pieces, as with `averaged`; all ranks must call this together. With `rename` or
+    `process_group` a model may also be a part of the server's, such as a pipeline's stage: that the
+    track has other tensors, too, is no error then.
 
     Args:
         model: the module; DistributedDataParallel and torch.compile are looked through.
@@ -67,6 +72,10 @@ def load_into(
         strict: the module and the track must have the same tensors. False: what both have is loaded,
             and only that is sent, for example an encoder's.
         device: where tensors that have no memory get it.
+        rename: gives the name that a tensor has on the server, as for `attach`; what is returned has
+            these names, too.
+        process_group: of torch.distributed: all ranks that have parts of the model. None: the default
+            one, if the model is of DTensors or `rename` is given; else this rank is alone.
         timeout_s: seconds for each call.
 
     Returns:
@@ -74,35 +83,40 @@ def load_into(
 
     Raises:
         InvalidArgumentError: shapes differ; or, if `strict`, names, all of which the message lists.
-        EmaError: the pull failed. After any error the module is as it was.
+        EmaError: the pull failed.
+        RuntimeError: no memory on `device`.
+
+        After each of these the module is as it was, on all ranks. Only what has memory already is written
+        in place: a device that fails meanwhile leaves it half written.
 
     Example:
         >>> with torch.device("meta"):
         ...     model = Net()
         >>> ema_client.load_into(model, "ema://host:50051/digits", device="cuda")
     """
-    address, model_name = split_url(url)
     module = unwrap(model)
-    named = named_tensors(module)
-    is_sharded = any(map(is_dtensor, named.all().values()))
-    ranks = Ranks.current() if is_sharded else Ranks.alone()
-    with Client(address, timeout_s=timeout_s) as client:
+    may_be_part = rename is not None or process_group is not None
+    is_sharded = may_be_part or has_pieces(module)
+    ranks = Ranks.current(process_group) if is_sharded else Ranks.alone()
+    values: Mapping[str, torch.Tensor] = {}
+    with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            address, model_name = split_url(url)
+            named = named_tensors(module, rename)
+            client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             track = only_average(info) if track is None else track
             match = _match(info, track, named)
-            match.check(info.name, strict)
+            match.check(info.name, strict, may_be_part)
+            wanted = {match.names[name]: named.all()[name] for name in match.names}
+            pieces = pieces_of(wanted) if is_sharded else {}
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
         assert track is not None
-        wanted = {match.names[name]: named.all()[name] for name in match.names}
-        values: Mapping[str, torch.Tensor] = {}
         if is_sharded:
-            values, pulled = pull_pieces(
-                client, ranks, info, track, version, step, pieces_of(wanted)
-            )
+            values, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
         elif not wanted and not match.is_all:
             pulled = version_alone(client, info, track, version, step)
         else:
@@ -122,10 +136,19 @@ def load_into(
             for name in lacking:
                 match.missing.append(name)
                 del match.names[name]
-    loaded = {id(named.all()[name]) for name in match.names}
+    made: dict[int, torch.Tensor] = {}
+    try:
+        targets = {name: named.all()[name] for name in match.names}
+        made = _with_memory(targets.values(), device)
+        fresh = {name: made[id(t)] for name, t in targets.items() if id(t) in made}
+        _write(fresh, match.names, values)
+    except Exception as raised:
+        failure = raised
+    ranks.gather_or_raise(failure, None)
     release(named.all().values())
-    _give_memory(module, loaded, device)
-    _write(named_tensors(module), match.names, values)
+    _write({n: t for n, t in targets.items() if n not in fresh}, match.names, values)
+    _put_in(module, made)
+    kept = set(map(id, named.buffers.values())) | set(map(id, made.values()))
     return Loaded(
         pulled,
         tuple(match.missing),
@@ -133,7 +156,7 @@ def load_into(
         tuple(
             name
             for name, buffer in module.named_buffers()
-            if buffer.is_meta and name not in named.buffers
+            if buffer.is_meta and id(buffer) not in kept
         ),
     )
 
@@ -153,11 +176,11 @@ class _Match:
     wrong_shapes: list[str]
     is_all: bool
 
-    def check(self, model_name: str, strict: bool) -> None:
+    def check(self, model_name: str, strict: bool, may_be_part: bool) -> None:
         _refuse(
             model_name,
             missing=self.missing if strict else [],
-            unexpected=self.unexpected if strict else [],
+            unexpected=self.unexpected if strict and not may_be_part else [],
             wrong=self.wrong_shapes,
         )
 
@@ -211,37 +234,40 @@ def _refuse(
         raise InvalidArgumentError(f'model "{model_name}": {"; ".join(parts)}', reason="BAD_LAYOUT")
 
 
-def _give_memory(module: torch.nn.Module, loaded: set[int], device: Any) -> None:
-    """Puts tensors with memory in the place of those of `loaded`, by id, that have none."""
+def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torch.Tensor]:
+    """New ones on `device` for those that have no memory, by the ids of these."""
     import torch
 
     made: dict[int, torch.Tensor] = {}
-
-    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in loaded or not tensor.is_meta:
-            return tensor
-        if id(tensor) not in made:
+    for tensor in tensors:
+        if tensor.is_meta:
             empty = torch.empty_like(tensor, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, tensor.requires_grad)
             made[id(tensor)] = empty
-        return made[id(tensor)]
+    return made
 
+
+def _put_in(module: torch.nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Puts these in the place of the module's own, by their ids."""
     for part in module.modules():
         own: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for tensors in own:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = with_memory(tensor)
+                    tensors[name] = made.get(id(tensor), tensor)
+    # Of parameters that fully_shard has given the module, its own record is brought up to date.
+    shard_again(module)
 
 
 def _write(
-    named: NamedTensors, names: Mapping[str, str], values: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor],
+    names: Mapping[str, str],
+    values: Mapping[str, torch.Tensor],
 ) -> None:
     import torch
 
-    pieces = pieces_of({name: named.all()[name] for name in names})
     with torch.no_grad():
-        for name, piece in pieces.items():
+        for name, piece in pieces_of(tensors).items():
             if names[name] in values and not piece.is_empty:
                 piece.local.copy_(values[names[name]])

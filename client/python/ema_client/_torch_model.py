@@ -170,6 +170,13 @@ def shard_again(module: torch.nn.Module) -> None:
         module.state_dict()
 
 
+def has_pieces(module: torch.nn.Module) -> bool:
+    """Whether some of its tensors are DTensors, of which this rank may have a part. Of ranks that have
+    parts of one model, all find the same."""
+    shard_again(module)
+    return any(map(is_dtensor, (*module.parameters(), *module.buffers())))
+
+
 def _refuse_fsdp1(module: torch.nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:

@@ -22,7 +22,12 @@ from ema_client._attachment import Attachment
 from ema_client._averaged import swapped
 from ema_client._callbacks import patience_s, raises
 from ema_client._client import Client
-from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
+from ema_client._errors import (
+    EmaError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    failure_of,
+)
 from ema_client._ranks import Ranks
 from ema_client._resume import State as ResumeState
 from ema_client._same_version import pull_on_all_ranks
@@ -235,6 +240,7 @@ class EMA(Algorithm):
         try:
             if self._pulled is None:
                 self._pulled = self._pull()
+            self._swap = self._swapped(state, self._pulled)
         except EmaError as error:
             if self._raises():
                 raise
@@ -243,14 +249,24 @@ class EMA(Algorithm):
                 self._model_name,
                 error,
             )
-            return
+
+    def _swapped(self, state: State, weights: Weights) -> contextlib.ExitStack:
+        """On all ranks or on none: what fails on any rank, such as no memory, raises on every rank."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(swapped(state.model, self._model_name, self._pulled))
-            self._swap = stack.pop_all()
+            failure: EmaError | None = None
+            try:
+                stack.enter_context(swapped(state.model, self._model_name, weights))
+            except Exception as raised:
+                failure = failure_of(raised)
+            self._ranks().gather_or_raise(failure, None)
+            return stack.pop_all()
+
+    def _ranks(self) -> Ranks:
+        return Ranks.current(self._options.get("process_group"))
 
     def _pull(self) -> Weights:
         """What fails on any rank raises on every rank."""
-        ranks = Ranks.current(self._options.get("process_group"))
+        ranks = self._ranks()
         if self._attachment is not None:
             return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
         # Not trained yet since a checkpoint was loaded.
@@ -258,8 +274,8 @@ class EMA(Algorithm):
         failure: EmaError | None = None
         try:
             weights = self._pull_resumed()
-        except EmaError as error:
-            failure = error
+        except Exception as raised:
+            failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
         assert weights is not None
         return weights
