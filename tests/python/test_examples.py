@@ -93,6 +93,20 @@ def test_fsdp2(server, client, model, tmp_path):
     assert client.model(f"{model}-resumed").latest.tracks["ema"].update_count == 1 + 250 // 5
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name, ranks", [("tensor_parallel", 4), ("pipeline", 2)])
+def test_models_in_pieces(server, client, model, trainer, name, ranks):
+    """What is on the server is the whole model, which any process can evaluate."""
+    output = run_example(f"{name}_train.py", server.url(model), ranks=ranks)
+    step, trained, averaged = accuracies(output)
+    assert step == STEPS and averaged > trained
+    assert client.model(model).latest.number == PUSHES
+    whole = trainer.network()
+    with ema_client.averaged(whole, server.url(model)):
+        assert f"averaged {trainer.accuracy(whole):.4f}" in output
+
+
 def test_evaluate(server, client, model, trainer):
     """Each version is measured as it comes, while this process trains."""
     net = trainer.network()
