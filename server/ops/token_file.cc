@@ -3,16 +3,19 @@
 
 #include <openssl/crypto.h>
 #include <openssl/sha.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <fstream>
 #include <ios>
+#include <iterator>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -29,12 +32,17 @@ std::array<unsigned char, 32> Sha256(std::string_view text) {
   return digest;
 }
 
-absl::StatusOr<std::string> Read(const std::string& path) {
-  constexpr std::streamsize kMaxBytes = 1 << 20;
+absl::Status NotReadable(const std::string& path) {
+  return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": cannot be read"));
+}
+
+absl::StatusOr<std::string> Read(const std::string& path, int64_t expected_bytes) {
+  constexpr int64_t kMaxBytes = 1 << 20;
   std::ifstream file(path, std::ios::binary);
-  std::string text(kMaxBytes + 1, '\0');
-  if (!file.is_open() || (file.read(text.data(), kMaxBytes + 1), file.bad())) {
-    return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": cannot be read"));
+  // One more: the end must be seen, too.
+  std::string text(std::min(expected_bytes, kMaxBytes) + 1, '\0');
+  if (!file.is_open() || (file.read(text.data(), std::ssize(text)), file.bad())) {
+    return NotReadable(path);
   }
   if (file.gcount() > kMaxBytes) {
     return absl::InvalidArgumentError(
@@ -60,7 +68,8 @@ bool IsToken(absl::string_view text) {
 
 absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path) {
   std::unique_ptr<TokenFile> file(new TokenFile(path));
-  EMA_ASSIGN_OR_RETURN(file->text_, Read(path));
+  EMA_ASSIGN_OR_RETURN(const Stamp stamp, StampOf(path));
+  EMA_ASSIGN_OR_RETURN(file->text_, Read(path, stamp.size));
   absl::StatusOr<std::vector<Entry>> entries = Parse(file->text_);
   if (!entries.ok()) {
     return absl::InvalidArgumentError(
@@ -129,11 +138,37 @@ absl::StatusOr<Access> TokenFile::Authenticate(std::string_view authorization) c
   return *std::move(access);
 }
 
+absl::StatusOr<TokenFile::Stamp> TokenFile::StampOf(const std::string& path) {
+  struct stat about {};
+  if (stat(path.c_str(), &about) != 0) return NotReadable(path);
+  return Stamp{.inode = static_cast<int64_t>(about.st_ino),
+               .size = about.st_size,
+               .change_time = absl::TimeFromTimespec(about.st_ctim)};
+}
+
 bool TokenFile::Refresh() {
-  absl::StatusOr<std::string> text = Read(path_);
-  // A file that is just being replaced.
-  if (!text.ok() || *text == text_) return false;
-  text_ = *std::move(text);
+  const absl::StatusOr<Stamp> stamp = StampOf(path_);
+  if (stamp.ok() && settled_ == *stamp) return false;
+  absl::StatusOr<std::string> text =
+      stamp.ok() ? Read(path_, stamp->size) : absl::StatusOr<std::string>(stamp.status());
+  settled_.reset();
+  const bool was_lost = std::exchange(is_lost_, !text.ok());
+  if (!text.ok()) {
+    if (!was_lost && on_change != nullptr) on_change(text.status());
+    return false;
+  }
+  // What is written within a tick of the file system's clock may leave the same time.
+  constexpr absl::Duration kTick = absl::Seconds(2);
+  if (*text == text_) {
+    if (absl::Now() - stamp->change_time > kTick) settled_ = *stamp;
+    found_.reset();
+    return false;
+  }
+  if (found_ != *text) {
+    found_ = *std::move(text);
+    return false;
+  }
+  text_ = *std::exchange(found_, std::nullopt);
   absl::StatusOr<std::vector<Entry>> entries = Parse(text_);
   if (on_change != nullptr) on_change(entries.status());
   if (!entries.ok()) return false;

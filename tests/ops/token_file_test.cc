@@ -7,6 +7,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "ema/error_reason.h"
 #include "tests/testutil/status_matchers.h"
@@ -33,6 +34,10 @@ class TokenFileTest : public testing::Test {
   absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& text) const {
     Write(text);
     return TokenFile::Open(path_);
+  }
+  static void LookTwice(TokenFile& file) {
+    file.Refresh();
+    file.Refresh();
   }
   static std::string Bearer(const std::string& token) { return "Bearer " + token; }
 
@@ -115,23 +120,54 @@ TEST_F(TokenFileTest, AChangedFileIsTakenOverUnlessItIsWrong) {
   EXPECT_FALSE(told.has_value());
 
   Write("admin");
-  (*file)->Refresh();
+  LookTwice(**file);
   ASSERT_TRUE(told.has_value());
   EXPECT_THAT(*told, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("line 1")));
   EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
   told.reset();
-  (*file)->Refresh();
+  LookTwice(**file);
   EXPECT_FALSE(told.has_value()) << "said once";
 
   Write(std::string("evaluator ") + kEvaluator);
-  (*file)->Refresh();
+  LookTwice(**file);
   EXPECT_THAT(told.value_or(absl::UnknownError("not told")), IsOk());
   EXPECT_THAT((*file)->Authenticate(Bearer(kEvaluator)), IsOk());
   EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), ReasonIs(ErrorReason::kBadToken));
+}
 
-  std::remove(path_.c_str());
+TEST_F(TokenFileTest, AFileThatIsBeingWrittenIsNotTakenOver) {
+  const auto file = Open(std::string("admin ") + kTrainer);
+  ASSERT_THAT(file, IsOk());
+  int told = 0;
+  (*file)->on_change = [&](const absl::Status&) { ++told; };
+  std::ofstream writer(path_);
+  writer << "evaluator " << kEvaluator << std::flush;
   (*file)->Refresh();
+  writer << "\nadmin " << kTrainer << std::flush;
+  EXPECT_FALSE((*file)->Refresh());
+  EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
+  EXPECT_EQ(told, 0);
+  EXPECT_TRUE((*file)->Refresh());
   EXPECT_THAT((*file)->Authenticate(Bearer(kEvaluator)), IsOk());
+  EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
+  EXPECT_EQ(told, 1);
+}
+
+TEST_F(TokenFileTest, AFileThatDisappearsIsToldOfOnce) {
+  const auto file = Open(std::string("admin ") + kTrainer);
+  ASSERT_THAT(file, IsOk());
+  std::vector<absl::Status> told;
+  (*file)->on_change = [&](const absl::Status& status) { told.push_back(status); };
+  for (int times = 1; times <= 2; ++times) {
+    std::remove(path_.c_str());
+    LookTwice(**file);
+    ASSERT_EQ(told.size(), times);
+    EXPECT_THAT(told.back(), StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(path_)));
+    EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
+    Write(std::string("admin ") + kTrainer);
+    LookTwice(**file);
+    EXPECT_EQ(told.size(), times);
+  }
 }
 
 }  // namespace
