@@ -5,6 +5,7 @@
 #ifndef EMA_SERVER_BASE_LOG_EVENT_H_
 #define EMA_SERVER_BASE_LOG_EVENT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -21,9 +22,11 @@ namespace ema {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// A named value: a truth value, an integer, a number, or text, which may come from anywhere. A
-// status and a duration are text, too.
+// A named value: a truth value, an integer, a number, or text, which may come from anywhere: its
+// first kMaxTextBytes, and "..." if there was more. A status and a duration are text, too.
 struct LogField {
+  static constexpr size_t kMaxTextBytes = 1 << 10;
+
   template <typename T>
   LogField(std::string_view name, const T& given) : key(name), value(ValueOf(given)) {}
 
@@ -42,10 +45,14 @@ struct LogField {
     } else if constexpr (std::is_same_v<T, absl::Duration>) {
       return absl::FormatDuration(given);
     } else if constexpr (std::is_same_v<T, absl::Status>) {
-      return given.ToString(absl::StatusToStringMode::kWithNoExtraData);
+      return Clipped(given.ToString(absl::StatusToStringMode::kWithNoExtraData));
     } else {
-      return std::string(given);
+      return Clipped(std::string(given));
     }
+  }
+  static std::string Clipped(std::string text) {
+    if (text.size() > kMaxTextBytes) text.replace(kMaxTextBytes, std::string::npos, "...");
+    return text;
   }
 };
 

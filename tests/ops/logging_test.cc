@@ -59,6 +59,14 @@ TEST_F(LoggingTest, FieldsHaveTypes) {
             "e yes=true n=7 x=0.5 time=1m30s error=\"ABORTED: no \\\"x\\\"\" empty=\"\"");
 }
 
+TEST_F(LoggingTest, LongTextIsClipped) {
+  const std::string text(LogField::kMaxTextBytes, 'x');
+  EXPECT_EQ(ToText({LogLevel::kInfo, "e", {{"name", text}}}), "e name=" + text);
+  EXPECT_EQ(ToText({LogLevel::kInfo, "e", {{"name", text + "y"}}}), "e name=" + text + "...");
+  EXPECT_EQ(ToText({LogLevel::kInfo, "e", {{"error", absl::AbortedError(text)}}}).size(),
+            text.size() + std::string_view("e error=\"...\"").size());
+}
+
 TEST_F(LoggingTest, NoTextEndsTheLineOrTheQuotes) {
   const std::string line = ToText({LogLevel::kInfo, "e", {{"name", kHostile}, {"b", "it's"}}});
   EXPECT_EQ(line, R"(e name="a b\n{\"c\"}\r\t\x1b[2J\x7f\\\xc3\xa9\xff=" b=it's)");
