@@ -65,7 +65,9 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
         + memory["requests"] * memory["request"]
         + memory["freed"]
     )
-    assert only(lines, "serving")["listen"] == server.address
+    serving = only(lines, "serving")
+    assert serving["listen"] == server.address
+    assert isinstance(serving["seconds"], float) and serving["seconds"] > 0
     assert only(lines, "model created")["model"] == "m"
     opened = only(lines, "run opened")
     assert (opened["model"], opened["ranks"], opened["launch"]) == ("m", 1, "first")

@@ -151,6 +151,53 @@ def test_who_has_no_certificate_does_not_get_in(
                 client.models()
 
 
+@pytest.fixture(scope="module")
+def expired(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> str:
+    """A certificate for the trainer's key that was good in January 2020."""
+    folder = tmp_path_factory.mktemp("expired")
+    (folder / "index").touch()
+    config = folder / "config"
+    config.write_text(
+        f"""
+[ca]
+default_ca = ours
+[ours]
+database = {folder}/index
+new_certs_dir = {folder}
+certificate = {files["ca"]}
+private_key = {files["ca_key"]}
+rand_serial = yes
+default_md = sha256
+policy = any
+[any]
+commonName = supplied
+"""
+    )
+    path = str(folder / "cert")
+    subprocess.run(
+        ["openssl", "ca", "-batch", "-notext", "-config", config]
+        + ["-startdate", "20200101000000Z", "-enddate", "20200201000000Z"]
+        + ["-in", files["request"], "-out", path],
+        check=True,
+        capture_output=True,
+    )
+    return path
+
+
+def test_an_expired_certificate_does_not_get_in(
+    server: ServerProcess, files: dict[str, str], expired: str
+) -> None:
+    for certificate, is_good in ((files["cert"], True), (expired, False)):
+        tls = ema_client.Tls(files["ca"], certificate, files["key"])
+        timeout_s = 30 if is_good else 1
+        with ema_client.Client(f"emas://{server.address}", timeout_s=timeout_s, tls=tls) as client:
+            if is_good:
+                client.models()
+            else:
+                with pytest.raises(ema_client.EmaError):
+                    client.models()
+
+
 def test_a_missing_file_is_named(server: ServerProcess) -> None:
     tls = ema_client.Tls(ca_file="/none/ca.pem")
     with ema_client.Client(f"emas://{server.address}", tls=tls) as client:
