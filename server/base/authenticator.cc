@@ -28,4 +28,8 @@ bool Access::Covers(std::string_view model) const {
   return models.empty() || std::any_of(models.begin(), models.end(), matches);
 }
 
+bool Access::CoversAll() const {
+  return models.empty() || std::find(models.begin(), models.end(), "*") != models.end();
+}
+
 }  // namespace ema

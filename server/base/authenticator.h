@@ -30,6 +30,7 @@ struct Access {
   std::vector<std::string> models;
 
   bool Covers(std::string_view model) const;
+  bool CoversAll() const;
 };
 
 // Knows callers by what they say of themselves. Thread-safe.

@@ -5,6 +5,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -24,6 +25,12 @@ namespace {
 int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 }  // namespace
+
+absl::StatusOr<int> NewEvent() {
+  const int fd = eventfd(0, EFD_CLOEXEC);
+  if (fd < 0) return absl::InternalError(absl::StrCat("eventfd: ", std::strerror(errno)));
+  return fd;
+}
 
 ConnectionAcceptor::ConnectionAcceptor(int listen_fd)
     : listen_fd_(listen_fd), spare_fd_(OpenSpare()) {}

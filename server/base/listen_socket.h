@@ -22,6 +22,10 @@ struct ListenSocket {
 // ALREADY_EXISTS: somebody listens there. NOT_FOUND: no such host. INTERNAL: the system refuses.
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option);
 
+// A descriptor that is readable once 8 bytes have been written to it; the caller's. INTERNAL: the
+// system refuses.
+absl::StatusOr<int> NewEvent();
+
 // Accepts connections, and gets over having no file descriptor left: a spare one is kept, to refuse
 // with what would else stay in the backlog. For one thread.
 class ConnectionAcceptor {

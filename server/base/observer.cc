@@ -15,9 +15,11 @@ std::string_view RefusalName(ServerObserver::Refusal reason) {
     case ServerObserver::Refusal::kPeerLimit:
       return "peer_limit";
     case ServerObserver::Refusal::kDescriptors:
+      return "descriptors";
+    case ServerObserver::Refusal::kLanes:
       break;
   }
-  return "descriptors";
+  return "lanes";
 }
 
 }  // namespace ema

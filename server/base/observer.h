@@ -22,9 +22,10 @@ struct PushPhases {
   absl::Duration commit;   // The step became the next version.
 };
 
-// Told of events as they happen, before clients are. Every function may be called from any thread,
-// also with locks of the caller's held: it must neither block nor call back. What is given is valid
-// during the call only. The functions of this class do nothing.
+// Told of events as they happen, before clients are (of calls without a request, after them). Every
+// function may be called from any thread, also with locks of the caller's held: it must neither
+// block nor call back. What is given is valid during the call only. The functions of this class do
+// nothing.
 class ServerObserver {
  public:
   // Nobody.
@@ -39,6 +40,8 @@ class ServerObserver {
 
   // A call has ended with `status`; `rpc` is the method's name. Those by same-host lanes, too.
   virtual void OnRpcEnded(std::string_view /*rpc*/, const absl::Status& /*status*/) {}
+  // The same of a call that anybody may make.
+  virtual void OnProbeEnded(std::string_view /*rpc*/, const absl::Status& /*status*/) {}
 
   // All shards of one step.
   struct StepEnd {
@@ -74,6 +77,7 @@ class ServerObserver {
     kLimit,
     kPeerLimit,
     kDescriptors,  // The process has no file descriptor left.
+    kLanes,        // A same-host lane: there are as many as there may be.
   };
   virtual void OnConnectionRefused(Refusal /*reason*/) {}
 
@@ -81,7 +85,7 @@ class ServerObserver {
   virtual void OnProblem(std::string_view /*text*/) {}
 };
 
-// "limit", "peer_limit", "descriptors".
+// "limit", "peer_limit", "descriptors", "lanes".
 std::string_view RefusalName(ServerObserver::Refusal reason);
 
 }  // namespace ema

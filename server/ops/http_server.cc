@@ -2,7 +2,6 @@
 #include "server/ops/http_server.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 
@@ -62,8 +62,11 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
                                                               Pages pages,
                                                               std::chrono::milliseconds timeout) {
   EMA_ASSIGN_OR_RETURN(ListenSocket socket, ListenTcp(address, "--http-listen"));
+  absl::Cleanup close_socket = [fd = socket.fd] { close(fd); };
+  EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
+  std::move(close_socket).Cancel();
   std::unique_ptr<HttpServer> server(
-      new HttpServer(std::move(socket), eventfd(0, EFD_CLOEXEC), std::move(pages), timeout));
+      new HttpServer(std::move(socket), stop_fd, std::move(pages), timeout));
   server->thread_ = std::thread([server = server.get()] { server->Run(); });
   return server;
 }

@@ -59,8 +59,10 @@ struct Metrics::ModelSeries {
 };
 
 Metrics::Metrics() {
-  refused_connections_ = {
-      {Refusal::kLimit, 0}, {Refusal::kPeerLimit, 0}, {Refusal::kDescriptors, 0}};
+  refused_connections_ = {{Refusal::kLimit, 0},
+                          {Refusal::kPeerLimit, 0},
+                          {Refusal::kDescriptors, 0},
+                          {Refusal::kLanes, 0}};
 }
 Metrics::~Metrics() = default;
 
@@ -98,16 +100,25 @@ void Metrics::OnModelDeleted(std::string_view model) {
   if (const auto found = models_.find(model); found != models_.end()) models_.erase(found);
 }
 
-void Metrics::OnRpcEnded(std::string_view rpc, const absl::Status& status) {
+void Metrics::CountLocked(std::string_view rpc, const absl::Status& status) {
   const ErrorReason reason = GetErrorReason(status);
-  absl::MutexLock lock(&mu_);
   ++rpcs_[{std::string(rpc), absl::StatusCodeToString(status.code())}];
   if (reason != ErrorReason::kUnspecified) {
     ++rejects_[{std::string(rpc), std::string(ErrorReasonName(reason))}];
   }
+}
+
+void Metrics::OnRpcEnded(std::string_view rpc, const absl::Status& status) {
+  absl::MutexLock lock(&mu_);
+  CountLocked(rpc, status);
   if (!status.ok() && !IsOrdinary(status)) {
     NoteProblemLocked(rpc, status.ToString(absl::StatusToStringMode::kWithNoExtraData));
   }
+}
+
+void Metrics::OnProbeEnded(std::string_view rpc, const absl::Status& status) {
+  absl::MutexLock lock(&mu_);
+  CountLocked(rpc, status);
 }
 
 void Metrics::OnStepEnded(const StepEnd& end) {

@@ -36,6 +36,8 @@ class Metrics final : public ServerObserver {
   void OnModelDeleted(std::string_view model) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRpcEnded(std::string_view rpc, const absl::Status& status) override
       ABSL_LOCKS_EXCLUDED(mu_);
+  void OnProbeEnded(std::string_view rpc, const absl::Status& status) override
+      ABSL_LOCKS_EXCLUDED(mu_);
   void OnStepEnded(const StepEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnPushEnded(const PushEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnPullEnded(const PullEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
@@ -55,13 +57,15 @@ class Metrics final : public ServerObserver {
     std::string text;
   };
   // Newest first, at most kMaxProblems. What clients meet in the ordinary course (they are told to
-  // come back, or leave) is not among them.
+  // come back, or leave) is not among them, nor what those do who need no token.
   std::vector<Problem> Problems() const ABSL_LOCKS_EXCLUDED(mu_);
   static constexpr size_t kMaxProblems = 32;
 
  private:
   struct ModelSeries;
 
+  void CountLocked(std::string_view rpc, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Null: there is no such model.
   ModelSeries* FindLocked(std::string_view model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteProblemLocked(std::string_view what, std::string_view text)

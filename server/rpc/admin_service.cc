@@ -39,9 +39,9 @@ SnapshotRef PinNamed(const ModelStore& store, const Request& request) {
 }
 
 // `executor`, which lets `version` go after the function.
-AdminService::Executor Holding(SnapshotRef version, const AdminService::Executor& executor) {
+Executor Holding(SnapshotRef version, const Executor& executor) {
   return [version = std::move(version), executor](std::function<void()> function) {
-    executor([version, function = std::move(function)] { function(); });
+    return executor([version, function = std::move(function)] { function(); });
   };
 }
 
@@ -79,20 +79,20 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(AttachFile, here);
   EMA_LISTEN(GetAttachedFile, workers.quick);
   EMA_LISTEN_BY(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return request.has_resume() ? workers.slow : Executor();
+    return request.has_resume() ? workers.restoring : Executor();
   });
   EMA_LISTEN(QueryPush, here);
   EMA_LISTEN(GetLane, here);
   EMA_LISTEN(ListVersions, here);
-  EMA_LISTEN_BY(GetStatistics, holding(workers.slow));
+  EMA_LISTEN_BY(GetStatistics, holding(workers.computing));
   EMA_LISTEN_BY(CreateCheckpoint, create);
   EMA_LISTEN(GetCheckpoint, workers.quick);
   EMA_LISTEN(ListCheckpoints, workers.quick);
   EMA_LISTEN(DeleteCheckpoint, workers.saving);
-  EMA_LISTEN(RestoreCheckpoint, workers.slow);
+  EMA_LISTEN(RestoreCheckpoint, workers.restoring);
   EMA_LISTEN_BY(SetLabel, holding(workers.saving));
   EMA_LISTEN_BY(ReportMetric, holding(workers.saving));
-  EMA_LISTEN(Synthesize, workers.slow);
+  EMA_LISTEN(Synthesize, workers.computing);
 #undef EMA_LISTEN
 #undef EMA_LISTEN_BY
 }
@@ -153,8 +153,8 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
   if (request.confirm_model() != request.model()) {
-    return BadMessage(absl::StrCat("confirm_model: \"", absl::CHexEscape(request.confirm_model()),
-                                   "\" given, expected \"", request.model(),
+    return BadMessage(absl::StrCat("confirm_model: ", Quoted(request.confirm_model()),
+                                   " given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
   }
   const bool is_there = store_->Get(request.model()).ok();

@@ -27,15 +27,15 @@ class AdminService {
   // What GetLane() answers. REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
 
-  // Runs a function on another thread.
-  using Executor = std::function<void(std::function<void()>)>;
   struct Workers {
     // Runs what reads of the disk only what there is, and waits for no save.
     Executor quick;
     // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned.
     Executor saving;
-    // Runs what reads whole versions, for minutes.
-    Executor slow;
+    // Runs what makes an earlier version the newest, for minutes.
+    Executor restoring;
+    // Runs what computes over whole versions, for minutes.
+    Executor computing;
   };
   // Waits for the next call of each method on `queue`. This outlives the queue.
   void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Workers& workers);

@@ -16,6 +16,7 @@ namespace {
 struct Rule {
   std::string_view method;
   Role role;
+  bool concerns_all_models = false;  // Whoever is for some of them may not call it.
 };
 
 constexpr Rule kRules[] = {
@@ -49,8 +50,8 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/DeleteModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteCheckpoint", Role::kAdmin},
     {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin},
-    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin},
-    {"/ema.v1.EmaService/Drain", Role::kAdmin},
+    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, true},
+    {"/ema.v1.EmaService/Drain", Role::kAdmin, true},
 };
 
 // What a server that drains does not begin any more. The others end what is under way, only look,
@@ -62,6 +63,14 @@ constexpr std::string_view kWork[] = {"/ema.v1.EmaService/Pull",
                                       "/ema.v1.EmaService/CreateCheckpoint",
                                       "/ema.v1.EmaService/RestoreCheckpoint"};
 
+// Null: there is none.
+const Rule* FindRule(std::string_view method) {
+  const Rule* const rule =
+      std::find_if(std::begin(kRules), std::end(kRules),
+                   [method](const Rule& candidate) { return candidate.method == method; });
+  return rule != std::end(kRules) ? rule : nullptr;
+}
+
 absl::Status NotAllowed(std::string_view what) {
   return MakeError(absl::StatusCode::kPermissionDenied, ErrorReason::kNotAllowed, what);
 }
@@ -69,11 +78,8 @@ absl::Status NotAllowed(std::string_view what) {
 }  // namespace
 
 std::optional<Role> RoleFor(std::string_view method) {
-  const Rule* const rule =
-      std::find_if(std::begin(kRules), std::end(kRules),
-                   [method](const Rule& candidate) { return candidate.method == method; });
-  if (rule == std::end(kRules)) return std::nullopt;
-  return rule->role;
+  const Rule* const rule = FindRule(method);
+  return rule != nullptr ? std::optional(rule->role) : std::nullopt;
 }
 
 bool BeginsWork(std::string_view method) {
@@ -83,17 +89,22 @@ bool BeginsWork(std::string_view method) {
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
                                  std::string_view authorization) {
   if (authenticator == nullptr) return Access();
-  const std::optional<Role> needed = RoleFor(method);
-  if (needed == Role::kNobody) return Access{.role = Role::kNobody, .models = {}};
+  const Rule* const rule = FindRule(method);
+  if (rule != nullptr && rule->role == Role::kNobody)
+    return Access{.role = Role::kNobody, .models = {}};
   EMA_ASSIGN_OR_RETURN(Access access, authenticator->Authenticate(authorization));
   const std::string name(ShortName(method));
-  if (!needed.has_value()) {
+  if (rule == nullptr) {
     return NotAllowed(absl::StrCat(name, ": no role may call it"));
   }
-  if (access.role < *needed) {
+  if (access.role < rule->role) {
     return NotAllowed(absl::StrCat(name, ": the token is of role ",
                                    std::string(RoleName(access.role)), ", expected ",
-                                   std::string(RoleName(*needed))));
+                                   std::string(RoleName(rule->role))));
+  }
+  if (rule->concerns_all_models && !access.CoversAll()) {
+    return NotAllowed(absl::StrCat(
+        name, ": the token is for some models, expected one whose line names no models"));
   }
   return access;
 }

@@ -38,7 +38,8 @@ bool BeginsWork(std::string_view method);
 
 // What the caller may do, who may call `method`. `authorization` is the value of that header. Null
 // `authenticator`: everybody may do everything. UNAUTHENTICATED, BAD_TOKEN. PERMISSION_DENIED,
-// NOT_ALLOWED: the role does not do.
+// NOT_ALLOWED: the role does not do, or the call is about the whole server and the token for some
+// models.
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
                                  std::string_view authorization);
 // PERMISSION_DENIED, NOT_ALLOWED: the model, there or not, is none of the caller's.

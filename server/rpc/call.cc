@@ -11,9 +11,8 @@ namespace ema {
 absl::StatusOr<Caller> RpcContext::Admit(std::string_view method,
                                          const grpc::ServerContext& context) {
   // Probes must get through whatever else an address does.
-  if (RoleFor(method) != Role::kNobody) {
-    EMA_RETURN_IF_ERROR(rate.Take(context.peer(), std::chrono::steady_clock::now()));
-  }
+  RateLimit& limit = RoleFor(method) == Role::kNobody ? probe_rate : rate;
+  EMA_RETURN_IF_ERROR(limit.Take(context.peer(), std::chrono::steady_clock::now()));
   return Admit(method, AuthorizationOf(context), context.peer());
 }
 

@@ -32,6 +32,7 @@
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/rate_limit.h"
 #include "server/rpc/stream_admission.h"
+#include "server/rpc/worker.h"
 
 namespace ema {
 
@@ -102,6 +103,7 @@ struct RpcContext {
   StreamAdmission requests;  // That arrive.
   StreamAdmission probes;    // The same of calls that anybody may make.
   RateLimit rate;
+  RateLimit probe_rate;  // Of calls that anybody may make.
   LogSink log;
   LogThrottle refusals;
   std::atomic<bool> refuses_work = false;  // Relaxed: a call may just have got in.
@@ -110,7 +112,7 @@ struct RpcContext {
   Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
   ServerObserver* observer = nullptr;      // Outlives this. Never null.
   // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
-  std::function<void(std::function<void()>)> disk_reader;
+  Executor disk_reader;
 
  private:
   // To the log, but not as many lines as there may be calls.

@@ -4,9 +4,11 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ema/error_reason.h"
@@ -120,6 +122,12 @@ ResumePoint FromProto(const v1::Resume& resume) {
 
 absl::Status BadMessage(const std::string& text) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
+}
+
+std::string Quoted(std::string_view text) {
+  constexpr size_t kMaxBytes = 128;
+  return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxBytes))),
+                      text.size() > kMaxBytes ? "..." : "", "\"");
 }
 
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {

@@ -49,15 +49,14 @@ class PushEnding {
   std::optional<absl::StatusOr<PushResult>> result_ ABSL_GUARDED_BY(mu_);
 };
 
-// Whose process is at the other end of `fd`.
+}  // namespace
+
 std::string PeerName(int fd) {
   ucred peer{};
   socklen_t size = sizeof(peer);
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return "lane";
   return absl::StrCat("lane:pid=", peer.pid);
 }
-
-}  // namespace
 
 void LaneConnection::Run(int fd) {
   // A client that passes no memory is not waited for for long.
@@ -110,7 +109,7 @@ absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
 }
 
 absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
-  EMA_RETURN_IF_ERROR(rpc_->pushes.Enter(this));
+  EMA_RETURN_IF_ERROR(rpc_->pushes.Enter(this, rpc_->authenticator));
   absl::Cleanup leave = [this] { rpc_->pushes.Leave(this); };
   PushHandler handler(rpc_->store.get());
   std::optional<PushPhases> phases;
@@ -159,7 +158,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
 }
 
 absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
+  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   const absl::Time begin = absl::Now();

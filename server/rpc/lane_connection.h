@@ -18,6 +18,9 @@
 
 namespace ema {
 
+// Whose process is at the other end of `fd`, a lane: "lane:pid=4711".
+std::string PeerName(int fd);
+
 // Has a thread of its own, in which Run() goes on until the client leaves, a call fails, or
 // `is_stopping`. Chunks are folded where the client has written them.
 class LaneConnection final : public StreamCall {

@@ -62,8 +62,9 @@ void LaneServer::Accept() {
     if (outcome != ConnectionAcceptor::Outcome::kAccepted) continue;
     const int fd = accepted;
     if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
+      const std::string peer = PeerName(fd);
       close(fd);
-      rpc_->observer->OnConnectionRefused(ServerObserver::Refusal::kLimit);
+      refused_.Tell(*rpc_->observer, rpc_->log, ServerObserver::Refusal::kLanes, peer, max_lanes_);
       continue;
     }
     Lane& lane = lanes_.emplace_back();

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/listen_socket.h"
 #include "server/rpc/call.h"
+#include "server/rpc/refused_connections.h"
 
 namespace ema {
 
@@ -45,6 +46,7 @@ class LaneServer {
   const std::string socket_name_;
   const int fd_;
   ConnectionAcceptor acceptor_;  // The accepting thread's.
+  RefusedConnections refused_;
   std::atomic<bool> is_stopping_ = false;
   struct Lane {
     std::thread thread;

@@ -4,7 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -53,6 +52,8 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path.data(), path.size());
   const auto* const as_any = reinterpret_cast<const sockaddr*>(&address);
+  EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
+  absl::Cleanup close_stop_fd = [stop_fd] { close(stop_fd); };
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
   absl::Cleanup close_fd = [fd] { close(fd); };
@@ -74,15 +75,17 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
         absl::StrCat("cannot listen on unix:", path, ": ", std::strerror(errno)));
   }
   std::move(close_fd).Cancel();
-  return std::unique_ptr<Listener>(
-      new Listener(fd, eventfd(0, EFD_CLOEXEC), /*port=*/0, path, limits));
+  std::move(close_stop_fd).Cancel();
+  return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path, limits));
 }
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
                                                             const Limits& limits) {
   EMA_ASSIGN_OR_RETURN(const ListenSocket socket, ListenTcp(address, "--listen"));
-  return std::unique_ptr<Listener>(
-      new Listener(socket.fd, eventfd(0, EFD_CLOEXEC), socket.port, "", limits));
+  absl::Cleanup close_socket = [&socket] { close(socket.fd); };
+  EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
+  std::move(close_socket).Cancel();
+  return std::unique_ptr<Listener>(new Listener(socket.fd, stop_fd, socket.port, "", limits));
 }
 
 Listener::~Listener() {
@@ -122,39 +125,35 @@ int64_t Listener::connection_count() {
   return static_cast<int64_t>(connections_.size());
 }
 
-void Listener::TellRefused(ServerObserver::Refusal reason, const std::string& peer, int64_t limit) {
-  observer_->OnConnectionRefused(reason);
-  const std::optional<int64_t> unsaid = refusals_.Take(std::chrono::steady_clock::now());
-  if (!unsaid.has_value()) return;
-  LogTo(log_, LogLevel::kWarning, "connection refused",
-        {{"peer", peer},
-         {"reason", RefusalName(reason)},
-         {"limit", limit},
-         {"more_before", *unsaid}});
-}
-
 bool Listener::Admit(int fd) {
   struct stat about {};
   sockaddr_storage address{};
   auto* const peer = reinterpret_cast<sockaddr*>(&address);
   socklen_t size = sizeof(address);
   if (fstat(fd, &about) != 0 || getpeername(fd, peer, &size) != 0) return false;
-  Connection connection{fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)};
+  const std::optional<ServerObserver::Refusal> refusal =
+      Keep({fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)});
+  if (!refusal.has_value()) return true;
+  refused_.Tell(*observer_, log_, *refusal, PeerText(peer),
+                *refusal == ServerObserver::Refusal::kLimit ? limits_.connections
+                                                            : limits_.connections_per_peer);
+  return false;
+}
+
+std::optional<ServerObserver::Refusal> Listener::Keep(Connection connection) {
   absl::MutexLock lock(&mu_);
   ForgetClosed();
   if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
-    TellRefused(ServerObserver::Refusal::kLimit, PeerText(peer), limits_.connections);
-    return false;
+    return ServerObserver::Refusal::kLimit;
   }
   const int64_t of_network =
       std::count_if(connections_.begin(), connections_.end(),
                     [&](const Connection& other) { return other.network == connection.network; });
   if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
-    TellRefused(ServerObserver::Refusal::kPeerLimit, PeerText(peer), limits_.connections_per_peer);
-    return false;
+    return ServerObserver::Refusal::kPeerLimit;
   }
   connections_.push_back(std::move(connection));
-  return true;
+  return std::nullopt;
 }
 
 void Listener::Accept() {
@@ -166,7 +165,10 @@ void Listener::Accept() {
     const auto [outcome, fd] = connections_to_accept_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (outcome == Outcome::kExhausted) poll(nullptr, 0, kBackoffMs);
     if (outcome == Outcome::kRefused) {
-      TellRefused(ServerObserver::Refusal::kDescriptors, "", connection_count());
+      rlimit files{};
+      getrlimit(RLIMIT_NOFILE, &files);
+      refused_.Tell(*observer_, log_, ServerObserver::Refusal::kDescriptors, "",
+                    static_cast<int64_t>(files.rlim_cur));
     }
     if (outcome != Outcome::kAccepted) continue;
     if (!Admit(fd)) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,8 +19,8 @@
 #include "absl/synchronization/mutex.h"
 #include "server/base/listen_socket.h"
 #include "server/base/log_event.h"
-#include "server/base/log_throttle.h"
 #include "server/base/observer.h"
+#include "server/rpc/refused_connections.h"
 
 namespace ema {
 
@@ -80,8 +81,8 @@ class Listener {
   void Accept() ABSL_LOCKS_EXCLUDED(mu_);
   // False: there are too many.
   bool Admit(int fd) ABSL_LOCKS_EXCLUDED(mu_);
-  // Tells of a connection that is closed at once. `peer`: empty if nobody knows it.
-  void TellRefused(ServerObserver::Refusal reason, const std::string& peer, int64_t limit);
+  // Counts it among those that are open; or why it may not be.
+  std::optional<ServerObserver::Refusal> Keep(Connection connection) ABSL_LOCKS_EXCLUDED(mu_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   int fd_;
@@ -92,7 +93,7 @@ class Listener {
   const Limits limits_;
   ServerObserver* observer_ = nullptr;  // Constant after Start(), as log_.
   LogSink log_;
-  LogThrottle refusals_;
+  RefusedConnections refused_;
   absl::Mutex mu_;
   std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;

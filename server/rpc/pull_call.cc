@@ -38,31 +38,30 @@ void PullCall::Listen(RpcContext* rpc, CallQueue* queue) {
   rpc->service.Request(kPull, &call->context_, &call->stream_, queue->get(), tag);
 }
 
+PullCall::PullCall(RpcContext* rpc, CallQueue* queue)
+    : rpc_(rpc),
+      queue_(queue),
+      arrival_(rpc, kPull),
+      handler_(rpc->store.get(), rpc->checkpoints) {}
+
 PullCall::~PullCall() { rpc_->pulls.Leave(this); }
 
 void PullCall::OnAccepted(bool ok) {
   if (!ok) return;  // Shutting down.
   in_flight_ = rpc_->calls.Enter();
-  begin_ = absl::Now();
   Listen(rpc_, queue_);
-  absl::StatusOr<Caller> caller = rpc_->Admit(kPull, context_);
-  if (!caller.ok()) return Finish(caller.status());
-  caller_ = *std::move(caller);
-  const absl::Status status =
-      arrival_.Begin(&rpc_->requests,
-                     [self = shared_from_this()](const absl::Status& late) { self->Finish(late); });
-  if (!status.ok()) return Finish(status);
-  stream_.Read(&request_, read_.Arm(shared_from_this()));
+  arrival_.Begin(
+      context_, [this] { stream_.Read(&request_, read_.Arm(shared_from_this())); },
+      [self = shared_from_this()](const absl::Status& status) { self->Finish(status); });
 }
 
 void PullCall::OnRead(bool ok) {
-  if (!arrival_.Complete()) return;
-  const LogCallerScope scope(&caller_.log);
-  if (absl::Status status = ok ? Start() : BadMessage("no PullRequest"); !status.ok()) {
-    return Finish(status);
-  }
+  if (!arrival_.Complete(ok)) return;
+  begin_ = absl::Now();
+  const LogCallerScope scope(&arrival_.caller().log);
+  if (absl::Status status = Start(); !status.ok()) return Finish(status);
   if (!handler_.needs_disk()) return WriteHeader();
-  rpc_->disk_reader([self = shared_from_this()] { self->OpenStored(); });
+  ReadDisk([self = shared_from_this()] { self->OpenStored(); });
 }
 
 absl::Status PullCall::Start() {
@@ -72,10 +71,14 @@ absl::Status PullCall::Start() {
     return BadMessage("a message that is no PullRequest");
   }
   request_.Clear();
-  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, caller_, request.model()));
-  SetCaller(kPull, caller_.authorization, request.model());
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this));
+  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, arrival_.caller(), request.model()));
+  SetCaller(kPull, arrival_.caller().authorization, request.model());
+  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
   return handler_.Open(request);
+}
+
+void PullCall::ReadDisk(std::function<void()> read) {
+  if (absl::Status status = rpc_->disk_reader(std::move(read)); !status.ok()) Finish(status);
 }
 
 void PullCall::OpenStored() {
@@ -95,7 +98,7 @@ void PullCall::OnWritten(bool ok) {
   if (trailer_written_) return Finish(absl::OkStatus());
   if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
   auto write_next = [self = shared_from_this()] { self->WriteNext(); };
-  if (handler_.needs_disk()) return rpc_->disk_reader(std::move(write_next));
+  if (handler_.needs_disk()) return ReadDisk(std::move(write_next));
   // Readers can wait, trainers cannot.
   queue_->Defer(std::move(write_next));
 }
@@ -138,7 +141,7 @@ void PullCall::End(StreamEnd why) {
 }
 
 void PullCall::Finish(const absl::Status& status) {
-  rpc_->observer->OnRpcEnded("Pull", status);
+  arrival_.TellEnd(status);
   rpc_->observer->OnPullEnded(handler_.EndOf(status, absl::Now() - begin_));
   handler_.Close();
   stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));

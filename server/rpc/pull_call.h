@@ -6,10 +6,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "server/rpc/call.h"
 #include "server/rpc/pull_handler.h"
+#include "server/rpc/request_arrival.h"
 
 namespace ema {
 
@@ -25,16 +27,17 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   ~PullCall();
 
  private:
-  PullCall(RpcContext* rpc, CallQueue* queue)
-      : rpc_(rpc), queue_(queue), handler_(rpc->store.get(), rpc->checkpoints) {}
+  PullCall(RpcContext* rpc, CallQueue* queue);
 
   void OnAccepted(bool ok);
   void OnRead(bool ok);
   void OnWritten(bool ok);
-  void OnFinished(bool) {}
+  void OnFinished(bool ok) { arrival_.TellSent(ok); }
   void End(StreamEnd why) override;
 
   absl::Status Start();
+  // On the disk reader's thread.
+  void ReadDisk(std::function<void()> read);
   void OpenStored();
   void WriteHeader();
   void WriteNext();
@@ -53,9 +56,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   MemberTag<PullCall> written_{&PullCall::OnWritten};
   MemberTag<PullCall> finished_{&PullCall::OnFinished};
 
-  Caller caller_;  // Constant once admitted.
   RequestArrival arrival_;
-  absl::Time begin_;
+  absl::Time begin_ = absl::InfiniteFuture();  // When the request was there.
   PullHandler handler_;
   uint32_t digest_ = 0;
   bool trailer_written_ = false;

@@ -38,7 +38,8 @@ void PushCall::OnAccepted(bool ok) {
   if (!caller.ok()) return Finish(caller.status());
   caller_ = *std::move(caller);
   SetCaller(kPush, caller_.authorization, /*model=*/std::nullopt);
-  if (absl::Status status = rpc_->pushes.Enter(this); !status.ok()) return Finish(status);
+  if (absl::Status status = rpc_->pushes.Enter(this, rpc_->authenticator); !status.ok())
+    return Finish(status);
   Read();
 }
 
@@ -99,6 +100,8 @@ absl::Status PushCall::HandleMessage() {
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
       EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPush, caller_, request.header().model()));
+      EMA_RETURN_IF_ERROR(
+          rpc_->pushes.SetModel(this, request.header().model(), rpc_->authenticator));
       return handler_.OnHeader(request.header(), [self = shared_from_this()](const auto& result) {
         self->Finish(result);
       });

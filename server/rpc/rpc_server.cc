@@ -6,6 +6,7 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -35,6 +36,10 @@ constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
 // Who probes sends all at once.
 constexpr std::chrono::seconds kProbeTimeout(1);
+constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
+
+// Of one address, and after a pause as many at once.
+constexpr int64_t kMaxProbesPerSecond = 20;
 
 // What health checks call the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
@@ -104,16 +109,16 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     rpc->queue_threads_.emplace_back(
         [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
   }
-  const auto start_worker = [rpc = rpc.get()](const char* name, Work* work, Heartbeats::Need need) {
-    Heartbeat* const heartbeat = rpc->options_.heartbeats->Add(name, need);
-    rpc->threads_.emplace_back([rpc, work, heartbeat] { rpc->RunWorker(work, heartbeat); });
-  };
-  start_worker("quick-calls", &rpc->quick_work_, Heartbeats::Need::kCheckpoints);
-  start_worker("saving-calls", &rpc->saves_, Heartbeats::Need::kCheckpoints);
-  start_worker("disk-reader", &rpc->disk_reads_, Heartbeats::Need::kCheckpoints);
-  // Some of these only compute, for minutes.
-  start_worker("slow-calls", &rpc->slow_work_, Heartbeats::Need::kNeither);
-  rpc->threads_.emplace_back([rpc = rpc.get()] { rpc->CheckStalled(); });
+  using Need = Heartbeats::Need;
+  for (const auto& [worker, need] : {std::pair(&rpc->quick_calls_, Need::kCheckpoints),
+                                     std::pair(&rpc->saving_calls_, Need::kCheckpoints),
+                                     std::pair(&rpc->disk_reader_, Need::kCheckpoints),
+                                     // These may go on for minutes.
+                                     std::pair(&rpc->restoring_calls_, Need::kNeither),
+                                     std::pair(&rpc->computing_calls_, Need::kNeither)}) {
+    worker->Start(options.heartbeats->Add(worker->name(), need));
+  }
+  rpc->watchdog_ = std::thread([rpc = rpc.get()] { rpc->CheckStalled(); });
   // So that whoever asks finds all workers from the first moment on.
   rpc->options_.heartbeats->Look(Heartbeats::Clock::now());
   rpc->SetServing(true);
@@ -135,17 +140,20 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                        absl::ToChronoNanoseconds(options.stall_timeout), kWatchRetryDelay},
            .requests = {"arriving request", options.max_arriving_requests,
                         absl::ToChronoNanoseconds(options.stall_timeout)},
-           .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout},
+           .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
+                      StreamAdmission::Newcomers::kAlwaysEnter},
            .rate = RateLimit(options.max_calls_per_second),
+           .probe_rate = RateLimit(kMaxProbesPerSecond),
            .log = options.log,
            .refusals = {},
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .observer = options.observer,
-           .disk_reader = ExecutorOf(&disk_reads_)},
+           .disk_reader = [this](auto read) { return disk_reader_.Run(std::move(read)); }},
       admin_(store, checkpoints, options.log),
       operator_(store, options.process,
-                {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}) {}
+                {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
+      disk_reader_("disk-reader", std::max(kMaxWaitingCalls, options.max_pull_streams)) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -231,7 +239,7 @@ absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
   } else {
     return MakeError(
         absl::StatusCode::kNotFound, ErrorReason::kBadRequest,
-        absl::StrCat("service: \"", service, "\" given, expected \"\", \"",
+        absl::StrCat("service: ", Quoted(service), " given, expected \"\", \"",
                      v1::EmaService::service_full_name(), "\" or \"", kCheckpointsService, "\""));
   }
   Response response;
@@ -264,7 +272,11 @@ void RpcServer::Shutdown(absl::Time deadline) {
   }
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
-  for (std::thread& thread : threads_) thread.join();
+  if (watchdog_.joinable()) watchdog_.join();
+  for (Worker* const worker :
+       {&quick_calls_, &saving_calls_, &restoring_calls_, &computing_calls_, &disk_reader_}) {
+    worker->Stop();
+  }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
   for (std::thread& thread : queue_threads_) thread.join();
 }
@@ -274,38 +286,16 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   PullCall::Listen(&rpc_, queue);
   WatchCall::Listen(&rpc_, queue->get());
   admin_.Listen(&rpc_, queue->get(),
-                {.quick = ExecutorOf(&quick_work_),
-                 .saving = ExecutorOf(&saves_),
-                 .slow = ExecutorOf(&slow_work_)});
+                {.quick = quick_calls_.executor(),
+                 .saving = saving_calls_.executor(),
+                 .restoring = restoring_calls_.executor(),
+                 .computing = computing_calls_.executor()});
   operator_.Listen(&rpc_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, &rpc_.health, kHealthCheck, queue->get(),
       [this](const auto& request, const Access&) { return CheckHealth(request); },
       [](const auto&) { return nullptr; });
   queue->Run();
-}
-
-AdminService::Executor RpcServer::ExecutorOf(Work* work) {
-  return [this, work](std::function<void()> function) {
-    absl::MutexLock lock(&mu_);
-    work->push_back(std::move(function));
-  };
-}
-
-void RpcServer::RunWorker(Work* work, Heartbeat* heartbeat) {
-  const auto ready = [this, work]()
-                         ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !work->empty(); };
-  while (true) {
-    std::function<void()> function;
-    {
-      absl::MutexLock lock(&mu_, absl::Condition(&ready));
-      if (work->empty()) return;
-      function = std::move(work->front());
-      work->pop_front();
-    }
-    const Heartbeat::Work at_work(heartbeat);
-    function();
-  }
 }
 
 void RpcServer::CheckStalled() {

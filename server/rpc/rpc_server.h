@@ -8,8 +8,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -30,12 +28,14 @@
 #include "server/rpc/listener.h"
 #include "server/rpc/operator_service.h"
 #include "server/rpc/tls.h"
+#include "server/rpc/worker.h"
 
 namespace ema {
 
 // Owns the listener, the completion queues with one thread each, and one thread each for: calls
 // that look at what is on the disk, calls that save (one after another, over all models), calls
-// that restore or build versions, what pulls read of the disk, and ending what has stalled.
+// that restore versions, calls that compute over whole ones, what pulls read of the disk, and
+// ending what has stalled.
 class RpcServer {
  public:
   struct Options {
@@ -88,6 +88,8 @@ class RpcServer {
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
   // Beside Options::max_arriving_requests: of health checks, which need no token.
   static constexpr int64_t kMaxArrivingProbes = 8;
+  // Calls that may wait for each of the threads that run calls.
+  static constexpr int64_t kMaxWaitingCalls = 64;
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
   // MakeServerCredentials(), or INTERNAL: gRPC did not start.
@@ -138,10 +140,6 @@ class RpcServer {
   absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
   std::vector<OperatorService::Limit> Limits() const;
   void ServeQueue(CallQueue* queue);
-  // Functions that wait for a worker's thread.
-  using Work = std::deque<std::function<void()>>;
-  AdminService::Executor ExecutorOf(Work* work);
-  void RunWorker(Work* work, Heartbeat* heartbeat) ABSL_LOCKS_EXCLUDED(mu_);
   void CheckStalled() ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
@@ -154,15 +152,18 @@ class RpcServer {
   std::vector<std::unique_ptr<CallQueue>> queues_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.
-  std::vector<std::thread> threads_;        // The others.
+  std::thread watchdog_;
 
   absl::Mutex mu_;
-  Work quick_work_ ABSL_GUARDED_BY(mu_);
-  Work saves_ ABSL_GUARDED_BY(mu_);
-  Work slow_work_ ABSL_GUARDED_BY(mu_);
-  Work disk_reads_ ABSL_GUARDED_BY(mu_);
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // The threads end.
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // The watchdog ends.
+
+  // Calls that wait there refer to what is above.
+  Worker quick_calls_{"quick-calls", kMaxWaitingCalls};
+  Worker saving_calls_{"saving-calls", kMaxWaitingCalls};
+  Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls};
+  Worker computing_calls_{"computing-calls", kMaxWaitingCalls};
+  Worker disk_reader_;  // A pull has at most one function there.
 };
 
 }  // namespace ema

@@ -37,13 +37,16 @@ absl::Status RevokedError();
 // called from others.
 class StreamCall {
  public:
-  // Who has called for what. Absent `model`: for whatever comes. Before Enter(), if at all.
+  // Who has called for what. Absent `model`: for whatever comes, until SetModel(). Before Enter(),
+  // if at all.
   void SetCaller(std::string_view method, std::string authorization,
                  std::optional<std::string_view> model) {
     method_ = method;
     authorization_ = std::move(authorization);
     if (model.has_value()) model_.emplace(*model);
   }
+  // `model` is what it has called for. Not while others may call MayGoOn(): see StreamAdmission.
+  void SetModel(std::string_view model) { model_.emplace(model); }
   // Whether the caller would be let in now.
   bool MayGoOn(const Authenticator& authenticator) const;
   // How long the call has waited for its peer; zero: it does not.
@@ -81,7 +84,7 @@ class StreamCall {
   std::chrono::steady_clock::time_point marked_time_;
   std::chrono::steady_clock::duration waited_ = {};
   std::chrono::steady_clock::duration worked_ = {};
-  // Constant while it has a place.
+  // Constant while it has a place; model_ changes under the admission's lock.
   std::string_view method_;
   std::string authorization_;
   std::optional<std::string> model_;
@@ -94,17 +97,29 @@ class StreamCall {
 // streams would else take each other's places for ever. Thread-safe.
 class StreamAdmission {
  public:
+  enum class Newcomers {
+    kMayWait,
+    // They get the place of the peer who has done nothing for longest, however short that is.
+    kAlwaysEnter,
+  };
   // `retry_delay`: when those are told to come back who find no place.
   StreamAdmission(std::string kind, int64_t limit, std::chrono::nanoseconds stall_timeout,
-                  absl::Duration retry_delay = absl::Milliseconds(50))
+                  absl::Duration retry_delay = absl::Milliseconds(50),
+                  Newcomers newcomers = Newcomers::kMayWait)
       : kind_(std::move(kind)),
         limit_(limit),
         stall_timeout_(stall_timeout),
-        retry_delay_(retry_delay) {}
+        retry_delay_(retry_delay),
+        newcomers_(newcomers) {}
 
   // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS. OK: `call` is checked for stalls until Leave().
-  absl::Status Enter(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
+  // UNAUTHENTICATED, BAD_TOKEN: since it was let in, `authenticator` has learnt of something else;
+  // null: nobody is asked.
+  absl::Status Enter(StreamCall* call, const Authenticator* authenticator = nullptr)
+      ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
+    // Under the lock, so that EndRevoked() comes after it, or has been before the question.
+    if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
     if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
       absl::Status status =
           MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
@@ -114,6 +129,14 @@ class StreamAdmission {
       return status;
     }
     calls_.insert(call);
+    return absl::OkStatus();
+  }
+  // What `call`, which has a place, is about. UNAUTHENTICATED, BAD_TOKEN: as Enter().
+  absl::Status SetModel(StreamCall* call, std::string_view model,
+                        const Authenticator* authenticator) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    call->SetModel(model);
+    if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
     return absl::OkStatus();
   }
   // Again, or without Enter(): does nothing.
@@ -148,10 +171,10 @@ class StreamAdmission {
     const auto longest = std::max_element(
         calls_.begin(), calls_.end(),
         [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
-    if (longest == calls_.end() || (*longest)->WaitingTime(now) < stall_timeout_ / 10 ||
-        now < next_end_time_) {
-      return false;
-    }
+    if (longest == calls_.end()) return false;
+    const bool must_wait =
+        (*longest)->WaitingTime(now) < stall_timeout_ / 10 || now < next_end_time_;
+    if (newcomers_ == Newcomers::kMayWait && must_wait) return false;
     next_end_time_ = now + stall_timeout_ / 40;
     (*longest)->End(StreamEnd::kStalled);
     calls_.erase(longest);
@@ -162,34 +185,10 @@ class StreamAdmission {
   const int64_t limit_;
   const std::chrono::nanoseconds stall_timeout_;
   const absl::Duration retry_delay_;
+  const Newcomers newcomers_;
   mutable absl::Mutex mu_;
   absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
   std::chrono::steady_clock::time_point next_end_time_ ABSL_GUARDED_BY(mu_);
-};
-
-// The request of a call, until it is there: it has a place in a StreamAdmission so long, for what
-// has come of it takes memory. Begin() and Complete() on the call's thread.
-class RequestArrival final : public StreamCall {
- public:
-  ~RequestArrival() { Leave(); }
-
-  // From here on the request is waited for. `on_end`, which keeps the call, is given what to finish
-  // it with if that has taken too long; on another thread, and with a lock held that Begin() takes.
-  // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: too many are waited for.
-  absl::Status Begin(StreamAdmission* admission, std::function<void(const absl::Status&)> on_end);
-  // It is there, or nothing more comes. False: `on_end` has been called.
-  bool Complete();
-
- private:
-  void End(StreamEnd why) override;
-  void Leave() {
-    if (admission_ != nullptr) admission_->Leave(this);
-  }
-
-  StreamAdmission* admission_ = nullptr;
-  // Set by whoever ends the wait; only they touch on_end_ then.
-  std::atomic<bool> has_ended_ = false;
-  std::function<void(const absl::Status&)> on_end_;
 };
 
 }  // namespace ema

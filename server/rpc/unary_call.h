@@ -6,7 +6,9 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -15,9 +17,11 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
 #include "grpc/health/v1/health.pb.h"
 #include "server/rpc/call.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/request_arrival.h"
 
 namespace ema {
 
@@ -37,15 +41,34 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
   return {};
 }
 
+// INVALID_ARGUMENT, BAD_REQUEST: `request` is larger than one that waits for its turn may be. One
+// that opens a run may be as long as its layout.
+template <typename Request>
+absl::Status CheckMayWait(const Request& request) {
+  constexpr int kMaxTracks = 64;  // Of a model.
+  constexpr size_t kMaxBytes = size_t{64} << 10;
+  if constexpr (requires { request.tracks_size(); }) {
+    if (request.tracks_size() > kMaxTracks) {
+      return BadMessage(
+          absl::StrCat("tracks: ", request.tracks_size(), " given, expected at most ", kMaxTracks));
+    }
+  }
+  if constexpr (!requires { request.layout(); }) {
+    if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxBytes) {
+      return BadMessage(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,
+                                     " bytes, expected at most ", kMaxBytes));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Its request is read once the caller may make the call, and takes one of the places for those that
-// arrive.
+// arrive. Then it may wait for the executor; when its turn comes it must be let in once more.
 template <typename Request, typename Response>
 class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, Response>> {
  public:
   using Handler = std::function<absl::StatusOr<Response>(const Request&, const Access&)>;
-  // Runs a handler that may block somewhere else than on the queue's thread; null: here.
-  using Executor = std::function<void(std::function<void()>)>;
-  // Which one a request needs.
+  // Where a request's handler runs, which may block there; null: on the queue's thread.
   using ChooseExecutor = std::function<Executor(const Request&)>;
 
   // Asks `source` for the next call of `method`, a literal, which is one of its.
@@ -54,6 +77,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
                      const ChooseExecutor& choose_executor) {
     std::shared_ptr<UnaryCall> call(
         new UnaryCall(rpc, source, method, queue, handler, choose_executor));
+    // A call that waits for its turn has no other way to learn that its caller has left.
+    call->context_.AsyncNotifyWhenDone(call->done_.Arm(call));
     void* const tag = call->accepted_.Arm(call);
     source->Request(method, &call->context_, &call->stream_, queue, tag);
   }
@@ -66,44 +91,52 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
         method_(method),
         queue_(queue),
         handler_(std::move(handler)),
-        choose_executor_(std::move(choose_executor)) {}
+        choose_executor_(std::move(choose_executor)),
+        arrival_(rpc, method) {}
 
   void OnAccepted(bool ok) {
-    if (!ok) return;  // Shutting down.
+    if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
     in_flight_ = rpc_->calls.Enter();
     Listen(rpc_, source_, method_, queue_, handler_, choose_executor_);
-    absl::StatusOr<Caller> caller = rpc_->Admit(method_, context_);
-    if (!caller.ok()) return Finish(caller.status());
-    caller_ = *std::move(caller);
-    // Nobody must be able to keep probes out by filling the places of the others.
-    StreamAdmission& places = RoleFor(method_) == Role::kNobody ? rpc_->probes : rpc_->requests;
-    const absl::Status status = arrival_.Begin(
-        &places,
-        [self = this->shared_from_this()](const absl::Status& late) { self->Finish(late); });
-    if (!status.ok()) return Finish(status);
-    stream_.Read(&request_, read_.Arm(this->shared_from_this()));
+    arrival_.Begin(
+        context_, [this] { stream_.Read(&request_, read_.Arm(this->shared_from_this())); },
+        [self = this->shared_from_this()](const absl::Status& status) { self->Finish(status); });
   }
   void OnRead(bool ok) {
-    if (!arrival_.Complete()) return;
-    if (!ok) return Finish(BadMessage(absl::StrCat("no ", Request::descriptor()->name())));
-    const absl::Status status = rpc_->CheckModel(method_, caller_, ModelOf(request_));
-    if (!status.ok()) return Finish(status);
-    const Executor executor = choose_executor_(request_);
-    auto answer = [self = this->shared_from_this(), is_deferred = executor != nullptr] {
-      self->Answer(is_deferred);
-    };
-    executor != nullptr ? executor(std::move(answer)) : answer();
+    if (!arrival_.Complete(ok)) return;
+    if (absl::Status status = Start(); !status.ok()) Finish(status);
   }
-  void Answer(bool is_deferred) {
-    const LogCallerScope scope(&caller_.log);
-    // A call that has waited for its executor may have nobody left who waits for it.
+  absl::Status Start() {
+    EMA_RETURN_IF_ERROR(CheckModel());
+    const Executor executor = choose_executor_(request_);
+    if (executor == nullptr) {
+      Answer(absl::OkStatus());
+      return absl::OkStatus();
+    }
+    EMA_RETURN_IF_ERROR(CheckMayWait(request_));
+    return executor([self = this->shared_from_this()] { self->Answer(self->TakeTurn()); });
+  }
+  absl::Status CheckModel() {
+    return rpc_->CheckModel(method_, arrival_.caller(), ModelOf(request_));
+  }
+  // Whether a call that has waited may still begin.
+  absl::Status TakeTurn() {
+    if (has_left_.load(std::memory_order_relaxed)) {
+      return absl::CancelledError("the caller has left before the call's turn came");
+    }
+    if (context_.deadline() < std::chrono::system_clock::now()) {
+      return absl::DeadlineExceededError("the deadline was over before the call's turn came");
+    }
+    EMA_RETURN_IF_ERROR(arrival_.AdmitAgain());
+    return CheckModel();
+  }
+  void Answer(const absl::Status& may_begin) {
+    const LogCallerScope scope(&arrival_.caller().log);
     const absl::StatusOr<Response> response =
-        is_deferred && context_.deadline() < std::chrono::system_clock::now()
-            ? absl::DeadlineExceededError("the deadline was over before the call's turn came")
-            : handler_(request_, caller_.access);
+        may_begin.ok() ? handler_(request_, arrival_.caller().access) : may_begin;
     if (RoleFor(method_) == Role::kAdmin) LogOperation(response.status());
     if (!response.ok()) return Finish(response.status());
-    rpc_->observer->OnRpcEnded(ShortName(method_), absl::OkStatus());
+    arrival_.TellEnd(absl::OkStatus());
     stream_.WriteAndFinish(*response, grpc::WriteOptions(), grpc::Status::OK,
                            finished_.Arm(this->shared_from_this()));
   }
@@ -115,10 +148,13 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     if (rpc_->log) rpc_->log(event);
   }
   void Finish(const absl::Status& error) {
-    rpc_->observer->OnRpcEnded(ShortName(method_), error);
+    arrival_.TellEnd(error);
     stream_.Finish(ToGrpcStatus(error, context_), finished_.Arm(this->shared_from_this()));
   }
-  void OnFinished(bool) {}
+  void OnFinished(bool ok) { arrival_.TellSent(ok); }
+  void OnDone(bool) {
+    if (context_.IsCancelled()) has_left_.store(true, std::memory_order_relaxed);
+  }
 
   RpcContext* const rpc_;
   CallSource* const source_;
@@ -129,12 +165,13 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   const ChooseExecutor choose_executor_;
   grpc::ServerContext context_;
   Request request_;
-  Caller caller_;  // Constant once admitted.
   RequestArrival arrival_;
   grpc::ServerAsyncReaderWriter<Response, Request> stream_{&context_};
   MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};
   MemberTag<UnaryCall> read_{&UnaryCall::OnRead};
   MemberTag<UnaryCall> finished_{&UnaryCall::OnFinished};
+  MemberTag<UnaryCall> done_{&UnaryCall::OnDone};
+  std::atomic<bool> has_left_ = false;  // The caller. Relaxed: it may leave a moment later.
 };
 
 }  // namespace ema

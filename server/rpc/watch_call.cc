@@ -25,32 +25,27 @@ void WatchCall::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
   rpc->service.Request(kWatch, &call->context_, &call->stream_, queue, tag);
 }
 
+WatchCall::WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue)
+    : rpc_(rpc), queue_(queue), arrival_(rpc, kWatch) {}
+
 WatchCall::~WatchCall() { rpc_->watches.Leave(this); }
 
 void WatchCall::OnAccepted(bool ok) {
   if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
-  absl::StatusOr<Caller> caller = rpc_->Admit(kWatch, context_);
-  absl::Status status = caller.status();
-  if (status.ok()) {
-    caller_ = *std::move(caller);
-    status = arrival_.Begin(&rpc_->requests, [self = shared_from_this()](const absl::Status& late) {
-      absl::MutexLock lock(&self->mu_);
-      self->FinishLocked(late);
-    });
-  }
-  if (!status.ok()) {
-    absl::MutexLock lock(&mu_);
-    return FinishLocked(status);
-  }
-  stream_.Read(&request_, read_.Arm(shared_from_this()));
+  arrival_.Begin(
+      context_, [this] { stream_.Read(&request_, read_.Arm(shared_from_this())); },
+      [self = shared_from_this()](const absl::Status& status) {
+        absl::MutexLock lock(&self->mu_);
+        self->FinishLocked(status);
+      });
 }
 
 void WatchCall::OnRead(bool ok) {
-  if (!arrival_.Complete()) return;
-  const LogCallerScope scope(&caller_.log);
-  const absl::Status status = ok ? Start() : BadMessage("no WatchRequest");
+  if (!arrival_.Complete(ok)) return;
+  const LogCallerScope scope(&arrival_.caller().log);
+  const absl::Status status = Start();
   {
     absl::MutexLock lock(&mu_);
     if (!status.ok()) FinishLocked(status);
@@ -71,21 +66,23 @@ void WatchCall::OnRead(bool ok) {
 }
 
 absl::Status WatchCall::Start() {
-  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kWatch, caller_, request_.model()));
+  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kWatch, arrival_.caller(), request_.model()));
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request_.model()));
   if (request_.after_version() < 0 || request_.incarnation() < 0) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                      absl::StrCat("after_version: ", request_.after_version(), ", incarnation: ",
                                   request_.incarnation(), " given, expected 0 or more"));
   }
-  SetCaller(kWatch, caller_.authorization, request_.model());
-  return rpc_->watches.Enter(this);
+  SetCaller(kWatch, arrival_.caller().authorization, request_.model());
+  return rpc_->watches.Enter(this, rpc_->authenticator);
 }
 
 void WatchCall::End(StreamEnd) {
   absl::MutexLock lock(&mu_);
   is_revoked_ = true;
-  if (!writing_) FinishLocked(RevokedError());
+  // A reader that takes nothing could not be told why, either: the stream is cut.
+  if (writing_) return context_.TryCancel();
+  FinishLocked(RevokedError());
 }
 
 void WatchCall::Advance() {
@@ -130,11 +127,12 @@ void WatchCall::OnDone(bool) {
 void WatchCall::FinishLocked(const absl::Status& status) {
   if (finishing_) return;
   finishing_ = true;
-  rpc_->observer->OnRpcEnded(ShortName(kWatch), status);
+  arrival_.TellEnd(status);
   stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }
 
-void WatchCall::OnFinished(bool) {
+void WatchCall::OnFinished(bool ok) {
+  arrival_.TellSent(ok);
   if (watcher_ != 0) model_->Unwatch(watcher_);
 }
 

@@ -11,6 +11,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/core/model.h"
 #include "server/rpc/call.h"
+#include "server/rpc/request_arrival.h"
 
 namespace ema {
 
@@ -24,7 +25,7 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   ~WatchCall();
 
  private:
-  WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
+  WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
 
   void OnAccepted(bool ok);
   void OnRead(bool ok);
@@ -53,7 +54,6 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   MemberTag<WatchCall> finished_{&WatchCall::OnFinished};
   MemberTag<WatchCall> done_{&WatchCall::OnDone};
 
-  Caller caller_;  // Constant once admitted.
   RequestArrival arrival_;
   std::shared_ptr<Model> model_;  // Constant once the request is there.
   int64_t watcher_ = 0;           // Only on the queue's thread.

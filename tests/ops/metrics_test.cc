@@ -39,7 +39,8 @@ TEST(MetricsTest, AModelHasAllItsSeriesFromTheStart) {
         "ema_push_phase_seconds_count{model=\"m\",phase=\"fold\"} 0",
         "ema_pull_duration_seconds_count{model=\"m\"} 0",
         "ema_checkpoint_save_duration_seconds_count{model=\"m\"} 0",
-        "ema_connections_refused_total{reason=\"peer_limit\"} 0"}) {
+        "ema_connections_refused_total{reason=\"peer_limit\"} 0",
+        "ema_connections_refused_total{reason=\"lanes\"} 0"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
   }
 }
@@ -165,6 +166,13 @@ TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
   SetRetryDelay(early, absl::Milliseconds(20));
   metrics.OnRpcEnded("Push", early);
   metrics.OnRpcEnded("Pull", absl::CancelledError("the reader has left"));
+  EXPECT_THAT(metrics.Problems(), IsEmpty());
+}
+
+TEST(MetricsTest, WhatAnybodyMayCallIsCountedAndNoProblem) {
+  Metrics metrics;
+  metrics.OnProbeEnded("Check", Rejected());
+  EXPECT_THAT(metrics.Text({}), HasSubstr("ema_rpcs_total{rpc=\"Check\",code=\"ABORTED\"} 1\n"));
   EXPECT_THAT(metrics.Problems(), IsEmpty());
 }
 

@@ -28,12 +28,17 @@ def header(name: str, text: str) -> bytes:
 class HalfSender:
     """One connection, whose calls send what the server takes of a message that has no end."""
 
-    def __init__(self, port: int, *, token: str = "") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
+    def __init__(
+        self, port: int, *, token: str = "", source: str = "127.0.0.1", takes: int = 65535
+    ) -> None:
+        """`takes`: bytes that the server may send for a call, and no more."""
+        self._socket = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
         self._socket.setblocking(False)
         self._token = token
         self._in = b""
-        self._out = PREFACE + frame(SETTINGS, 0, 0)
+        self._out = PREFACE + frame(
+            SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, takes)
+        )
         self._window = 65535
         self._initial_window = 65535
         self._windows: dict[int, int] = {}
@@ -47,6 +52,24 @@ class HalfSender:
 
     def begin(self, path: str, *, message_bytes: int = 8 << 20) -> int:
         """Starts a call whose message is said to be so long, and never ends."""
+        stream = self._begin(path)
+        self._left[stream] = 5 + message_bytes - 1
+        self._send(stream, struct.pack(">BI", 0, message_bytes))
+        return stream
+
+    def call(self, path: str, message: bytes) -> int:
+        """Starts a call and sends its message."""
+        stream = self._begin(path)
+        self._left[stream] = 5 + len(message)
+        self._send(stream, struct.pack(">BI", 0, len(message)) + message)
+        return stream
+
+    def send_all(self) -> None:
+        """Sends what has been begun."""
+        while self._out:
+            self.advance(max_wait_s=1.0)
+
+    def _begin(self, path: str) -> int:
         stream = self._next_stream
         self._next_stream += 2
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
@@ -56,8 +79,6 @@ class HalfSender:
         block = b"".join(header(name, text) for name, text in fields.items())
         self._out += frame(HEADERS, END_HEADERS, stream, block)
         self._windows[stream] = self._initial_window
-        self._left[stream] = 5 + message_bytes - 1
-        self._send(stream, struct.pack(">BI", 0, message_bytes))
         return stream
 
     def advance(self, *, max_wait_s: float) -> bool:

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator
 
 import ema_client
+import numpy as np
 import pytest
 from half_sent import HalfSender
-from http_pages import LISTEN, scrape, value, wait_for
+from http_pages import LISTEN, find_url, get, scrape, value, wait_for
 from server_process import ServerProcess
+from testing import SERVING, check_health
 
 ADMIN = "admin-51e3a0b2c7d84f60"
 EMA = "/ema.v1.EmaService/"
@@ -33,8 +35,10 @@ def resident_bytes(server: ServerProcess) -> int:
 
 
 @contextlib.contextmanager
-def half_sender(server: ServerProcess, token: str = "") -> Iterator[HalfSender]:
-    with contextlib.closing(HalfSender(server.port, token=token)) as sender:
+def half_sender(
+    server: ServerProcess, token: str = "", source: str = "127.0.0.1"
+) -> Iterator[HalfSender]:
+    with contextlib.closing(HalfSender(server.port, token=token, source=source)) as sender:
         yield sender
 
 
@@ -87,13 +91,58 @@ def test_those_that_stall_are_ended(tmp_path):
 
 
 def test_probes_are_answered_while_others_send_half_of_one(server):
-    with half_sender(server) as sender, ema_client.Client(server.address, token=ADMIN) as client:
-        for _ in range(20):
-            sender.begin(CHECK)
-            sender.advance(max_wait_s=0.0)
-        ended = sender.ended
+    with half_sender(server, source="127.0.0.2") as sender:
+        # More than there are places, again and again. The prober's own address has 20 a second.
+        for _ in range(15):
+            for _ in range(12):
+                sender.begin(CHECK, message_bytes=1000)
+            sender.send_all()
+            assert check_health(server.address, "") == SERVING
+        refused = ("ema_rejects_total", {"rpc": "Check", "reason": "TOO_MANY_CALLS"})
         wait_for(
-            lambda: sender.advance(max_wait_s=0.01) and len(ended) >= 12,
-            "there are eight places",
+            lambda: value(scrape(server), refused[0], **refused[1]) > 0, "one address has its rate"
         )
+    with ema_client.Client(server.address, token=ADMIN, timeout_s=60) as client:
         assert not client.models()
+
+
+def test_what_anybody_may_ask_is_no_error_of_the_server(server):
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed: pip install grpcio")
+    with pytest.raises(grpc.RpcError) as error:
+        check_health(server.address, "<b>" + "x" * 120 + "\n")
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+    assert "x\\n" in error.value.details()
+    _, page = get(find_url(server.log_path.read_text()), "/")
+    assert "None since the start." in page
+
+
+def test_a_watch_that_takes_nothing_ends_with_its_token(server, tmp_path):
+    evaluator = "evaluator-0d0f6f0c0b3a4a8c"
+    tokens = tmp_path / "tokens"
+
+    def write(text: str) -> None:
+        tokens.with_suffix(".new").write_text(text)
+        tokens.with_suffix(".new").rename(tokens)
+
+    def watches() -> float:
+        return value(scrape(server), "ema_streams_open", kind="watch")
+
+    def begin(sender: HalfSender) -> bool:
+        """Calls until the server has learnt of the token."""
+        sender.call(EMA + "Watch", b"\x0a\x01m")
+        sender.advance(max_wait_s=0.1)
+        return watches() > 0
+
+    write(f"admin {ADMIN}\nevaluator {evaluator}\n")
+    weights = {"w": np.zeros(10, np.float32)}
+    with (
+        ema_client.Client(server.address, token=ADMIN, timeout_s=60) as client,
+        contextlib.closing(HalfSender(server.port, token=evaluator, takes=0)) as sender,
+    ):
+        client.create_model("m", weights, tracks={"ema": "1ba"})
+        wait_for(lambda: begin(sender), "it watches")
+        with client.open_run("m") as run:
+            for step in (1, 2):
+                run.push(step=step, weights=weights)
+        write(f"admin {ADMIN}\n")
+        wait_for(lambda: watches() == 0, "it has ended")

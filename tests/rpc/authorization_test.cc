@@ -7,12 +7,15 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "ema/client.h"
 #include "tests/rpc/rpc_fixture.h"
 
@@ -27,6 +30,10 @@ using testing::Not;
 class FakeAuthenticator final : public Authenticator {
  public:
   absl::StatusOr<Access> Authenticate(std::string_view authorization) const override {
+    if (knows_nobody) {
+      return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "revoked");
+    }
+    if (knows_only_of_others) return Access{.role = Role::kAdmin, .models = {"other"}};
     for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
       const std::string token = "Bearer " + std::string(RoleName(role));
       if (authorization == token) return Access{.role = role, .models = {}};
@@ -34,7 +41,11 @@ class FakeAuthenticator final : public Authenticator {
     }
     return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "unknown");
   }
-  bool Refresh() override { return false; }
+  bool Refresh() override { return has_changed; }
+
+  std::atomic<bool> knows_nobody = false;
+  std::atomic<bool> knows_only_of_others = false;
+  std::atomic<bool> has_changed = false;
 };
 
 std::vector<const google::protobuf::MethodDescriptor*> AllMethods() {
@@ -70,9 +81,10 @@ class AuthorizationTest : public RpcFixture {
  protected:
   void SetUp() override { StartServer({.authenticator = &authenticator_}); }
 
-  // How a call of `method` ends that has just this request.
-  CallResult Call(const google::protobuf::MethodDescriptor& method, const std::string& token,
-                  const std::string& model) {
+  // How a call of `method` ends that has just this request, which is sent after `before_request`.
+  CallResult Call(
+      const google::protobuf::MethodDescriptor& method, const std::string& token,
+      const std::string& model, const std::function<void()>& before_request = [] {}) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
     if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
@@ -86,6 +98,7 @@ class AuthorizationTest : public RpcFixture {
     };
     stream->StartCall(nullptr);
     next();
+    before_request();
     grpc::ByteBuffer message;
     bool owns = false;
     grpc::GenericSerialize<grpc::ProtoBufferWriter, google::protobuf::Message>(
@@ -148,10 +161,56 @@ TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
   }
 }
 
-TEST_F(AuthorizationTest, EveryRpcAboutAModelRefusesOneThatTheTokenIsNotFor) {
-  const std::set<std::string> of_no_model = {"ListModels", "GetLane", "GetServerInfo",
-                                             "SetLogLevel", "Drain"};
+TEST_F(AuthorizationTest, EveryRpcIsRefusedWhoseTokenIsTakenAwayBeforeItsRequestIsThere) {
   for (const auto* method : AllMethods()) {
+    if (method->name() == "Push") continue;  // Has no request: its stream is ended.
+    SCOPED_TRACE(method->name());
+    const CallResult result = Call(*method, "admin", "m", [this] {
+      while (server_->usage().arriving_requests == 0) absl::SleepFor(absl::Milliseconds(1));
+      authenticator_.knows_nobody = true;
+    });
+    authenticator_.knows_nobody = false;
+    EXPECT_EQ(result.status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_TOKEN);
+  }
+}
+
+TEST_F(AuthorizationTest, APushEndsWhoseTokenIsNotForItsModelAnyMore) {
+  grpc::ClientContext create_context;
+  create_context.AddMetadata("authorization", "Bearer admin");
+  v1::CreateModelResponse created;
+  ASSERT_TRUE(stub_->CreateModel(&create_context, CreateRequest(), &created).ok());
+  grpc::ClientContext open_context;
+  open_context.AddMetadata("authorization", "Bearer admin");
+  v1::OpenRunRequest open;
+  open.set_model("m");
+  open.set_launch_id("launch");
+  open.set_world_size(1);
+  open.set_manifest_digest(created.model().manifest_digest());
+  v1::Shard* const shard = open.mutable_layout()->add_shards();
+  shard->add_offsets(0);
+  shard->add_extents(kElements);
+  ASSERT_TRUE(stub_->OpenRun(&open_context, open, &run_).ok());
+
+  grpc::ClientContext context;
+  context.AddMetadata("authorization", "Bearer admin");
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  v1::PushResponse response;
+  const auto writer = stub_->Push(&context, &response);
+  writer->Write(Header(1));
+  while (store_->sessions().taken_count() == 0) absl::SleepFor(absl::Milliseconds(1));
+  authenticator_.knows_only_of_others = true;
+  authenticator_.has_changed = true;
+  const CallResult result = Result(writer->Finish(), context);
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_TOKEN);
+}
+
+TEST_F(AuthorizationTest, EveryRpcAboutAModelRefusesOneThatTheTokenIsNotFor) {
+  const std::set<std::string> of_no_model = {"ListModels", "GetLane", "GetServerInfo"};
+  const std::set<std::string> concern_all = {"SetLogLevel", "Drain"};
+  for (const auto* method : AllMethods()) {
+    if (concern_all.contains(method->name())) continue;
     EXPECT_FALSE(IsRefused(Call(*method, "admin-of-m", "m2"))) << method->name();
     const CallResult result = Call(*method, "admin-of-m", "other");
     EXPECT_EQ(IsRefused(result), !of_no_model.contains(method->name())) << method->name();
@@ -161,6 +220,18 @@ TEST_F(AuthorizationTest, EveryRpcAboutAModelRefusesOneThatTheTokenIsNotFor) {
       EXPECT_EQ(result.status.error_message(),
                 "model \"other\": not one of those that the token is for");
     }
+  }
+}
+
+TEST_F(AuthorizationTest, WhatConcernsAllModelsNeedsAnAdminOfAll) {
+  for (const auto* method : AllMethods()) {
+    if (method->name() != "SetLogLevel" && method->name() != "Drain") continue;
+    EXPECT_FALSE(IsRefused(Call(*method, "admin", "")));
+    const CallResult result = Call(*method, "admin-of-m", "");
+    EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_NOT_ALLOWED);
+    EXPECT_THAT(result.status.error_message(),
+                HasSubstr("expected one whose line names no models"));
   }
 }
 

@@ -2,7 +2,9 @@
 //
 // The same-host lane: the client of the product and the server, through shared memory; and what a
 // client of this host can do wrong there.
+#include <atomic>
 #include <cstring>
+#include <string>
 #include <thread>
 
 #include "absl/time/clock.h"
@@ -267,6 +269,44 @@ TEST_F(LaneTest, WhatIsOutOfOrderEndsTheLaneWithAnError) {
   ASSERT_THAT(lane->SendMessage(commit.SerializeAsString(), nullptr), IsOk());
   EXPECT_EQ(Answer(*lane).error().detail().reason(), v1::ERROR_REASON_PUSH_INCOMPLETE);
   ASSERT_THAT(Push(4, 8), IsOk());
+}
+
+TEST_F(LaneTest, MoreLanesThanAllowedAreClosedAndToldOf) {
+  class Observer final : public ServerObserver {
+   public:
+    void OnConnectionRefused(Refusal reason) override {
+      if (reason == Refusal::kLanes) ++refused_lanes;
+    }
+    std::atomic<int> refused_lanes = 0;
+  };
+  Observer observer;
+  absl::Mutex mu;
+  std::string log;
+  RpcServer::Options options;
+  options.max_push_streams = 1;
+  options.max_pull_streams = 1;
+  options.observer = &observer;
+  options.log = [&](const LogEvent& event) {
+    absl::MutexLock lock(&mu);
+    if (event.name == "connection refused") absl::StrAppend(&log, ToText(event), "\n");
+  };
+  Start(options);
+  const std::unique_ptr<LanePipe> first = RawLane();
+  const std::unique_ptr<LanePipe> second = RawLane();
+  v1::GetLaneResponse offer;
+  grpc::ClientContext context;
+  ASSERT_TRUE(stub_->GetLane(&context, v1::GetLaneRequest(), &offer).ok());
+  const absl::StatusOr<std::unique_ptr<LanePipe>> third = LanePipe::Connect(offer.socket_name());
+  EXPECT_TRUE(!third.ok() || IsClosed(**third));
+  {
+    absl::MutexLock lock(&mu);
+    const auto is_told = [&] { return !log.empty(); };
+    mu.Await(absl::Condition(&is_told));
+    EXPECT_THAT(log, HasSubstr("connection refused peer=\"lane:pid="));
+    EXPECT_THAT(log, HasSubstr("reason=lanes limit=2"));
+  }
+  EXPECT_EQ(observer.refused_lanes, 1);
+  server_.reset();
 }
 
 TEST_F(LaneTest, WhoeverStallsIsEnded) {

@@ -79,5 +79,50 @@ TEST(StreamAdmissionTest, TheTimeoutEndsThoseThatStall) {
   EXPECT_EQ(busy.ended, 0);
 }
 
+TEST(StreamAdmissionTest, NewcomersMayAlwaysEnterWhereThatIsSo) {
+  StreamAdmission admission("probe", 2, kStallTimeout, absl::ZeroDuration(),
+                            StreamAdmission::Newcomers::kAlwaysEnter);
+  FakeCall first;
+  FakeCall second;
+  FakeCall third;
+  FakeCall fourth;
+  for (FakeCall* const call : {&first, &second, &third, &fourth}) {
+    call->SetWaiting(true);
+    ASSERT_THAT(admission.Enter(call), IsOk());
+  }
+  EXPECT_EQ(first.ended, 1);
+  EXPECT_EQ(second.ended, 1);
+  EXPECT_EQ(third.ended, 0);
+}
+
+// Knows the token "known", for one model.
+class OneToken final : public Authenticator {
+ public:
+  absl::StatusOr<Access> Authenticate(std::string_view authorization) const override {
+    if (authorization == "known") return Access{.role = Role::kTrainer, .models = {"mine"}};
+    return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "unknown");
+  }
+  bool Refresh() override { return false; }
+};
+
+TEST(StreamAdmissionTest, WhoseTokenHasBeenTakenAwayGetsNoPlace) {
+  StreamAdmission admission("push", 1, kStallTimeout);
+  const OneToken authenticator;
+  FakeCall revoked;
+  revoked.SetCaller("/ema.v1.EmaService/Push", "revoked", std::nullopt);
+  EXPECT_THAT(admission.Enter(&revoked, &authenticator), ReasonIs(ErrorReason::kBadToken));
+  EXPECT_EQ(admission.open_count(), 0);
+  FakeCall known;
+  known.SetCaller("/ema.v1.EmaService/Push", "known", std::nullopt);
+  EXPECT_THAT(admission.Enter(&known, &authenticator), IsOk());
+  EXPECT_THAT(admission.SetModel(&known, "mine", &authenticator), IsOk());
+  admission.EndRevoked(authenticator);
+  EXPECT_EQ(known.ended, 0);
+  EXPECT_THAT(admission.SetModel(&known, "other", &authenticator),
+              ReasonIs(ErrorReason::kBadToken));
+  admission.EndRevoked(authenticator);
+  EXPECT_EQ(known.ended, 1);
+}
+
 }  // namespace
 }  // namespace ema

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/request_arrival.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
+
+namespace ema {
+
+void RequestArrival::Begin(const grpc::ServerContext& context, const std::function<void()>& read,
+                           std::function<void(const absl::Status&)> finish) {
+  finish_ = std::move(finish);
+  const absl::Status status = Enter(context);
+  if (status.ok()) return read();
+  std::exchange(finish_, nullptr)(status);
+}
+
+absl::Status RequestArrival::Enter(const grpc::ServerContext& context) {
+  EMA_ASSIGN_OR_RETURN(caller_, rpc_->Admit(method_, context));
+  // Nobody must be able to keep probes out by filling the places of the others.
+  StreamAdmission* const places =
+      RoleFor(method_) == Role::kNobody ? &rpc_->probes : &rpc_->requests;
+  SetWaiting(true);
+  EMA_RETURN_IF_ERROR(places->Enter(this, rpc_->authenticator));
+  admission_ = places;
+  return absl::OkStatus();
+}
+
+bool RequestArrival::Complete(bool ok) {
+  SetWaiting(false);
+  Leave();
+  if (has_ended_.exchange(true)) return false;
+  const auto finish = std::exchange(finish_, nullptr);
+  has_failed_ = !ok;
+  const absl::Status status = ok ? AdmitAgain() : BadMessage("the stream ended before its request");
+  if (!status.ok()) finish(status);
+  return status.ok();
+}
+
+absl::Status RequestArrival::AdmitAgain() {
+  EMA_ASSIGN_OR_RETURN(caller_, rpc_->Admit(method_, caller_.authorization, caller_.log.peer));
+  return absl::OkStatus();
+}
+
+void RequestArrival::End(StreamEnd) {
+  if (has_ended_.exchange(true)) return;
+  absl::Status status =
+      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                "the call's request has taken too long to arrive, and others need its place");
+  SetRetryDelay(status, absl::Seconds(1));
+  std::exchange(finish_, nullptr)(status);
+}
+
+void RequestArrival::TellEnd(const absl::Status& status) {
+  // Whether the client has sent what is no request, or has left, shows when it is told.
+  if (has_failed_) return;
+  is_told_ = true;
+  Tell(status);
+}
+
+void RequestArrival::TellSent(bool ok) {
+  if (is_told_) return;
+  Tell(ok ? BadMessage("the stream ended before its request")
+          : absl::CancelledError("the caller has left before its request was there"));
+}
+
+void RequestArrival::Tell(const absl::Status& status) {
+  RoleFor(method_) == Role::kNobody ? rpc_->observer->OnProbeEnded(ShortName(method_), status)
+                                    : rpc_->observer->OnRpcEnded(ShortName(method_), status);
+}
+
+}  // namespace ema

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What all calls with one request do until it is there.
+#ifndef EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
+#define EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
+
+#include <grpcpp/server_context.h>
+
+#include <atomic>
+#include <functional>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "server/rpc/call.h"
+
+namespace ema {
+
+// Admits a call, and once more when its request has come, for meanwhile its token may have been
+// taken away. Until then it has a place in a StreamAdmission, for what has come takes memory. Tells
+// the observer how the call ends. Begin() and Complete() on the call's thread.
+class RequestArrival final : public StreamCall {
+ public:
+  // `method`: a literal, as `rpc` it outlives this.
+  RequestArrival(RpcContext* rpc, std::string_view method) : rpc_(rpc), method_(method) {}
+  ~RequestArrival() { Leave(); }
+
+  // If the call may begin, reads its request by `read`, which leads to Complete(); else `finish` is
+  // given what to finish it with, as it is if the request takes too long; then on another thread,
+  // and with a lock held that Begin() takes. `finish` keeps the call.
+  void Begin(const grpc::ServerContext& context, const std::function<void()>& read,
+             std::function<void(const absl::Status&)> finish);
+  // The read has ended, `ok` as gRPC gives it. False: the call has been finished.
+  bool Complete(bool ok);
+  // Whether the call would be let in now: as RpcContext::Admit().
+  absl::Status AdmitAgain();
+
+  // Who calls. Constant between Complete() and AdmitAgain().
+  const Caller& caller() const { return caller_; }
+
+  // To be called by what finishes the call, with `status`, before gRPC is told.
+  void TellEnd(const absl::Status& status);
+  // To be called when gRPC has sent that, `ok` as it says.
+  void TellSent(bool ok);
+
+ private:
+  void End(StreamEnd why) override;
+  void Leave() {
+    if (admission_ != nullptr) admission_->Leave(this);
+  }
+  absl::Status Enter(const grpc::ServerContext& context);
+  void Tell(const absl::Status& status);
+
+  RpcContext* const rpc_;
+  const std::string_view method_;
+  Caller caller_;
+  StreamAdmission* admission_ = nullptr;
+  // Set by whoever ends the wait; only they touch finish_ then.
+  std::atomic<bool> has_ended_ = false;
+  std::function<void(const absl::Status&)> finish_;
+  bool has_failed_ = false;  // The read.
+  bool is_told_ = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_REQUEST_ARRIVAL_H_

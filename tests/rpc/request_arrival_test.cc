@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is told of calls whose request comes late, or never.
+#include <grpcpp/generic/generic_stub.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+// Remembers how calls have ended.
+class Observer final : public ServerObserver {
+ public:
+  void OnRpcEnded(std::string_view rpc, const absl::Status& status) override {
+    absl::MutexLock lock(&mu_);
+    ended_[std::string(rpc)] = status;
+  }
+  void OnPullEnded(const PullEnd& end) override {
+    absl::MutexLock lock(&mu_);
+    pull_duration_ = end.duration;
+  }
+  // Waits until a call of `rpc` has ended.
+  absl::Status EndOf(const std::string& rpc) const {
+    absl::MutexLock lock(&mu_);
+    const auto has_ended = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return ended_.contains(rpc); };
+    mu_.Await(absl::Condition(&has_ended));
+    return ended_.at(rpc);
+  }
+  absl::Duration pull_duration() const {
+    absl::MutexLock lock(&mu_);
+    return pull_duration_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::map<std::string, absl::Status> ended_ ABSL_GUARDED_BY(mu_);
+  absl::Duration pull_duration_ ABSL_GUARDED_BY(mu_);
+};
+
+class RequestArrivalTest : public RpcFixture {
+ protected:
+  void SetUp() override {
+    RpcServer::Options options;
+    options.observer = &observer_;
+    StartServer(options);
+  }
+  void TearDown() override {
+    stream_.reset();
+    server_.reset();
+  }
+
+  // A call that the server has let in, and that has sent nothing but its headers.
+  void Begin(const std::string& method) {
+    context_ = std::make_unique<grpc::ClientContext>();
+    grpc::GenericStub stub(channel_);
+    stream_ = stub.PrepareCall(context_.get(), "/ema.v1.EmaService/" + method, &queue_);
+    stream_->StartCall(nullptr);
+    Next();
+    while (server_->usage().arriving_requests == 0) absl::SleepFor(absl::Milliseconds(1));
+  }
+  bool Next() {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue_.Next(&tag, &ok) && ok;
+  }
+  grpc::Status Finish() {
+    grpc::Status status;
+    stream_->Finish(&status, nullptr);
+    Next();
+    return status;
+  }
+
+  Observer observer_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::ClientContext> context_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
+};
+
+TEST_F(RequestArrivalTest, WhoLeavesBeforeTheRequestIsThereHasCancelled) {
+  for (const char* method : {"GetModel", "GetStatistics", "Pull", "Watch"}) {
+    SCOPED_TRACE(method);
+    Begin(method);
+    context_->TryCancel();
+    EXPECT_EQ(Finish().error_code(), grpc::StatusCode::CANCELLED);
+    const absl::Status status = observer_.EndOf(method);
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+    EXPECT_EQ(GetErrorReason(status), ErrorReason::kUnspecified);
+  }
+}
+
+TEST_F(RequestArrivalTest, WhoEndsTheStreamWithoutARequestIsToldSo) {
+  for (const char* method : {"GetModel", "Pull", "Watch"}) {
+    SCOPED_TRACE(method);
+    Begin(method);
+    stream_->WritesDone(nullptr);
+    Next();
+    EXPECT_EQ(Finish().error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(GetErrorReason(observer_.EndOf(method)), ErrorReason::kBadRequest);
+  }
+}
+
+TEST_F(RequestArrivalTest, APullBeginsWhenItsRequestIsThere) {
+  CreateAndOpen();
+  v1::PushResponse pushed;
+  ASSERT_TRUE(PushFilled(1, 1, &pushed).status.ok());
+  Begin("Pull");
+  absl::SleepFor(
+      absl::Milliseconds(50));  // The caller's; longer than the rest, or this shows less.
+  const absl::Time sent = absl::Now();
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  grpc::ByteBuffer message;
+  bool owns = false;
+  grpc::GenericSerialize<grpc::ProtoBufferWriter, google::protobuf::Message>(request, &message,
+                                                                             &owns);
+  stream_->WriteLast(message, grpc::WriteOptions(), nullptr);
+  Next();
+  grpc::ByteBuffer response;
+  do {
+    stream_->Read(&response, nullptr);
+  } while (Next());
+  EXPECT_TRUE(Finish().ok());
+  EXPECT_LE(observer_.pull_duration(), absl::Now() - sent);
+}
+
+}  // namespace
+}  // namespace ema

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls that wait for a thread of the server's.
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "tests/rpc/rpc_fixture.h"
+
+namespace ema {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Whoever lists holds up the thread that does so; whoever saves likewise.
+class HeldCheckpoints final : public NoCheckpoints {
+ public:
+  absl::StatusOr<Listing> List(Model&) override {
+    ++begun;
+    release.WaitForNotification();
+    return Listing();
+  }
+  absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) override {
+    ++begun;
+    release.WaitForNotification();
+    return NoCheckpoints::Save(model, request);
+  }
+
+  std::atomic<int> begun = 0;
+  absl::Notification release;
+};
+
+// Calls of one kind that are under way.
+class WaitingCallsTest : public RpcFixture {
+ protected:
+  struct Call {
+    grpc::ClientContext context;
+    v1::ListCheckpointsResponse listing;
+    v1::CreateCheckpointResponse saved;
+    grpc::Status status;
+    bool has_ended = false;
+  };
+
+  void SetUp() override {
+    checkpoints_ = &held_;
+    RpcServer::Options options;
+    options.observer = &observer_;
+    StartServer(options);
+    CreateAndOpen();
+  }
+  void TearDown() override {
+    if (!held_.release.HasBeenNotified()) held_.release.Notify();
+    server_.reset();
+    queue_.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+
+  Call& List() {
+    v1::ListCheckpointsRequest request;
+    request.set_model("m");
+    Call& call = *calls_.emplace_back(std::make_unique<Call>());
+    readers_.push_back(stub_->AsyncListCheckpoints(&call.context, request, &queue_));
+    readers_.back()->Finish(&call.listing, &call.status, &call);
+    return call;
+  }
+  Call& Save() {
+    v1::CreateCheckpointRequest request;
+    request.set_model("m");
+    Call& call = *calls_.emplace_back(std::make_unique<Call>());
+    savers_.push_back(stub_->AsyncCreateCheckpoint(&call.context, request, &queue_));
+    savers_.back()->Finish(&call.saved, &call.status, &call);
+    return call;
+  }
+  CallResult AwaitEnd(Call& call) {
+    void* tag = nullptr;
+    bool ok = false;
+    while (!call.has_ended && queue_.Next(&tag, &ok)) static_cast<Call*>(tag)->has_ended = true;
+    return Result(call.status, call.context);
+  }
+  static void Await(const std::function<bool()>& condition) {
+    while (!condition()) absl::SleepFor(absl::Milliseconds(1));
+  }
+
+  // Counts the calls that the server has told of as cancelled.
+  class Observer final : public ServerObserver {
+   public:
+    void OnRpcEnded(std::string_view, const absl::Status& status) override {
+      if (absl::IsCancelled(status)) ++cancelled;
+    }
+    std::atomic<int> cancelled = 0;
+  };
+
+  HeldCheckpoints held_;
+  Observer observer_;
+  grpc::CompletionQueue queue_;
+  std::vector<std::unique_ptr<Call>> calls_;
+  std::vector<std::unique_ptr<grpc::ClientAsyncResponseReader<v1::ListCheckpointsResponse>>>
+      readers_;
+  std::vector<std::unique_ptr<grpc::ClientAsyncResponseReader<v1::CreateCheckpointResponse>>>
+      savers_;
+};
+
+TEST_F(WaitingCallsTest, ThoseBeyondTheLimitAreRefusedWithARetryHint) {
+  List();
+  Await([this] { return held_.begun == 1; });
+  for (int64_t i = 0; i < RpcServer::kMaxWaitingCalls; ++i) List();
+  const CallResult refused = AwaitEnd(List());
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_TOO_MANY_CALLS);
+  EXPECT_GT(refused.detail.retry_delay_ms(), 0);
+  held_.release.Notify();
+  for (size_t i = 0; i + 1 < calls_.size(); ++i) {
+    EXPECT_TRUE(AwaitEnd(*calls_[i]).status.ok()) << calls_[i]->status.error_message();
+  }
+}
+
+TEST_F(WaitingCallsTest, ThoseWhoseCallerHasLeftAreSkipped) {
+  List();
+  Await([this] { return held_.begun == 1; });
+  Call& left = List();
+  Call& stays = List();
+  // One queue, one thread: whatever came after it has been seen, so has it.
+  v1::GetModelRequest request;
+  request.set_model("m");
+  const auto ask = [&] {
+    grpc::ClientContext context;
+    v1::GetModelResponse response;
+    EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
+  };
+  ask();
+  left.context.TryCancel();
+  EXPECT_EQ(AwaitEnd(left).status.error_code(), grpc::StatusCode::CANCELLED);
+  ask();
+  held_.release.Notify();
+  EXPECT_TRUE(AwaitEnd(stays).status.ok());
+  EXPECT_EQ(held_.begun, 2);
+  EXPECT_EQ(observer_.cancelled, 1);
+}
+
+TEST_F(WaitingCallsTest, ADrainingServerDoesNotBeginThoseThatBeginWork) {
+  Save();
+  Await([this] { return held_.begun == 1; });
+  Call& waiting = Save();
+  List();  // Another thread's: it has been seen, so the one before has.
+  Await([this] { return held_.begun == 2; });
+  server_->RefuseWork();
+  held_.release.Notify();
+  const CallResult refused = AwaitEnd(waiting);
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_DRAINING);
+  EXPECT_EQ(held_.begun, 2);
+}
+
+TEST_F(WaitingCallsTest, LongOnesAreRefusedAtOnce) {
+  v1::GetStatisticsRequest request;
+  request.set_model("m");
+  for (int i = 0; i < 65; ++i) request.add_tracks("ema");
+  const auto ask = [&] {
+    grpc::ClientContext context;
+    v1::GetStatisticsResponse response;
+    return stub_->GetStatistics(&context, request, &response);
+  };
+  EXPECT_THAT(ask().error_message(), HasSubstr("tracks: 65 given, expected at most 64"));
+  request.clear_tracks();
+  request.add_tracks(std::string(70'000, 'x'));
+  const grpc::Status status = ask();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("bytes, expected at most 65536"));
+}
+
+}  // namespace
+}  // namespace ema
