@@ -36,9 +36,7 @@ class HalfSender:
         self._socket.setblocking(False)
         self._token = token
         self._in = b""
-        self._out = PREFACE + frame(
-            SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, takes)
-        )
+        self._out = PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, takes))
         self._window = 65535
         self._initial_window = 65535
         self._windows: dict[int, int] = {}

@@ -157,8 +157,7 @@ def expired(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> 
     folder = tmp_path_factory.mktemp("expired")
     (folder / "index").touch()
     config = folder / "config"
-    config.write_text(
-        f"""
+    config.write_text(f"""
 [ca]
 default_ca = ours
 [ours]
@@ -171,8 +170,7 @@ default_md = sha256
 policy = any
 [any]
 commonName = supplied
-"""
-    )
+""")
     path = str(folder / "cert")
     subprocess.run(
         ["openssl", "ca", "-batch", "-notext", "-config", config]
