@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Flags, environment and file: every option of the table by each of them.
+#include <unistd.h>
+
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -85,7 +87,10 @@ class OptionSourcesTest : public testing::Test {
     std::remove(path().c_str());
   }
 
-  static std::string path() { return testing::TempDir() + "/ema_options_test.toml"; }
+  // Of this process: tests run side by side.
+  static std::string path() {
+    return absl::StrCat(testing::TempDir(), "/ema_options_test-", getpid(), ".toml");
+  }
 
   static ParsedOptions Parse(const std::vector<std::string>& arguments) {
     std::vector<const char*> argv = {"ema-server"};

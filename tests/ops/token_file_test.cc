@@ -3,12 +3,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -41,7 +43,8 @@ class TokenFileTest : public testing::Test {
   }
   static std::string Bearer(const std::string& token) { return "Bearer " + token; }
 
-  const std::string path_ = testing::TempDir() + "/tokens";
+  // Of this process: tests run side by side.
+  const std::string path_ = absl::StrCat(testing::TempDir(), "/ema_tokens-", getpid());
 };
 
 TEST_F(TokenFileTest, SaysWhatTheBearerOfEachTokenMayDo) {
