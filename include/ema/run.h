@@ -115,8 +115,8 @@ class Run {
   // its size all the same, and begins at its first element. INVALID_ARGUMENT: a size differs from
   // the layout's, or strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank
   // is still running. INTERNAL, DEVICE: a GPU has failed, now or before, copies of a push before
-  // have not ended, or the process has none.
-  // `timeout` bounds everything, the wait for other ranks included.
+  // have not ended, or the process has none. `timeout` bounds everything, the wait for other ranks
+  // included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
       absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {},
@@ -179,7 +179,9 @@ class PendingPush {
   bool done() const;
 
   // Drops the step on the server unless it has committed, and waits until nothing reads the weights
-  // any more and the server has answered; for that, a second at most.
+  // any more and the server has answered; for that, a second at most. Of weights on a GPU that
+  // hangs: the push's streams wait for the copies that are still to be made, and their pinned
+  // memory stays allocated until these have ended.
   void Abandon();
 
   // Where the server's time went, from a stream's header to its reply; ema.v1.PushTiming says what
