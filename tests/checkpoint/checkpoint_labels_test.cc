@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a checkpoint manager keeps and why: retention, labels, and scores that move a label.
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "server/checkpoint/checkpoint_manager.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_manager.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+CheckpointLabel Score(int64_t version, double metric, bool lower_is_better = false) {
+  return {.name = "best", .id = {version, 0}, .metric = metric, .lower_is_better = lower_is_better};
+}
+
+class CheckpointLabelsTest : public testing::Test {
+ protected:
+  FakeFileSystem files_;
+};
+
+// --- Retention ---
+
+TEST_F(CheckpointLabelsTest, RetentionKeepsTheNewestTheLabelledAndTheMultiples) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 2;
+  options.store.keep_step_multiple = 40;
+  TestServer server(files_, options);
+  for (int64_t version = 1; version <= 9; ++version) {
+    server.PushTo(version);
+    ASSERT_THAT(server.Save(0, version == 3 ? "good" : ""), IsOk());
+  }
+  EXPECT_THAT(server.Complete(), ElementsAre(9, 8, 4, 3));
+  ASSERT_THAT(server.manager().RemoveLabel(server.model(), "good"), IsOk());
+  server.PushTo(10);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(10, 9, 8, 4));
+}
+
+TEST_F(CheckpointLabelsTest, ALabelIsThereBeforeRetentionLooks) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  TestServer server(files_, options, TwoTracks(/*max_pinned_versions=*/4));
+  server.PushTo(3);
+  ASSERT_THAT(server.Save(3), IsOk());
+  // Older than the newest one that is kept: only the label keeps it.
+  ASSERT_THAT(server.Save(1, "old"), IsOk());
+  ASSERT_THAT(server.Save(2), IsOk());
+  ASSERT_THAT(server.Save(3), IsOk());
+  server.PushTo(4);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(4, 1));
+}
+
+// --- Labels ---
+
+TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto label,
+                             server.manager().SetLabel(server.model(), "stable", {}));
+    EXPECT_EQ(label.id.version, 1);
+    EXPECT_EQ(label.step, 10);
+    EXPECT_EQ(server.model().durable_step(), 10);
+    server.PushTo(4);
+    EXPECT_THAT(server.manager().FindLabel(server.model(), "stable"), IsOkAndHolds(label.id));
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "other", {1, 0}), IsOk());
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "stable", {4, 0}), IsOk());
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {2, 0}),
+                AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+                      StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("step 10 (version 1)"))));
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {9, 0}),
+                ReasonIs(ErrorReason::kVersionNotYet));
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "../x", {}),
+                ReasonIs(ErrorReason::kBadName));
+  }
+  TestServer server(files_);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  ASSERT_THAT(listing.labels, SizeIs(2));
+  EXPECT_EQ(listing.labels[0].name, "other");
+  EXPECT_EQ(listing.labels[0].id.version, 1);
+  EXPECT_EQ(listing.labels[1].name, "stable");
+  EXPECT_EQ(listing.labels[1].id.version, 4);
+  ASSERT_THAT(listing.checkpoints, SizeIs(2));
+  EXPECT_THAT(listing.checkpoints[0].labels, ElementsAre("stable"));
+  EXPECT_THAT(listing.checkpoints[1].labels, ElementsAre("other"));
+  EXPECT_THAT(server.manager().FindLabel(server.model(), "none"),
+              AllOf(ReasonIs(ErrorReason::kLabelNotFound),
+                    StatusIs(absl::StatusCode::kNotFound, HasSubstr("\"other\", \"stable\""))));
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"), IsOk());
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"),
+              ReasonIs(ErrorReason::kLabelNotFound));
+}
+
+TEST_F(CheckpointLabelsTest, AModelHasAtMost1024Labels) {
+  const std::string path = absl::StrCat(kTestFolder, "/LABELS.json");
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "l0"), IsOk());
+    LabelMap labels;
+    for (int i = 0; i < 1023; ++i) {
+      const std::string name = absl::StrCat("l", i);
+      labels[name] = {.name = name, .id = server.model().latest()->id(), .step = 10};
+    }
+    files_.FileBytes(path) = EncodeLabels(labels);
+  }
+  TestServer server(files_);
+  const auto set = [&](const std::string& name) {
+    return server.manager().SetLabel(server.model(), name, {}).status();
+  };
+  EXPECT_THAT(set("last"), IsOk());
+  EXPECT_THAT(set("more"),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1024 labels")));
+  EXPECT_THAT(set("l7"), IsOk());
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "l7"), IsOk());
+  EXPECT_THAT(set("more"), IsOk());
+}
+
+TEST_F(CheckpointLabelsTest, WithACorruptLabelFileNothingIsRemoved) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  {
+    TestServer server(files_, options);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "best"), IsOk());
+  }
+  files_.FileBytes(absl::StrCat(kTestFolder, "/LABELS.json"))[40] ^= 1;
+  {
+    TestServer server(files_, options);
+    ASSERT_THAT(server.errors(), SizeIs(1));
+    EXPECT_THAT(server.errors()[0],
+                AllOf(HasSubstr("LABELS.json"), HasSubstr("removed to make room")));
+    server.PushTo(3);
+    ASSERT_THAT(server.Save(), IsOk());
+    // A new file does not say what was in the old one.
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "new", {}), IsOk());
+    server.PushTo(4);
+    ASSERT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(4, 3, 1));
+  }
+  {
+    TestServer server(files_, options);
+    EXPECT_THAT(server.errors(), SizeIs(1));
+    server.PushTo(5);
+    ASSERT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(5, 4, 3, 1));
+  }
+  // A person has looked.
+  ASSERT_THAT(files_.RemoveFile(absl::StrCat(kTestFolder, "/.corrupt-LABELS.json")), IsOk());
+  TestServer server(files_, options);
+  EXPECT_THAT(server.errors(), IsEmpty());
+  server.PushTo(6);
+  ASSERT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.Complete(), ElementsAre(6, 3));
+}
+
+TEST_F(CheckpointLabelsTest, ALabelOfWhatHasGoneBadStaysAndSaysSo) {
+  std::string name;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    name = server.Save(0, "best")->name;
+    server.PushTo(4);
+    ASSERT_THAT(server.Save(), IsOk());
+  }
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
+  TestServer server(files_);
+  EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+  EXPECT_THAT(server.manager().FindLabel(server.model(), "best"),
+              AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
+                    StatusIs(absl::StatusCode::kDataLoss, HasSubstr("label \"best\": version 1"))));
+  EXPECT_THAT(server.manager().List(server.model())->labels, SizeIs(1));
+  EXPECT_THAT(server.manager().Restore(server.model(), {}, "best"),
+              ReasonIs(ErrorReason::kCheckpointCorrupt));
+}
+
+// --- Scores ---
+
+TEST_F(CheckpointLabelsTest, TheFirstAndEachBetterScoreMovesTheLabel) {
+  TestServer server(files_);
+  server.PushTo(1);
+  const auto report = [&](const CheckpointLabel& score) {
+    return server.manager().ReportMetric(server.model(), score);
+  };
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, report(Score(1, 0.5)));
+  EXPECT_TRUE(first.moved);
+  EXPECT_EQ(first.label.step, 10);
+  EXPECT_EQ(server.model().durable_step(), 10);
+  server.PushTo(2);
+  // Of equal ones the earlier stays.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto equal, report(Score(2, 0.5)));
+  EXPECT_FALSE(equal.moved);
+  EXPECT_EQ(equal.label.id.version, 1);
+  // What is not better needs not exist.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto worse, report(Score(99, 0.1)));
+  EXPECT_FALSE(worse.moved);
+  EXPECT_THAT(report(Score(99, 0.9)), ReasonIs(ErrorReason::kVersionNotYet));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto better, report(Score(2, 0.6)));
+  EXPECT_TRUE(better.moved);
+  EXPECT_EQ(better.label.id.version, 2);
+  EXPECT_EQ(better.label.metric, 0.6);
+  server.PushTo(6);
+  EXPECT_THAT(report(Score(3, 0.9)), ReasonIs(ErrorReason::kVersionNotKept));
+  // On the disk only.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, report(Score(1, 0.7)));
+  EXPECT_EQ(stored.label.id.version, 1);
+  EXPECT_THAT(report(Score(6, 0.1, /*lower_is_better=*/true)),
+              AllOf(ReasonIs(ErrorReason::kBadRequest),
+                    StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("lower"))));
+  for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THAT(report(Score(6, bad)), ReasonIs(ErrorReason::kBadRequest));
+  }
+}
+
+TEST_F(CheckpointLabelsTest, ScoresGoOnAfterARestartAndByTheirDirection) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(1, 3.5, true))->moved);
+  }
+  TestServer server(files_);
+  server.PushTo(2);
+  EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 3.5, true))->moved);
+  EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 4, true))->moved);
+  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, -1, true))->moved);
+  // What a person has set is moved by the first score.
+  ASSERT_THAT(server.manager().SetLabel(server.model(), "best", {1, 0}), IsOk());
+  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, 9, false))->moved);
+}
+
+}  // namespace
+}  // namespace ema
