@@ -238,7 +238,7 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     said(evaluate)
     assert torch.equal(own, net.weight.to_local())
 """
-# Not the interpreter's end, at which gloo now and then says "terminate called" and aborts.
+# Not the interpreter's end, at which gloo aborts now and then: see example_rank.py.
 TAIL = """
 import os
 sys.stdout.flush()
