@@ -5,9 +5,11 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -16,6 +18,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
@@ -24,8 +27,33 @@
 
 namespace {
 
-// Waits until the server is asked to stop: by SIGTERM or SIGINT, for which a thread of its own
-// waits, or by a client. A signal after that ends the process at once.
+// What asks the server to stop: SIGHUP, too, when its terminal is closed, unless nohup ignores it.
+sigset_t StopSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  struct sigaction hang_up {};
+  if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler != SIG_IGN) {
+    sigaddset(&signals, SIGHUP);
+  }
+  return signals;
+}
+
+// The kernel forgets a signal that a container's first process neither blocks nor handles, and
+// LibTorch takes a tenth of a second to load: before that, and before any thread. No library is
+// ready then, nor is a sanitizer.
+[[gnu::no_sanitize("address", "thread", "undefined")]] void BlockStopSignals() {
+  constexpr uint64_t kMask = (1u << (SIGTERM - 1)) | (1u << (SIGINT - 1));
+  syscall(SYS_rt_sigprocmask, SIG_BLOCK, &kMask, nullptr, sizeof(kMask));
+}
+[[gnu::section(".preinit_array"),
+  gnu::used]] void (*const block_stop_signals)() = &BlockStopSignals;
+
+std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
+
+// Waits until the server is asked to stop: by a signal, for which a thread of its own waits, or by
+// a client. A signal after that ends the process at once.
 class StopRequest {
  public:
   // `signals` are blocked in all threads.
@@ -62,10 +90,10 @@ class StopRequest {
       if (!is_recovered_) {
         // A start changes nothing that a crash would spoil, and may wait for the disk for long.
         ema::Log(ema::LogLevel::kInfo, "stopped before the checkpoints had been read",
-                 {{"signal", number}});
+                 {{"signal", NameOf(number)}});
         std::_Exit(0);
       }
-    } while (Ask(number == SIGINT ? "SIGINT" : "SIGTERM"));
+    } while (Ask(NameOf(number)));
     signal(number, SIG_DFL);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     raise(number);
@@ -124,10 +152,7 @@ int main(int argc, char** argv) {
 
   // Blocked before any thread starts, so that they all inherit it and sigwait() gets every signal.
   signal(SIGPIPE, SIG_IGN);
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
+  const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   StopRequest stop(signals);

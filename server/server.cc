@@ -58,12 +58,22 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   return formula;
 }
 
+void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_bytes) {
+  if (at_most_bytes <= available_bytes) return;
+  Log(LogLevel::kWarning, "the limits allow more memory than there is",
+      {{"memory", whose},
+       {"at_most_bytes", at_most_bytes},
+       {"available_bytes", available_bytes},
+       {"lower", "--memory-bytes, --max-push-streams, --max-pull-streams"}});
+}
+
 void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula,
                       const Device& device, int64_t model_bytes) {
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
+  const int64_t at_most_bytes =
+      formula.process_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes;
   Log(LogLevel::kInfo, "memory",
-      {{"at_most_bytes",
-        formula.process_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes},
+      {{"at_most_bytes", at_most_bytes},
        {"formula",
         "now + models + push_streams * push_stream + pull_streams * pull_stream + lanes * lane + "
         "requests * request + freed; a model takes the bytes of its tracks * (2 + "
@@ -79,17 +89,28 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"requests", RequestCount(options)},
        {"request", RequestBytes(options)},
        {"freed", formula.kept_bytes}});
+  WarnOfMemory("host", at_most_bytes, MakeCpuDevice(0)->total_memory_bytes());
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
+  const int64_t device_at_most_bytes =
+      model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes;
   Log(LogLevel::kInfo, "device memory",
-      {{"at_most_bytes",
-        model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes},
+      {{"at_most_bytes", device_at_most_bytes},
        {"formula", "models + push_streams * push_stream + readers"},
        {"device", device.name()},
        {"models", model_bytes},
        {"push_streams", options.max_push_streams},
        {"push_stream", overhead.bytes_per_stream},
        {"readers", overhead.shared_bytes}});
+  WarnOfMemory(device.name().c_str(), device_at_most_bytes, device.total_memory_bytes());
+}
+
+// The options', and those that have none.
+void LogLimits(const ServerOptions& options) {
+  LogEvent event = LimitsEvent(options);
+  event.fields.emplace_back("max_arriving_probes", RpcServer::kMaxArrivingProbes);
+  event.fields.emplace_back("max_waiting_calls", RpcServer::kMaxWaitingCalls);
+  Log(event);
 }
 
 absl::StatusOr<ServingProcess::LogLevels> ChangeLogLevel(std::string_view name) {
@@ -202,10 +223,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   // What is wrong with the options is told before checkpoints are read, which may take long.
   if (!options.auth_tokens.empty()) {
     EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
-    server->tokens_->on_change = [log = server->Sink()](const absl::Status& status) {
-      LogTo(log, status.ok() ? LogLevel::kInfo : LogLevel::kError,
-            status.ok() ? "token file taken over" : "token file not taken over",
-            {{"error", status}});
+    server->tokens_->on_change = [log = server->Sink(),
+                                  path = options.auth_tokens](const absl::Status& status) {
+      if (status.ok())
+        return LogTo(log, LogLevel::kInfo, "token file taken over", {{"path", path}});
+      LogTo(log, LogLevel::kError, "token file not taken over",
+            {{"path", path}, {"error", status}});
     };
   }
   ModelStore::Options store_options;
@@ -235,7 +258,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
       };
   server->store_ = std::make_shared<ModelStore>(device, store_options);
   server->formula_ = FormulaOf(options, *device);
-  Log(LimitsEvent(options));
+  LogLimits(options);
   LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
   server->incarnation_ = store_options.model.incarnation;
   EMA_RETURN_IF_ERROR(server->StartHttp());

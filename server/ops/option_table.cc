@@ -237,7 +237,7 @@ void AddDevice(Table& table, ServerOptions& o) {
   table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
               "Memory for all models together, such as 512M or 4G. 0: 80 % of what push streams "
               "leave of the device's");
-  table.Count("threads", o.thread_count, "N", {},
+  table.Count("threads", o.thread_count, "N", {0, 1024},
               "Threads that serve RPCs. 0: half of the processors, at least 1");
   Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
   block.is_hidden = true;

@@ -6,9 +6,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <fstream>
-#include <ios>
-#include <iterator>
+#include <cerrno>
+#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -18,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/small_file.h"
 
 namespace ema {
 namespace {
@@ -32,23 +32,14 @@ std::array<unsigned char, 32> Sha256(std::string_view text) {
   return digest;
 }
 
-absl::Status NotReadable(const std::string& path) {
-  return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": cannot be read"));
+absl::Status BadFile(const std::string& path, absl::string_view problem) {
+  return absl::InvalidArgumentError(absl::StrCat("token file \"", path, "\": ", problem));
 }
 
-absl::StatusOr<std::string> Read(const std::string& path, int64_t expected_bytes) {
+absl::StatusOr<std::string> Read(const std::string& path) {
   constexpr int64_t kMaxBytes = 1 << 20;
-  std::ifstream file(path, std::ios::binary);
-  // One more: the end must be seen, too.
-  std::string text(std::min(expected_bytes, kMaxBytes) + 1, '\0');
-  if (!file.is_open() || (file.read(text.data(), std::ssize(text)), file.bad())) {
-    return NotReadable(path);
-  }
-  if (file.gcount() > kMaxBytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("token file \"", path, "\": longer than ", kMaxBytes, " bytes"));
-  }
-  text.resize(file.gcount());
+  absl::StatusOr<std::string> text = ReadSmallFile(path, kMaxBytes);
+  if (!text.ok()) return BadFile(path, text.status().message());
   return text;
 }
 
@@ -68,8 +59,7 @@ bool IsToken(absl::string_view text) {
 
 absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path) {
   std::unique_ptr<TokenFile> file(new TokenFile(path));
-  EMA_ASSIGN_OR_RETURN(const Stamp stamp, StampOf(path));
-  EMA_ASSIGN_OR_RETURN(file->text_, Read(path, stamp.size));
+  EMA_ASSIGN_OR_RETURN(file->text_, Read(path));
   absl::StatusOr<std::vector<Entry>> entries = Parse(file->text_);
   if (!entries.ok()) {
     return absl::InvalidArgumentError(
@@ -140,7 +130,9 @@ absl::StatusOr<Access> TokenFile::Authenticate(std::string_view authorization) c
 
 absl::StatusOr<TokenFile::Stamp> TokenFile::StampOf(const std::string& path) {
   struct stat about {};
-  if (stat(path.c_str(), &about) != 0) return NotReadable(path);
+  if (stat(path.c_str(), &about) != 0) {
+    return BadFile(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
+  }
   return Stamp{.inode = static_cast<int64_t>(about.st_ino),
                .size = about.st_size,
                .change_time = absl::TimeFromTimespec(about.st_ctim)};
@@ -150,7 +142,7 @@ bool TokenFile::Refresh() {
   const absl::StatusOr<Stamp> stamp = StampOf(path_);
   if (stamp.ok() && settled_ == *stamp) return false;
   absl::StatusOr<std::string> text =
-      stamp.ok() ? Read(path_, stamp->size) : absl::StatusOr<std::string>(stamp.status());
+      stamp.ok() ? Read(path_) : absl::StatusOr<std::string>(stamp.status());
   settled_.reset();
   const bool was_lost = std::exchange(is_lost_, !text.ok());
   if (!text.ok()) {

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -154,6 +155,21 @@ TEST_F(TokenFileTest, AFileThatIsBeingWrittenIsNotTakenOver) {
   EXPECT_THAT((*file)->Authenticate(Bearer(kEvaluator)), IsOk());
   EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
   EXPECT_EQ(told, 1);
+}
+
+// Its writer may never come, and whoever looks at the tokens does other things, too.
+TEST_F(TokenFileTest, APipeIsNotWaitedFor) {
+  const auto file = Open(std::string("admin ") + kTrainer);
+  ASSERT_THAT(file, IsOk());
+  absl::Status told;
+  (*file)->on_change = [&](const absl::Status& status) { told = status; };
+  std::remove(path_.c_str());
+  ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
+  LookTwice(**file);
+  EXPECT_THAT(told, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no regular file")));
+  EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
+  EXPECT_THAT(TokenFile::Open(path_),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no regular file")));
 }
 
 TEST_F(TokenFileTest, AFileThatDisappearsIsToldOfOnce) {
