@@ -43,8 +43,8 @@ sigset_t StopSignals() {
 // The kernel forgets a signal that a container's first process neither blocks nor handles, and
 // LibTorch takes a tenth of a second to load: before that, and before any thread. No library is
 // ready then, nor is a sanitizer.
-[[gnu::no_sanitize("address", "thread", "undefined")]] void BlockStopSignals() {
-  constexpr uint64_t kMask = (1u << (SIGTERM - 1)) | (1u << (SIGINT - 1));
+[[gnu::no_sanitize_address, gnu::no_sanitize_thread]] void BlockStopSignals() {
+  static constexpr uint64_t kMask = (1u << (SIGTERM - 1)) | (1u << (SIGINT - 1));
   syscall(SYS_rt_sigprocmask, SIG_BLOCK, &kMask, nullptr, sizeof(kMask));
 }
 [[gnu::section(".preinit_array"),
