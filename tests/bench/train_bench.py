@@ -280,7 +280,7 @@ def main() -> None:
     if options.way is not None:
         return work(options)
     if options.quick:
-        options.rounds, options.steps, options.ranks = 1, 3, [1]
+        options.rounds, options.steps = 1, 3
     ways = [*WAYS]
     for package, its_ways in (("ema_pytorch", ["ema-pytorch"]), ("lightning", LIGHTNING_WAYS)):
         if importlib.util.find_spec(package) is None:
