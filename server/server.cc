@@ -276,15 +276,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     absl::MutexLock lock(&server->mu_);
     server->serving_ = server->rpc_.get();
   }
+  if (!options.port_file.empty()) {
+    EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
+  }
   Log(LogLevel::kInfo, "serving",
       {{"listen", server->rpc_->addresses()},
        {"device", device->name()},
        {"gpus", DescribeGpus()},
        {"incarnation", store_options.model.incarnation},
        {"seconds", absl::ToDoubleSeconds(absl::Now() - server->start_time_)}});
-  if (!options.port_file.empty()) {
-    EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
-  }
   return server;
 }
 

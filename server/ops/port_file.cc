@@ -18,8 +18,8 @@ absl::Status WritePortFile(const std::string& path, int port) {
   if (!file.fail() && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
   const int error = errno;
   std::remove(temporary.c_str());
-  return absl::UnavailableError(
-      absl::StrCat("cannot write the port file: ", std::generic_category().message(error)));
+  return absl::UnavailableError(absl::StrCat(
+      "--port-file: \"", path, "\" cannot be written: ", std::generic_category().message(error)));
 }
 
 }  // namespace ema

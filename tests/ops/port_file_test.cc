@@ -24,7 +24,8 @@ TEST(WritePortFileTest, ReplacesTheFile) {
   EXPECT_FALSE(std::ifstream(path + ".tmp").good());
   std::remove(path.c_str());
   EXPECT_THAT(WritePortFile(testing::TempDir() + "/no/such/folder/port", 1),
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("No such file")));
+              StatusIs(absl::StatusCode::kUnavailable,
+                       HasSubstr("no/such/folder/port\" cannot be written: No such file")));
 }
 
 }  // namespace

@@ -90,6 +90,14 @@ def test_an_unknown_variable_is_warned_of(tmp_path, monkeypatch):
     assert "unknown environment variable name=EMA_MAX_MODLES nearest=" in printed.stderr
 
 
+def test_a_port_file_that_cannot_be_written_ends_the_start_before_it_serves(tmp_path):
+    path = tmp_path / "none" / "port"
+    result = run_server("--listen", "127.0.0.1:0", "--port-file", str(path))
+    assert result.returncode == 1
+    assert "cannot start" in result.stderr and str(path) in result.stderr
+    assert " serving " not in result.stderr
+
+
 def test_other_hosts_are_served_only_if_somebody_says_so(tmp_path):
     everywhere = ["--listen", "0.0.0.0:0", "--port-file", str(tmp_path / "port")]
     result = run_server(*everywhere)
