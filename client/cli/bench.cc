@@ -2,7 +2,10 @@
 #include "client/cli/bench.h"
 
 #include <algorithm>
+#include <fstream>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <span>
 #include <string_view>
@@ -13,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::cli {
@@ -35,33 +39,59 @@ std::string RandomName() {
                       absl::Hex(random(), absl::kZeroPad8));
 }
 
+// What this host could give a program now; nullopt: it does not say.
+std::optional<int64_t> AvailableBytes() {
+  std::ifstream file("/proc/meminfo");
+  std::string name;
+  int64_t kilobytes = 0;
+  while (file >> name >> kilobytes) {
+    if (name == "MemAvailable:") return kilobytes << 10;
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return std::nullopt;
+}
+
+absl::Status CheckFits(int64_t bytes) {
+  const std::optional<int64_t> available = AvailableBytes();
+  // What is pushed, and what is pulled.
+  if (!available.has_value() || bytes <= *available / 2) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                   absl::StrCat("--bytes: ", FormatBytes(bytes), " given, which this host must ",
+                                "have twice; it has ", FormatBytes(*available), " free, enough ",
+                                "for ", FormatBytes(*available / 2)));
+}
+
 // Weights, as a trainer has them: tensors of 16 MiB at most.
 class Weights {
  public:
-  explicit Weights(int64_t bytes) : values_(static_cast<size_t>(bytes) / sizeof(float), 1.0F) {}
+  explicit Weights(int64_t bytes) : count_(static_cast<size_t>(bytes) / sizeof(float)) {}
 
   absl::StatusOr<Manifest> MakeManifest() const {
     std::vector<TensorSpec> specs;
-    for (const auto& tensor : Tensors()) {
+    for (size_t begin = 0; begin < count_; begin += kTensorElements) {
       specs.push_back({.name = absl::StrCat("w", specs.size()),
                        .dtype = Dtype::kFloat32,
-                       .shape = {static_cast<int64_t>(tensor.size() / sizeof(float))}});
+                       .shape = {static_cast<int64_t>(std::min(kTensorElements, count_ - begin))}});
     }
     return Manifest::Create(std::move(specs));
   }
+  void Fill() { values_.assign(count_, 1.0F); }
+  // REQUIRES: Fill().
   std::vector<std::span<const std::byte>> Tensors() const {
-    constexpr size_t kTensorElements = size_t{4} << 20;
     std::vector<std::span<const std::byte>> tensors;
-    for (size_t begin = 0; begin < values_.size(); begin += kTensorElements) {
-      const size_t count = std::min(kTensorElements, values_.size() - begin);
+    for (size_t begin = 0; begin < count_; begin += kTensorElements) {
+      const size_t count = std::min(kTensorElements, count_ - begin);
       tensors.push_back(std::as_bytes(std::span(values_).subspan(begin, count)));
     }
     return tensors;
   }
-  int64_t total_bytes() const { return static_cast<int64_t>(values_.size() * sizeof(float)); }
+  int64_t total_bytes() const { return static_cast<int64_t>(count_ * sizeof(float)); }
 
  private:
-  const std::vector<float> values_;
+  static constexpr size_t kTensorElements = size_t{4} << 20;
+
+  const size_t count_;
+  std::vector<float> values_;
 };
 
 class Benchmark {
@@ -70,8 +100,7 @@ class Benchmark {
       : session_(session),
         model_(std::move(model)),
         rounds_(options.rounds),
-        weights_(options.bytes),
-        pulled_(static_cast<size_t>(weights_.total_bytes())) {}
+        weights_(options.bytes) {}
 
   absl::StatusOr<Results> Run() {
     EMA_ASSIGN_OR_RETURN(const Manifest manifest, weights_.MakeManifest());
@@ -81,6 +110,9 @@ class Benchmark {
                                           {TrackConfig{.name = kTrack, .schedule = schedule}},
                                           {.max_pinned_versions = 1}, session_.timeout)
                             .status());
+    // The server has room for it.
+    weights_.Fill();
+    pulled_.resize(static_cast<size_t>(weights_.total_bytes()));
     EMA_ASSIGN_OR_RETURN(run_,
                          session_.client->OpenRun(model_, Client::RunOptions(), session_.timeout));
     Results results;
@@ -135,7 +167,7 @@ class Benchmark {
   const Session& session_;
   const std::string model_;
   const int64_t rounds_;
-  const Weights weights_;
+  Weights weights_;
   std::vector<std::byte> pulled_;
   std::unique_ptr<::ema::Run> run_;
 };
@@ -172,7 +204,15 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
     return cleaner->DeleteModel(model, /*purge=*/true, std::min(session.timeout, kLongestDelete));
   };
   // Who may not delete must not make.
-  EMA_RETURN_IF_ERROR(remove());
+  if (absl::Status allowed = remove(); !allowed.ok()) {
+    return absl::IsPermissionDenied(allowed)
+               ? MakeError(allowed.code(), GetErrorReason(allowed),
+                           absl::StrCat("bench makes a model and deletes it, so it needs the role "
+                                        "admin: ",
+                                        std::string(allowed.message())))
+               : allowed;
+  }
+  EMA_RETURN_IF_ERROR(CheckFits(options.bytes));
   const absl::StatusOr<Results> results = benchmark.Run();
   const absl::Status removed = remove();
   if (!removed.ok()) {

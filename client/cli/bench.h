@@ -20,7 +20,8 @@ struct BenchOptions {
 
 // Makes a model of a random name, pushes and pulls it, and deletes it, whatever happens meanwhile,
 // by a client that Ctrl-C does not end. Errors as those calls'; PERMISSION_DENIED: without the role
-// that deletes models, nothing is made.
+// that deletes models, nothing is made. RESOURCE_EXHAUSTED, MEMORY_BUDGET: neither, this host has
+// not twice the bytes, or the server has no room.
 absl::Status Bench(const Session& session, const BenchOptions& options);
 
 struct Speeds {

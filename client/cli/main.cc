@@ -26,6 +26,7 @@
 #include "client/cli/track_option.h"
 #include "client/cli/tracks_command.h"
 #include "ema/client.h"
+#include "server/base/nearest_name.h"
 
 namespace {
 
@@ -286,9 +287,10 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
 
   sub = Add(app, chosen, "bench",
             "Measure how fast pushes and pulls are from here, with a model that is made for it and "
-            "deleted",
+            "deleted; where tokens are asked for, with an admin's",
             [&](const Session& session) { return ema::cli::Bench(session, options.bench); });
-  sub->add_option("--bytes", options.bench.bytes, "Size of the weights, such as 512M or 4G")
+  sub->add_option("--bytes", options.bench.bytes,
+                  "Size of the weights, such as 512M or 4G; this host needs twice that")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(int64_t{4096}, int64_t{1} << 50))
       ->default_str("256M");
@@ -464,6 +466,29 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   AddExplain(sub, options);
 }
 
+// Also says which command or option there is none of, where CLI11 says only that one is missing.
+CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
+  const std::vector<std::string> words = app.remaining(/*recurse=*/true);
+  if (error.get_name() != "RequiredError" || words.empty()) return error;
+  const std::vector<CLI::App*> chosen = app.get_subcommands();
+  const CLI::App& family = chosen.empty() ? app : *chosen.back();
+  if (family.get_require_subcommand_min() == 0 || !family.get_subcommands().empty()) return error;
+  if (words[0].starts_with('-')) {
+    return {absl::StrCat("there is no option ", words[0], ", and a command is missing"),
+            error.get_exit_code()};
+  }
+  const std::vector<const CLI::App*> known =
+      family.get_subcommands([](const CLI::App*) { return true; });
+  // Their names must outlive the search.
+  std::vector<std::string> names;
+  for (const CLI::App* const command : known) names.push_back(command->get_name());
+  const std::string nearest(ema::NearestName(
+      words[0], names, [](const std::string& name) { return std::string_view(name); }));
+  return {absl::StrCat(family.get_name(), " has no command \"", words[0], "\"; did you mean \"",
+                       nearest, "\"?"),
+          error.get_exit_code()};
+}
+
 }  // namespace
 
 // What CLI11 throws before it parses is a wrong declaration above, which may end the program.
@@ -503,7 +528,8 @@ int main(int argc, char** argv) {
   AddCommands(app, options, command);
   try {
     app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
+  } catch (const CLI::ParseError& thrown) {
+    const CLI::ParseError error = Explained(thrown, app);
     // What has been parsed so far may not have come to it.
     const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
     if (wants_json && error.get_exit_code() != 0) {

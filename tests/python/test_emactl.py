@@ -126,6 +126,13 @@ def test_exit_codes(emactl, pushed, tmp_path):
     out = tmp_path / "x.safetensors"
     assert emactl().returncode == 2
     assert emactl("frobnicate").returncode == 2
+    for words, problem in [
+        (["lst"], 'emactl has no command "lst"; did you mean "list"?'),
+        (["checkpoint", "crate"], 'checkpoint has no command "crate"; did you mean "create"?'),
+        (["--frob"], "there is no option --frob"),
+    ]:
+        refused = emactl(*words)
+        assert refused.returncode == 2 and problem in refused.stderr, refused.stderr
     assert emactl("list", "--timeout", "0s").returncode == 2
     assert emactl("describe", "nobody").returncode == 3
     assert emactl("pull", pushed, "--track", "nothing", "-o", out).returncode == 3

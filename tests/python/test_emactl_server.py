@@ -95,6 +95,8 @@ def test_roles(tmp_path, tokens):
         as_reader = ["--token-file", tmp_path / "reading"]
         assert emactl(server.address, "info", *as_reader).returncode == 0
         assert emactl(server.address, "info").returncode == 4
+        refused = emactl(server.address, "bench", "--token-file", tmp_path / "training")
+        assert "bench makes a model and deletes it, so it needs the role admin" in refused.stderr
         for command in (["log-level", "debug"], ["drain", "--yes"], ["bench", "--bytes", "1M"]):
             for who in ("reading", "training"):
                 refused = emactl(server.address, *command, "--json", "--token-file", tmp_path / who)
@@ -143,6 +145,11 @@ def test_bench_of_what_does_not_fit_says_so_and_leaves_nothing(tmp_path):
         run = emactl(server.address, "bench", "--bytes", "16M", "--json")
         assert run.returncode == 4
         assert json.loads(run.stderr)["error"]["reason"] == "MEMORY_BUDGET"
+        assert model_names(server) == []
+        # Nothing is taken of this host before it is known to have it.
+        run = emactl(server.address, "bench", "--bytes", "900T", "--json")
+        assert run.returncode == 4, run.stderr
+        assert "--bytes: 900.0 TiB given" in json.loads(run.stderr)["error"]["message"]
         assert model_names(server) == []
         for wrong in (["--bytes", "4"], ["--bytes", "many"], ["--rounds", "0"]):
             assert emactl(server.address, "bench", *wrong).returncode == 2
