@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "ema/error_reason.h"
 
 namespace ema {
@@ -18,9 +19,13 @@ absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> MemoryBudget::Reserve
   absl::MutexLock lock(&mu_);
   const int64_t left = total_bytes_ - reserved_bytes_;
   if (bytes > left) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                     absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left,
-                                  " of the server's ", total_bytes_, " are free"));
+    absl::Status status =
+        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                  absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left,
+                               " of the server's ", total_bytes_, " are free"));
+    // By then somebody may have deleted a model.
+    if (bytes <= total_bytes_) SetRetryDelay(status, absl::Seconds(10));
+    return status;
   }
   reserved_bytes_ += bytes;
   return std::unique_ptr<Reservation>(new Reservation(this, bytes));

@@ -55,9 +55,12 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
                      absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
   }
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
-    return MakeError(
+    absl::Status full = MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
         absl::StrCat("the server has ", models_.size(), " models, as many as it may have"));
+    // By then somebody may have deleted one.
+    SetRetryDelay(full, absl::Seconds(10));
+    return full;
   }
   const std::string name = config.name;
   Model::Options model_options = options_.model;

@@ -141,7 +141,7 @@ class Limit:
     metric: str  # Of the limit.
     limit: float
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
-    # False: it does not go away by itself, a person must act.
+    # False: waiting cannot help.
     has_hint: bool = True
 
 
@@ -153,7 +153,6 @@ LIMITS = {
         rpc="CreateModel",
         metric="ema_models_limit",
         limit=1,
-        has_hint=False,
     ),
     "bytes": Limit(
         # A model takes its 4 MiB (2 + 2 pinned) times.
@@ -163,6 +162,14 @@ LIMITS = {
         rpc="CreateModel",
         metric="ema_memory_budget_bytes",
         limit=20 << 20,
+    ),
+    "bytes of one": Limit(
+        flags=("--memory-bytes", "10M"),
+        exceed=two_models,
+        reason="MEMORY_BUDGET",
+        rpc="CreateModel",
+        metric="ema_memory_budget_bytes",
+        limit=10 << 20,
         has_hint=False,
     ),
     "sessions": Limit(
