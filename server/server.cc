@@ -168,6 +168,7 @@ LogSink Server::Sink() {
 }
 
 CheckpointManager::Options Server::CheckpointOptions() {
+  constexpr absl::Duration kFreeSpaceInterval = absl::Seconds(10);
   return {.store = {.data_dir = options_.data_dir,
                     .keep_count = options_.keep_last,
                     .keep_step_multiple = options_.keep_every_steps,
@@ -176,7 +177,12 @@ CheckpointManager::Options Server::CheckpointOptions() {
                      .every = options_.save_every,
                      .step_multiple = options_.save_step_multiple},
           .scrub_interval = options_.scrub_interval,
-          .log = Sink(),
+          .free_space_interval = kFreeSpaceInterval,
+          .log =
+              [sink = Sink()](const LogEvent& event) {
+                // OnSaveEnded() has told of these.
+                event.name == CheckpointManager::kSaveFailed ? Log(event) : sink(event);
+              },
           .observer = &metrics_,
           .heartbeats = heartbeats_.get()};
 }

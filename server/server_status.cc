@@ -88,6 +88,13 @@ ServerState Server::State(bool with_history) const {
   if (checkpoints_ != nullptr) {
     state.is_store_read_only =
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
+    state.data_dir_free_bytes = checkpoints_->free_bytes();
+    for (const auto& [name, counts] : checkpoints_->CountAll()) {
+      state.checkpoints[name] = {.complete = counts.stored.complete,
+                                 .failed = counts.failed,
+                                 .corrupt = counts.stored.corrupt,
+                                 .abandoned = counts.stored.abandoned};
+    }
   }
   {
     absl::MutexLock lock(&mu_);
@@ -114,6 +121,7 @@ ServerState Server::State(bool with_history) const {
     ServerState::Model& shown = state.models.emplace_back();
     shown.name = model->config().name;
     shown.overview = model->Overview();
+    if (checkpoints_ != nullptr) state.checkpoints.try_emplace(shown.name);
     if (with_history) shown.history = model->StatisticsHistory(kPlottedPoints);
   }
   return state;

@@ -246,11 +246,12 @@ std::string StatisticsTable(const std::vector<TrackStatistics>& statistics) {
 }
 
 std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints) {
-  Table table({"CHECKPOINT", "VERSION", "STEP", "COMMITTED", "STATE", "SIZE", "LABELS"});
+  Table table({"CHECKPOINT", "VERSION", "STEP", "COMMITTED", "STATE", "SIZE", "LABELS", "PROBLEM"});
   for (const Client::CheckpointInfo& checkpoint : checkpoints) {
     table.Add({checkpoint.name, absl::StrCat(checkpoint.id.version), absl::StrCat(checkpoint.step),
                CommitTime(checkpoint.commit_time), StateText(checkpoint),
-               FormatBytes(checkpoint.total_bytes), JoinOrDash(checkpoint.labels)});
+               FormatBytes(checkpoint.total_bytes), JoinOrDash(checkpoint.labels),
+               checkpoint.problem.empty() ? "-" : checkpoint.problem});
   }
   return table.ToString();
 }

@@ -191,6 +191,25 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
   return all;
 }
 
+std::map<std::string, CheckpointStore::Counts> CheckpointStore::CountAll() {
+  std::vector<std::pair<std::string, std::shared_ptr<Folder>>> folders;
+  {
+    absl::MutexLock lock(&mu_);
+    folders.assign(folders_.begin(), folders_.end());
+  }
+  std::map<std::string, Counts> all;
+  for (const auto& [model, folder] : folders) {
+    absl::MutexLock lock(&folder->state_mu);
+    for (const auto& [name, stored] : folder->index) {
+      Counts& counts = all[model];
+      ++(stored.problem.ok()                  ? counts.complete
+         : name.starts_with(kAbandonedPrefix) ? counts.abandoned
+                                              : counts.corrupt);
+    }
+  }
+  return all;
+}
+
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
     std::string_view model_name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);

@@ -2,12 +2,12 @@
 #include "server/checkpoint/checkpoint_manager.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/pacer.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis.h"
 #include "server/checkpoint/verify.h"
@@ -91,14 +91,14 @@ CheckpointManager::CheckpointManager(Options options, std::unique_ptr<Checkpoint
       .save =
           [this](Model& model, const SnapshotRef& snapshot, bool keep) {
             const Heartbeat::Work at_work(scheduler_heartbeat_);
-            return SaveSnapshot(model, snapshot, {.keep = keep}).status();
+            return TrySave(model, snapshot, {.keep = keep}).status();
           },
       .on_error =
-          [this](const Model& model, const absl::Status& status) {
-            Log(LogLevel::kError, "checkpoint failed", model,
-                {{"automatic", true}, {"retry", true}, {"error", status}});
+          [this](const Model& model, const SnapshotRef& snapshot, const absl::Status& status) {
+            LogFailedSave(model, snapshot, {}, status, {{"automatic", true}, {"retry", true}});
           },
       .retry_delay = options_.retry_delay});
+  NoteFreeSpace();
   queue_thread_ = std::thread([this] { RunQueue(); });
 }
 
@@ -163,11 +163,6 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
     if (newest == nullptr) continue;
     const auto saved =
         SaveSnapshot(*model, newest, {.keep = IsKeepDue(*newest, model->kept_time())});
-    if (saved.ok()) continue;
-    Log(LogLevel::kError, "checkpoint failed", *model,
-        {{"step", newest->record.step},
-         {"version", newest->record.version},
-         {"error", saved.status()}});
     result.Update(saved.status());
   }
   return result;
@@ -176,6 +171,33 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
 // --- Saving ---
 
 absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
+    Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
+  absl::StatusOr<Saved> saved = TrySave(model, snapshot, options);
+  if (!saved.ok()) LogFailedSave(model, snapshot, options.tracks, saved.status(), {});
+  return saved;
+}
+
+void CheckpointManager::LogFailedSave(const Model& model, const SnapshotRef& snapshot,
+                                      const std::vector<std::string>& tracks,
+                                      const absl::Status& status,
+                                      const std::vector<LogField>& more) const {
+  // Of a model that has been deleted, nothing is missing.
+  if (absl::IsNotFound(status)) return;
+  std::vector<LogField> fields;
+  if (snapshot != nullptr) {
+    fields = {{"step", snapshot->record.step},
+              {"version", snapshot->record.version},
+              {"checkpoint", CheckpointStore::NameOf(*snapshot, tracks)}};
+  }
+  fields.insert(fields.end(), more.begin(), more.end());
+  if (const ErrorReason reason = GetErrorReason(status); reason != ErrorReason::kUnspecified) {
+    fields.emplace_back("reason", ErrorReasonName(reason));
+  }
+  fields.emplace_back("error", status);
+  Log(LogLevel::kError, kSaveFailed, model, std::move(fields));
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
     Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
   const Key key{model.config().name, CheckpointStore::NameOf(*snapshot, options.tracks)};
   {
@@ -220,7 +242,7 @@ void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
   if (!status.ok() && !absl::IsNotFound(status)) {
     failed.push_back(it->second.info);
     failed.back().state = CheckpointInfo::State::kFailed;
-    failed.back().problem = status.ToString();
+    failed.back().problem = status.ToString(absl::StatusToStringMode::kWithNoExtraData);
     if (failed.size() > kMaxFailed) failed.pop_front();
   }
   if (failed.empty()) failed_.erase(key.first);
@@ -303,13 +325,20 @@ void CheckpointManager::RunQueue() {
     SnapshotRef snapshot;
     CheckpointStore::SaveOptions options;
     {
-      absl::MutexLock lock(&mu_, absl::Condition(&is_ready));
-      if (queue_.empty()) return;  // What was asked for is done.
-      key = queue_.front();
-      const Saving& saving = saving_[key];
-      model = saving.model;
-      snapshot = saving.snapshot;
-      options.tracks = saving.tracks;
+      absl::MutexLock lock(&mu_);
+      if (mu_.AwaitWithTimeout(absl::Condition(&is_ready), options_.free_space_interval)) {
+        if (queue_.empty()) return;  // What was asked for is done.
+        key = queue_.front();
+        const Saving& saving = saving_[key];
+        model = saving.model;
+        snapshot = saving.snapshot;
+        options.tracks = saving.tracks;
+      }
+    }
+    if (model == nullptr) {
+      const Heartbeat::Work at_work(queue_heartbeat_);
+      NoteFreeSpace();
+      continue;
     }
     absl::Status status;
     // Once, and once more for each label; what is on the disk then is not written again.
@@ -336,10 +365,6 @@ void CheckpointManager::RunQueue() {
       saving.snapshot = nullptr;
       saving.model = nullptr;
     }
-    if (!status.ok()) {
-      Log(LogLevel::kError, "checkpoint failed", *model,
-          {{"checkpoint", key.second}, {"error", status}});
-    }
     // Lets go of the version before it is said that nothing is waiting.
     snapshot = nullptr;
     model = nullptr;
@@ -347,6 +372,13 @@ void CheckpointManager::RunQueue() {
     queue_.pop_front();
     NoteEnd(key, status);
   }
+}
+
+void CheckpointManager::NoteFreeSpace() {
+  if (options_.free_space_interval == absl::InfiniteDuration()) return;
+  const absl::StatusOr<int64_t> bytes = store_->FreeBytes();
+  absl::MutexLock lock(&mu_);
+  free_bytes_ = bytes.ok() ? std::optional(*bytes) : std::nullopt;
 }
 
 void CheckpointManager::AwaitIdle() {
@@ -357,6 +389,19 @@ void CheckpointManager::AwaitIdle() {
 }
 
 // --- What there is ---
+
+std::optional<int64_t> CheckpointManager::free_bytes() {
+  absl::MutexLock lock(&mu_);
+  return free_bytes_;
+}
+
+std::map<std::string, CheckpointManager::Counts> CheckpointManager::CountAll() {
+  std::map<std::string, Counts> counts;
+  for (const auto& [model, stored] : store_->CountAll()) counts[model].stored = stored;
+  absl::MutexLock lock(&mu_);
+  for (const auto& [model, failed] : failed_) counts[model].failed = std::ssize(failed);
+  return counts;
+}
 
 absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
   const std::string& model_name = model.config().name;
@@ -499,76 +544,6 @@ absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
        {"residual", result.residual},
        {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   return result;
-}
-
-// --- Reading again ---
-
-absl::Status CheckpointManager::StoredError(Model& model, const std::string& name,
-                                            const absl::Status& status) {
-  // Of a deleted model the files go, which is no fault of theirs.
-  if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, name, status);
-  return LocateError(status, model.config().name, name);
-}
-
-void CheckpointManager::SetAside(Model& model, const std::string& name,
-                                 const absl::Status& problem) {
-  const absl::StatusOr<bool> was_latest = store_->Quarantine(model.config().name, name, problem);
-  if (!was_latest.ok()) {
-    Log(LogLevel::kError, "bad checkpoint not set aside", model,
-        {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
-    return;
-  }
-  Log(LogLevel::kError, "checkpoint set aside", model, {{"checkpoint", name}, {"error", problem}});
-  if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
-}
-
-int64_t CheckpointManager::Scrub(ModelStore& models) {
-  // Of the disk's time, readers and savers get the rest.
-  constexpr int kRestPerRead = 9;
-  int64_t bad_count = 0;
-  for (const std::shared_ptr<Model>& model : models.List()) {
-    const std::string& model_name = model->config().name;
-    const auto all = store_->ListNames(model_name);
-    if (!all.ok()) continue;
-    for (const CheckpointStore::Stored& stored : *all) {
-      if (!stored.problem.ok()) continue;
-      while (store_->is_saving()) {
-        if (!Rest(absl::Seconds(1))) return bad_count;
-      }
-      const absl::Time begin = absl::Now();
-      {
-        const auto held = store_->Hold(model_name, stored.name);
-        if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
-        const Heartbeat::Work at_work(scrub_heartbeat_);
-        Pacer pacer(*model);
-        const absl::Status status =
-            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,
-                             [&pacer] { pacer.Rest(); })
-                .status();
-        // Of a deleted model the files go, which is no fault of theirs.
-        if (absl::IsDataLoss(status) && model->closed().ok()) {
-          SetAside(*model, stored.name, status);
-          ++bad_count;
-        }
-      }
-      if (!Rest((absl::Now() - begin) * kRestPerRead)) return bad_count;
-    }
-  }
-  return bad_count;
-}
-
-void CheckpointManager::RunScrub() {
-  while (Rest(options_.scrub_interval)) {
-    const absl::Time begin = absl::Now();
-    const int64_t bad_count = Scrub(*models_);
-    LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
-          {{"bad", bad_count}, {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
-  }
-}
-
-bool CheckpointManager::Rest(absl::Duration time) {
-  absl::MutexLock lock(&mu_);
-  return !mu_.AwaitWithTimeout(absl::Condition(&is_stopping_), time);
 }
 
 }  // namespace ema

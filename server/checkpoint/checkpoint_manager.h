@@ -41,7 +41,7 @@ namespace ema {
 // what is due; reads again, now and then, what is kept. Thread-safe.
 //
 // Files: checkpoint_manager.cc saves and lists; checkpoint_labels.cc has labels and scores;
-// checkpoint_rollback.cc goes back to earlier versions.
+// checkpoint_rollback.cc goes back to earlier versions; checkpoint_scrub.cc reads again.
 class CheckpointManager final : public Checkpoints {
  public:
   struct Options {
@@ -52,6 +52,8 @@ class CheckpointManager final : public Checkpoints {
     // Every checkpoint is read again, to find bytes that have gone bad, once in so long. Zero:
     // never.
     absl::Duration scrub_interval = absl::ZeroDuration();
+    // How often the disk is asked how much is free. Infinite: never.
+    absl::Duration free_space_interval = absl::InfiniteDuration();
     LogSink log;
     // Told how saves have ended. Outlives the manager.
     ServerObserver* observer = &ServerObserver::None();
@@ -59,6 +61,9 @@ class CheckpointManager final : public Checkpoints {
     // nowhere.
     Heartbeats* heartbeats = nullptr;
   };
+
+  // The log's event of a save that has failed, of which the observer has been told, too.
+  static constexpr std::string_view kSaveFailed = "checkpoint failed";
 
   // As CheckpointStore::Open().
   static absl::StatusOr<std::unique_ptr<CheckpointManager>> Open(FileSystem& file_system,
@@ -74,6 +79,16 @@ class CheckpointManager final : public Checkpoints {
   // As CheckpointStore::LoadAll(), and tells the log. `models` outlives this; from here on its
   // checkpoints are read again now and then. To be called once.
   absl::Status LoadAll(ModelStore& models);
+
+  // What the disk had free when it was last asked. Absent: it was not, or did not say. Never blocks
+  // on the disk.
+  std::optional<int64_t> free_bytes() ABSL_LOCKS_EXCLUDED(mu_);
+  struct Counts {
+    CheckpointStore::Counts stored;
+    int64_t failed = 0;  // Could not be saved, or not with their labels, and have not been since.
+  };
+  // Of every model that has any. Never blocks on the disk.
+  std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
 
   // As Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
@@ -143,14 +158,23 @@ class CheckpointManager final : public Checkpoints {
   void LogLabelSet(const Model& model, std::string_view label, int64_t version, int64_t step) const;
   // As that of the store, and tells the log.
   absl::Status PutLabel(const Model& model, const CheckpointLabel& label);
-  // Saves, and keeps in mind that it is done, or why not.
+  // Saves, and keeps in mind that it is done, or why not; tells the log.
   absl::StatusOr<Saved> SaveSnapshot(Model& model, const SnapshotRef& snapshot,
                                      const CheckpointStore::SaveOptions& options)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // The same, but leaves it to the caller to tell the log of a failure.
+  absl::StatusOr<Saved> TrySave(Model& model, const SnapshotRef& snapshot,
+                                const CheckpointStore::SaveOptions& options)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // `snapshot` null: there was none to be saved. `more` stands before the error.
+  void LogFailedSave(const Model& model, const SnapshotRef& snapshot,
+                     const std::vector<std::string>& tracks, const absl::Status& status,
+                     const std::vector<LogField>& more) const;
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // As Get(); nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointInfo>> FindInfo(Model& model, std::string_view name)
@@ -223,6 +247,7 @@ class CheckpointManager final : public Checkpoints {
   // Of each model, those that could not be written, oldest first.
   std::map<std::string, std::deque<CheckpointInfo>, std::less<>> failed_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
 
   ModelStore* models_ = nullptr;  // Constant after LoadAll().
   std::unique_ptr<CheckpointScheduler> scheduler_;

@@ -221,7 +221,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
                    GetErrorReason(state.last_error) != GetErrorReason(status);
     state.last_error = status;
   }
-  if (is_new_error && options_.on_error) options_.on_error(model, status);
+  if (is_new_error && options_.on_error) options_.on_error(model, snapshot, status);
 }
 
 void CheckpointScheduler::AwaitIdle() {

@@ -53,9 +53,9 @@ class CheckpointScheduler {
     // Saves a version, so that it is kept for good if `keep`; sets Model::SetDurable(), and
     // SetKeptTime() if `keep`. Called on the scheduler's thread; may block for as long as it takes.
     std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
-    // Told of an error, once until its code or reason changes or a save succeeds. Called on the
-    // scheduler's thread.
-    std::function<void(const Model&, const absl::Status&)> on_error;
+    // Told of an error, once until its code or reason changes or a save succeeds, and what was to
+    // be saved; null: no version could be pinned. Called on the scheduler's thread.
+    std::function<void(const Model&, const SnapshotRef&, const absl::Status&)> on_error;
     absl::Duration retry_delay = absl::Seconds(10);
   };
 

@@ -185,6 +185,17 @@ class CheckpointStore {
   absl::StatusOr<std::vector<Stored>> ListNames(std::string_view model_name)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  struct Counts {
+    int64_t complete = 0;   // Those of some tracks, too.
+    int64_t corrupt = 0;    // Set aside because a byte is wrong or missing.
+    int64_t abandoned = 0;  // Set aside because a crash had left them newer than LATEST.
+  };
+  // As ListNames() would count what was last seen, of every model that has any. Never waits for the
+  // disk.
+  std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
+  // What the disk has left for us. UNAVAILABLE: it failed.
+  absl::StatusOr<int64_t> FreeBytes() { return file_system_.FreeBytes(options_.data_dir); }
+
   // Removes a checkpoint, or one that was set aside, whatever retention says. OK if it is not
   // there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is held. Waits
   // for a running Save(). UNAVAILABLE: the disk failed.

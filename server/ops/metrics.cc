@@ -50,6 +50,7 @@ struct Metrics::ModelSeries {
   int64_t ok_saves = 0;
   int64_t failed_saves = 0;
   std::optional<absl::Time> save_time;  // Of the last that was OK.
+  absl::Time created_time = absl::Now();
   Histogram push_seconds{kCallSeconds};
   std::array<Histogram, kPhases.size()> phase_seconds{
       Histogram(kPhaseSeconds), Histogram(kPhaseSeconds), Histogram(kPhaseSeconds),
@@ -72,7 +73,8 @@ Metrics::ModelSeries* Metrics::FindLocked(std::string_view model) {
 }
 
 void Metrics::NoteProblemLocked(std::string_view what, std::string_view text) {
-  // What ends a step ends its calls, too, with the same text.
+  // What ends a step, or a save, ends its calls, too, with the same text: the first who tells
+  // counts.
   constexpr ptrdiff_t kCompared = 4;
   // Clients have a say in it.
   constexpr size_t kMaxTextBytes = 512;
@@ -83,7 +85,7 @@ void Metrics::NoteProblemLocked(std::string_view what, std::string_view text) {
                                  [text](const Problem& other) { return other.text == text; });
   if (same != end) {
     problem.what = same->what;
-    problem.count = same->count + 1;
+    problem.count = same->count + (same->what == what ? 1 : 0);
     problems_.erase(same);
   }
   problems_.push_front(std::move(problem));
@@ -224,6 +226,10 @@ std::string Metrics::Text(const ServerState& state) const {
                            "When a save last succeeded; before the first, the commit time of what "
                            "is on the disk.",
                            MetricType::Gauge);
+  FamilyBuilder created_times(
+      "ema_model_created_timestamp_seconds",
+      "When the model was created; or loaded, if this server found it on the disk.",
+      MetricType::Gauge);
   const auto seconds = [](absl::Time time) {
     return absl::ToDoubleSeconds(time - absl::UnixEpoch());
   };
@@ -255,6 +261,7 @@ std::string Metrics::Text(const ServerState& state) const {
       }
       pull_seconds.Add(series->pull_seconds.Collect(), {{"model", name}});
       save_seconds.Add(series->save_seconds.Collect(), {{"model", name}});
+      created_times.Add(seconds(series->created_time), {{"model", name}});
     }
     for (const ServerState::Model& model : state.models) {
       const auto found = models_.find(model.name);
@@ -267,7 +274,7 @@ std::string Metrics::Text(const ServerState& state) const {
   }
   for (FamilyBuilder* const family :
        {&rpcs, &rejects, &pushes, &received, &skipped, &pulls, &sent, &saves, &refused,
-        &push_seconds, &phase_seconds, &pull_seconds, &save_seconds, &save_times}) {
+        &push_seconds, &phase_seconds, &pull_seconds, &save_seconds, &save_times, &created_times}) {
     families.push_back(family->Take());
   }
   std::ostringstream out;

@@ -5,6 +5,8 @@
 #define EMA_SERVER_OPS_SERVER_STATE_H_
 
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,6 +42,13 @@ struct ServerState {
     std::string_view need;  // "serving", "checkpoints" or "neither": what does not work without it.
     absl::Duration silent_time;
   };
+  // How many checkpoints a model has.
+  struct Checkpoints {
+    int64_t complete = 0;
+    int64_t failed = 0;
+    int64_t corrupt = 0;
+    int64_t abandoned = 0;
+  };
   struct Model {
     std::string name;
     ModelOverview overview;
@@ -54,6 +63,9 @@ struct ServerState {
   bool has_data_dir = false;
   absl::Status checkpoints_health;  // OK without a data directory.
   bool is_store_read_only = false;
+  std::optional<int64_t> data_dir_free_bytes;
+  // Of all models, and of those of which only bad ones are left. Empty without a data directory.
+  std::map<std::string, Checkpoints> checkpoints;
   std::string device;
   std::string cuda_version;
   int64_t incarnation = 0;

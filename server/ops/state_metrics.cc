@@ -145,6 +145,22 @@ void AddServer(const ServerState& state, Families& families) {
                state.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
+  FamilyBuilder checkpoints =
+      Gauge("ema_checkpoints",
+            "Checkpoints of a model that are on the disk, complete or set aside (corrupt, "
+            "abandoned), and those that could not be saved and have not been since (failed).");
+  for (const auto& [model, counts] : state.checkpoints) {
+    checkpoints.Add(counts.complete, {{"model", model}, {"state", "complete"}})
+        .Add(counts.failed, {{"model", model}, {"state", "failed"}})
+        .Add(counts.corrupt, {{"model", model}, {"state", "corrupt"}})
+        .Add(counts.abandoned, {{"model", model}, {"state", "abandoned"}});
+  }
+  families.Add(std::move(checkpoints));
+  if (state.data_dir_free_bytes.has_value()) {
+    families.Add("ema_data_dir_free_bytes",
+                 "What the disk of the checkpoints has left for the server, every ten seconds.",
+                 *state.data_dir_free_bytes);
+  }
   families.Add("ema_checkpoint_store_read_only",
                "1: after a failed fsync nothing can be saved until the server is started again.",
                state.is_store_read_only ? 1 : 0);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/checkpoint_manager.h"
 
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -15,9 +14,11 @@ namespace {
 
 using ::testing::_;
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::SizeIs;
 using State = CheckpointInfo::State;
 
@@ -132,7 +133,12 @@ TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
   EXPECT_EQ(listing.checkpoints[0].state, State::kFailed);
   EXPECT_EQ(listing.checkpoints[0].id.version, 1);
   EXPECT_THAT(listing.checkpoints[0].problem, HasSubstr("Input/output error"));
+  const auto counts = server.manager().CountAll();
+  EXPECT_EQ(counts.at("m").failed, 1);
+  EXPECT_EQ(counts.at("m").stored.complete, 0);
   EXPECT_THAT(server.Save(), IsOk());
+  EXPECT_EQ(server.manager().CountAll().at("m").failed, 0);
+  EXPECT_EQ(server.manager().CountAll().at("m").stored.complete, 1);
   EMA_ASSERT_OK_AND_ASSIGN(const auto info,
                            server.manager().Get(server.model(), listing.checkpoints[0].name));
   EXPECT_EQ(info.state, State::kComplete);
@@ -140,6 +146,42 @@ TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
   EXPECT_GT(info.total_bytes, 0);
   EXPECT_EQ(absl::ToUnixMicros(info.commit_time),
             absl::ToUnixMicros(server.model().latest()->commit_time));
+}
+
+TEST_F(CheckpointManagerTest, TheLogHasEachFailedSaveOnce) {
+  CheckpointManager::Options options;
+  options.policy.every_commits = 2;
+  TestServer server(files_, std::move(options));
+  server.PushTo(1);
+  files_.set_free_bytes(1000);
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kDiskFull));
+  EXPECT_THAT(server.manager().Save(server.model(), {.async = true}), IsOk());
+  server.manager().AwaitIdle();
+  server.PushTo(2);  // By itself.
+  server.manager().AwaitIdle();
+  server.models().Drain(absl::InfinitePast());
+  EXPECT_THAT(server.manager().Drain(server.models()), ReasonIs(ErrorReason::kDiskFull));
+  const auto is_of = [](int64_t version, const std::string& more = "") {
+    return AllOf(HasSubstr("checkpoint failed model=m"),
+                 HasSubstr(absl::StrCat(" step=", 10 * version, " version=", version,
+                                        " checkpoint=step-0000000000", 10 * version)),
+                 HasSubstr(more), HasSubstr(" reason=DISK_FULL error="), HasSubstr("1000 left"),
+                 Not(HasSubstr("ema.v1")));
+  };
+  EXPECT_THAT(server.errors(),
+              ElementsAre(is_of(1), is_of(1), is_of(2, "automatic=true"), is_of(2)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  ASSERT_THAT(listing.checkpoints, SizeIs(2));
+  EXPECT_THAT(listing.checkpoints[0].problem,
+              AllOf(HasSubstr("1000 left"), Not(HasSubstr("ema.v1"))));
+}
+
+TEST_F(CheckpointManagerTest, WhatIsFreeIsAskedAtTheStart) {
+  files_.set_free_bytes(int64_t{5} << 30);
+  EXPECT_EQ(TestServer(files_).manager().free_bytes(), std::nullopt);
+  CheckpointManager::Options options;
+  options.free_space_interval = absl::Hours(1);
+  EXPECT_EQ(TestServer(files_, std::move(options)).manager().free_bytes(), int64_t{5} << 30);
 }
 
 TEST_F(CheckpointManagerTest, TheLogSaysOnceThatTheStoreIsReadOnly) {
@@ -151,9 +193,10 @@ TEST_F(CheckpointManagerTest, TheLogSaysOnceThatTheStoreIsReadOnly) {
   EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
   EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
   files_.set_hook(nullptr);
-  ASSERT_THAT(server.errors(), SizeIs(1));
-  EXPECT_THAT(server.errors()[0],
-              AllOf(HasSubstr("read-only until"), HasSubstr("Input/output error")));
+  const auto is_failed_save = HasSubstr("checkpoint failed");
+  EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("checkpoints read-only"),
+                                                 HasSubstr("Input/output error")),
+                                           is_failed_save, is_failed_save));
 }
 
 TEST_F(CheckpointManagerTest, OfFailedSavesTheLast64AreKeptInMind) {
@@ -236,8 +279,9 @@ TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
     EXPECT_THAT(server.manager().SetLabel(server.model(), "a", {1, 0}),
                 ReasonIs(ErrorReason::kStoreReadOnly));
     EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
-    EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("read-only until the server is "),
-                                                   HasSubstr("Input/output error"))));
+    EXPECT_THAT(server.errors(),
+                Contains(AllOf(HasSubstr("checkpoints read-only"), HasSubstr("Input/output error")))
+                    .Times(1));
     server.PushTo(3);
     EXPECT_EQ(server.version(), 3);
     EXPECT_EQ(server.model().durable_step(), 10);
@@ -248,91 +292,6 @@ TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
   EXPECT_THAT(server.manager().health(), IsOk());
   server.PushTo(2);
   EXPECT_THAT(server.Save(), IsOk());
-}
-
-// A real folder: the queue's thread and the test's use it at once.
-class AsyncSaveTest : public testing::Test {
- protected:
-  AsyncSaveTest() : directory_(testing::TempDir() + "/ema_manager_XXXXXX") {
-    EXPECT_NE(mkdtemp(directory_.data()), nullptr);
-    CheckpointManager::Options options;
-    options.store.data_dir = directory_;
-    auto manager = CheckpointManager::Open(PosixFileSystem(), std::move(options));
-    EXPECT_THAT(manager, IsOk());
-    manager_ = *std::move(manager);
-    EXPECT_THAT(manager_->LoadAll(models_), IsOk());
-    model_ = models_.Create(TwoTracks())->model;
-    rank_ = std::make_unique<TestRank>(model_, "launch");
-    EXPECT_THAT(rank_->Join(), IsOk());
-    EXPECT_THAT(rank_->Push(10, BytesOf({1, 2, 3})), IsOk());
-  }
-  ~AsyncSaveTest() override {
-    manager_ = nullptr;
-    PosixFileSystem().RemoveTree(directory_).IgnoreError();
-  }
-
-  std::string directory_;
-  ModelStore models_{TestDevice(), SmallBlocks()};
-  std::shared_ptr<Model> model_;
-  std::unique_ptr<TestRank> rank_;
-  std::unique_ptr<CheckpointManager> manager_;
-};
-
-TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
-  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
-                           manager_->Save(*model_, {.async = true, .label = "one"}));
-  EXPECT_EQ(saved.state, State::kSaving);
-  EXPECT_EQ(saved.record.version, 1);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto joined,
-                           manager_->Save(*model_, {.async = true, .label = "two"}));
-  EXPECT_EQ(joined.name, saved.name);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto polled, manager_->Get(*model_, saved.name));
-  EXPECT_TRUE(polled.state == State::kSaving || polled.state == State::kComplete);
-  manager_->AwaitIdle();
-  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
-  EXPECT_EQ(info.state, State::kComplete);
-  EXPECT_THAT(info.labels, ElementsAre("one", "two"));
-  EXPECT_EQ(model_->durable_step(), 10);
-  // It is there: nothing to wait for.
-  EMA_ASSERT_OK_AND_ASSIGN(const auto again, manager_->Save(*model_, {.async = true}));
-  EXPECT_EQ(again.state, State::kComplete);
-  EXPECT_EQ(again.total_bytes, info.total_bytes);
-}
-
-TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
-  EXPECT_THAT(manager_->List(*model_), IsOk());
-  // A file where the model's folder must be.
-  EMA_ASSERT_OK_AND_ASSIGN(auto file, PosixFileSystem().NewWritableFile(directory_ + "/models/m"));
-  ASSERT_THAT(file->Close(), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, manager_->Save(*model_, {.async = true}));
-  manager_->AwaitIdle();
-  EMA_ASSERT_OK_AND_ASSIGN(const auto failed, manager_->Get(*model_, saved.name));
-  EXPECT_EQ(failed.state, State::kFailed);
-  EXPECT_NE(failed.problem, "");
-  ASSERT_THAT(PosixFileSystem().RemoveFile(directory_ + "/models/m"), IsOk());
-  EXPECT_THAT(manager_->Save(*model_, {.async = true}), IsOk());
-  manager_->AwaitIdle();
-  EXPECT_EQ(manager_->Get(*model_, saved.name)->state, State::kComplete);
-}
-
-TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
-  ASSERT_THAT(manager_->Save(*model_, {}), IsOk());
-  // A folder where the new labels are to be written.
-  const std::string folder = directory_ + "/models/m/checkpoints/.tmp-LABELS.json";
-  ASSERT_THAT(PosixFileSystem().CreateDirectory(folder), IsOk());
-  EXPECT_THAT(rank_->Push(20, BytesOf({1, 2, 3})), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
-                           manager_->Save(*model_, {.async = true, .label = "one"}));
-  manager_->AwaitIdle();
-  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
-  EXPECT_EQ(info.state, State::kComplete);
-  EXPECT_THAT(info.labels, IsEmpty());
-  EXPECT_NE(info.problem, "");
-  ASSERT_THAT(PosixFileSystem().RemoveTree(folder), IsOk());
-  ASSERT_THAT(manager_->Save(*model_, {.async = true, .label = "one"}), IsOk());
-  manager_->AwaitIdle();
-  EXPECT_THAT(manager_->Get(*model_, saved.name)->labels, ElementsAre("one"));
-  EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
 }
 
 // --- What there is ---
@@ -379,12 +338,14 @@ TEST_F(CheckpointManagerTest, WhatIsCorruptIsListedWithItsProblem) {
     EXPECT_EQ(info.state, State::kCorrupt);
     EXPECT_EQ(info.id.version, 2);
     EXPECT_THAT(info.problem, HasSubstr("manifest.json"));
+    EXPECT_EQ(server.manager().CountAll().at("m").stored.corrupt, 1);
   }
   TestServer server(files_);
   EMA_ASSERT_OK_AND_ASSIGN(const auto info,
                            server.manager().Get(server.model(), ".corrupt-" + name));
   EXPECT_THAT(info.problem, HasSubstr("by an earlier server"));
   EXPECT_THAT(server.manager().Delete(server.model(), info.name), IsOk());
+  EXPECT_EQ(server.manager().CountAll().at("m").stored.corrupt, 0);
   EXPECT_THAT(server.manager().Get(server.model(), info.name),
               ReasonIs(ErrorReason::kCheckpointNotFound));
   EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", info.name)));
@@ -414,6 +375,7 @@ TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDelet
     EXPECT_EQ(info.state, State::kCorrupt);
     EXPECT_EQ(info.id.version, 2);
     EXPECT_THAT(info.problem, HasSubstr("newer than LATEST"));
+    EXPECT_EQ(server.manager().CountAll().at("m").stored.abandoned, 1);
     if (is_first) {
       EXPECT_THAT(server.errors()[0], HasSubstr(info.name));
       continue;

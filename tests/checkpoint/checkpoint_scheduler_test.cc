@@ -71,7 +71,7 @@ class CheckpointSchedulerTest : public testing::Test {
               return status;
             },
         .on_error =
-            [this](const Model&, const absl::Status& status) {
+            [this](const Model&, const SnapshotRef&, const absl::Status& status) {
               absl::MutexLock lock(&mu_);
               errors_.push_back(status);
             },

@@ -271,7 +271,10 @@ TEST(CheckpointOutputTest, SaysEverything) {
   const std::string table = CheckpointTable({SomeCheckpoint()});
   EXPECT_THAT(table, HasSubstr("CHECKPOINT  VERSION  STEP"));
   EXPECT_THAT(table, HasSubstr("c7          7        70    -          corrupt, partial  2.0 KiB  "
-                               "best, stable\n"));
+                               "best, stable  a byte is wrong\n"));
+  Client::CheckpointInfo good = SomeCheckpoint();
+  good.problem = "";
+  EXPECT_THAT(CheckpointTable({good}), HasSubstr("best, stable  -\n"));
   EXPECT_THAT(DescribeCheckpoint(SomeCheckpoint()),
               HasSubstr("version 7 of incarnation 2, step 70, committed -\n"
                         "state: corrupt, partial: a byte is wrong\nsize: 2.0 KiB\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pathlib
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from server_process import ServerProcess
+from http_pages import LISTEN, find_url, get, scrape, value
+from server_process import ROOT, ServerProcess
+
+EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 
 DISK_BYTES = 24 << 20
 # Two checkpoints fit, three do not.
@@ -78,13 +83,42 @@ def push(run: ema_client.Run, step: int) -> np.ndarray:
     return weights
 
 
+def check_said_once(server: ServerProcess, client: ema_client.Client) -> None:
+    """The log, the status page, the metrics and the listing have the one failed save, of step 2, and why."""
+    (failed,) = [line for line in server.log().splitlines() if "checkpoint failed" in line]
+    for part in (
+        "model=m step=2 version=2 checkpoint=step-",
+        "reason=DISK_FULL",
+        "peer=ipv4:127.0",
+    ):
+        assert part in failed
+    _, page = get(find_url(server.log()), "/")
+    rows = re.findall(r"<td>(\w+)</td><td class=\"n\">(\d+)</td><td[^>]*>RESOURCE_EXHAUSTED", page)
+    assert rows == [("save", "1")]
+    metrics = scrape(server)
+    assert value(metrics, "ema_checkpoints", model="m", state="failed") == 1
+    assert value(metrics, "ema_checkpoints", model="m", state="complete") == 1
+    assert value(metrics, "ema_data_dir_free_bytes") <= DISK_BYTES
+    listed = client.checkpoints("m")
+    (problem,) = [info.problem for info in listed if info.state == "failed"]
+    assert "RESOURCE_EXHAUSTED" in problem and "ema.v1" not in problem
+    shown = subprocess.run(
+        [EMACTL, "--server", server.address, "checkpoint", "list", "m"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    (row,) = [row for row in shown if " failed " in row]
+    assert row.endswith(problem)
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 # What is left: too little to begin with, or less than the server thinks that it needs.
 @pytest.mark.parametrize("leave_bytes", [0, WEIGHT_BYTES // 2])
 def test_a_full_disk_heals_by_itself(tmp_path, kind, leave_bytes):
     with small_disk(kind, tmp_path) as disk:
         data = disk / "data"
-        with ServerProcess(tmp_path, data_dir=data) as server:
+        with ServerProcess(tmp_path, *LISTEN, data_dir=data) as server:
             with ema_client.Client(server.address) as client:
                 client.create_model(
                     "m", {"w": np.zeros(WEIGHT_BYTES // 4, np.float32)}, tracks={"raw": "copy"}
@@ -98,6 +132,7 @@ def test_a_full_disk_heals_by_itself(tmp_path, kind, leave_bytes):
                     with pytest.raises(ema_client.ResourceExhaustedError) as error:
                         client.create_checkpoint("m")
                     assert error.value.reason == "DISK_FULL"
+                    check_said_once(server, client)
                     # The checkpoint before is as it was, and nothing of the other is left.
                     assert names(data) == before
                     # Pushes and pulls go on.

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointManager that reads checkpoints again, and sets bad ones aside.
+#include "absl/time/clock.h"
+#include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/pacer.h"
+#include "server/checkpoint/restore.h"
+#include "server/checkpoint/verify.h"
+
+namespace ema {
+
+absl::Status CheckpointManager::StoredError(Model& model, const std::string& name,
+                                            const absl::Status& status) {
+  // Of a deleted model the files go, which is no fault of theirs.
+  if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, name, status);
+  return LocateError(status, model.config().name, name);
+}
+
+void CheckpointManager::SetAside(Model& model, const std::string& name,
+                                 const absl::Status& problem) {
+  const absl::StatusOr<bool> was_latest = store_->Quarantine(model.config().name, name, problem);
+  if (!was_latest.ok()) {
+    Log(LogLevel::kError, "bad checkpoint not set aside", model,
+        {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
+    return;
+  }
+  Log(LogLevel::kError, "checkpoint set aside", model, {{"checkpoint", name}, {"error", problem}});
+  if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
+}
+
+int64_t CheckpointManager::Scrub(ModelStore& models) {
+  // Of the disk's time, readers and savers get the rest.
+  constexpr int kRestPerRead = 9;
+  int64_t bad_count = 0;
+  for (const std::shared_ptr<Model>& model : models.List()) {
+    const std::string& model_name = model->config().name;
+    const auto all = store_->ListNames(model_name);
+    if (!all.ok()) continue;
+    for (const CheckpointStore::Stored& stored : *all) {
+      if (!stored.problem.ok()) continue;
+      while (store_->is_saving()) {
+        if (!Rest(absl::Seconds(1))) return bad_count;
+      }
+      const absl::Time begin = absl::Now();
+      {
+        const auto held = store_->Hold(model_name, stored.name);
+        if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
+        const Heartbeat::Work at_work(scrub_heartbeat_);
+        Pacer pacer(*model);
+        const absl::Status status =
+            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,
+                             [&pacer] { pacer.Rest(); })
+                .status();
+        // Of a deleted model the files go, which is no fault of theirs.
+        if (absl::IsDataLoss(status) && model->closed().ok()) {
+          SetAside(*model, stored.name, status);
+          ++bad_count;
+        }
+      }
+      if (!Rest((absl::Now() - begin) * kRestPerRead)) return bad_count;
+    }
+  }
+  return bad_count;
+}
+
+void CheckpointManager::RunScrub() {
+  while (Rest(options_.scrub_interval)) {
+    const absl::Time begin = absl::Now();
+    const int64_t bad_count = Scrub(*models_);
+    LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
+          {{"bad", bad_count}, {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+  }
+}
+
+bool CheckpointManager::Rest(absl::Duration time) {
+  absl::MutexLock lock(&mu_);
+  return !mu_.AwaitWithTimeout(absl::Condition(&is_stopping_), time);
+}
+
+}  // namespace ema

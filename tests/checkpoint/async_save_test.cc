@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves that are answered before they are done.
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "server/checkpoint/checkpoint_manager.h"
+#include "tests/checkpoint/test_manager.h"
+
+namespace ema {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using State = CheckpointInfo::State;
+
+// A real folder: the queue's thread and the test's use it at once.
+class AsyncSaveTest : public testing::Test {
+ protected:
+  AsyncSaveTest() : directory_(testing::TempDir() + "/ema_manager_XXXXXX") {
+    EXPECT_NE(mkdtemp(directory_.data()), nullptr);
+    CheckpointManager::Options options;
+    options.store.data_dir = directory_;
+    auto manager = CheckpointManager::Open(PosixFileSystem(), std::move(options));
+    EXPECT_THAT(manager, IsOk());
+    manager_ = *std::move(manager);
+    EXPECT_THAT(manager_->LoadAll(models_), IsOk());
+    model_ = models_.Create(TwoTracks())->model;
+    rank_ = std::make_unique<TestRank>(model_, "launch");
+    EXPECT_THAT(rank_->Join(), IsOk());
+    EXPECT_THAT(rank_->Push(10, BytesOf({1, 2, 3})), IsOk());
+  }
+  ~AsyncSaveTest() override {
+    manager_ = nullptr;
+    PosixFileSystem().RemoveTree(directory_).IgnoreError();
+  }
+
+  std::string directory_;
+  ModelStore models_{TestDevice(), SmallBlocks()};
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<TestRank> rank_;
+  std::unique_ptr<CheckpointManager> manager_;
+};
+
+TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           manager_->Save(*model_, {.async = true, .label = "one"}));
+  EXPECT_EQ(saved.state, State::kSaving);
+  EXPECT_EQ(saved.record.version, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto joined,
+                           manager_->Save(*model_, {.async = true, .label = "two"}));
+  EXPECT_EQ(joined.name, saved.name);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto polled, manager_->Get(*model_, saved.name));
+  EXPECT_TRUE(polled.state == State::kSaving || polled.state == State::kComplete);
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_THAT(info.labels, ElementsAre("one", "two"));
+  EXPECT_EQ(model_->durable_step(), 10);
+  // It is there: nothing to wait for.
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again, manager_->Save(*model_, {.async = true}));
+  EXPECT_EQ(again.state, State::kComplete);
+  EXPECT_EQ(again.total_bytes, info.total_bytes);
+}
+
+TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
+  EXPECT_THAT(manager_->List(*model_), IsOk());
+  // A file where the model's folder must be.
+  EMA_ASSERT_OK_AND_ASSIGN(auto file, PosixFileSystem().NewWritableFile(directory_ + "/models/m"));
+  ASSERT_THAT(file->Close(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, manager_->Save(*model_, {.async = true}));
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto failed, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(failed.state, State::kFailed);
+  EXPECT_NE(failed.problem, "");
+  ASSERT_THAT(PosixFileSystem().RemoveFile(directory_ + "/models/m"), IsOk());
+  EXPECT_THAT(manager_->Save(*model_, {.async = true}), IsOk());
+  manager_->AwaitIdle();
+  EXPECT_EQ(manager_->Get(*model_, saved.name)->state, State::kComplete);
+}
+
+TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
+  ASSERT_THAT(manager_->Save(*model_, {}), IsOk());
+  // A folder where the new labels are to be written.
+  const std::string folder = directory_ + "/models/m/checkpoints/.tmp-LABELS.json";
+  ASSERT_THAT(PosixFileSystem().CreateDirectory(folder), IsOk());
+  EXPECT_THAT(rank_->Push(20, BytesOf({1, 2, 3})), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           manager_->Save(*model_, {.async = true, .label = "one"}));
+  manager_->AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_THAT(info.labels, IsEmpty());
+  EXPECT_NE(info.problem, "");
+  ASSERT_THAT(PosixFileSystem().RemoveTree(folder), IsOk());
+  ASSERT_THAT(manager_->Save(*model_, {.async = true, .label = "one"}), IsOk());
+  manager_->AwaitIdle();
+  EXPECT_THAT(manager_->Get(*model_, saved.name)->labels, ElementsAre("one"));
+  EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
+}
+
+}  // namespace
+}  // namespace ema
