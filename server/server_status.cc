@@ -106,6 +106,9 @@ ServerState Server::State(bool with_history) const {
       state.watch_streams = {usage.watch_streams, usage.max_watch_streams};
       state.arriving_requests = {usage.arriving_requests, usage.max_arriving_requests};
       state.connections = {usage.connections, usage.max_connections};
+      if (const auto certificate = serving_->certificate()) {
+        state.tls = {.expiry = certificate->expiry, .has_rejected_files = certificate->is_rejected};
+      }
     } else {
       state.push_streams.limit = options_.max_push_streams;
       state.pull_streams.limit = options_.max_pull_streams;

@@ -5,41 +5,41 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 
 namespace ema {
-namespace {
-
-absl::Status NotReadable() {
-  return absl::InvalidArgumentError(absl::StrCat("cannot be read: ", std::strerror(errno)));
-}
-
-}  // namespace
 
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_bytes) {
+  const auto not_readable = [](absl::string_view why) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot be read: ", why));
+  };
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-  if (fd < 0) return NotReadable();
+  if (fd < 0) return not_readable(std::strerror(errno));
   const absl::Cleanup close_fd = [fd] { close(fd); };
   struct stat about {};
-  if (fstat(fd, &about) != 0) return NotReadable();
-  if (!S_ISREG(about.st_mode)) return absl::InvalidArgumentError("is no regular file");
-  std::string text;
-  char buffer[4096];
+  if (fstat(fd, &about) != 0) return not_readable(std::strerror(errno));
+  if (!S_ISREG(about.st_mode)) return not_readable("it is no regular file");
+  // It may be growing: one more than it has shows that, or the end.
+  std::string text(std::min<int64_t>(about.st_size, max_bytes) + 1, '\0');
+  size_t size = 0;
   while (true) {
-    const ssize_t count = read(fd, buffer, sizeof(buffer));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return NotReadable();
-    if (count == 0) return text;
-    text.append(buffer, static_cast<size_t>(count));
-    if (static_cast<int64_t>(text.size()) > max_bytes) {
+    const ssize_t got = read(fd, text.data() + size, text.size() - size);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return not_readable(std::strerror(errno));
+    if (got == 0) break;
+    size += static_cast<size_t>(got);
+    if (static_cast<int64_t>(size) > max_bytes) {
       return absl::InvalidArgumentError(absl::StrCat("longer than ", max_bytes, " bytes"));
     }
+    if (size == text.size()) text.resize(std::min<size_t>(2 * size, max_bytes + 1));
   }
+  text.resize(size);
+  return text;
 }
 
 }  // namespace ema

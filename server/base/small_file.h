@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Files that are read again and again while the server serves.
 #ifndef EMA_SERVER_BASE_SMALL_FILE_H_
 #define EMA_SERVER_BASE_SMALL_FILE_H_
 
@@ -9,9 +11,9 @@
 
 namespace ema {
 
-// All bytes of a regular file that others write, such as tokens: never waits for a pipe's writer,
-// and never takes more than `max_bytes`. INVALID_ARGUMENT: it cannot be read, is something else, or
-// is longer; the message says which, without the path.
+// What the file at `path` holds. Does not wait for somebody who writes, as a pipe's reader would.
+// INVALID_ARGUMENT, without the path: it cannot be read, is no regular file, or is longer than
+// `max_bytes`.
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_bytes);
 
 }  // namespace ema

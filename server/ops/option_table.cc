@@ -214,10 +214,12 @@ void AddSecurity(Table& table, ServerOptions& o) {
   table.Group("Security");
   table.Text("tls-cert", o.tls_cert, "FILE",
              "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "
-             "and nothing else. A changed file is read again. Empty: no TLS");
+             "and nothing else. A changed file is taken over, unless it is wrong. Empty: no TLS");
   table.Text("tls-key", o.tls_key, "FILE", "PEM file of the certificate's key");
-  table.Text("tls-client-ca", o.tls_client_ca, "FILE",
-             "PEM file: clients must have a certificate that this signs. Empty: they need none");
+  table.Text(
+      "tls-client-ca", o.tls_client_ca, "FILE",
+      "PEM file: clients must have a certificate that this signs. Without --auth-tokens whoever "
+      "has one may do all, as an admin. Empty: they need none");
   table.Text(
       "auth-tokens", o.auth_tokens, "FILE",
       "File of bearer tokens: each line a role (evaluator, trainer, admin), a token, and the "

@@ -37,6 +37,10 @@ struct ServerState {
     int64_t open = 0;
     int64_t limit = 0;
   };
+  struct Tls {
+    absl::Time expiry;                // Of the certificate in use.
+    bool has_rejected_files = false;  // The files are not what is in use, for they are wrong.
+  };
   struct Worker {
     std::string name;
     std::string_view need;  // "serving", "checkpoints" or "neither": what does not work without it.
@@ -80,6 +84,7 @@ struct ServerState {
   int64_t max_connections_per_peer = 0;
   int64_t max_sessions = 0;          // Of all models together.
   int64_t max_calls_per_second = 0;  // Of one address; 0: any number.
+  std::optional<Tls> tls;            // Absent: the server does not speak TLS, or not yet.
   std::vector<Worker> workers;
   std::vector<Model> models;  // By name.
 };

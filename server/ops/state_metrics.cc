@@ -168,6 +168,13 @@ void AddServer(const ServerState& state, Families& families) {
                state.device_health.ok() ? 1 : 0);
   families.Add("ema_health_serving", "What health checks say: 1 is SERVING.",
                state.health.ok() ? 1 : 0);
+  FamilyBuilder expiry = Gauge("ema_tls_certificate_expiry_timestamp_seconds",
+                               "When the server's certificate ends; absent without TLS.");
+  if (state.tls.has_value()) expiry.Add(Seconds(state.tls->expiry));
+  families.Add(std::move(expiry));
+  families.Add("ema_tls_files_rejected",
+               "1: the TLS files are not what is in use, for they are wrong.",
+               state.tls.has_value() && state.tls->has_rejected_files ? 1 : 0);
   FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
                                 "How long a thread has been at work without progress; 0: idle.");
   for (const ServerState::Worker& worker : state.workers) {

@@ -89,8 +89,11 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
   builder.RegisterService(&rpc->rpc_.service);
   builder.RegisterService(&rpc->rpc_.health);
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::ServerCredentials> credentials,
-                       MakeServerCredentials(options.tls));
+  std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
+  if (!options.tls.empty()) {
+    EMA_ASSIGN_OR_RETURN(rpc->certificate_, ServedCertificate::Open(options.tls, options.log));
+    credentials = rpc->certificate_->credentials();
+  }
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors;
   for (const std::unique_ptr<Listener>& listener : rpc->listeners_) {
     acceptors.push_back(builder.experimental().AddExternalConnectionAcceptor(
@@ -203,6 +206,11 @@ RpcServer::Usage RpcServer::usage() const {
   return usage;
 }
 
+std::optional<ServedCertificate::State> RpcServer::certificate() const {
+  if (certificate_ == nullptr) return std::nullopt;
+  return certificate_->state();
+}
+
 std::vector<OperatorService::Limit> RpcServer::Limits() const {
   const Usage used = usage();
   const ModelStore& store = *rpc_.store;
@@ -313,6 +321,7 @@ void RpcServer::CheckStalled() {
     rpc_.pulls.CheckStalled(now);
     rpc_.requests.CheckStalled(now);
     rpc_.probes.CheckStalled(now);
+    if (certificate_ != nullptr) certificate_->Refresh(now);
     if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
       for (StreamAdmission* const streams : {&rpc_.pushes, &rpc_.pulls, &rpc_.watches}) {
         streams->EndRevoked(*options_.authenticator);

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +28,7 @@
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
 #include "server/rpc/operator_service.h"
+#include "server/rpc/served_certificate.h"
 #include "server/rpc/tls.h"
 #include "server/rpc/worker.h"
 
@@ -92,7 +94,7 @@ class RpcServer {
   static constexpr int64_t kMaxWaitingCalls = 64;
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
-  // MakeServerCredentials(), or INTERNAL: gRPC did not start.
+  // ServedCertificate::Open(), or INTERNAL: gRPC did not start.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(std::shared_ptr<ModelStore> store,
                                                           Checkpoints* checkpoints,
                                                           const Options& options);
@@ -127,6 +129,8 @@ class RpcServer {
     int64_t max_connections = 0;
   };
   Usage usage() const;
+  // Absent: the server does not speak TLS.
+  std::optional<ServedCertificate::State> certificate() const;
 
   // Stops accepting, ends what is running at `deadline`, joins all threads. Blocks.
   void Shutdown(absl::Time deadline);
@@ -150,6 +154,7 @@ class RpcServer {
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<LaneServer> lanes_;  // Null: there are none.
   std::vector<std::unique_ptr<CallQueue>> queues_;
+  std::unique_ptr<ServedCertificate> certificate_;  // Null: no TLS.
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.
   std::thread watchdog_;

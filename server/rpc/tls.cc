@@ -1,63 +1,135 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/tls.h"
 
-#include <grpcpp/security/tls_credentials_options.h>
+#include <openssl/bio.h>
 #include <openssl/err.h>
+#include <openssl/pem.h>
 #include <openssl/ssl.h>
+
+#include <ctime>
+#include <memory>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/small_file.h"
 
 namespace ema {
 namespace {
 
-constexpr unsigned kRefreshSeconds = 10;
+using Bio = std::unique_ptr<BIO, decltype(&BIO_free)>;
+using Certificate = std::unique_ptr<X509, decltype(&X509_free)>;
+using Key = std::unique_ptr<EVP_PKEY, decltype(&EVP_PKEY_free)>;
+using Context = std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)>;
 
-absl::Status BadFile(const char* what, const std::string& path) {
-  const unsigned long code = ERR_get_error();
-  const char* const reason = ERR_reason_error_string(code);
-  ERR_clear_error();
-  return absl::InvalidArgumentError(absl::StrCat("TLS ", what, " \"", path,
-                                                 "\": ", reason != nullptr ? reason : "not usable",
-                                                 "; expected a PEM file"));
+absl::Status BadFile(absl::string_view what, const std::string& path, absl::string_view problem) {
+  return absl::InvalidArgumentError(absl::StrCat("TLS ", what, " \"", path, "\": ", problem));
 }
 
-// gRPC only logs what is wrong with its files, and then refuses every connection.
-absl::Status Check(const TlsFiles& files) {
-  const std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)> context(SSL_CTX_new(TLS_server_method()),
-                                                             &SSL_CTX_free);
+absl::Status NotUsable(absl::string_view what, const std::string& path) {
+  const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
+  ERR_clear_error();
+  return BadFile(what, path,
+                 absl::StrCat(reason != nullptr ? reason : "not usable", "; expected a PEM file"));
+}
+
+Bio Open(const std::string& text) {
+  ERR_clear_error();
+  return {BIO_new_mem_buf(text.data(), static_cast<int>(text.size())), &BIO_free};
+}
+
+// Empty: there is none, or one of them is broken; OpenSSL's last error says which.
+std::vector<Certificate> ParseCertificates(const std::string& text) {
+  const Bio bio = Open(text);
+  std::vector<Certificate> all;
+  while (true) {
+    all.emplace_back(PEM_read_bio_X509_AUX(bio.get(), nullptr, nullptr, nullptr), &X509_free);
+    if (all.back() != nullptr) continue;
+    all.pop_back();
+    if (ERR_GET_REASON(ERR_peek_last_error()) != PEM_R_NO_START_LINE) all.clear();
+    return all;
+  }
+}
+
+Key ParseKey(const std::string& text) {
+  // Without a phrase, OpenSSL would ask for it on the terminal.
+  char no_phrase[] = "";
+  return {PEM_read_bio_PrivateKey(Open(text).get(), nullptr, nullptr, no_phrase), &EVP_PKEY_free};
+}
+
+// The text of `write`, which writes it to a BIO.
+template <typename Write>
+std::string Written(const Write& write) {
+  const Bio bio(BIO_new(BIO_s_mem()), &BIO_free);
+  write(bio.get());
+  char* data = nullptr;
+  const long size = BIO_get_mem_data(bio.get(), &data);
+  return {data, static_cast<size_t>(size)};
+}
+
+absl::Time ExpiryOf(const X509* certificate) {
+  std::tm utc{};
+  // It has been parsed, so it has a time.
+  ASN1_TIME_to_tm(X509_get0_notAfter(certificate), &utc);
+  return absl::FromTM(utc, absl::UTCTimeZone());
+}
+
+// As gRPC will, which only logs what is wrong, and then refuses every connection.
+absl::Status TryOut(const TlsFiles& files, const std::vector<Certificate>& chain,
+                    EVP_PKEY* const key) {
+  const Context context(SSL_CTX_new(TLS_server_method()), &SSL_CTX_free);
   if (context == nullptr) return absl::InternalError("OpenSSL has no memory");
-  if (SSL_CTX_use_certificate_chain_file(context.get(), files.certificate.c_str()) != 1) {
-    return BadFile("certificate", files.certificate);
+  bool is_good = SSL_CTX_use_certificate(context.get(), chain.front().get()) == 1;
+  for (size_t i = 1; i < chain.size() && is_good; ++i) {
+    is_good = SSL_CTX_add1_chain_cert(context.get(), chain[i].get()) == 1;
   }
-  // Says, too, if it is not this certificate's.
-  if (SSL_CTX_use_PrivateKey_file(context.get(), files.key.c_str(), SSL_FILETYPE_PEM) != 1) {
-    return BadFile("key", files.key);
+  if (!is_good) return NotUsable("certificate", files.certificate);
+  if (X509_check_private_key(chain.front().get(), key) != 1) {
+    ERR_clear_error();
+    return BadFile("key", files.key,
+                   absl::StrCat("not that of the certificate \"", files.certificate, "\""));
   }
-  if (!files.client_ca.empty() &&
-      SSL_CTX_load_verify_locations(context.get(), files.client_ca.c_str(), nullptr) != 1) {
-    return BadFile("client CA", files.client_ca);
-  }
+  if (SSL_CTX_use_PrivateKey(context.get(), key) != 1) return NotUsable("key", files.key);
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
-    const TlsFiles& files) {
-  if (files.certificate.empty() && files.key.empty() && files.client_ca.empty()) {
-    return grpc::InsecureServerCredentials();
-  }
-  EMA_RETURN_IF_ERROR(Check(files));
-  grpc::experimental::TlsServerCredentialsOptions options(
-      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
-          files.key, files.certificate, files.client_ca, kRefreshSeconds));
-  options.watch_identity_key_cert_pairs();
+absl::StatusOr<TlsTexts> ReadTls(const TlsFiles& files) {
+  constexpr int64_t kMaxBytes = 1 << 20;
+  TlsTexts texts;
+  const auto read = [](const char* what, const std::string& path, std::string& text) {
+    absl::StatusOr<std::string> found = ReadSmallFile(path, kMaxBytes);
+    if (!found.ok()) return BadFile(what, path, found.status().message());
+    text = *std::move(found);
+    return absl::OkStatus();
+  };
+  EMA_RETURN_IF_ERROR(read("certificate", files.certificate, texts.certificate));
+  EMA_RETURN_IF_ERROR(read("key", files.key, texts.key));
   if (!files.client_ca.empty()) {
-    options.watch_root_certs();
-    options.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+    EMA_RETURN_IF_ERROR(read("client CA", files.client_ca, texts.client_ca));
   }
-  return grpc::experimental::TlsServerCredentials(options);
+  return texts;
+}
+
+absl::StatusOr<TlsIdentity> CheckTls(const TlsFiles& files, const TlsTexts& texts) {
+  const std::vector<Certificate> chain = ParseCertificates(texts.certificate);
+  if (chain.empty()) return NotUsable("certificate", files.certificate);
+  const Key key = ParseKey(texts.key);
+  if (key == nullptr) return NotUsable("key", files.key);
+  EMA_RETURN_IF_ERROR(TryOut(files, chain, key.get()));
+  if (!files.client_ca.empty() && ParseCertificates(texts.client_ca).empty()) {
+    return NotUsable("client CA", files.client_ca);
+  }
+  ERR_clear_error();
+  // Either file may hold what the other one is for, too: only what is used is passed on.
+  return TlsIdentity{.key_and_chain = Written([&](BIO* bio) {
+                       PEM_write_bio_PrivateKey(bio, key.get(), nullptr, nullptr, 0, nullptr,
+                                                nullptr);
+                       for (const Certificate& one : chain) PEM_write_bio_X509(bio, one.get());
+                     }),
+                     .client_ca = texts.client_ca,
+                     .expiry = ExpiryOf(chain.front().get())};
 }
 
 }  // namespace ema

@@ -52,6 +52,8 @@ METRICS: dict[str, set[str]] = {
     "ema_device_usable": set(),
     "ema_health_serving": set(),
     "ema_worker_heartbeat_age_seconds": {"worker", "need"},
+    "ema_tls_certificate_expiry_timestamp_seconds": set(),
+    "ema_tls_files_rejected": set(),
     "ema_build_info": {"version", "device", "cuda"},
     "process_resident_memory_bytes": set(),
     "process_open_fds": set(),
@@ -61,3 +63,5 @@ METRICS: dict[str, set[str]] = {
 }
 for _name, _labels in HISTOGRAMS.items():
     METRICS |= {f"{_name}_{suffix}": _labels for suffix in ("bucket", "sum", "count")}
+# Of a server that speaks TLS.
+TLS_ONLY = {"ema_tls_certificate_expiry_timestamp_seconds"}

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import pathlib
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import ema_client
 import numpy as np
 import pytest
 import torch
 from ema_client._url import split_url, with_port
+from http_pages import LISTEN, scrape, value, wait_for
 from server_process import ROOT, ServerProcess
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
@@ -194,6 +198,75 @@ def test_an_expired_certificate_does_not_get_in(
             else:
                 with pytest.raises(ema_client.EmaError):
                     client.models()
+
+
+EXPIRY = "ema_tls_certificate_expiry_timestamp_seconds"
+REJECTED = "ema_tls_files_rejected"
+
+
+def make_pair(folder: pathlib.Path, name: str, days: int) -> tuple[pathlib.Path, pathlib.Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", *CURVE, "-subj", f"/CN={name}", "-days", str(days)]
+        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+def seconds_of(time: str) -> float:
+    return datetime.datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def end_of(certificate: pathlib.Path) -> float:
+    command = ["openssl", "x509", "-noout", "-enddate", "-dateopt", "iso_8601", "-in", certificate]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return seconds_of(text.removeprefix("notAfter="))
+
+
+def tls_events(server: ServerProcess) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in server.log_path.read_text().splitlines()]
+    return [event for event in events if event["event"].startswith("TLS files")]
+
+
+def test_a_renewal_that_comes_in_two_parts_refuses_nobody(tmp_path: pathlib.Path) -> None:
+    old, old_key = make_pair(tmp_path, "old", 3)
+    new, new_key = make_pair(tmp_path, "new", 9)
+    used, used_key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    used.write_bytes(old.read_bytes())
+    used_key.write_bytes(old_key.read_bytes())
+
+    def is_let_in(ca: pathlib.Path) -> bool:
+        tls = ema_client.Tls(str(ca))
+        with ema_client.Client(f"emas://{server.address}", timeout_s=10, tls=tls) as client:
+            try:
+                client.models()
+            except ema_client.EmaError:
+                return False
+            return True
+
+    flags = ("--tls-cert", str(used), "--tls-key", str(used_key), "--log-format", "json", *LISTEN)
+    with ServerProcess(tmp_path / "server", *flags) as server:
+        metrics = scrape(server)
+        assert (value(metrics, EXPIRY), value(metrics, REJECTED)) == (end_of(old), 0)
+
+        used_key.write_bytes(new_key.read_bytes())
+        wait_for(lambda: value(scrape(server), REJECTED) == 1, "the key is rejected")
+        assert value(scrape(server), EXPIRY) == end_of(old)
+        for _ in range(20):
+            assert is_let_in(old)
+        (rejected,) = tls_events(server)
+        assert rejected["level"] == "error" and str(used_key) in rejected["error"]
+
+        used.write_bytes(new.read_bytes())
+        wait_for(lambda: value(scrape(server), REJECTED) == 0, "the pair is taken over")
+        assert value(scrape(server), EXPIRY) == end_of(new)
+        wait_for(lambda: is_let_in(new), "new connections go by it")
+        _, taken = tls_events(server)
+        assert (taken["level"], taken["event"]) == ("info", "TLS files taken over")
+        assert seconds_of(taken["not_after"]) == end_of(new)
 
 
 def test_a_missing_file_is_named(server: ServerProcess) -> None:

@@ -2,11 +2,15 @@
 //
 // Connections over TLS: who gets in, and who does not.
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <iterator>
 
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -14,7 +18,10 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 class TlsTest : public RpcFixture {
  protected:
@@ -53,6 +60,10 @@ class TlsTest : public RpcFixture {
   void StartTls(const TlsFiles& files) {
     RpcServer::Options options;
     options.tls = files;
+    options.log = [this](const LogEvent& event) {
+      absl::MutexLock lock(&mu_);
+      events_.push_back(event);
+    };
     StartServer(options);
     tls_address_ = absl::StrCat("tls:", address_);
   }
@@ -66,8 +77,44 @@ class TlsTest : public RpcFixture {
     return NewClient(address, tls, absl::Seconds(2))->ListModels().status();
   }
 
+  // All at once, as a rename does it.
+  static void Replace(const std::string& path, const std::string& text) {
+    std::ofstream(path + ".new") << text;
+    std::filesystem::rename(path + ".new", path);
+  }
+  static std::string TextOf(const std::string& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  // The server looks now and then.
+  void AwaitRejected(bool is_rejected) const {
+    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    while (server_->certificate()->is_rejected != is_rejected) {
+      ASSERT_LT(absl::Now(), deadline);
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+  }
+  void AwaitServed(const std::string& certificate) const {
+    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    while (!Call(tls_address_, {.ca_file = certificate}).ok()) ASSERT_LT(absl::Now(), deadline);
+  }
+  // What the log was told of the files since the last call.
+  std::vector<std::string> TakeTold() {
+    absl::MutexLock lock(&mu_);
+    std::vector<std::string> told;
+    for (const LogEvent& event : std::exchange(events_, {})) {
+      if (event.name.starts_with("TLS files")) {
+        told.push_back(
+            absl::StrCat(event.level == LogLevel::kError ? "error " : "info ", ToText(event)));
+      }
+    }
+    return told;
+  }
+
   std::string folder_ = "/tmp/ema-tls-test-XXXXXX";
   std::string tls_address_;
+  absl::Mutex mu_;
+  std::vector<LogEvent> events_ ABSL_GUARDED_BY(mu_);
 };
 
 TEST_F(TlsTest, PushesAndPullsGoThroughIt) {
@@ -122,10 +169,11 @@ TEST_F(TlsTest, ClientsShowACertificateWhereTheServerAsksForOne) {
       Call(tls_address_,
            {.ca_file = Cert("server"), .certificate_file = Cert("other"), .key_file = Key("other")})
           .ok());
-  EXPECT_THAT(Call(tls_address_, {.ca_file = Cert("server"),
-                                  .certificate_file = Cert("trainer"),
-                                  .key_file = Key("trainer")}),
-              IsOk());
+  const Client::Tls trainer = {
+      .ca_file = Cert("server"), .certificate_file = Cert("trainer"), .key_file = Key("trainer")};
+  EXPECT_THAT(Call(tls_address_, trainer), IsOk());
+  // Without tokens it may do what admins may.
+  EXPECT_THAT(NewClient(tls_address_, trainer)->DeleteModel("m"), IsOk());
 }
 
 TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
@@ -141,6 +189,14 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
   refuses({Cert("empty"), Key("server"), ""}, Cert("empty"));
   refuses({Cert("server"), Key("other"), ""}, Key("other"));
   refuses({Cert("server"), Key("server"), Cert("empty")}, Cert("empty"));
+  // Whose writer never comes.
+  ASSERT_EQ(mkfifo(Key("pipe").c_str(), 0600), 0);
+  refuses({Cert("server"), Key("pipe"), ""}, "no regular file");
+  Replace(Cert("long"), std::string((1 << 20) + 1, '\n'));
+  refuses({Cert("long"), Key("server"), ""}, "longer than");
+  // A chain whose second certificate is broken.
+  Replace(Cert("half"), TextOf(Cert("server")) + TextOf(Cert("other")).substr(0, 100));
+  refuses({Cert("half"), Key("server"), ""}, Cert("half"));
   // A variable that is not set must not open the server to all.
   refuses({"", Key("server"), Cert("ca")}, "certificate");
   refuses({"", "", Cert("ca")}, "certificate");
@@ -170,6 +226,96 @@ TEST_F(TlsTest, ChangedFilesAreReadAgain) {
   while (!Call(tls_address_, {.ca_file = Cert("server")}).ok()) ASSERT_LT(absl::Now(), deadline);
   EXPECT_FALSE(Call(tls_address_, {.ca_file = old_cert}).ok());
   EXPECT_THAT(client->ListModels(), IsOk());  // Its connection stays.
+}
+
+TEST_F(TlsTest, AKeyThatIsReplacedBeforeItsCertificateWaitsForIt) {
+  ASSERT_NO_FATAL_FAILURE(StartTls(ServerFiles()));
+  const std::string old_cert = Cert("old");
+  std::filesystem::copy(Cert("server"), old_cert);
+  const absl::Time old_expiry = server_->certificate()->expiry;
+  EXPECT_GT(old_expiry, absl::Now() + absl::Hours(47));
+  EXPECT_LT(old_expiry, absl::Now() + absl::Hours(49));
+  Openssl("req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj /CN=new",
+          " -addext subjectAltName=IP:127.0.0.1 -keyout ", Key("new"), " -out ", Cert("new"));
+
+  Replace(Key("server"), TextOf(Key("new")));
+  ASSERT_NO_FATAL_FAILURE(AwaitRejected(true));
+  // Longer than gRPC takes to look at its files.
+  const absl::Time until = absl::Now() + absl::Seconds(2);
+  while (absl::Now() < until) ASSERT_THAT(Call(tls_address_, {.ca_file = old_cert}), IsOk());
+  EXPECT_EQ(server_->certificate()->expiry, old_expiry);
+  EXPECT_THAT(TakeTold(), ElementsAre(AllOf(StartsWith("error TLS files not taken over"),
+                                            HasSubstr(Key("server")), HasSubstr("not that of"))));
+
+  Replace(Cert("server"), TextOf(Cert("new")));
+  ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("new")));
+  EXPECT_FALSE(Call(tls_address_, {.ca_file = old_cert}).ok());
+  EXPECT_FALSE(server_->certificate()->is_rejected);
+  EXPECT_GT(server_->certificate()->expiry, absl::Now() + absl::Hours(24 * 8));
+  EXPECT_THAT(TakeTold(),
+              ElementsAre(AllOf(StartsWith("info TLS files taken over"), HasSubstr("not_after="))));
+}
+
+TEST_F(TlsTest, FilesThatTurnBadLeaveTheServerWithWhatItHas) {
+  TlsFiles files = ServerFiles();
+  files.client_ca = Cert("ca");
+  std::filesystem::copy(Cert("server"), files.client_ca);
+  std::filesystem::copy(Cert("server"), Cert("old"));
+  ASSERT_NO_FATAL_FAILURE(StartTls(files));
+  const Client::Tls ours = {
+      .ca_file = Cert("old"), .certificate_file = Cert("trainer"), .key_file = Key("trainer")};
+  const auto garbage = [](const std::string& path) { Replace(path, "no certificate, secret"); };
+  const auto gone = [](const std::string& path) { std::filesystem::remove(path); };
+  const auto pipe = [](const std::string& path) {
+    std::filesystem::remove(path);
+    ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  };
+  const std::vector<std::pair<std::string, std::function<void(const std::string&)>>> cases = {
+      {files.certificate, garbage},
+      {files.key, garbage},
+      {files.client_ca, garbage},
+      {files.key, gone},
+      {files.key, pipe},
+  };
+  for (const auto& [path, spoil] : cases) {
+    SCOPED_TRACE(path);
+    const std::string text = TextOf(path);
+    spoil(path);
+    ASSERT_NO_FATAL_FAILURE(AwaitRejected(true));
+    EXPECT_THAT(Call(tls_address_, ours), IsOk());
+    const std::vector<std::string> told = TakeTold();
+    EXPECT_THAT(told, ElementsAre(AllOf(StartsWith("error "), HasSubstr(path))));
+    EXPECT_THAT(told, ElementsAre(testing::Not(HasSubstr("secret"))));
+    Replace(path, text);
+    ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));
+    EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files taken over")));
+    EXPECT_THAT(Call(tls_address_, ours), IsOk());
+  }
+}
+
+TEST_F(TlsTest, ANewCaDecidesWhichClientsGetIn) {
+  TlsFiles files = ServerFiles();
+  files.client_ca = Cert("ca");
+  std::filesystem::copy(Cert("server"), files.client_ca);
+  ASSERT_NO_FATAL_FAILURE(StartTls(files));
+  const auto tls = [this](const std::string& name) {
+    return Client::Tls{
+        .ca_file = Cert("server"), .certificate_file = Cert(name), .key_file = Key(name)};
+  };
+  ASSERT_THAT(Call(tls_address_, tls("trainer")), IsOk());
+  Replace(files.client_ca, TextOf(Cert("other")));
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  while (!Call(tls_address_, tls("other")).ok()) ASSERT_LT(absl::Now(), deadline);
+  EXPECT_FALSE(Call(tls_address_, tls("trainer")).ok());
+}
+
+TEST_F(TlsTest, OneFileMayHoldTheKeyAndTheChain) {
+  const std::string both = Cert("both");
+  // The other one's certificate is behind, and not what the server shows.
+  Replace(both, TextOf(Key("server")) + TextOf(Cert("server")) + TextOf(Cert("other")));
+  ASSERT_NO_FATAL_FAILURE(StartTls({both, both, ""}));
+  EXPECT_THAT(Call(tls_address_, {.ca_file = Cert("server")}), IsOk());
+  EXPECT_FALSE(Call(tls_address_, {.ca_file = Cert("other")}).ok());
 }
 
 TEST_F(TlsTest, ASameHostLaneComesBackWithTheServer) {
