@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import pathlib
+import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -267,6 +269,25 @@ def test_a_renewal_that_comes_in_two_parts_refuses_nobody(tmp_path: pathlib.Path
         _, taken = tls_events(server)
         assert (taken["level"], taken["event"]) == ("info", "TLS files taken over")
         assert seconds_of(taken["not_after"]) == end_of(new)
+
+
+def test_who_speaks_plainly_is_an_event_of_the_log(
+    tmp_path: pathlib.Path, files: dict[str, str]
+) -> None:
+    flags = ("--tls-cert", files["ca"], "--tls-key", files["ca_key"], "--log-format", "json")
+    with ServerProcess(tmp_path, *flags) as server:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    while plain.recv(1 << 16):
+                        pass
+    events = [json.loads(line) for line in server.log_path.read_text().splitlines()]
+    told = [event for event in events if event["event"] == "gRPC"]
+    assert told and len(told) < 50, "a storm has fewer lines than connections"
+    for event in told:
+        assert event["level"] == "warn" and event["message"] and event["file"].endswith(".cc")
+        assert event["line"] > 0 and event["more_before"] >= 0
 
 
 def test_a_missing_file_is_named(server: ServerProcess) -> None:
