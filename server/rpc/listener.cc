@@ -10,7 +10,6 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -33,16 +32,16 @@ constexpr int kBackoffMs = 10;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address,
-                                                         const Limits& limits) {
+                                                         OpenConnections* connections) {
   constexpr std::string_view kUnix = "unix:";
   if (std::string_view(address).starts_with(kUnix)) {
-    return BindUnix(address.substr(kUnix.size()), limits);
+    return BindUnix(address.substr(kUnix.size()), connections);
   }
-  return BindTcp(address, limits);
+  return BindTcp(address, connections);
 }
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& path,
-                                                             const Limits& limits) {
+                                                             OpenConnections* connections) {
   sockaddr_un address{};
   if (!path.starts_with('/') || path.size() >= sizeof(address.sun_path)) {
     return absl::InvalidArgumentError(
@@ -76,16 +75,16 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   }
   std::move(close_fd).Cancel();
   std::move(close_stop_fd).Cancel();
-  return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path, limits));
+  return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path, connections));
 }
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
-                                                            const Limits& limits) {
+                                                            OpenConnections* connections) {
   EMA_ASSIGN_OR_RETURN(const ListenSocket socket, ListenTcp(address, "--listen"));
   absl::Cleanup close_socket = [&socket] { close(socket.fd); };
   EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
   std::move(close_socket).Cancel();
-  return std::unique_ptr<Listener>(new Listener(socket.fd, stop_fd, socket.port, "", limits));
+  return std::unique_ptr<Listener>(new Listener(socket.fd, stop_fd, socket.port, "", connections));
 }
 
 Listener::~Listener() {
@@ -112,19 +111,6 @@ void Listener::Stop() {
   if (!path_.empty()) unlink(path_.c_str());
 }
 
-void Listener::ForgetClosed() {
-  std::erase_if(connections_, [](const Connection& connection) {
-    struct stat about {};
-    return fstat(connection.fd, &about) != 0 || about.st_ino != connection.inode;
-  });
-}
-
-int64_t Listener::connection_count() {
-  absl::MutexLock lock(&mu_);
-  ForgetClosed();
-  return static_cast<int64_t>(connections_.size());
-}
-
 bool Listener::Admit(int fd) {
   struct stat about {};
   sockaddr_storage address{};
@@ -132,28 +118,13 @@ bool Listener::Admit(int fd) {
   socklen_t size = sizeof(address);
   if (fstat(fd, &about) != 0 || getpeername(fd, peer, &size) != 0) return false;
   const std::optional<ServerObserver::Refusal> refusal =
-      Keep({fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)});
+      connections_->Keep({fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)});
   if (!refusal.has_value()) return true;
   refused_.Tell(*observer_, log_, *refusal, PeerText(peer),
-                *refusal == ServerObserver::Refusal::kLimit ? limits_.connections
-                                                            : limits_.connections_per_peer);
+                *refusal == ServerObserver::Refusal::kLimit
+                    ? connections_->limits().connections
+                    : connections_->limits().connections_per_peer);
   return false;
-}
-
-std::optional<ServerObserver::Refusal> Listener::Keep(Connection connection) {
-  absl::MutexLock lock(&mu_);
-  ForgetClosed();
-  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
-    return ServerObserver::Refusal::kLimit;
-  }
-  const int64_t of_network =
-      std::count_if(connections_.begin(), connections_.end(),
-                    [&](const Connection& other) { return other.network == connection.network; });
-  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
-    return ServerObserver::Refusal::kPeerLimit;
-  }
-  connections_.push_back(std::move(connection));
-  return std::nullopt;
 }
 
 void Listener::Accept() {

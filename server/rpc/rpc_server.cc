@@ -52,7 +52,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   std::unique_ptr<RpcServer> rpc(new RpcServer(std::move(store), checkpoints, options));
   for (const std::string& address : options.listen_addresses) {
     EMA_ASSIGN_OR_RETURN(rpc->listeners_.emplace_back(),
-                         Listener::Bind(address, options.connections));
+                         Listener::Bind(address, &rpc->connections_));
   }
   if (options.same_host_lane) {
     EMA_ASSIGN_OR_RETURN(rpc->lanes_, LaneServer::Start(&rpc->rpc_, options.max_push_streams +
@@ -156,6 +156,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
       admin_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
+      connections_(options.connections),
       disk_reader_("disk-reader", std::max(kMaxWaitingCalls, options.max_pull_streams)) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
@@ -191,19 +192,16 @@ absl::Status RpcServer::checkpoints_health() const {
 }
 
 RpcServer::Usage RpcServer::usage() const {
-  Usage usage{.push_streams = rpc_.pushes.open_count(),
-              .max_push_streams = rpc_.pushes.limit(),
-              .pull_streams = rpc_.pulls.open_count(),
-              .max_pull_streams = rpc_.pulls.limit(),
-              .watch_streams = rpc_.watches.open_count(),
-              .max_watch_streams = rpc_.watches.limit(),
-              .arriving_requests = rpc_.requests.open_count(),
-              .max_arriving_requests = rpc_.requests.limit()};
-  for (const std::unique_ptr<Listener>& listener : listeners_) {
-    usage.connections += listener->connection_count();
-    usage.max_connections += options_.connections.connections;
-  }
-  return usage;
+  return {.push_streams = rpc_.pushes.open_count(),
+          .max_push_streams = rpc_.pushes.limit(),
+          .pull_streams = rpc_.pulls.open_count(),
+          .max_pull_streams = rpc_.pulls.limit(),
+          .watch_streams = rpc_.watches.open_count(),
+          .max_watch_streams = rpc_.watches.limit(),
+          .arriving_requests = rpc_.requests.open_count(),
+          .max_arriving_requests = rpc_.requests.limit(),
+          .connections = connections_.count(),
+          .max_connections = options_.connections.connections};
 }
 
 std::optional<ServedCertificate::State> RpcServer::certificate() const {

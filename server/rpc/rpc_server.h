@@ -27,6 +27,7 @@
 #include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
+#include "server/rpc/open_connections.h"
 #include "server/rpc/operator_service.h"
 #include "server/rpc/served_certificate.h"
 #include "server/rpc/tls.h"
@@ -43,7 +44,7 @@ class RpcServer {
   struct Options {
     // As Listener::Bind() takes them.
     std::vector<std::string> listen_addresses = {"127.0.0.1:50051"};
-    Listener::Limits connections;
+    OpenConnections::Limits connections;
     // Of all addresses but unix sockets.
     TlsFiles tls;
     // What one connection may do.
@@ -151,6 +152,7 @@ class RpcServer {
   AdminService admin_;
   OperatorService operator_;
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
+  OpenConnections connections_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<LaneServer> lanes_;  // Null: there are none.
   std::vector<std::unique_ptr<CallQueue>> queues_;

@@ -107,6 +107,25 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
   EXPECT_THAT(Use(address_), IsOk());
 }
 
+TEST_F(ConnectionsTest, AllAddressesHaveOneLimitTogether) {
+  RpcServer::Options options;
+  options.listen_addresses = {"127.0.0.1:0", socket_, "[::1]:0"};
+  options.connections.connections = 2;
+  StartServer(options);
+  EXPECT_EQ(server_->usage().max_connections, 2);
+  const std::unique_ptr<Client> by_ip = *Client::Create(address_, {.same_host_lane = false});
+  ASSERT_THAT(by_ip->ListModels(), IsOk());
+  {
+    const std::unique_ptr<Client> by_file = *Client::Create(socket_, {.same_host_lane = false});
+    ASSERT_THAT(by_file->ListModels(), IsOk());
+    EXPECT_EQ(server_->usage().connections, 2);
+    EXPECT_EQ(Use(address_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(Use(socket_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
+  }
+  EXPECT_THAT(Use(address_), IsOk());
+  EXPECT_THAT(Use(socket_), IsOk());
+}
+
 TEST_F(ConnectionsTest, AnIdleConnectionIsClosedAndItsClientDoesNotNotice) {
   StartServer({.max_connection_idle = absl::Milliseconds(50)});
   const std::unique_ptr<Client> client = *Client::Create(address_, {.same_host_lane = false});

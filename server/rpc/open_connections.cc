@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/open_connections.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ema {
+namespace {
+
+bool IsOpen(const OpenConnections::Connection& connection) {
+  struct stat about {};
+  return fstat(connection.fd, &about) == 0 && about.st_ino == connection.inode;
+}
+
+}  // namespace
+
+int64_t OpenConnections::count() const {
+  absl::MutexLock lock(&mu_);
+  return std::count_if(connections_.begin(), connections_.end(), IsOpen);
+}
+
+std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connection) {
+  absl::MutexLock lock(&mu_);
+  std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
+  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
+    return ServerObserver::Refusal::kLimit;
+  }
+  const int64_t of_network =
+      std::count_if(connections_.begin(), connections_.end(),
+                    [&](const Connection& other) { return other.network == connection.network; });
+  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
+    return ServerObserver::Refusal::kPeerLimit;
+  }
+  connections_.push_back(std::move(connection));
+  return std::nullopt;
+}
+
+}  // namespace ema
