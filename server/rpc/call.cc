@@ -10,9 +10,11 @@ namespace ema {
 
 absl::StatusOr<Caller> RpcContext::Admit(std::string_view method,
                                          const grpc::ServerContext& context) {
-  // Probes must get through whatever else an address does.
-  RateLimit& limit = RoleFor(method) == Role::kNobody ? probe_rate : rate;
-  EMA_RETURN_IF_ERROR(limit.Take(context.peer(), std::chrono::steady_clock::now()));
+  // Probes must get through whatever else their address does, and to refuse one costs what its
+  // answer does.
+  if (RoleFor(method) != Role::kNobody) {
+    EMA_RETURN_IF_ERROR(rate.Take(context.peer(), std::chrono::steady_clock::now()));
+  }
   return Admit(method, AuthorizationOf(context), context.peer());
 }
 

@@ -102,8 +102,7 @@ struct RpcContext {
   StreamAdmission watches;
   StreamAdmission requests;  // That arrive.
   StreamAdmission probes;    // The same of calls that anybody may make.
-  RateLimit rate;
-  RateLimit probe_rate;  // Of calls that anybody may make.
+  RateLimit rate;            // But of calls that anybody may make.
   LogSink log;
   LogThrottle refusals;
   std::atomic<bool> refuses_work = false;  // Relaxed: a call may just have got in.

@@ -38,9 +38,6 @@ constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 constexpr std::chrono::seconds kProbeTimeout(1);
 constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
 
-// Of one address, and after a pause as many at once.
-constexpr int64_t kMaxProbesPerSecond = 20;
-
 // What health checks call the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
 
@@ -146,7 +143,6 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
                       StreamAdmission::Newcomers::kAlwaysEnter},
            .rate = RateLimit(options.max_calls_per_second),
-           .probe_rate = RateLimit(kMaxProbesPerSecond),
            .log = options.log,
            .refusals = {},
            .checkpoints = checkpoints,

@@ -28,11 +28,9 @@ def header(name: str, text: str) -> bytes:
 class HalfSender:
     """One connection, whose calls send what the server takes of a message that has no end."""
 
-    def __init__(
-        self, port: int, *, token: str = "", source: str = "127.0.0.1", takes: int = 65535
-    ) -> None:
+    def __init__(self, port: int, *, token: str = "", takes: int = 65535) -> None:
         """`takes`: bytes that the server may send for a call, and no more."""
-        self._socket = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+        self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setblocking(False)
         self._token = token
         self._in = b""

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
 import signal
 import subprocess
+import threading
 
 import ema_client
 import numpy as np
@@ -71,6 +73,31 @@ def test_emactl_asks_through_a_unix_socket(tmp_path):
     path = f"unix:{tmp_path}/ema.sock"
     with ServerProcess(tmp_path, "--listen", path):
         assert emactl_health(path).returncode == 0
+
+
+def test_nobody_can_use_up_the_probes_of_their_address(server):
+    """Trainers on the host's network have the kubelet's address."""
+    over = threading.Event()
+    answered = [0, 0]
+
+    def ask_again_and_again(prober: int) -> None:
+        with grpc.insecure_channel(server.address) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            while not over.is_set():
+                assert check(b"", timeout=60) == SERVING
+                answered[prober] += 1
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        probers = [threads.submit(ask_again_and_again, prober) for prober in (0, 1)]
+        try:
+            for _ in range(15):
+                asked = emactl_health(server.address)
+                assert (asked.returncode, asked.stderr) == (0, "")
+        finally:
+            over.set()
+        for prober in probers:
+            prober.result()
+    assert min(answered) > 15
 
 
 def test_emactl_says_that_a_draining_server_is_not_serving(tmp_path):
