@@ -65,12 +65,7 @@ void PullCall::OnRead(bool ok) {
 }
 
 absl::Status PullCall::Start() {
-  v1::PullRequest request;
-  grpc::ProtoBufferReader reader(&request_);
-  if (!request.ParseFromZeroCopyStream(&reader)) {
-    return BadMessage("a message that is no PullRequest");
-  }
-  request_.Clear();
+  EMA_ASSIGN_OR_RETURN(const v1::PullRequest request, ParseRequest<v1::PullRequest>(request_));
   EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, arrival_.caller(), request.model()));
   SetCaller(kPull, arrival_.caller().authorization, request.model());
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));

@@ -4,14 +4,17 @@
 #ifndef EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
 #define EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
 
-#include <grpcpp/server_context.h>
+#include <grpcpp/grpcpp.h>
 
 #include <atomic>
 #include <functional>
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "server/rpc/call.h"
+#include "server/rpc/convert.h"
 
 namespace ema {
 
@@ -60,6 +63,17 @@ class RequestArrival final : public StreamCall {
   bool has_failed_ = false;  // The read.
   bool is_told_ = false;
 };
+
+// What has arrived, which is empty then. INVALID_ARGUMENT, BAD_REQUEST: it is no Request.
+template <typename Request>
+absl::StatusOr<Request> ParseRequest(grpc::ByteBuffer& message) {
+  Request request;
+  if (grpc::GenericDeserialize<grpc::ProtoBufferReader, Request>(&message, &request).ok()) {
+    return request;
+  }
+  return BadMessage(
+      absl::StrCat("the request cannot be parsed as ", Request::descriptor()->full_name()));
+}
 
 }  // namespace ema
 

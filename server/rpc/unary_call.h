@@ -99,7 +99,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     in_flight_ = rpc_->calls.Enter();
     Listen(rpc_, source_, method_, queue_, handler_, choose_executor_);
     arrival_.Begin(
-        context_, [this] { stream_.Read(&request_, read_.Arm(this->shared_from_this())); },
+        context_, [this] { stream_.Read(&message_, read_.Arm(this->shared_from_this())); },
         [self = this->shared_from_this()](const absl::Status& status) { self->Finish(status); });
   }
   void OnRead(bool ok) {
@@ -107,6 +107,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     if (absl::Status status = Start(); !status.ok()) Finish(status);
   }
   absl::Status Start() {
+    EMA_ASSIGN_OR_RETURN(request_, ParseRequest<Request>(message_));
     EMA_RETURN_IF_ERROR(CheckModel());
     const Executor executor = choose_executor_(request_);
     if (executor == nullptr) {
@@ -164,9 +165,10 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   const Handler handler_;
   const ChooseExecutor choose_executor_;
   grpc::ServerContext context_;
+  grpc::ByteBuffer message_;  // As it arrives. gRPC does not tell a bad one from none.
   Request request_;
   RequestArrival arrival_;
-  grpc::ServerAsyncReaderWriter<Response, Request> stream_{&context_};
+  grpc::ServerAsyncReaderWriter<Response, grpc::ByteBuffer> stream_{&context_};
   MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};
   MemberTag<UnaryCall> read_{&UnaryCall::OnRead};
   MemberTag<UnaryCall> finished_{&UnaryCall::OnFinished};

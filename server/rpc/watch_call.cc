@@ -35,7 +35,7 @@ void WatchCall::OnAccepted(bool ok) {
   in_flight_ = rpc_->calls.Enter();
   Listen(rpc_, queue_);
   arrival_.Begin(
-      context_, [this] { stream_.Read(&request_, read_.Arm(shared_from_this())); },
+      context_, [this] { stream_.Read(&message_, read_.Arm(shared_from_this())); },
       [self = shared_from_this()](const absl::Status& status) {
         absl::MutexLock lock(&self->mu_);
         self->FinishLocked(status);
@@ -66,6 +66,7 @@ void WatchCall::OnRead(bool ok) {
 }
 
 absl::Status WatchCall::Start() {
+  EMA_ASSIGN_OR_RETURN(request_, ParseRequest<v1::WatchRequest>(message_));
   EMA_RETURN_IF_ERROR(rpc_->CheckModel(kWatch, arrival_.caller(), request_.model()));
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request_.model()));
   if (request_.after_version() < 0 || request_.incarnation() < 0) {

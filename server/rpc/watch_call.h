@@ -46,8 +46,9 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
+  grpc::ByteBuffer message_;  // As it arrives.
   v1::WatchRequest request_;
-  grpc::ServerAsyncReaderWriter<v1::WatchResponse, v1::WatchRequest> stream_{&context_};
+  grpc::ServerAsyncReaderWriter<v1::WatchResponse, grpc::ByteBuffer> stream_{&context_};
   MemberTag<WatchCall> accepted_{&WatchCall::OnAccepted};
   MemberTag<WatchCall> read_{&WatchCall::OnRead};
   MemberTag<WatchCall> written_{&WatchCall::OnWritten};

@@ -106,6 +106,21 @@ TEST_F(RequestArrivalTest, WhoEndsTheStreamWithoutARequestIsToldSo) {
   }
 }
 
+TEST_F(RequestArrivalTest, WhoSendsWhatIsNoRequestIsToldWhatWasExpected) {
+  for (const std::string method : {"GetModel", "CreateCheckpoint", "Pull", "Watch"}) {
+    SCOPED_TRACE(method);
+    Begin(method);
+    const grpc::Slice slice("\xff\xff\xff");
+    stream_->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
+    Next();
+    const grpc::Status status = Finish();
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(status.error_message(),
+              "the request cannot be parsed as ema.v1." + method + "Request");
+    EXPECT_EQ(GetErrorReason(observer_.EndOf(method)), ErrorReason::kBadRequest);
+  }
+}
+
 TEST_F(RequestArrivalTest, APullBeginsWhenItsRequestIsThere) {
   CreateAndOpen();
   v1::PushResponse pushed;
