@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._away import OnError
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
+from ema_client._entrances import entrance
 from ema_client._errors import DeadlineExceededError, EmaError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
@@ -34,13 +36,13 @@ live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 class Attachment(Pushing, WithEmaModel, WithState):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
-    Made by `ema_client.attach`. To be used by the thread that trains. A push reads the parameters in place
-    while the next forward and backward run; `optimizer.step()` waits for it (on a GPU its stream does),
-    at most `max_wait_s`, before it changes them, and so does `load_state_dict`. Whoever else writes
-    weights between steps (clipping of weights) must call `wait_released` first. A forked child (a
-    DataLoader worker) does nothing. Replays of a CUDA graph call no hooks: where a graph makes the step,
-    attach without an optimizer, and call `wait_released()` before and
-    `after_step(wait_released=False)` after each `graph.replay()`.
+    Made by `ema_client.attach`. To be used by the thread that trains; `stats`, `version` and `step` any
+    thread may read at any time. A push reads the parameters in place while the next forward and backward run;
+    `optimizer.step()` waits for it (on a GPU its stream does), at most `max_wait_s`, before it changes
+    them, and so does `load_state_dict`. Whoever else writes weights between steps (clipping of weights)
+    must call `wait_released` first. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
+    graph call no hooks: where a graph makes the step, attach without an optimizer, and call
+    `wait_released()` before and `after_step(wait_released=False)` after each `graph.replay()`.
 
     When the server is away, a thread joins the run again, on every rank, and pushes start again when
     all have: unless on_error is "wait", no training thread waits for the server or, but for the reply
@@ -81,6 +83,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
             max_outage_s=max_outage_s,
             check=check,
         )
+        # Held by the thread that is in a method or hook.
+        self._lock = threading.RLock()
         self._client = client
         self._join_at = join_at  # Collective.
         self._module = module
@@ -128,8 +132,11 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     @property
     def version(self) -> Version | None:
-        """The last version that came of this run's pushes; before the first, the model's newest."""
-        self._harvest()
+        """The last version that came of this run's pushes; before the first, the model's newest.
+
+        For any thread, as `stats`.
+        """
+        self._look()
         return self._version
 
     @property
@@ -139,7 +146,9 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     @property
     def stats(self) -> Stats:
-        self._harvest()
+        """What has been done up to now. For any thread: while another one is in a hook or method, a push
+        that has just ended may not be counted yet."""
+        self._look()
         return Stats(
             pushes=self._pushes,
             skipped=self._skipped,
@@ -147,6 +156,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             wait_seconds=self._wait_seconds,
         )
 
+    @entrance
     def after_step(self, *, wait_released: bool = True) -> None:
         """Counts a step, and pushes the weights if it is due: of an attachment without an optimizer.
 
@@ -170,6 +180,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     self._wait_seconds += time.monotonic() - start
             self._raise_error()
 
+    @entrance
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
         """Waits for the end of the running push, if there is one.
 
@@ -190,6 +201,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
         return self.version
 
+    @entrance
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place any more, at most `max_wait_s`.
 
@@ -197,16 +209,19 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """
         self._wait_released(self._max_wait_s)
 
+    @entrance
     def count_by_hand(self) -> None:
         """From now on `count` says which step it is, not each `optimizer.step()`: before the first step."""
         for hook in self._counting:
             hook.remove()
 
+    @entrance
     def count(self, step: int) -> None:
         """Says that `step` steps are done, as many as before or more; pushes if an update is due."""
         if self._is_ours():
             self._advance(step)
 
+    @entrance
     def close(self, *, timeout_s: float | None = None) -> None:
         """Waits for the last push, and lets the optimizer and the server go: at most `timeout_s` in all
         (None: that of `attach`), and a second more to tell other ranks what this one has given up.
@@ -245,12 +260,21 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 finally:
                     self._client.close()
 
+    def _look(self) -> None:
+        """Takes the result of the pending push, unless another thread may be about to."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._harvest()
+            finally:
+                self._lock.release()
+
     def _detach(self) -> None:
         self._closed = True
         live.discard(self)
         for hook in self._hooks:
             hook.remove()
 
+    @entrance
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -259,6 +283,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._before_change()
         return with_wait
 
+    @entrance
     def _before_change(self) -> None:
         if self._is_ours():
             start = time.monotonic()
@@ -267,10 +292,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._wait_seconds += time.monotonic() - start
             self._raise_error()
 
+    @entrance
     def _before_load(self) -> None:
         if self._is_ours():
             self.wait_released()
 
+    @entrance
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours() or was_skipped(optimizer):
             return
@@ -310,4 +337,10 @@ class Attachment(Pushing, WithEmaModel, WithState):
 @atexit.register
 def _at_exit() -> None:
     for attachment in list(live):
+        if attachment._pid != os.getpid():
+            continue
+        # A daemon thread may be in a hook, and not come out any more.
+        is_alone = attachment._lock.acquire(timeout=EXIT_WAIT_S)
         attachment._end_at_exit()
+        if is_alone:
+            attachment._lock.release()

@@ -23,7 +23,7 @@ from ema_client._types import (
 
 
 class PendingPush:
-    """A push that runs in the background; made by `Run.start_push`.
+    """A push that runs in the background; made by `Run.start_push`. Thread-safe.
 
     The arrays are read in place: they must not change until `wait_released` has returned or the
     push has ended. The object keeps a reference to them as long.

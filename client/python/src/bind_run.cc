@@ -37,7 +37,7 @@ std::vector<GpuStream> ToStreams(const std::vector<StreamTuple>& streams) {
   return result;
 }
 
-// A push that runs, and the arrays it reads.
+// A push that runs, and the arrays it reads. For any thread that has the GIL.
 class PyPendingPush {
  public:
   PyPendingPush(std::unique_ptr<PendingPush> push, std::vector<Array> arrays)
@@ -60,8 +60,8 @@ class PyPendingPush {
     const std::vector<GpuStream> waiting = ToStreams(streams);
     const bool released = CallWithoutGil(
         [&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait, waiting)); });
-    // Either way nothing reads them any more.
-    arrays_.clear();
+    // Either way nothing reads the arrays any more.
+    LetArraysGo();
     return released;
   }
 
@@ -72,7 +72,7 @@ class PyPendingPush {
 
   nb::dict Wait() {
     const Version version = CallWithoutGil([&] { return push_->Wait(); });
-    arrays_.clear();
+    LetArraysGo();
     return FromVersion(version);
   }
 
@@ -81,7 +81,7 @@ class PyPendingPush {
       push_->Abandon();
       return absl::OkStatus();
     });
-    arrays_.clear();
+    LetArraysGo();
   }
 
   bool done() const { return push_->done(); }
@@ -108,6 +108,10 @@ class PyPendingPush {
   }
 
  private:
+  // To destroy an array runs its framework's code, PyTorch's among it that lets other threads have
+  // the GIL: they must find no array here that is half destroyed.
+  void LetArraysGo() { const std::vector<Array> gone = std::exchange(arrays_, {}); }
+
   const pid_t pid_ = getpid();
   std::unique_ptr<PendingPush> push_;
   std::vector<Array> arrays_;  // Under the GIL.

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How threads come into an `Attachment`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+
+class Entered(Protocol):
+    """What has methods that are entrances.
+
+    Attributes:
+        _lock: of the process `_pid`; a forked child may have it held by a thread that is not there.
+    """
+
+    _lock: threading.RLock
+    _pid: int
+
+
+Owner = TypeVar("Owner", bound=Entered)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def entrance(
+    method: Callable[Concatenate[Owner, Given], Result],
+) -> Callable[Concatenate[Owner, Given], Result]:
+    """Lets one thread at a time in."""
+
+    @functools.wraps(method)
+    def locked(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if os.getpid() != self._pid:
+            return method(self, *args, **kwargs)
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
