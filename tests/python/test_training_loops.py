@@ -124,3 +124,70 @@ def test_each_version_is_that_in_the_process(server, client, model, loop: Loop):
     assert [entry.version.step for entry in client.versions(model)] == [1, *range(4, STEPS, 4)]
     names = {spec.name for spec in client.model(model).tensors}
     assert names == {name for name in trainer.module.state_dict() if name != "last.weight"}
+
+
+def train_step(trainer: Trainer) -> None:
+    trainer.optimizer.zero_grad()
+    trainer.loss().backward()
+    trainer.optimizer.step()
+
+
+def compiled_optimizer(trainer: Trainer, backend: str) -> Callable[[], None]:
+    """PyTorch's recipe: the optimizer's step by itself."""
+    optimizer_step = torch.compile(trainer.optimizer.step, backend=backend)
+
+    def step() -> None:
+        trainer.optimizer.zero_grad()
+        trainer.loss().backward()
+        optimizer_step()
+
+    return step
+
+
+def compiled_train_step(trainer: Trainer, backend: str) -> Callable[[], None]:
+    return torch.compile(lambda: train_step(trainer), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "compile_step", [compiled_optimizer, compiled_train_step], ids=lambda make: make.__name__
+)
+def test_compiled_steps_call_our_hooks(server, client, model, caplog, compile_step, backend):
+    """Nothing waits for a push but what the hooks wait for."""
+    torch._dynamo.reset()
+    trainer = Trainer()
+    local = ema_client.LocalEMA(trainer.module, half_life="8ba")
+    step = compile_step(trainer, backend)
+    with ema_client.attach(
+        trainer.module, trainer.optimizer, server.url(model), half_life="8ba", max_wait_s=300
+    ) as ema:
+        for made in range(1, STEPS + 1):
+            step()
+            local.update()
+            assert ema.step == made
+    check_all_pushed(client, model, ema, local, caplog)
+
+
+def test_steps_counted_by_hand_in_compiled_code(server, client, model, caplog):
+    torch._dynamo.reset()
+    trainer = Trainer()
+    local = ema_client.LocalEMA(trainer.module, half_life="8ba")
+    with ema_client.attach(
+        trainer.module, None, server.url(model), half_life="8ba", max_wait_s=300
+    ) as ema:
+
+        def step() -> None:
+            train_step(trainer)
+            ema.after_step()
+
+        step = torch.compile(step, backend="eager")
+        for _ in range(STEPS):
+            step()
+            local.update()
+    check_all_pushed(client, model, ema, local, caplog)
+
+
+def check_all_pushed(client, model, ema, local, caplog) -> None:
+    assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (STEPS, STEPS, 0)
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+    assert "written since" not in caplog.text

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._away import OnError
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
-from ema_client._entrances import entrance
+from ema_client._entrances import entrance, keep_uncompiled
 from ema_client._errors import DeadlineExceededError, EmaError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
@@ -85,6 +85,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         )
         # Held by the thread that is in a method or hook.
         self._lock = threading.RLock()
+        keep_uncompiled(Attachment)
         self._client = client
         self._join_at = join_at  # Collective.
         self._module = module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How threads come into an `Attachment`."""
+"""How threads, and code that PyTorch compiles, come into an `Attachment`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Entered(Protocol):
@@ -38,4 +38,21 @@ def entrance(
         with self._lock:
             return method(self, *args, **kwargs)
 
+    setattr(locked, "_is_entrance", True)
     return locked
+
+
+@functools.cache
+def keep_uncompiled(owner: type[Any]) -> None:
+    """Makes torch.compile call the entrances of a class as they are, also in what it compiles.
+
+    Traced, they would be replayed with the numbers of the step that was traced.
+    """
+    import torch
+
+    disable = getattr(getattr(torch, "compiler", None), "disable", None)
+    if disable is None:  # PyTorch 2.0
+        return
+    for name, method in list(vars(owner).items()):
+        if getattr(method, "_is_entrance", False):
+            setattr(owner, name, disable(method))
