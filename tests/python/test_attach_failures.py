@@ -79,6 +79,28 @@ def test_a_time_that_raises_costs_the_step(server, client, model, caplog, on_err
     assert [entry.version.step for entry in client.versions(model)] == [1, 3]
 
 
+def test_weights_that_are_not_finite_warn_less_and_less(server, client, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        net.weight.grad.fill_(float("nan"))
+        for _ in range(20):
+            optimizer.step()
+            ema.wait_pushed()
+        with torch.no_grad():
+            net.weight.fill_(1)
+        net.weight.grad.fill_(1)
+        optimizer.step()
+        ema.wait_pushed()
+        assert (ema.stats.pushes, ema.stats.skipped) == (1, 20)
+        net.weight.grad.fill_(float("nan"))
+        optimizer.step()
+    said = [
+        record.getMessage() for record in caplog.records if "skipped, the average" in record.message
+    ]
+    assert [text.split("step ")[1].split(" ")[0] for text in said] == ["1", "2", "4", "8", "16"]
+    assert "NON_FINITE" in said[0] and "8 steps by now; the next warning is at 16" in said[3]
+
+
 def test_a_time_without_the_batch_costs_a_switch_to_the_average(server, model, caplog):
     net, optimizer = trainer_of()
     preset = {

@@ -24,6 +24,7 @@ from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
 from ema_client._guard import Push, PushedWeights, WatchedWeights
 from ema_client._run import Joined, PendingPush
+from ema_client._skips import Skips
 from ema_client._torch_model import NamedTensors
 from ema_client._types import TimeLike, Version
 
@@ -76,6 +77,7 @@ class Pushing:
         self._pending_step = 0
         self._pushes = 0
         self._skipped = 0
+        self._skips = Skips()
         # What had been skipped when the server went away; None: it is there.
         self._skipped_before: int | None = None
         self._sent_bytes = 0
@@ -245,6 +247,7 @@ class Pushing:
     def _count_pushed(self, version: Version) -> None:
         self._version = version
         self._pushes += 1
+        self._skips.end()
         self._frozen.end_push()
         if self._patience is not None:
             self._patience.end_outage()
@@ -392,11 +395,14 @@ class Pushing:
     def _note(self, step: int, error: EmaError) -> None:
         if self._on_error == "raise" or (self._on_error == "wait" and is_worth_waiting(error)):
             self._error = error
-        _logger.warning(
-            'model "%s": push of step %d skipped, the average goes on with the next: %s',
+        count = self._skips.count(error)
+        _logger.log(
+            logging.WARNING if count > 0 else logging.DEBUG,
+            'model "%s": push of step %d skipped, the average goes on with the next: %s%s',
             self._model_name,
             step,
             error,
+            f" ({count} steps by now; the next warning is at {2 * count})" if count > 1 else "",
         )
 
     def _raise_error(self) -> None:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of many skipped steps a warning is given of."""
+
+from __future__ import annotations
+
+from ema_client._away import is_final, is_outage
+from ema_client._errors import EmaError
+
+
+class Skips:
+    """Counts steps that were skipped for one reason, so that their warnings become seldom.
+
+    An outage is always worth one: while it lasts nothing is tried.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[type[EmaError], str], int] = {}
+        # Those that are as likely after a push that succeeds: weights that are not finite.
+        self._lasting: set[tuple[type[EmaError], str]] = set()
+
+    def count(self, error: EmaError) -> int:
+        """How many there have been with this one: the 1st, 2nd, 4th, 8th, ... are to be said. 0: this
+        one is not."""
+        if is_outage(error):
+            return 1
+        key = type(error), error.reason
+        if is_final(error):
+            self._lasting.add(key)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return count if count & (count - 1) == 0 else 0
+
+    def end(self) -> None:
+        """A push has succeeded."""
+        self._counts = {key: count for key, count in self._counts.items() if key in self._lasting}
