@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ema_client._arguments import check_module, check_values
 from ema_client._attachment import Attachment
 from ema_client._away import MAX_OUTAGE_S, OnError, check_policy
 from ema_client._client import Client
@@ -142,8 +143,8 @@ def attach(
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, the ranks' parameters do not fit together, or
-            `resume` is of another model or format.
+        InvalidArgumentError (a ValueError): an argument is wrong, the ranks' parameters do not fit
+            together, or `resume` is of another model or format.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
         EmaError: the set-up failed. What fails on any rank raises on every rank.
@@ -155,17 +156,17 @@ def attach(
         >>> ...  # the training loop, unchanged
         >>> ema.close()
     """
+    given = dict(locals())
     ranks = Ranks.current(process_group)
     # A rank that raised at once would let the others wait for it, so failures are passed on.
     failure: Exception | None = None
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
     try:
+        check_module(model)
+        split_url(url)
         check_policy(on_error, max_outage_s)
-        if keep_resumable < 1:
-            raise InvalidArgumentError(
-                f"keep_resumable {keep_resumable}: must be 1 or more", reason="BAD_REQUEST"
-            )
+        check_values(given)
         optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
             raise InvalidArgumentError(

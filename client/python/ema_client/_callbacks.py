@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ema_client._arguments import check_values
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import averaged, copy_average
@@ -36,7 +37,8 @@ _SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset",
 def check_options(
     caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
 ) -> None:
-    """Refuses what is no argument of `attach`, or one that the caller, a class, sets itself: TypeError."""
+    """Refuses what is no argument of `attach`, or one that the caller, a class, sets itself: TypeError.
+    InvalidArgumentError: a bad value."""
     known = [
         name
         for name, parameter in inspect.signature(attach).parameters.items()
@@ -48,6 +50,7 @@ def check_options(
                 f'{caller} got an unexpected argument "{name}"; of attach\'s there are '
                 f'{", ".join(known)}'
             )
+    check_values(given)
 
 
 def check_tracks(options: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
+from ema_client._arguments import check_timeout
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
 from ema_client._run import Run
@@ -76,6 +77,7 @@ class Client(EvaluatorCalls):
         token: str = "",
         token_file: str = "",
     ) -> None:
+        check_timeout("timeout_s", timeout_s)
         self._timeout_s = timeout_s
         if not token and not token_file:
             token_file = os.environ.get("EMA_TOKEN_FILE", "")

@@ -134,7 +134,14 @@ def named_tensors(
     def clean_name(name: str) -> str:
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
-        return name if rename is None else rename(name)
+        if rename is None:
+            return name
+        renamed = rename(name)
+        if not isinstance(renamed, str):
+            raise InvalidArgumentError(
+                f'rename("{name}") gave {renamed!r}: must be a name', reason="BAD_REQUEST"
+            )
+        return renamed
 
     _refuse_fsdp1(module)
     shard_again(module)

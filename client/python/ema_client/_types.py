@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
 from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
 from ema_client._track import Track, track_from
 
 
@@ -486,6 +487,11 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
     if isinstance(time, TrainingTime):
         fields = dataclasses.asdict(time)
         return {unit: value for unit, value in fields.items() if value is not None}
+    if not isinstance(time, Mapping):
+        raise InvalidArgumentError(
+            f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}',
+            reason="BAD_REQUEST",
+        )
     return dict(time)
 
 

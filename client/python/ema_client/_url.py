@@ -17,9 +17,10 @@ def split_url(url: str) -> tuple[str, str]:
 
     Of a unix socket's, `ema+unix:///run/ema.sock/model`, the last part is the model.
     """
-    if match := re.fullmatch(r"ema\+unix://(/\S+)/([^/\s]+)", url):
+    text = url if isinstance(url, str) else ""
+    if match := re.fullmatch(r"ema\+unix://(/\S+)/([^/\s]+)", text):
         return f"unix:{match[1]}", match[2]
-    match = re.fullmatch(r"(emas?://[^/\s]+)/([^/\s]+)", url)
+    match = re.fullmatch(r"(emas?://[^/\s]+)/([^/\s]+)", text)
     if match is None:
         raise InvalidArgumentError(
             f'url "{url}": must be like ema://host:50051/model, emas://host:50051/model or '

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `attach` is called with, checked before anything is done with it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, get_args
+
+from ema_client._errors import InvalidArgumentError
+from ema_client._types import NonFinite, WireDtype
+
+
+def check_values(given: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: one of these arguments of `attach` is wrong; names it, its value and what
+    was expected. Those that other code checks before it does anything are left to that."""
+    for name, value in given.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+
+
+def check_module(model: object) -> None:
+    """InvalidArgumentError: it is no torch.nn.Module."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        _refuse("model", f"of type {_type_name(model)}", "a torch.nn.Module")
+
+
+def check_timeout(name: str, value: object) -> None:
+    """InvalidArgumentError: it is no number of seconds that a call could take."""
+    if not _number(value) > 0:
+        _refuse(name, repr(value), "seconds, above 0")
+
+
+def _seconds(name: str, value: object) -> None:
+    if not _number(value) >= 0:
+        _refuse(name, repr(value), "seconds, 0 or more")
+
+
+def _number(value: object) -> float:
+    """NaN: it is none."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def _count(least: int) -> Callable[[str, object], None]:
+    def check(name: str, value: Any) -> None:
+        try:
+            if not isinstance(value, bool) and operator.index(value) >= least:
+                return
+        except TypeError:
+            pass
+        _refuse(name, repr(value), f"a whole number, {least} or more")
+
+    return check
+
+
+def _one_of(words: tuple[str, ...]) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, str) or value not in words:
+            _refuse(name, repr(value), " or ".join(f'"{word}"' for word in words))
+
+    return check
+
+
+def _function(name: str, value: object) -> None:
+    if not callable(value):
+        _refuse(name, repr(value), "a function")
+
+
+def _tracks(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        _refuse(name, repr(value), 'tracks by name, such as {"slow": "1000ba", "raw": "copy"}')
+
+
+def _preset(name: str, value: object) -> None:
+    if not isinstance(value, (str, Mapping)):
+        _refuse(
+            name,
+            repr(value),
+            'a name such as "diffusers", or {"preset": "diffusers", "decay": 0.999}',
+        )
+
+
+def _or_none(check: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _refuse(name: str, value: str, expected: str) -> NoReturn:
+    raise InvalidArgumentError(f"{name} {value}: must be {expected}", reason="BAD_REQUEST")
+
+
+def _type_name(value: object) -> str:
+    cls = type(value)
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+
+
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    "preset": _or_none(_preset),
+    "tracks": _or_none(_tracks),
+    "non_finite": _one_of(get_args(NonFinite)),
+    "wire_dtype": _one_of(get_args(WireDtype)),
+    "start_step": _or_none(_count(0)),
+    "time": _or_none(_function),
+    "rename": _or_none(_function),
+    "max_pinned_versions": _count(0),
+    "max_wait_s": _seconds,
+    "timeout_s": check_timeout,
+    "keep_resumable": _count(1),
+}
