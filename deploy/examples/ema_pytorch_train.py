@@ -24,13 +24,11 @@ def main() -> None:
         net,
         optimizer,
         sys.argv[1],
-        preset={
-            "preset": "ema_pytorch",
-            "beta": 0.99,
-            "update_every": 1,
-            "update_after_step": 20,
-            "update_model_with_ema_every": 50,  # Switch-EMA.
-        },
+        preset="ema_pytorch",
+        beta=0.99,
+        update_every=1,
+        update_after_step=20,
+        update_model_with_ema_every=50,  # Switch-EMA.
     )
     for _ in range(STEPS):
         x = torch.randn(16, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attach() is called with: what is wrong is named before anything is made."""
+"""What attach() is called with: a library's own words, and what is wrong, named before anything is made."""
 
 from __future__ import annotations
 
@@ -68,3 +68,100 @@ def test_what_is_no_module_or_url_is_named(server):
 def test_a_client_without_time_is_refused(server):
     with pytest.raises(ValueError, match="timeout_s 0: must be seconds, above 0"):
         ema_client.Client(server.address, timeout_s=0)
+
+
+PRESETS = {
+    "ema_pytorch": {
+        "beta": 0.99,
+        "update_after_step": 100,
+        "update_every": 10,
+        "inv_gamma": 2.0,
+        "ignore_names": {"bias"},
+    },
+    "diffusers": {"decay": 0.99, "use_ema_warmup": True},
+    "timm": {"version": "v2", "decay": 0.99},
+    "torch": {"kind": "swa"},
+    "optax": {"decay": 0.9, "debias": False},
+    "edm2": {"halflife_Mimg": 0.5},
+    "karras": {"gamma": 6.94},
+    "composer": {"half_life": "100ba", "update_interval": "2ba", "ema_start": "4ba"},
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_presets_arguments_are_keyword_arguments(server, client, model, preset):
+    net, optimizer = make_trainer()
+    time = lambda step: {"batch": step, "sample": 8 * step}  # noqa: E731
+    tracks = {"raw": "copy"}
+    arguments = PRESETS[preset]
+    with ema_client.attach(
+        net, optimizer, server.url(model), preset=preset, time=time, tracks=tracks, **arguments
+    ):
+        pass
+    expected = ema_client.Track.preset(preset, **arguments)
+    raw = {"copy": True, "update_interval": arguments.get("update_interval", "1ba")}
+    client.create_model(
+        f"{model}-expected", dict(net.state_dict()), tracks={"ema": expected, "raw": raw}
+    )
+    assert client.model(model).tracks == client.model(f"{model}-expected").tracks
+
+
+def test_the_line_of_an_ema_pytorch_user(server, client, model):
+    net, optimizer = make_trainer()
+    kept = torch.nn.Linear(3, 2)
+    with ema_client.attach(
+        net,
+        optimizer,
+        server.url(model),
+        preset="ema_pytorch",
+        beta=0.5,
+        update_after_step=0,
+        update_every=1,
+        include_online_model=False,
+        ema_model=kept,
+        forward_method_names=("extra_repr",),
+        update_model_with_ema_every=3,
+    ) as ema:
+        for _ in range(4):
+            optimizer.step()
+        assert ema.ema_model is kept
+        assert ema.extra_repr() == net.extra_repr()
+        # Switch-EMA has written the average into the model at this step.
+        average = client.pull(model, track="ema", version=ema.version)
+        assert torch.equal(net.weight, average["weight"])
+
+
+UNKNOWN = [
+    ({"preset": "ema_pytorch", "bta": 0.9}, '"bta"; did you mean "beta"'),
+    ({"preset": "diffusers", "beta": 0.9}, '"beta".* the preset "diffusers" has decay, '),
+    ({"preset": {"preset": "diffusers", "decay": 0.9}, "decay": 0.8}, '"decay" is given both'),
+    ({"preset": {"preset": "composer", "half_life": "2ba"}, "half_life": "3ba"}, '"half_life" is'),
+    ({"haf_life": "3ba"}, '"haf_life"; did you mean "half_life"'),
+    ({"beta": 0.9}, '"beta".* preset="ema_pytorch"'),
+]
+
+
+@pytest.mark.parametrize("arguments, message", UNKNOWN)
+def test_an_unknown_argument_is_named_with_the_nearest(server, client, model, arguments, message):
+    net, optimizer = make_trainer()
+    with pytest.raises(TypeError, match=message):
+        ema_client.attach(net, optimizer, server.url(model), **arguments)
+    with pytest.raises(TypeError, match=message):
+        ema_client.LocalEMA(net, **arguments)
+    with pytest.raises(ema_client.NotFoundError):
+        client.model(model)
+
+
+def test_local_averages_take_the_same_words():
+    net, optimizer = make_trainer()
+    local = [
+        ema_client.LocalEMA(net, preset="torch", decay=0.5),
+        ema_client.LocalEMA(net, preset={"preset": "torch", "decay": 0.5}),
+    ]
+    for _ in range(3):
+        optimizer.step()
+        for one in local:
+            one.update()
+    ours, expected = (one.weights() for one in local)
+    assert torch.equal(ours["weight"], expected["weight"])
+    assert not torch.equal(ours["weight"], net.weight)

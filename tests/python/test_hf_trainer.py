@@ -291,6 +291,11 @@ def test_wrong_arguments_are_refused_at_once():
         EmaCallback("localhost/m")
     with pytest.raises(ema_client.InvalidArgumentError, match="1000"):
         EmaCallback("ema://localhost/m", half_life="1000")
+    with pytest.raises(ema_client.InvalidArgumentError, match="max_wait_s -1"):
+        EmaCallback("ema://localhost/m", max_wait_s=-1)
+    EmaCallback("ema://localhost/m", preset="ema_pytorch", beta=0.9)
+    with pytest.raises(TypeError, match='"bta"; did you mean "beta"'):
+        EmaCallback("ema://localhost/m", preset="ema_pytorch", bta=0.9)
     with pytest.raises(ema_client.FailedPreconditionError, match="no training has begun"):
         with EmaCallback("ema://localhost/m").averaged():
             raise AssertionError("not reached")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from ema_client._frozen import FrozenTensors
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
 from ema_client._optimizers import unwrap_optimizers
+from ema_client._preset_arguments import Rule
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._torch_model import named_tensors, unwrap
-from ema_client._track import TrackLike, tracks_of
+from ema_client._track import TrackLike
 from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
 from ema_client._url import split_url
 
@@ -55,6 +57,7 @@ def attach(
     keep_resumable: int = 5,
     files: FilesLike | None = None,
     check: bool = False,
+    **preset_arguments: Any,
 ) -> Attachment:
     """Streams a model's weights to an EMA Server while it trains.
 
@@ -95,8 +98,8 @@ def attach(
             kept at each update, never rescaled.
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
-        preset: the track "ema" as a library averages: its name ("diffusers"), or with arguments in
-            the library's own words {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With
+        preset: the track "ema" as a library averages: its name ("diffusers"), with `preset_arguments`;
+            see `Track.preset`. Or all in a dict: {"preset": "diffusers", "decay": 0.999}. With
             ema_pytorch's `update_model_with_ema_every` the averages are written back into the model
             (Switch-EMA): such a step waits for its whole push, and a pull of the model on each rank.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
@@ -138,6 +141,10 @@ def attach(
             `optimizer.step()` if something else has written weights meanwhile; the message names
             them, and a push of them that has not ended is given up. Of the last push `close` warns. Reads the weights twice more, and frozen ones at each push, where it finds changes that
             PyTorch does not count: to look for mistakes.
+        preset_arguments: the library's own arguments, under its names, such as beta=0.9999. A name that
+            `attach` has, too, means what it says here; composer's preset is given those of half_life,
+            smoothing, update_interval and ema_start that are given, and the other tracks follow
+            update_interval all the same.
 
     Returns:
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
@@ -145,6 +152,7 @@ def attach(
     Raises:
         InvalidArgumentError (a ValueError): an argument is wrong, the ranks' parameters do not fit
             together, or `resume` is of another model or format.
+        TypeError: there is no such argument, nor has the preset one.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
         EmaError: the set-up failed. What fails on any rank raises on every rank.
@@ -173,10 +181,11 @@ def attach(
                 f"start_step {start_step} and resume are both given: resume says the step",
                 reason="BAD_REQUEST",
             )
-        options = Options.of(preset)
-        track_list = tracks_of(
-            half_life, smoothing, update_interval, ema_start, options.preset, tracks
+        rule = Rule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
+            preset_arguments, inspect.signature(attach).parameters
         )
+        options = Options.of(rule.preset)
+        track_list = dataclasses.replace(rule, preset=options.preset).tracks(tracks)
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
             # Raises if a unit that it needs is not counted.

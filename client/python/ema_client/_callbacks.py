@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ema_client import _ema
 from ema_client._arguments import check_values
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
@@ -21,8 +22,8 @@ from ema_client._errors import (
     InvalidArgumentError,
     failure_of,
 )
+from ema_client._preset_arguments import Rule
 from ema_client._ranks import Ranks
-from ema_client._track import tracks_of
 from ema_client._types import Version, VersionLike
 from ema_client._url import split_url
 
@@ -31,21 +32,23 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset", "tracks")
+# Of `attach`.
+_NAMES = [
+    name
+    for name, parameter in inspect.signature(attach).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
 
 
 def check_options(
     caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
 ) -> None:
-    """Refuses what is no argument of `attach`, or one that the caller, a class, sets itself: TypeError.
-    InvalidArgumentError: a bad value."""
-    known = [
-        name
-        for name, parameter in inspect.signature(attach).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in own
-    ]
+    """Refuses what is no argument of `attach` or of the preset given, or one that the caller, a class, sets
+    itself: TypeError. InvalidArgumentError: a bad value."""
+    known = [name for name in _NAMES if name not in own]
+    has_preset = given.get("preset") is not None and "preset" not in own
     for name in given:
-        if name not in known:
+        if name not in known and (name in own or not has_preset):
             raise TypeError(
                 f'{caller} got an unexpected argument "{name}"; of attach\'s there are '
                 f'{", ".join(known)}'
@@ -53,9 +56,21 @@ def check_options(
     check_values(given)
 
 
+def _tracks_in(options: Mapping[str, Any]) -> list[_ema.Track]:
+    rule = Rule(
+        options.get("preset"),
+        options.get("half_life"),
+        options.get("smoothing"),
+        options.get("update_interval"),
+        options.get("ema_start"),
+    ).with_arguments({name: value for name, value in options.items() if name not in _NAMES}, _NAMES)
+    return rule.tracks(options.get("tracks"))
+
+
 def check_tracks(options: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError where `attach` would for its tracks: before there is a training."""
-    tracks_of(*(options.get(name) for name in _SCHEDULE))
+    """Raises InvalidArgumentError, or TypeError, where `attach` would for its tracks: before there is a
+    training."""
+    _tracks_in(options)
 
 
 def needs_only_batches(options: Mapping[str, Any]) -> bool:
@@ -64,7 +79,7 @@ def needs_only_batches(options: Mapping[str, Any]) -> bool:
     Then no others are told: with a new training of a model they would begin anew, and a training time
     that goes back is refused.
     """
-    for track in tracks_of(*(options.get(name) for name in _SCHEDULE)):
+    for track in _tracks_in(options):
         try:
             track.plan([], {"batch": 0})
         except InvalidArgumentError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import struct
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ema_client._preset_arguments import Rule
 from ema_client._torch_model import (
     NamedTensors,
     check_whole,
@@ -18,7 +20,7 @@ from ema_client._torch_model import (
     specs_of,
     unwrap,
 )
-from ema_client._track import TrackLike, tracks_of
+from ema_client._track import TrackLike
 from ema_client._types import TimeLike, TrackVersion, time_dict
 
 if TYPE_CHECKING:
@@ -157,9 +159,11 @@ class LocalEMA:
         ema_start: when the track "ema" starts to average, such as "0.1dur".
         preset: the track "ema" as a library averages; see `Track.preset`.
         tracks: more tracks, as for `Client.create_model`.
+        preset_arguments: the preset's, as for `attach`.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
+        TypeError: there is no such argument, nor has the preset one.
 
     Example:
         >>> ema = ema_client.LocalEMA(model, half_life="200ba")
@@ -180,15 +184,16 @@ class LocalEMA:
         ema_start: str | None = None,
         preset: str | Mapping[str, Any] | None = None,
         tracks: Mapping[str, TrackLike] | None = None,
+        **preset_arguments: Any,
     ) -> None:
+        rule = Rule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
+            preset_arguments, inspect.signature(LocalEMA).parameters
+        )
         self._module = unwrap(model)
         check_whole(self._module)
         tensors = named_tensors(self._module)
         specs = specs_of(tensors)
-        self._tracks = {
-            track.name: _Track.of(track, specs)
-            for track in tracks_of(half_life, smoothing, update_interval, ema_start, preset, tracks)
-        }
+        self._tracks = {track.name: _Track.of(track, specs) for track in rule.tracks(tracks)}
         self._batch = 0
         self._calls = 0
 

@@ -478,6 +478,29 @@ _NAMES = sorted([*_PRESETS, *_VARIANTS])
 
 def track_from_preset(name: str, arguments: Mapping[str, Any]) -> Track:
     """The track of preset `name`. InvalidArgumentError: no such preset or argument, or a bad value."""
+    _check_preset(name)
+    rest = dict(arguments)
+    try:
+        function = _function(name, rest)
+        _check_names(function, rest)
+        return function(**rest)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f'preset "{name}": {error.args[0]}', reason=error.reason
+        ) from None
+
+
+def argument_names(name: str) -> set[str]:
+    """All that preset `name` may be given. InvalidArgumentError: no such preset."""
+    _check_preset(name)
+    choice, _, functions = _VARIANTS.get(name, ("", "", {}))
+    names = {choice} if choice else set()
+    for function in functions.values() if choice else (_PRESETS[name],):
+        names.update(inspect.signature(function).parameters)
+    return names
+
+
+def _check_preset(name: str) -> None:
     if name not in _NAMES:
         nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
         hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
@@ -489,15 +512,6 @@ def track_from_preset(name: str, arguments: Mapping[str, Any]) -> Track:
             ),
             reason="BAD_SCHEDULE",
         )
-    rest = dict(arguments)
-    try:
-        function = _function(name, rest)
-        _check_names(function, rest)
-        return function(**rest)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(
-            f'preset "{name}": {error.args[0]}', reason=error.reason
-        ) from None
 
 
 def _function(name: str, arguments: dict[str, Any]) -> _Preset:

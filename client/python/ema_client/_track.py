@@ -337,12 +337,12 @@ def tracks_of(
     given = {name: value for name, value in own.items() if value is not None}
     all_tracks: dict[str, TrackLike] = {}
     if preset is not None:
-        if update_interval is not None:
+        if update_interval is not None and "update_interval" not in preset:
             given["update_interval"] = update_interval
         if given:
             raise InvalidArgumentError(
-                f"preset and {' and '.join(given)} are both given: give preset's own arguments in it, "
-                'such as preset={"preset": "ema_pytorch", "beta": 0.999}',
+                f"preset and {' and '.join(given)} are both given: give the preset's own arguments, "
+                'such as preset="ema_pytorch", beta=0.999',
                 reason="BAD_SCHEDULE",
             )
         all_tracks["ema"] = {"preset": preset} if isinstance(preset, str) else preset

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A preset's arguments as keyword arguments of `attach` and `LocalEMA`, as users of its library write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ema_client import _ema
+from ema_client._presets import argument_names
+from ema_client._track import TrackLike, tracks_of
+
+# Arguments that those have, too. Where a preset has one of the same name they mean the same of the
+# track that it makes, and go to it.
+_SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the track "ema" averages: the arguments of `attach` with these names."""
+
+    preset: str | Mapping[str, Any] | None
+    half_life: str | None
+    smoothing: float | None
+    update_interval: str | None
+    ema_start: str | None
+
+    def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> Rule:
+        """The same with `extra` among the preset's arguments.
+
+        Args:
+            extra: keyword arguments that the function does not have itself.
+            own_names: of those that it has.
+
+        Raises:
+            TypeError: one that the preset does not have either, or has been given already.
+            InvalidArgumentError: there is no such preset.
+        """
+        preset, in_preset = self._split()
+        names = set() if preset is None else argument_names(preset)
+        for name in extra:
+            if name not in names:
+                raise TypeError(_unknown(name, preset, names, own_names))
+        shared = {name: getattr(self, name) for name in _SHARED if name in names}
+        shared = {name: value for name, value in shared.items() if value is not None}
+        twice = sorted(in_preset.keys() & (extra.keys() | shared.keys()))
+        if twice:
+            raise TypeError(f'"{twice[0]}" is given both in preset and as an argument')
+        if not extra and not shared:
+            return self
+        return Rule(
+            {"preset": preset, **in_preset, **shared, **extra},
+            half_life=None if "half_life" in shared else self.half_life,
+            smoothing=None if "smoothing" in shared else self.smoothing,
+            # Stays for other tracks, which do not say theirs.
+            update_interval=self.update_interval,
+            ema_start=None if "ema_start" in shared else self.ema_start,
+        )
+
+    def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
+        """All tracks. InvalidArgumentError: as `tracks_of`."""
+        return tracks_of(
+            self.half_life,
+            self.smoothing,
+            self.update_interval,
+            self.ema_start,
+            self.preset,
+            others,
+        )
+
+    def _split(self) -> tuple[str | None, dict[str, Any]]:
+        if self.preset is None or isinstance(self.preset, str):
+            return self.preset, {}
+        arguments = dict(self.preset)
+        return arguments.pop("preset", None), arguments
+
+
+def _unknown(
+    name: str, preset: str | None, names: Collection[str], own_names: Collection[str]
+) -> str:
+    nearest = difflib.get_close_matches(name, [*names, *own_names], n=1, cutoff=0.5)
+    hint = f'; did you mean "{nearest[0]}"?' if nearest else ";"
+    message = f'unexpected argument "{name}"{hint}'
+    if preset is None:
+        return f'{message} a library\'s own arguments need preset, such as preset="ema_pytorch"'
+    return f'{message} the preset "{preset}" has {", ".join(sorted(names))}'
