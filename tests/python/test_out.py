@@ -24,6 +24,11 @@ def read_only() -> np.ndarray:
     return array
 
 
+def inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 3)
+
+
 @pytest.mark.parametrize(
     "b",
     [np.ones((2, 3), np.int32), np.ones((3, 2), np.float32), read_only(), torch.ones(2, 3), None],
@@ -36,6 +41,69 @@ def test_nothing_is_written_if_one_does_not_fit(client, model, pushed, b):
     with pytest.raises(ema_client.InvalidArgumentError, match="^out"):
         client.pull(model, track="raw", out=out)
     assert (out["a"] == 1).all()
+
+
+UNWRITABLE = {
+    "read-only": (read_only, "read-only"),
+    "expanded": (lambda: torch.ones(2, 1).expand(2, 3), "at one place"),
+    "expanded-numpy": (
+        lambda: np.lib.stride_tricks.as_strided(np.ones(3, np.float32), (2, 3), (0, 4)),
+        "at one place",
+    ),
+    "overlapping": (lambda: torch.ones(4).as_strided((2, 3), (1, 1)), "at one place"),
+    "inference": (inference, "inference tensor"),
+    "meta": (lambda: torch.ones(2, 3, device="meta"), "meta device"),
+    "sparse": (lambda: torch.ones(2, 3).to_sparse(), "layout is torch.sparse"),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_nothing_is_written_or_sent_if_one_cannot_be(client, model, pushed, what):
+    make, problem = UNWRITABLE[what]
+    b = make()
+    a = np.ones(4, np.float32) if isinstance(b, np.ndarray) else torch.ones(4)
+    received = []
+    with pytest.raises(ema_client.InvalidArgumentError, match=f"^out: .* b: .*{problem}"):
+        client.pull(model, track="raw", out={"a": a, "b": b}, on_progress=received.append)
+    assert (a == 1).all()
+    assert not received
+
+
+def test_all_that_cannot_be_written_are_listed(client, model, pushed):
+    out = {"a": torch.ones(1).expand(4), "b": inference()}
+    with pytest.raises(ema_client.InvalidArgumentError, match="a: several .* b: an inference"):
+        client.pull(model, track="raw", out=out)
+
+
+def test_inference_tensors_are_written_in_inference_mode(client, model, pushed):
+    with torch.inference_mode():
+        out = {name: torch.ones(value.shape) for name, value in WEIGHTS.items()}
+        client.pull(model, track="raw", out=out)
+        assert np.array_equal(out["b"].numpy(), WEIGHTS["b"])
+
+
+@pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["numpy", "torch"])
+def test_arrays_that_share_memory_are_refused(client, model, pushed, make):
+    memory = make(9, dtype=getattr(np if make is np.ones else torch, "float32"))
+    out = {"a": memory[:4], "b": memory[3:].reshape(2, 3)}
+    with pytest.raises(ema_client.InvalidArgumentError, match="^out: share memory.* a and b"):
+        client.pull(model, track="raw", out=out)
+    assert (memory == 1).all()
+
+
+@pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["numpy", "torch"])
+def test_arrays_may_lie_between_each_other(client, model, make):
+    """As the parts of a fused matrix do."""
+    weights = {
+        "left": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "right": np.arange(6, 14, dtype=np.float32).reshape(2, 4),
+    }
+    client.create_model(model, weights, tracks={"raw": "copy"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    fused = make((2, 7), dtype=getattr(np if make is np.ones else torch, "float32"))
+    client.pull(model, track="raw", out={"left": fused[:, :3], "right": fused[:, 3:]})
+    assert np.array_equal(np.asarray(fused), np.hstack([weights["left"], weights["right"]]))
 
 
 @pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["numpy", "torch"])

@@ -20,11 +20,9 @@ Framework = Literal["auto", "torch", "numpy"]
 Placed = tuple[str, str, Sequence[int], int, int]
 # kDLCPU
 _DLPACK_CPU = 1
-# What NumPy may do to pulled values that go into an array of another dtype.
-_CASTING: Literal["same_kind"] = "same_kind"
 
 
-def _is_instance(value: object, module: str, name: str) -> bool:
+def is_instance(value: object, module: str, name: str) -> bool:
     # A value of a framework that has not been imported cannot exist.
     framework = sys.modules.get(module)
     return framework is not None and isinstance(value, getattr(framework, name))
@@ -36,7 +34,7 @@ def read(name: str, value: Any) -> _ema.Array:
     a torch tensor in the host's."""
     dtype = ""
     offsets: tuple[int, ...] | None = None
-    if _is_instance(value, "torch", "Tensor"):
+    if is_instance(value, "torch", "Tensor"):
         if is_dtensor(value):
             piece = piece_of(name, value)
             value, offsets = piece.local, piece.box.offsets
@@ -48,7 +46,7 @@ def read(name: str, value: Any) -> _ema.Array:
             value = value.cpu()
     elif hasattr(value, "block_until_ready"):
         value = _jax_on_host(value)
-    if _is_instance(value, "numpy", "ndarray") or _is_instance(value, "numpy", "generic"):
+    if is_instance(value, "numpy", "ndarray") or is_instance(value, "numpy", "generic"):
         numpy = sys.modules["numpy"]
         value = numpy.asarray(value, order="C")
         if value.dtype.name == "bfloat16":
@@ -84,7 +82,7 @@ def spec_of(
 
 def stack_like(value: Any, count: int) -> Any:
     """An array of `count` times the shape of `value`, a torch tensor or NumPy array; [0] is filled."""
-    if _is_instance(value, "torch", "Tensor"):
+    if is_instance(value, "torch", "Tensor"):
         stacked = value.new_empty((count, *value.shape))
     else:
         stacked = sys.modules["numpy"].empty((count, *value.shape), value.dtype)
@@ -94,9 +92,9 @@ def stack_like(value: Any, count: int) -> Any:
 
 def address_of(value: Any) -> int:
     """Of the first element; 0: neither a torch tensor nor a NumPy array."""
-    if _is_instance(value, "torch", "Tensor"):
+    if is_instance(value, "torch", "Tensor"):
         return int(value.data_ptr())
-    if _is_instance(value, "numpy", "ndarray"):
+    if is_instance(value, "numpy", "ndarray"):
         return int(value.ctypes.data)
     return 0
 
@@ -165,52 +163,3 @@ def _bfloat16() -> Any:
             "NumPy has no bfloat16 of its own: install ml_dtypes, or pull with framework='torch'"
         )
     return importlib.import_module("ml_dtypes").bfloat16
-
-
-def copy_into(out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Writes `tensors` into the arrays of `out` in place, casting to their dtypes.
-
-    Nothing is written if a name or a shape does not match, or a dtype cannot be cast.
-    """
-    check_names("out", expected=tensors, given=out)
-    is_torch = all(_is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
-    kind = ("torch", "Tensor") if is_torch else ("numpy", "ndarray")
-    wrong = [name for name in tensors if not _is_instance(out[name], *kind)]
-    if wrong:
-        raise InvalidArgumentError(
-            f"out: not a {'.'.join(kind)}: {', '.join(wrong)}", reason="BAD_LAYOUT"
-        )
-    wrong = [
-        f"{name}: {tuple(out[name].shape)} for {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if tuple(out[name].shape) != tuple(tensor.shape)
-    ]
-    if wrong:
-        raise InvalidArgumentError(f"out: wrong shapes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
-    wrong = [
-        f"{name}: {out[name].dtype} for {tensor.dtype}"
-        for name, tensor in tensors.items()
-        if not _can_cast(tensor, out[name])
-    ]
-    if wrong:
-        raise InvalidArgumentError(f"out: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
-    for name, tensor in tensors.items():
-        if is_torch:
-            import torch
-
-            with torch.no_grad():
-                out[name].copy_(tensor)
-        else:
-            import numpy
-
-            numpy.copyto(out[name], tensor, casting=_CASTING)
-
-
-def _can_cast(tensor: Any, target: Any) -> bool:
-    if _is_instance(tensor, "torch", "Tensor"):
-        return True  # copy_ casts between all dtypes.
-    import numpy
-
-    return bool(target.flags.writeable) and numpy.can_cast(
-        tensor.dtype, target.dtype, casting=_CASTING
-    )

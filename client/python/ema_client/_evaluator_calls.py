@@ -22,6 +22,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
+from ema_client._out import check_writable, copy_into
 from ema_client._pieces import is_dtensor, piece_of, pieces_of, selected, selection_of
 from ema_client._types import (
     ModelInfo,
@@ -70,11 +71,12 @@ class EvaluatorCalls(CheckpointCalls):
             slices: of these tensors only a box.
             dtype: what the server casts floats to before it sends them. None: as it keeps them.
             out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
-                dtypes; exactly the names that are pulled. With DTensors among them these say what is
-                pulled: of each just the piece that is on this rank, however trainers have sharded the
-                model; ranks that shall get one version must name it. Untouched if the pull fails. The pulled bytes are
-                in memory beside them until they have been written.
-                A rank that has nothing of any gets the version alone.
+                dtypes; exactly the names that are pulled, of which no two share memory. With DTensors
+                among them these say what is pulled: of each just the piece that is on this rank, however
+                trainers have sharded the model; ranks that shall get one version must name it. A rank
+                that has nothing of any gets the version alone. Untouched if the pull fails, but for a
+                device that fails while they are written. The pulled bytes are in memory beside them
+                until they have been.
             framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
             device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
                 None: in host memory.
@@ -91,9 +93,9 @@ class EvaluatorCalls(CheckpointCalls):
             OutOfRangeError: the version is not kept any more, or not committed yet; of a step, the
                 message says which there are.
             InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
-                a step and a version;
-                `out` has other names or shapes, or dtypes that the values cannot
-                be cast to.
+                a step and a version; `out` has other names or shapes, dtypes that the values cannot be
+                cast to, or arrays that cannot be written (read-only, expanded), all of which the
+                message lists.
         """
         if device is not None and (out is not None or framework == "numpy"):
             raise InvalidArgumentError(
@@ -113,6 +115,8 @@ class EvaluatorCalls(CheckpointCalls):
                 first = next(iter(pieces.values()))
                 dims = len(first.shape)
                 slices = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
+        if out is not None:
+            check_writable(out)
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
@@ -140,14 +144,14 @@ class EvaluatorCalls(CheckpointCalls):
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
             return Weights(arrays, version=record, track=track, aliases=aliases, pulled=pulled)
         # The server's bytes are one piece; they are scattered from there.
-        is_torch = all(_arrays._is_instance(value, "torch", "Tensor") for value in out.values())
+        is_torch = all(_arrays.is_instance(value, "torch", "Tensor") for value in out.values())
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
         # A tied tensor may be there under its other names, too.
         names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
         _wait_released(out.values())
-        _arrays.copy_into(names, arrays)
+        copy_into(names, arrays)
         assert given is not None
         arrays = {tensor: given[tensor] for tensor in arrays}
         return Weights(arrays, version=record, track=track, aliases=aliases)
