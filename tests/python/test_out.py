@@ -106,6 +106,36 @@ def test_arrays_may_lie_between_each_other(client, model, make):
     assert np.array_equal(np.asarray(fused), np.hstack([weights["left"], weights["right"]]))
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 2)
+        self.last = torch.nn.Linear(3, 2, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+def test_a_module_is_written(server, client, model):
+    net, other = Tied(), torch.compile(Tied(), backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), tracks={"raw": "copy"}):
+        optimizer.step()
+    weight = other.first.weight
+    pulled = client.pull(model, track="raw", out=other)
+    assert other.first.weight is weight and pulled["first.weight"] is weight
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, pulled[name]) and torch.equal(
+            other.state_dict()[f"_orig_mod.{name}"], value
+        )
+
+
+@pytest.mark.parametrize("out", [[np.ones(4)], 5])
+def test_what_is_no_mapping_or_module_is_named(client, model, pushed, out):
+    with pytest.raises(ema_client.InvalidArgumentError, match="out of type (list|int): must be"):
+        client.pull(model, track="raw", out=out)
+
+
 @pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["numpy", "torch"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_values_are_cast(client, model, pushed, make, dtype):

@@ -52,7 +52,7 @@ def save(request, client, model, emactl):  # noqa: F811
             for name, box in slices
         ]
         try:
-            client.save(model, path, slices=boxes, **options)
+            client.save(model, path, slices=boxes or None, **options)
         except (ema_client.EmaError, OSError) as error:
             return str(error)
         return None

@@ -117,8 +117,13 @@ def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> 
 
 
 def choose_framework(framework: Framework) -> Literal["torch", "numpy"]:
+    """Raises InvalidArgumentError where it is none."""
     if framework == "auto":
         return "torch" if importlib.util.find_spec("torch") is not None else "numpy"
+    if framework not in ("torch", "numpy"):
+        raise InvalidArgumentError(
+            f'framework {framework!r}: must be "auto", "torch" or "numpy"', reason="BAD_REQUEST"
+        )
     return framework
 
 

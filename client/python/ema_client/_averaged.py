@@ -330,7 +330,9 @@ def version_alone(
         ignored = {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
     smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
-    return client.pull(info.name, track=track, version=version, step=step, tensors=smallest).version
+    return client.pull(
+        info.name, track=track, version=version, step=step, tensors=smallest or None
+    ).version
 
 
 def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

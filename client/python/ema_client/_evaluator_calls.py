@@ -9,8 +9,8 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
 from ema_client._arrays import Framework
@@ -24,6 +24,14 @@ from ema_client._errors import (
 from ema_client._files import FilesLike, small_files
 from ema_client._out import check_writable, copy_into
 from ema_client._pieces import is_dtensor, piece_of, pieces_of, selected, selection_of
+from ema_client._pull_arguments import (
+    DtypeLike,
+    OutLike,
+    check_device,
+    dtype_name,
+    selection_from,
+    targets_of,
+)
 from ema_client._types import (
     ModelInfo,
     Shard,
@@ -49,10 +57,10 @@ class EvaluatorCalls(CheckpointCalls):
         track: str,
         version: VersionLike = 0,
         step: int | None = None,
-        tensors: Collection[str] = (),
-        slices: Collection[Shard] = (),
-        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
-        out: Mapping[str, Any] | None = None,
+        tensors: str | Collection[str] | None = None,
+        slices: Collection[Shard] | None = None,
+        dtype: DtypeLike | None = None,
+        out: OutLike | None = None,
         framework: Framework = "auto",
         device: Any = None,
         on_progress: Callable[[int], object] | None = None,
@@ -67,16 +75,19 @@ class EvaluatorCalls(CheckpointCalls):
                 the server's disk is read from there.
             step: instead: the version of this step of the trainer. After a rollback it is the step of
                 today's training, not of the one that was given up.
-            tensors: names, or patterns such as "encoder.*": only these, and those of `slices`.
+            tensors: names, or patterns such as "encoder.*", or one: only these, and those of `slices`. None,
+                and no slices: all.
             slices: of these tensors only a box.
-            dtype: what the server casts floats to before it sends them. None: as it keeps them.
-            out: torch tensors, or NumPy arrays, by name, to be written in place and cast to their
-                dtypes; exactly the names that are pulled, of which no two share memory. With DTensors
-                among them these say what is pulled: of each just the piece that is on this rank, however
+            dtype: what the server casts floats to before it sends them: "float32", "float16",
+                "bfloat16", or PyTorch's, NumPy's or JAX's dtype of that name. None: as it keeps them.
+            out: what is to be written in place, in place of new memory, with the values cast to its
+                dtypes: torch tensors or NumPy arrays by name, exactly the names that are pulled, of which
+                no two share memory; or a module, for its parameters and buffers. With DTensors among
+                them these say what is pulled: of each just the piece that is on this rank, however
                 trainers have sharded the model; ranks that shall get one version must name it. A rank
-                that has nothing of any gets the version alone. Untouched if the pull fails, but for a
-                device that fails while they are written. The pulled bytes are in memory beside them
-                until they have been.
+                that has nothing of any gets the version alone. Untouched if the pull fails, but for a device
+                that fails while they are written. The pulled bytes are in memory beside them until
+                they have been.
             framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
             device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
                 None: in host memory.
@@ -85,38 +96,44 @@ class EvaluatorCalls(CheckpointCalls):
 
         Returns:
             Tensors by name, which share one buffer that is theirs alone; its `version` says what was
-            pulled. With `out`, that dict's tensors.
+            pulled. With `out`, the tensors that were given.
 
         Raises:
             NotFoundError: no such model, track or label.
             FailedPreconditionError: nothing has been committed yet.
             OutOfRangeError: the version is not kept any more, or not committed yet; of a step, the
                 message says which there are.
-            InvalidArgumentError: a tensor that the track has not, or a box that does not fit it;
-                a step and a version; `out` has other names or shapes, dtypes that the values cannot be
-                cast to, or arrays that cannot be written (read-only, expanded), all of which the
-                message lists.
+            InvalidArgumentError: a tensor that the track has not, or a box that does not fit it; an
+                empty selection; a step and a version; a device that is not there; `out` has other
+                names or shapes, dtypes that the values cannot be cast to, or arrays that cannot be
+                written (read-only, expanded), all of which the message lists.
         """
+        _arrays.choose_framework(framework)
+        names, boxes = selection_from(tensors, slices)
+        cast_to = dtype_name(dtype)
         if device is not None and (out is not None or framework == "numpy"):
             raise InvalidArgumentError(
                 f'device: {device} given with {"out" if out is not None else "NumPy arrays"}: it is '
                 "for new torch tensors",
                 reason="BAD_REQUEST",
             )
-        given = out
+        if device is not None:
+            check_device(device)
+        given = None if out is None else targets_of(out)
+        targets = given
         is_nothing = False
-        if out is not None and any(map(is_dtensor, out.values())):
-            pieces = pieces_of(out)
-            tensors, slices = selection_of(pieces)
-            out = selected(pieces)
-            is_nothing = not tensors and not slices
+        if given is not None and any(map(is_dtensor, given.values())):
+            pieces = pieces_of(given)
+            names, boxes = selection_of(pieces)
+            targets = selected(pieces)
+            is_nothing = not names and not boxes
             if is_nothing:
                 # Without a name a pull is of everything. The version is asked for by one element.
                 first = next(iter(pieces.values()))
                 dims = len(first.shape)
-                slices = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
-        if out is not None:
-            check_writable(out)
+                boxes = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
+        if targets is not None:
+            check_writable(targets)
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
@@ -126,9 +143,9 @@ class EvaluatorCalls(CheckpointCalls):
             incarnation,
             label,
             step,
-            list(tensors),
-            [(box.name, box.offsets, box.extents) for box in slices],
-            dtype,
+            names,
+            [(box.name, box.offsets, box.extents) for box in boxes],
+            cast_to,
             self._timeout(timeout_s),
             on_progress,
         )
@@ -136,23 +153,22 @@ class EvaluatorCalls(CheckpointCalls):
         aliases = pulled.aliases
         if is_nothing:
             return Weights({}, version=record, track=track, aliases={})
-        if out is None and device is not None:
+        if targets is None and device is not None:
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework="torch")
             arrays = {tensor: value.to(device, copy=True) for tensor, value in arrays.items()}
             return Weights(arrays, version=record, track=track, aliases=aliases)
-        if out is None:
+        if targets is None or given is None:
             arrays = _arrays.build(pulled.tensors, pulled.bytes, framework=framework)
             return Weights(arrays, version=record, track=track, aliases=aliases, pulled=pulled)
         # The server's bytes are one piece; they are scattered from there.
-        is_torch = all(_arrays.is_instance(value, "torch", "Tensor") for value in out.values())
+        is_torch = all(_arrays.is_instance(value, "torch", "Tensor") for value in targets.values())
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
         # A tied tensor may be there under its other names, too.
-        names = {tensor: out[tensor] for tensor in out if tensor not in aliases}
-        _wait_released(out.values())
-        copy_into(names, arrays)
-        assert given is not None
+        named = {tensor: targets[tensor] for tensor in targets if tensor not in aliases}
+        _wait_released(targets.values())
+        copy_into(named, arrays)
         arrays = {tensor: given[tensor] for tensor in arrays}
         return Weights(arrays, version=record, track=track, aliases=aliases)
 
@@ -331,9 +347,9 @@ class EvaluatorCalls(CheckpointCalls):
         track: str,
         version: VersionLike = 0,
         step: int | None = None,
-        tensors: Collection[str] = (),
-        slices: Collection[Shard] = (),
-        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        tensors: str | Collection[str] | None = None,
+        slices: Collection[Shard] | None = None,
+        dtype: DtypeLike | None = None,
         files: FilesLike | None = None,
         timeout_s: float | None = None,
     ) -> Version:

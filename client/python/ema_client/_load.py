@@ -125,7 +125,7 @@ def load_into(
                 track=track,
                 version=version,
                 step=step,
-                tensors=() if match.is_all else list(wanted),
+                tensors=None if match.is_all else list(wanted),
                 dtype=half_of(wanted),
                 framework="torch",
             )

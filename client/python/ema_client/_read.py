@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Generator
+from typing import Any
 
 from ema_client._arrays import Framework
 from ema_client._client import Client
+from ema_client._pull_arguments import DtypeLike, OutLike
 from ema_client._types import Shard, Version, VersionLike, Weights
 from ema_client._url import split_url
 
@@ -18,10 +19,10 @@ def pull(
     track: str,
     version: VersionLike = 0,
     step: int | None = None,
-    tensors: Collection[str] = (),
-    slices: Collection[Shard] = (),
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
-    out: Mapping[str, Any] | None = None,
+    tensors: str | Collection[str] | None = None,
+    slices: Collection[Shard] | None = None,
+    dtype: DtypeLike | None = None,
+    out: OutLike | None = None,
     framework: Framework = "auto",
     device: Any = None,
     timeout_s: float = 60.0,

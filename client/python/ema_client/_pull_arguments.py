@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Client.pull` is called with, in the one form that it goes on with; checked before it asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Union
+
+from ema_client._errors import InvalidArgumentError
+from ema_client._torch_model import named_tensors, unwrap
+from ema_client._types import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+#: Arrays by name, or a module, whose parameters and buffers these are.
+OutLike = Union[Mapping[str, Any], "torch.nn.Module"]
+
+#: "float32", "float16" or "bfloat16", or a framework's dtype of that name.
+DtypeLike = Any
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def selection_from(
+    tensors: str | Collection[str] | None, slices: Collection[Shard] | None
+) -> tuple[list[str], list[Shard]]:
+    """Names or patterns, and boxes; two empty lists: everything.
+
+    Raises:
+        InvalidArgumentError: an empty selection, or what is no name or box.
+    """
+    if tensors is None and slices is None:
+        return [], []
+    names = [tensors] if isinstance(tensors, str) else list(tensors or ())
+    boxes = list(slices or ())
+    for name in names:
+        if not isinstance(name, str):
+            _refuse(f"tensors: {name!r}: must be a tensor's name, or a pattern")
+    for box in boxes:
+        if not isinstance(box, Shard):
+            _refuse(f"slices: {box!r}: must be an ema_client.Shard")
+    if not names and not boxes:
+        given = tensors if tensors is not None else slices
+        what = "tensors" if tensors is not None else "slices"
+        _refuse(f"{what} {given!r}: selects nothing; None is for everything")
+    return names, boxes
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The server's name of a dtype: of that name, of PyTorch's, NumPy's or JAX's."""
+    if dtype is None:
+        return None
+    # Of a class, such as numpy.float16, and of JAX's.
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    if name not in _DTYPES:
+        _refuse(f"dtype {dtype!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+    return name
+
+
+def check_device(device: Any) -> None:
+    """InvalidArgumentError: PyTorch has no such device here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # Which one depends on the device, and on how PyTorch was built.
+        raise InvalidArgumentError(
+            f"device {device!r}: cannot be used here: {error}", reason="BAD_REQUEST"
+        ) from error
+
+
+def targets_of(out: OutLike) -> Mapping[str, Any]:
+    """The arrays to be written, by name; of a module, under all names that its state_dict has."""
+    if isinstance(out, Mapping):
+        return out
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(out, torch.nn.Module):
+        _refuse(f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module")
+    named = named_tensors(unwrap(out))
+    targets = named.all()
+    for name, others in named.aliases.items():
+        targets.update(dict.fromkeys(others, targets[name]))
+    return targets
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidArgumentError(message, reason="BAD_REQUEST")
