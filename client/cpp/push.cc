@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -32,6 +33,10 @@ constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long a trainer is held while no stream to the server is open: enough to connect again after a
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
+// How long nothing may move, no byte and no reply, before the server is asked whether it is there,
+// and how long it may take to answer: one that hangs keeps its streams open.
+constexpr absl::Duration kStillGrace = absl::Seconds(4);
+constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
 constexpr std::chrono::milliseconds kPollInterval(5);
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
@@ -360,16 +365,44 @@ bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
   return mu_.AwaitWithTimeout(absl::Condition(&has_result), max_wait);
 }
 
-bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+bool PendingPush::Impl::Answers(absl::Time deadline, client_internal::Interrupt* interrupt) {
+  const absl::StatusOr<PushProgress> progress =
+      run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline, interrupt, /*retry=*/false);
+  return progress.ok() || GetErrorReason(progress.status()) != ErrorReason::kUnspecified;
+}
+
+bool PendingPush::Impl::AwaitWhileThere(absl::Duration max_wait,
+                                        absl::FunctionRef<bool(absl::Duration)> await) {
   client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  const auto moved = [this] {
+    return std::tuple(sent_bytes_.load(std::memory_order_relaxed),
+                      stream_count_.load(std::memory_order_relaxed), gate_.left_slice_count());
+  };
   const absl::Time give_up = absl::Now() + max_wait;
+  auto before = moved();
+  absl::Time still_since = absl::Now();
   do {
-    const absl::Duration left = give_up - absl::Now();
-    if (gate_.TryRelease(std::min(left, client_internal::Interrupt::kPollInterval))) {
-      LeadStreams(streams);
+    if (await(std::min(give_up - absl::Now(), client_internal::Interrupt::kPollInterval))) {
       return true;
     }
+    const absl::Time now = absl::Now();
+    const bool is_still = before == moved();
+    if (is_still && now - still_since < kStillGrace) continue;
+    if (is_still && now < give_up &&
+        !Answers(std::min(give_up, now + kAnswerTimeout), &interrupt)) {
+      return await(absl::ZeroDuration());
+    }
+    before = moved();
+    still_since = absl::Now();
   } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
+  return false;
+}
+
+bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+  if (AwaitWhileThere(max_wait, [this](absl::Duration most) { return gate_.TryRelease(most); })) {
+    LeadStreams(streams);
+    return true;
+  }
   gate_.ForceRelease();
   interrupt_.Fire();
   gate_.AwaitUnread();
@@ -387,14 +420,8 @@ absl::StatusOr<Version> PendingPush::Impl::Wait() {
   return *result_;
 }
 
-bool PendingPush::Impl::WaitDone(absl::Duration max_wait) const {
-  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
-  const absl::Time give_up = absl::Now() + max_wait;
-  do {
-    const absl::Duration left = give_up - absl::Now();
-    if (AwaitDone(std::min(left, client_internal::Interrupt::kPollInterval))) return true;
-  } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
-  return false;
+bool PendingPush::Impl::WaitDone(absl::Duration max_wait) {
+  return AwaitWhileThere(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
 }
 
 bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }

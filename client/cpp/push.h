@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -57,7 +58,7 @@ class PendingPush::Impl {
   // As PendingPush; not to be called in a forked child.
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams);
   absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
-  bool WaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
+  bool WaitDone(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   bool done() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of weights on GPUs, streams that have not been made to wait for copies are. False: the thread
   // is caught in a call of the GPU's driver that does not return; the caller must keep this object
@@ -72,7 +73,8 @@ class PendingPush::Impl {
     RunPlan plan;
   };
 
-  // All below but AwaitDone(), IsCutOff() and LeadStreams() belong to the thread.
+  // All below but AwaitDone(), IsCutOff(), LeadStreams(), Answers() and AwaitWhileThere() belong to
+  // the thread.
   void RunThread();
   // Tries until it succeeds or fails for good.
   absl::StatusOr<Committed> Push();
@@ -128,6 +130,11 @@ class PendingPush::Impl {
   // True: there has been no stream, nor a server that asks to wait, for so long that the trainer is
   // not held any more.
   bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
+  // For who waits. Whether the server says anything when it is asked; it waits for that.
+  bool Answers(absl::Time deadline, client_internal::Interrupt* interrupt);
+  // Calls `await`, which waits as long as it is told, until it is true. False: `max_wait` is over,
+  // or there is no stream, or nothing moves and the server does not answer.
+  bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
   std::string Name() const;
 
   const std::shared_ptr<client_internal::RunCore> run_;

@@ -37,6 +37,7 @@ void WeightsGate::DropSlice(void* gate) {
   WeightsGate* const self = static_cast<WeightsGate*>(gate);
   // Nothing may follow the unlock: whoever waits for the last slice may then destroy the gate.
   absl::MutexLock lock(&self->mu_);
+  ++self->left_slice_count_;
   if (--self->slice_count_ == 0) self->last_use_ = absl::Now();
 }
 
@@ -66,6 +67,11 @@ void WeightsGate::AwaitUnread() {
 absl::Time WeightsGate::left_time() const {
   absl::MutexLock lock(&mu_);
   return HasLeft() ? last_use_ : absl::InfiniteFuture();
+}
+
+int64_t WeightsGate::left_slice_count() const {
+  absl::MutexLock lock(&mu_);
+  return left_slice_count_;
 }
 
 }  // namespace ema::client_internal

@@ -43,6 +43,8 @@ class WeightsGate {
   // When the last slice was dropped, or the last byte read, whichever was later; InfiniteFuture:
   // not yet.
   absl::Time left_time() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Slices that gRPC has dropped so far.
+  int64_t left_slice_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   bool HasLeft() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_wanted_ && IsUnread(); }
@@ -55,6 +57,7 @@ class WeightsGate {
   int64_t reader_count_ ABSL_GUARDED_BY(mu_) = 0;
   bool is_released_ ABSL_GUARDED_BY(mu_) = false;
   int64_t slice_count_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t left_slice_count_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Time last_use_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

@@ -156,11 +156,13 @@ class PendingPush {
   PendingPush& operator=(const PendingPush&) = delete;
 
   // Waits until no byte of the weights will be read any more, because all have left (gRPC has
-  // dropped every slice) or the push has ended, at most `max_wait`, and at most a second while
-  // there is no stream to the server (it is gone, or ranks have not joined); then the weights may
-  // change. True: all have left, or the push had ended. False: it took too long; the step has been
-  // abandoned (so it does not commit, on any rank, unless it had already), and nothing reads the
-  // weights any more. After this nothing is sent again: if the connection breaks, the step is lost.
+  // dropped every slice) or the push has ended, at most `max_wait`, at most a second while there is
+  // no stream to the server (it is gone, or ranks have not joined), and at most five in which no
+  // byte leaves and the server, asked by QueryPush, does not answer (it hangs); then the weights
+  // may change. True: all have left, or the push had ended. False: it took too long; the step has
+  // been abandoned (so it does not commit, on any rank, unless it had already), and nothing reads
+  // the weights any more. After this nothing is sent again: if the connection breaks, the step is
+  // lost.
   //
   // Weights on a GPU may change when every copy of them has been started, and `streams`, and those
   // that the push was started with, have come as far: these are made to wait for the copies, not
@@ -171,7 +173,7 @@ class PendingPush {
   // time-out; INTERNAL, DEVICE: a GPU has failed. May be called again.
   absl::StatusOr<Version> Wait();
 
-  // The same for at most `max_wait`, and at most a second while there is no stream to the server.
+  // The same for at most `max_wait`, and no longer than WaitReleased() from a server that is away.
   // True: the end has come, and Wait() will not block.
   bool WaitDone(absl::Duration max_wait);
 

@@ -39,11 +39,12 @@ namespace ema {
 //   }
 //
 // Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait,
-// unless Options::on_error says kWait. A step that cannot be pushed is skipped and counted: the
-// next update counts the longer time, so the half-life stays right; the other ranks are told, and
-// do not wait for this one. When the server is away, a thread joins the run again, on every rank,
-// and pushes start again when all have; a server that has forgotten the model gets it made anew. A
-// forked child must not use or destroy it.
+// and of that some seconds at most for a server that is away or hangs, unless Options::on_error
+// says kWait. A step that cannot be pushed is skipped and counted: the next update counts the
+// longer time, so the half-life stays right; the other ranks are told, and do not wait for this
+// one. When the server is away, a thread joins the run again, on every rank, and pushes start again
+// when all have; a server that has forgotten the model gets it made anew. A forked child must not
+// use or destroy it.
 class StepPusher {
  public:
   // What a step means to the training that cannot be pushed.

@@ -394,6 +394,36 @@ TEST_F(PushTest, AReplyIsNotWaitedForFromAServerThatIsGone) {
   EXPECT_TRUE(push->WaitDone(absl::ZeroDuration()));
 }
 
+TEST_F(PushTest, AReplyIsNotWaitedForFromAServerThatHangs) {
+  server_.push_scripts = {{.hold_reply = true}};
+  TcpProxy proxy(server_.port());
+  Open(proxy.address());
+  const auto push = Start(1, absl::Minutes(5));
+  ASSERT_TRUE(push->WaitReleased(absl::Seconds(20)));
+  proxy.SetStalled(true);
+  const absl::Time start = absl::Now();
+  EXPECT_FALSE(push->WaitDone(absl::Minutes(5)));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
+  proxy.SetStalled(false);
+  server_.Release();
+  EXPECT_THAT(push->Wait(), IsOk());
+}
+
+TEST_F(PushTest, AReplyIsWaitedForWhileTheServerAnswers) {
+  server_.push_scripts = {{.hold_reply = true}};
+  Open();
+  const auto push = Start(1, absl::Minutes(5));
+  ASSERT_TRUE(push->WaitReleased(absl::Seconds(20)));
+  std::jthread release([&] {
+    // It has been asked whether it is there.
+    while (server_.queries().empty()) absl::SleepFor(absl::Milliseconds(10));
+    EXPECT_FALSE(server_.queries().front().abandon_if_unfinished());
+    server_.Release();
+  });
+  EXPECT_TRUE(push->WaitDone(absl::Minutes(5)));
+  EXPECT_THAT(push->Wait(), IsOk());
+}
+
 TEST_F(PushTest, EndsFencedIfItMayNotJoinAgain) {
   EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address()));
   EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", {.launch_id = "life", .rejoins = false}));
@@ -518,6 +548,39 @@ TEST(StalledServerTest, WeightsAreReleasedInTime) {
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
   proxy.SetStalled(false);
   EXPECT_THAT(run->Push(10, AtBatch(10), weights.shards(), absl::Seconds(60)), IsOk());
+}
+
+TEST(StalledServerTest, OneThatHangsDoesNotHoldTheTrainer) {
+  FakeServer server(HugeManifest());
+  TcpProxy proxy(server.port());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(proxy.address()));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
+  const Weights weights(run->layout());
+  proxy.SetStalled(true);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
+                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(5)));
+  const absl::Time start = absl::Now();
+  EXPECT_FALSE(push->WaitReleased(absl::Minutes(5)));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
+  EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  proxy.SetStalled(false);
+  EXPECT_THAT(run->Push(2, AtBatch(2), weights.shards(), absl::Seconds(60)), IsOk());
+}
+
+TEST(StalledServerTest, OneThatAnswersHoldsTheTrainer) {
+  FakeServer server(HugeManifest());
+  server.push_scripts = {{.hold_chunks = true}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server.address()));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
+  const Weights weights(run->layout());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
+                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(5)));
+  std::jthread release([&] {
+    while (server.queries().empty()) absl::SleepFor(absl::Milliseconds(10));
+    server.Release();
+  });
+  EXPECT_TRUE(push->WaitReleased(absl::Minutes(5)));
+  EXPECT_THAT(push->Wait(), IsOk());
 }
 
 TEST_F(PushTest, OtherCallsGoOnWhenTheConnectionIsGivenUp) {

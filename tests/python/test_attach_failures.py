@@ -12,6 +12,7 @@ import ema_client
 import pytest
 import torch
 from ema_client import _attachment, _switch
+from server_process import ServerProcess
 
 MOVED = "written while they were pushed at step 1, without wait_released(): weight"
 
@@ -44,6 +45,27 @@ def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client,
             assert time.monotonic() < deadline
             optimizer.step()
     assert 1 not in [entry.version.step for entry in client.versions(model)]
+
+
+@pytest.mark.parametrize("count", [3, 24 << 20], ids=["its reply", "its bytes"])
+def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, caplog, count):
+    net, optimizer = trainer_of(count)
+    with ServerProcess(tmp_path) as server:
+        with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                for _ in range(10):
+                    optimizer.step()
+                # By default a step may wait for 30 s.
+                assert ema.stats.wait_seconds < 20
+                assert (ema.step, ema.stats.pushes) == (10, 0)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            deadline = time.monotonic() + 60
+            while ema.stats.pushes < 2:
+                assert time.monotonic() < deadline
+                optimizer.step()
+    assert "push of step" in caplog.text
 
 
 def test_close_says_what_check_finds_in_the_last_push(server, model, caplog):

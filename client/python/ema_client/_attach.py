@@ -75,8 +75,8 @@ def attach(
     weights); writes through `.data` only `check` finds. Copies take 64 MiB at most: where there would be
     more, each step that pushes waits until all bytes have left.
 
-    A server that goes away costs the steps that are due meanwhile, and about a second, unless
-    `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the
+    A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is
+    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the
     model gets it made anew.
 
     Args:
@@ -116,7 +116,7 @@ def attach(
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
-            "wait".
+            "wait": for bytes that leave slowly, and for other ranks.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up.
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
             next update counts the longer time, so the half-life stays right. "raise": the next

@@ -51,7 +51,8 @@ class PendingPush:
 
         Args:
             max_wait_s: seconds to wait at most; while there is no stream to the server (it is gone,
-                or ranks have not joined), one second at most.
+                or ranks have not joined), one second at most; while nothing moves and the server does
+                not answer (it hangs), five.
 
         Returns:
             True: all bytes have left, or the push has ended. False: it took too long; the step was
