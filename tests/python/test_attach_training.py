@@ -257,6 +257,30 @@ def test_a_forward_that_writes_parameters_is_noticed(server, client, model, capl
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
+@pytest.mark.parametrize("shape", [(64, 48), (8, 4, 3, 3), (3,)], ids=["rows", "channels", "few"])
+def test_writes_through_data_are_noticed(server, client, model, caplog, shape):
+    """As a GAN's critic that is clipped after its step. PyTorch does not count them."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(shape))
+    module.others = torch.nn.Parameter(torch.ones(5))
+    if len(shape) == 4:
+        module.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    logged = {}
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        for step in range(1, 6):
+            module.weight.grad = torch.ones_like(module.weight)
+            optimizer.step()
+            logged[step] = values_of(module)
+            await_pushes(ema, step)
+            module.weight.data.clamp_(-0.1, 0.1)
+    (warning,) = warnings_of(caplog)
+    assert "step 1 " in warning and ": weight; copied" in warning
+    pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
+    assert len(pushes) == 5
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+
 def test_a_push_of_parameters_that_the_forward_writes_is_given_up(server, client, model, caplog):
     module = Normalised(24 << 20)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -72,7 +72,8 @@ def attach(
     it. `load_state_dict` waits, too; whoever else writes weights between steps (clipping of weights) must call the attachment's
     `wait_released()` first. A parameter that has been written without is named in a warning, its push
     given up if it has not ended, and copied before each push from then on (a forward that normalises
-    weights); writes through `.data` only `check` finds. Copies take 64 MiB at most: where there would be
+    weights); writes through `.data` are found in host memory, where they change many elements, else
+    only by `check`. Copies take 64 MiB at most: where there would be
     more, each step that pushes waits until all bytes have left.
 
     A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is

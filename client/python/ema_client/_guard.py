@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from ema_client import _gpu
+from ema_client import _ema, _gpu
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import piece_of, pieces_of, writes_of
+from ema_client._pieces import is_dtensor, piece_of, pieces_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ class PushedWeights:
     copied in any case when its push starts, and counts.
 
     Notices a parameter that somebody writes all the same while a push reads it, such as a forward that
-    normalises weights, and copies it from then on, or waits. Not through `.data`, nor replays of a CUDA
-    graph: these PyTorch does not count.
+    normalises weights, and copies it from then on, or waits: by PyTorch's count of writes, and, in host
+    memory, by 64 words of it, since writes through `.data` are not counted. Of those, it misses what
+    leaves these words as they are, and on a GPU all, replays of CUDA graphs among them.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class PushedWeights:
         self._optimizers = optimizers
         self._frozen = frozen
         self._written: set[str] = set()
-        # What is read in place until the next step, and PyTorch's count of writes to it then.
-        self._in_place: dict[str, tuple[torch.Tensor, int]] = {}
+        # What is read in place until the next step.
+        self._in_place: list[_InPlace] = []
+        self._samples = b""
         # What was taken last may change before the next step: its push must be waited for at once.
         self.must_wait = False
 
@@ -62,7 +64,7 @@ class PushedWeights:
         optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
         weights: dict[str, torch.Tensor] = {}
         copied = {name: buffer for name, buffer in tensors.buffers.items() if name in names}
-        self._in_place = {}
+        self._in_place = []
         self.must_wait = False
         for name, parameter in tensors.parameters.items():
             if name not in names:
@@ -73,8 +75,7 @@ class PushedWeights:
             # `after_step` sees to it that nothing does.
             is_foreign = optimized is not None and id(parameter) not in optimized
             if not is_foreign and name not in self._written:
-                if not parameter.is_inference():
-                    self._in_place[name] = parameter, writes_of(parameter)
+                self._in_place.append(_InPlace(name, parameter, weights[name]))
             elif name in self._frozen:
                 self.must_wait = True
             else:
@@ -84,16 +85,55 @@ class PushedWeights:
         self.must_wait |= copied_bytes > _COPY_BYTES
         for name, tensor in copied.items():
             weights[name] = tensor.detach() if self.must_wait else tensor.detach().clone()
+        self._samples = self._sample()
         return weights
 
     def release(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
+        samples = self._sample()
         written = [
-            name for name, (tensor, before) in self._in_place.items() if writes_of(tensor) != before
+            one.name
+            for index, one in enumerate(self._in_place)
+            if one.is_counted() or _sample_at(index, samples) != _sample_at(index, self._samples)
         ]
-        self._in_place = {}
+        self._in_place = []
         self._written.update(written)
         return written
+
+    def _sample(self) -> bytes:
+        return _ema.sample_words([one.place for one in self._in_place])
+
+
+class _InPlace:
+    """A parameter that is read in place."""
+
+    __slots__ = ("name", "place", "_parameter", "_memory", "_writes")
+
+    def __init__(self, name: str, parameter: torch.Tensor, memory: torch.Tensor) -> None:
+        """`memory`: shares its memory, and keeps it where the parameter gets another one meanwhile."""
+        self.name = name
+        self._parameter = parameter
+        self._memory = memory
+        # Of what is made in inference mode PyTorch counts no writes.
+        self._writes = None if parameter.is_inference() else writes_of(parameter)
+        # Address and bytes; none elsewhere than in host memory, or with gaps between the elements.
+        self.place = 0, 0
+        local = piece_of(name, memory).local if is_dtensor(memory) else memory
+        if local.is_cpu and (local.is_contiguous() or _is_dense(local)):
+            self.place = local.data_ptr(), local.nbytes
+
+    def is_counted(self) -> bool:
+        """Whether PyTorch has counted a write."""
+        return self._writes is not None and writes_of(self._parameter) != self._writes
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return last == tensor.numel() - 1
+
+
+def _sample_at(index: int, samples: bytes) -> bytes:
+    return samples[8 * index : 8 * index + 8]
 
 
 def _bytes_here(tensor: torch.Tensor) -> int:

@@ -320,7 +320,7 @@ class Pushing:
             f"wait_released(): {', '.join(moved)}",
             reason="BAD_REQUEST",
         )
-        problem = problem if written else str(error.args[0])
+        problem = str(error.args[0]) if moved else problem
         self._pushed = None
         self._lose()
         if self._pending is None or self._pending.done:

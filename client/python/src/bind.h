@@ -15,6 +15,7 @@ namespace ema::python {
 void BindTypes(nanobind::module_& module);   // Array, Schedule, ScheduleState, Track, even_share
 void BindFold(nanobind::module_& module);    // fold_many
 void BindRun(nanobind::module_& module);     // Run, PendingPush
+void BindSample(nanobind::module_& module);  // sample_words
 void BindClient(nanobind::module_& module);  // Client, Watcher
 
 // The Python object of a run. `client` stays alive as long as it.

@@ -10,5 +10,6 @@ NB_MODULE(_ema, module) {
   ema::python::BindTypes(module);
   ema::python::BindFold(module);
   ema::python::BindRun(module);
+  ema::python::BindSample(module);
   ema::python::BindClient(module);
 }
