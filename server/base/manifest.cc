@@ -2,8 +2,11 @@
 #include "ema/manifest.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <span>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
@@ -43,6 +46,15 @@ bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {
   return !__builtin_mul_overflow(spec.element_count(), size, &bytes) &&
          !__builtin_add_overflow(bytes, size - 1, &bytes) &&
          !__builtin_add_overflow(sum, bytes, &sum) && sum <= kMaxTotalBytes;
+}
+
+std::string JoinSome(const std::vector<std::string>& texts) {
+  constexpr size_t kMost = 10;
+  const size_t count = std::min(texts.size(), kMost);
+  std::string joined =
+      absl::StrJoin(texts.begin(), texts.begin() + static_cast<std::ptrdiff_t>(count), ", ");
+  if (texts.size() > count) absl::StrAppend(&joined, " and ", texts.size() - count, " more");
+  return joined;
 }
 
 void AppendDigestBytes(const TensorSpec& spec, std::string& bytes) {
@@ -122,27 +134,36 @@ std::optional<int64_t> Manifest::Find(std::string_view name) const {
 }
 
 std::string Manifest::DifferenceFrom(const Manifest& there) const {
-  const int64_t shared_count = std::min(tensor_count(), there.tensor_count());
-  for (int64_t i = 0; i < shared_count; ++i) {
-    const TensorSpec& a = tensor(i);
-    const TensorSpec& b = there.tensor(i);
-    if (a == b) continue;
-    if (a.name == b.name) {
-      const auto text = [](const TensorSpec& spec) {
-        return absl::StrCat(spec.TypeString(), spec.aliases.empty() ? "" : ", also ",
-                            absl::StrJoin(spec.aliases, ", "));
-      };
-      return absl::StrCat("tensor \"", a.name, "\": ", text(a), " here, ", text(b), " there");
+  std::vector<std::string> parts;
+  std::vector<std::string> others;  // Tensors of one name.
+  const auto names_without = [](const Manifest& a, const Manifest& b) {
+    std::vector<std::string> names;
+    for (const TensorSpec& spec : a.tensors()) {
+      if (!b.Find(spec.name)) names.push_back(absl::StrCat("\"", spec.name, "\""));
     }
-    if (!there.Find(a.name)) return absl::StrCat("tensor \"", a.name, "\": here, not there");
-    if (!Find(b.name)) return absl::StrCat("tensor \"", b.name, "\": there, not here");
-    return absl::StrCat("tensor ", i, ": \"", a.name, "\" here, \"", b.name, "\" there");
+    return names;
+  };
+  const auto add = [&](const char* what, const std::vector<std::string>& texts) {
+    if (!texts.empty()) parts.push_back(absl::StrCat(what, JoinSome(texts)));
+  };
+  add("here, not there: ", names_without(*this, there));
+  add("there, not here: ", names_without(there, *this));
+  for (const TensorSpec& spec : tensors_) {
+    const std::optional<int64_t> found = there.Find(spec.name);
+    if (!found || spec == there.tensor(*found)) continue;
+    const auto text = [](const TensorSpec& of) {
+      return absl::StrCat(of.TypeString(), of.aliases.empty() ? "" : ", also ",
+                          absl::StrJoin(of.aliases, ", "));
+    };
+    others.push_back(absl::StrCat("\"", spec.name, "\" ", text(spec), " here, ",
+                                  text(there.tensor(*found)), " there"));
   }
-  if (tensor_count() > shared_count) {
-    return absl::StrCat("tensor \"", tensor(shared_count).name, "\": here, not there");
-  }
-  if (there.tensor_count() > shared_count) {
-    return absl::StrCat("tensor \"", there.tensor(shared_count).name, "\": there, not here");
+  add("other tensors of one name: ", others);
+  if (!parts.empty()) return absl::StrJoin(parts, "; ");
+  for (int64_t i = 0; i < tensor_count(); ++i) {
+    if (tensor(i) == there.tensor(i)) continue;
+    return absl::StrCat("another order: tensor ", i, " is \"", tensor(i).name, "\" here, \"",
+                        there.tensor(i).name, "\" there");
   }
   return "";
 }

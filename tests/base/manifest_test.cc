@@ -116,20 +116,34 @@ TEST(ManifestTest, LargestCountIsQuick) {
   EXPECT_EQ(manifest.Find("layers.199999.weight"), 199999);
 }
 
-TEST(ManifestTest, SaysTheFirstDifference) {
+TEST(ManifestTest, SaysWhatDiffers) {
   const TensorSpec a3{"a", Dtype::kFloat32, {3}};
   const TensorSpec a4{"a", Dtype::kFloat32, {4}};
   const TensorSpec b{"b", Dtype::kBool, {}};
+  const TensorSpec c{"c", Dtype::kBool, {}};
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a3, b})), "");
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a4, b})),
-            "tensor \"a\": float32[3] here, float32[4] there");
+            "other tensors of one name: \"a\" float32[3] here, float32[4] there");
   const TensorSpec buffer{"a", Dtype::kFloat32, {3}, /*is_buffer=*/true};
   EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({buffer, b})),
-            "tensor \"a\": float32[3] here, buffer float32[3] there");
-  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a3})), "tensor \"b\": here, not there");
-  EXPECT_EQ(Make({a3}).DifferenceFrom(Make({a3, b})), "tensor \"b\": there, not here");
-  EXPECT_EQ(Make({b}).DifferenceFrom(Make({a3, b})), "tensor \"a\": there, not here");
-  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({b, a3})), "tensor 0: \"a\" here, \"b\" there");
+            "other tensors of one name: \"a\" float32[3] here, buffer float32[3] there");
+  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({a3})), "here, not there: \"b\"");
+  EXPECT_EQ(Make({a3}).DifferenceFrom(Make({a3, b})), "there, not here: \"b\"");
+  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({c, a4})),
+            "here, not there: \"b\"; there, not here: \"c\"; other tensors of one name: \"a\" "
+            "float32[3] here, float32[4] there");
+  EXPECT_EQ(Make({a3, b}).DifferenceFrom(Make({b, a3})),
+            "another order: tensor 0 is \"a\" here, \"b\" there");
+}
+
+TEST(ManifestTest, NamesTenOfManyThatDiffer) {
+  std::vector<TensorSpec> many;
+  for (int i = 0; i < 13; ++i) many.push_back({absl::StrCat("t", i), Dtype::kBool, {}});
+  const TensorSpec other{"other", Dtype::kBool, {}};
+  EXPECT_EQ(
+      Make(many).DifferenceFrom(Make({other})),
+      "here, not there: \"t0\", \"t1\", \"t2\", \"t3\", \"t4\", \"t5\", \"t6\", \"t7\", \"t8\", "
+      "\"t9\" and 3 more; there, not here: \"other\"");
 }
 
 TEST(StorageLayoutTest, AlignsEachTensorToItsElement) {

@@ -442,10 +442,14 @@ def test_wrong_configuration_raises(server, model, trainer, options, reason):
 
 def test_a_model_that_differs_raises(server, model, trainer):
     ema_client.attach(trainer.module, trainer.optimizer, server.url(model), half_life="4ba").close()
-    other = torch.nn.Linear(2, 2)
+    other = torch.nn.Sequential(torch.nn.Linear(6, 10), *(torch.nn.Linear(2, 2) for _ in range(7)))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(ema_client.AlreadyExistsError):
+    with pytest.raises(ema_client.AlreadyExistsError) as raised:
         ema_client.attach(other, optimizer, server.url(model), half_life="4ba")
+    problem = str(raised.value)
+    assert 'here, not there: "3.weight", "3.bias", "4.weight", ' in problem
+    assert 'there, not here: "1.running_mean", "1.running_var", "1.num_batches_tracked"' in problem
+    assert '"0.weight" float32[10, 6] here, float32[11, 6] there' in problem
 
 
 def test_on_error_raise(server, client, model, trainer):

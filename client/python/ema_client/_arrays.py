@@ -20,6 +20,8 @@ Framework = Literal["auto", "torch", "numpy"]
 Placed = tuple[str, str, Sequence[int], int, int]
 # kDLCPU
 _DLPACK_CPU = 1
+# Tensors of which a message gives the names.
+_NAMED = 10
 
 
 def is_instance(value: object, module: str, name: str) -> bool:
@@ -100,7 +102,7 @@ def address_of(value: Any) -> int:
 
 
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
-    """Raises InvalidArgumentError that lists every missing and unexpected name."""
+    """Raises InvalidArgumentError that lists missing and unexpected names: ten of each."""
     expected, given = list(expected), list(given)
     missing = sorted(set(expected) - set(given))
     unexpected = sorted(set(given) - set(expected))
@@ -108,12 +110,18 @@ def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> 
         return
     parts = []
     if missing:
-        parts.append(f"missing: {', '.join(missing)}")
+        parts.append(f"missing: {some(missing)}")
     if unexpected:
-        parts.append(f"unexpected: {', '.join(unexpected)}")
+        parts.append(f"unexpected: {some(unexpected)}")
     raise InvalidArgumentError(
         f"{what}: names do not match; {'; '.join(parts)}", reason="BAD_LAYOUT"
     )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    text = ", ".join(names[:_NAMED])
+    return text if len(names) <= _NAMED else f"{text} and {len(names) - _NAMED} more"
 
 
 def choose_framework(framework: Framework) -> Literal["torch", "numpy"]:
