@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ema_client._files import FilesLike, small_files
 from ema_client._frozen import FrozenTensors
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
-from ema_client._optimizers import unwrap_optimizers
+from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import Rule
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
@@ -29,6 +30,8 @@ from ema_client._url import split_url
 
 if TYPE_CHECKING:
     import torch
+
+_logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -88,7 +91,8 @@ def attach(
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
             whenever the one has that was last.
             accelerate's wrapper is looked through. Steps that a grad scaler skips do not count.
-            Parameters that none of them holds are copied before they are sent, or the step waits until
+            An optimizer that is made later does not count: attach after it. Parameters that none of
+            them holds are copied before they are sent, or the step waits until
             they have been, because someone else may change them: another optimizer, or the forward pass
             (a momentum encoder). None: for a
             loop that steps in another way; call the attachment's `after_step()` after each step.
@@ -247,4 +251,10 @@ def attach(
         check=check,
     )
     options.apply(attachment, ranks)
+    if optimizers is not None and hold_none_of(optimizers, module.parameters()):
+        _logger.warning(
+            'model "%s": no optimizer that was given holds a parameter of the model; was it made for '
+            "another one, or before the model was sharded?",
+            plan.model_name,
+        )
     return attachment

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from ema_client._types import Stats, TimeLike, Version
 
 if TYPE_CHECKING:
     import torch
+
+_logger = logging.getLogger(__name__)
 
 # Attachments that push. `averaged` must not write into weights that one of them still reads.
 live: weakref.WeakSet[Attachment] = weakref.WeakSet()
@@ -91,6 +94,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._module = module
         self._keep_resumable = keep_resumable
         self._has_stepped = False
+        self._expects_steps = optimizers is not None
         self._wait_seconds = 0.0
         # Called when a step has been counted, and pushed if it was due.
         self._followers: list[Callable[[], None]] = []
@@ -124,6 +128,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         traceback: TracebackType | None,
     ) -> None:
         """Closes; after an exception without waiting long, since the other ranks may not push any more."""
+        self._expects_steps &= exc is None
         self.close(timeout_s=None if exc is None else min(EXIT_WAIT_S, self._timeout_s))
 
     @property
@@ -213,6 +218,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
     @entrance
     def count_by_hand(self) -> None:
         """From now on `count` says which step it is, not each `optimizer.step()`: before the first step."""
+        self._expects_steps = False
         for hook in self._counting:
             hook.remove()
 
@@ -231,6 +237,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """
         if self._closed:
             return
+        if self._is_ours() and self._expects_steps and not self._has_stepped:
+            _logger.warning(
+                'model "%s": no step was counted, so nothing was pushed: each optimizer that attach() '
+                "was given must step; was one made anew after it?",
+                self._model_name,
+            )
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
         def left_s() -> float:

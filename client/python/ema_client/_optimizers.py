@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._errors import InvalidArgumentError
@@ -55,6 +55,14 @@ def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+def hold_none_of(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter]
+) -> bool:
+    """Whether some of these are trained, but none by these optimizers."""
+    trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    return bool(trained) and trained.isdisjoint(parameter_ids(optimizers))
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

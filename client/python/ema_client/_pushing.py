@@ -18,6 +18,7 @@ from ema_client._away import (
     is_outage,
     is_worth_waiting,
 )
+from ema_client._changes import Changes
 from ema_client._due import DueTracks
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
 from ema_client._frozen import FrozenTensors
@@ -61,6 +62,7 @@ class Pushing:
         self._link = Link(model_name, lambda run: self._due.go_on(run))
         self._model_name = model_name
         self._tensors_of = tensors_of
+        self._changes = Changes(model_name, tensors_of())
         self._weights = weights
         self._frozen = frozen
         # With other ranks a plan is adopted at the next step that is due.
@@ -146,6 +148,7 @@ class Pushing:
 
     def _push(self, now: dict[str, float]) -> None:
         tensors = self._tensors_of()
+        self._changes.look(tensors)
         frozen_changed = self._frozen.begin_push(tensors)
         omits_frozen = self._link.run.may_omit_frozen and not frozen_changed
         weights = self._weights.take(

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() and a model or an optimizer that is another than at the start: what is said of it."""
+
+from __future__ import annotations
+
+import logging
+
+import ema_client
+import pytest
+import torch
+from testing import assert_same_bits
+
+
+def trainer_of() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    sum(parameter.sum() for parameter in net.parameters()).backward()
+    optimizer.step()
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_tensors_that_are_added_are_named_once(server, client, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        step(net, optimizer)
+        for _ in range(3):
+            net.append(torch.nn.BatchNorm1d(3))
+        optimizer.add_param_group({"params": list(net[1:].parameters())})
+        for _ in range(3):
+            step(net, optimizer)
+            ema.wait_pushed()
+        assert ema.stats.pushes == 4
+        net.register_buffer("scale", torch.ones(2))
+        step(net, optimizer)
+        own = net[0].state_dict(prefix="0.")
+    many, one = warnings_of(caplog)
+    assert "not averaged" in many and ": 1.bias, 1.num_batches_tracked, " in many
+    assert many.endswith(" and 5 more")
+    assert "not averaged" in one and one.endswith(": scale")
+    assert_same_bits(own, client.pull(model, track="raw"))
+
+
+def test_names_that_are_no_longer_tied_are_named_once(server, model, caplog):
+    net = torch.nn.Module()
+    net.a = torch.nn.Linear(2, 2, bias=False)
+    net.b = torch.nn.Linear(2, 2, bias=False)
+    net.b.weight = net.a.weight
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        net.b.weight = torch.nn.Parameter(torch.zeros(2, 2))
+        for _ in range(3):
+            step(net, optimizer)
+            ema.wait_pushed()
+        assert ema.stats.pushes == 4
+    (warning,) = warnings_of(caplog)
+    assert "no longer tied" in warning and warning.endswith(": b.weight")
+
+
+def test_another_models_optimizer_is_said_at_attach(server, model, caplog):
+    net, _ = trainer_of()
+    other, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
+        (warning,) = warnings_of(caplog)
+        step(other, optimizer)
+    assert "no optimizer that was given holds a parameter of the model" in warning
+    assert warnings_of(caplog) == [warning]
+
+
+def test_an_optimizer_that_was_made_anew_is_said_at_close(server, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        step(net, optimizer)
+        assert not warnings_of(caplog)
+    (warning,) = warnings_of(caplog)
+    assert "no step was counted" in warning
+
+
+@pytest.mark.parametrize("how", ["trains", "raises", "by hand", "without", "frozen"])
+def test_nothing_is_said_of_what_is_right(server, model, caplog, how):
+    net, optimizer = trainer_of()
+    if how == "frozen":
+        net.requires_grad_(False)
+    given = None if how == "without" else optimizer
+    ema = ema_client.attach(net, given, server.url(model), half_life="3ba")
+    if how == "by hand":
+        ema.count_by_hand()
+    if how == "raises":
+        with pytest.raises(RuntimeError), ema:
+            raise RuntimeError
+    if how in ("trains", "frozen"):
+        optimizer.step()
+    ema.close()
+    assert not warnings_of(caplog)
