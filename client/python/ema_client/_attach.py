@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ema_client._agreed import Arguments, check_agreed
 from ema_client._arguments import check_module, check_values
 from ema_client._attachment import Attachment
 from ema_client._away import MAX_OUTAGE_S, OnError, check_policy
@@ -155,8 +156,9 @@ def attach(
         The attachment; call its `close()` when training ends, or use it in a `with` statement.
 
     Raises:
-        InvalidArgumentError (a ValueError): an argument is wrong, the ranks' parameters do not fit
-            together, or `resume` is of another model or format.
+        InvalidArgumentError (a ValueError): an argument is wrong, or another one on another rank where
+            all must have the same (tracks, steps, policies), the ranks' parameters do not fit together,
+            or `resume` is of another model or format.
         TypeError: there is no such argument, nor has the preset one.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
@@ -175,6 +177,7 @@ def attach(
     failure: Exception | None = None
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
+    arguments = Arguments({}, "", {})
     try:
         check_module(model)
         split_url(url)
@@ -195,13 +198,35 @@ def attach(
         for track in track_list:
             # Raises if a unit that it needs is not counted.
             track.plan([], now)
+        arguments = Arguments.of(
+            {
+                "the model of url": split_url(url)[1],
+                "start_step": start_step,
+                "non_finite": non_finite,
+                "max_pinned_versions": max_pinned_versions,
+                "wire_dtype": wire_dtype,
+                "on_error": on_error,
+                "max_outage_s": max_outage_s,
+                "keep_resumable": keep_resumable,
+                "update_model_with_ema of preset": options.rule and options.rule.text(),
+            },
+            track_list,
+            {
+                "half_life": half_life,
+                "smoothing": smoothing,
+                "update_interval": update_interval,
+                "ema_start": ema_start,
+                "preset": preset,
+                "tracks": tracks,
+            },
+        )
         module = unwrap(model)
         options.check(module)
         tensors_of = functools.partial(named_tensors, module, rename)
         held = holdings_of(tensors_of())
     except Exception as raised:
         failure = raised
-    ranks.gather_or_raise(failure, None)
+    check_agreed(ranks.gather_or_raise(failure, arguments))
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None
     try:

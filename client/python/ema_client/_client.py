@@ -158,6 +158,7 @@ class Client(EvaluatorCalls):
         time: TimeLike = None,
         updates: int = 0,
         max_pinned_versions: int = 0,
+        non_finite: NonFinite = "reject",
         timeout_s: float = 600.0,
     ) -> Version:
         """Makes a model whose averages begin with the weights of a file.
@@ -176,7 +177,7 @@ class Client(EvaluatorCalls):
             time: training time at the step. None: the step is the batch.
             updates: that the weights are the average of: needed for uniform tracks and those that
                 begin at zero. For a torch AveragedModel it is `n_averaged`.
-            max_pinned_versions: as for `create_model`.
+            max_pinned_versions, non_finite: as for `create_model`; `attach` needs the same.
             timeout_s: seconds for each call.
 
         Returns:
@@ -197,6 +198,7 @@ class Client(EvaluatorCalls):
             {tensor.spec.name: tensor.spec for tensor in stored},
             tracks=tracks,
             max_pinned_versions=max_pinned_versions,
+            non_finite=non_finite,
             timeout_s=timeout_s,
         )
         if info.latest is not None:

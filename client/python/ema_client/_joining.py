@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ema_client import _arrays, _ema
@@ -137,22 +137,50 @@ class Plan:
             )
         except AlreadyExistsError:
             fields = self.client._client.get_model(self.model_name, timeout_s)
-            if not self._is_imported(fields):
+            if not self._may_go_on_with(fields["tensors"]):
                 raise
+            self._check_options(fields)
         if state is not None:
             state.check_fresh(model_from(fields).latest)
         if self.files:
             self.client.attach_files(self.model_name, self.files, timeout_s=timeout_s)
 
-    def _is_imported(self, fields: dict[str, Any]) -> bool:
-        """Whether a model is ours but for what a file does not say: order, buffers, tied names."""
+    def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
+        """Whether a model's tensors are ours, in another order (of other pipeline stages), or made from a
+        file, which does not say what is a buffer, nor tied names."""
 
-        def key(specs: Iterable[_ema.Spec]) -> set[tuple[str, str, tuple[int, ...]]]:
-            return {(name, dtype, tuple(shape)) for name, dtype, shape, *_ in specs}
+        def key(spec: _ema.Spec, is_from_file: bool) -> tuple[object, ...]:
+            name, dtype, shape, is_buffer, aliases = spec
+            said = () if is_from_file else (is_buffer, tuple(aliases))
+            return name, dtype, tuple(shape), *said
 
-        return key(fields["tensors"]) == key(self.layout.specs) and {
-            track.name: track for track in fields["tracks"]
-        } == {track.name: track for track in self.tracks}
+        is_from_file = not any(is_buffer or aliases for *_, is_buffer, aliases in specs)
+        return {key(spec, is_from_file) for spec in specs} == {
+            key(spec, is_from_file) for spec in self.layout.specs
+        }
+
+    def _check_options(self, fields: dict[str, Any]) -> None:
+        """As the server compares them where it knows the tensors as ours."""
+        there = {track.name: track for track in fields["tracks"]}
+        here = {track.name: track for track in self.tracks}
+        problems = [
+            f'track "{name}"'
+            for name in {**here, **there}
+            if name not in here or name not in there or here[name] != there[name]
+        ]
+        # 0: the server's default, whatever it is.
+        if self.max_pinned_versions not in (0, fields["max_pinned_versions"]):
+            problems.append(
+                f"max_pinned_versions {self.max_pinned_versions} here, "
+                f"{fields['max_pinned_versions']} there"
+            )
+        if self.non_finite != fields["non_finite"]:
+            problems.append(f"non_finite {self.non_finite} here, {fields['non_finite']} there")
+        if problems:
+            raise AlreadyExistsError(
+                f'model "{self.model_name}" exists and differs: {"; ".join(problems)}',
+                reason="MODEL_DIFFERS",
+            )
 
     def check_state(self, launch: Launch, state: State | None) -> None:
         if launch.state != state:

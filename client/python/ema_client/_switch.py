@@ -133,6 +133,12 @@ class Rule:
             get("beta") == 1,
         )
 
+    def text(self) -> str:
+        """The same on all ranks for equal rules."""
+        return repr(dataclasses.astuple(dataclasses.replace(self, copied=frozenset()))) + repr(
+            sorted(self.copied)
+        )
+
     def is_due(self, batch: int) -> bool:
         step = batch - 1
         if step == 0 or (step % self.update_every == 0 and step <= self.update_after_step):

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach() on ranks that were given other arguments, and to models that were made with others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import ema_client
+import pytest
+import torch
+from safetensors.torch import save_file
+
+# What rank 0 and rank 1 are given, and what both must say.
+CASES = {
+    "half_life": ({"half_life": "3ba"}, {"half_life": "5ba"}),
+    "interval": ({"half_life": "3ba"}, {"half_life": "3ba", "update_interval": "2ba"}),
+    "tracks": (
+        {"tracks": {"ema": {"half_life": "3ba", "tensor_rules": {"bias": "copy"}}}},
+        {"tracks": {"ema": {"half_life": "3ba", "tensor_rules": {"bias": "ignore"}}}},
+    ),
+    "preset": (
+        {"preset": {"preset": "ema_pytorch", "update_model_with_ema_every": 10}},
+        {"preset": {"preset": "ema_pytorch", "update_model_with_ema_every": 20}},
+    ),
+    "start_step": ({"half_life": "3ba"}, {"half_life": "3ba", "start_step": 10}),
+    "policies": (
+        {"half_life": "3ba"},
+        {"half_life": "3ba", "on_error": "wait", "non_finite": "skip"},
+    ),
+    "same": (
+        {"half_life": "3ba", "max_outage_s": 60, "max_wait_s": 5},
+        {"tracks": {"ema": "3ba"}, "max_outage_s": 60.0, "max_wait_s": 6},
+    ),
+}
+SAID = {
+    "half_life": "half_life is '3ba' on rank 0, '5ba' on rank 1",
+    "interval": "update_interval is None on rank 0, '2ba' on rank 1",
+    "tracks": "{'bias': 'copy'}}} on rank 0, {'ema': {'half_life': '3ba', 'tensor_rules': {'bias': 'ig",
+    "preset": "update_model_with_ema of preset is ",
+    "start_step": "start_step is None on rank 0, 10.0 on rank 1",
+    "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is 'skip' on rank 0, ",
+    "same": "attached",
+}
+
+RANK = """
+import json, sys
+import ema_client, torch
+import torch.distributed as dist
+
+rank, init_file, url, cases = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+torch.manual_seed(0)
+module = torch.nn.Linear(3, 4)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+for name, given in json.loads(cases).items():
+    try:
+        ema = ema_client.attach(module, optimizer, url + name, **given[rank])
+        print(name, "attached")
+        optimizer.step()
+        ema.close()
+    except ValueError as error:
+        print(name, repr(error))
+"""
+
+
+def test_arguments_that_differ_between_ranks_are_named_on_all(server, client, model, tmp_path):
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), tmp_path / "init", server.url(model), json.dumps(CASES)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert outputs[0] == outputs[1]
+    assert [line.split()[0] for line in outputs[0]] == list(SAID)
+    for line, said in zip(outputs[0], SAID.values()):
+        assert said in line.replace("\\\\'", "'")
+    # Nothing was made of what does not fit together.
+    assert [one.name for one in client.models()] == [model + "same"]
+
+
+@pytest.mark.parametrize("how", ["attached", "another order", "imported"])
+def test_a_model_with_other_options_is_refused(server, client, model, tmp_path, how):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    url, options = server.url(model), {"max_pinned_versions": 3, "non_finite": "skip"}
+    if how == "imported":
+        save_file({**net.state_dict()}, tmp_path / "net.safetensors")
+        path = tmp_path / "net.safetensors"
+        client.import_weights(model, path, tracks={"ema": "10ba"}, step=5, **options)
+    else:
+        ema_client.attach(net, optimizer, url, half_life="10ba", **options).close()
+    if how == "another order":  # As other pipeline stages may have it.
+        net = torch.nn.ModuleDict({"1": net[1], "0": net[0]})
+    for others, said in [
+        ({"non_finite": "reject"}, "non_finite reject here, skip there"),
+        ({"max_pinned_versions": 4}, "max_pinned_versions 4 here, 3 there"),
+        ({"half_life": "11ba"}, 'track "ema"'),
+    ]:
+        with pytest.raises(ema_client.AlreadyExistsError, match=said) as raised:
+            ema_client.attach(net, optimizer, url, **{"half_life": "10ba", **options, **others})
+        assert raised.value.reason == "MODEL_DIFFERS"
+    with ema_client.attach(net, optimizer, url, half_life="10ba", **options) as ema:
+        optimizer.step()
+    assert ema.stats.pushes == 1
+
+
+def test_what_is_a_buffer_is_no_order(server, model):
+    net = torch.nn.Module()
+    net.register_buffer("mean", torch.zeros(3))
+    net.weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema_client.attach(net, optimizer, server.url(model), half_life="10ba").close()
+    other = torch.nn.Module()
+    other.register_buffer("weight", torch.zeros(3))
+    other.mean = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(ema_client.AlreadyExistsError, match="buffer float32"):
+        ema_client.attach(other, optimizer, server.url(model), half_life="10ba")
