@@ -87,14 +87,18 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
 
 
 def test_limits_that_the_machine_has_no_memory_for_are_warned_of(tmp_path):
-    with ServerProcess(tmp_path / "large", "--log-format", "json", "--memory-bytes", "900T") as server:
+    with ServerProcess(
+        tmp_path / "large", "--log-format", "json", "--memory-bytes", "900T"
+    ) as server:
         pass
     lines = events(server)
     warning = only(lines, "the limits allow more memory than there is")
     assert warning["level"] == "warn" and warning["memory"] == "host"
     assert warning["at_most_bytes"] == only(lines, "memory")["at_most_bytes"] > 900 << 40
     assert warning["available_bytes"] < 900 << 40
-    with ServerProcess(tmp_path / "small", "--log-format", "json", "--memory-bytes", "1M") as server:
+    with ServerProcess(
+        tmp_path / "small", "--log-format", "json", "--memory-bytes", "1M"
+    ) as server:
         pass
     assert "allow more" not in server.log()
 
