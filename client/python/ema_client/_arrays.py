@@ -20,6 +20,11 @@ Framework = Literal["auto", "torch", "numpy"]
 Placed = tuple[str, str, Sequence[int], int, int]
 # kDLCPU
 _DLPACK_CPU = 1
+# Of what the server can hold.
+DTYPES = (
+    *("float32", "float16", "bfloat16", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8", "bool"),
+)
 # Tensors of which a message gives the names.
 _NAMED = 10
 
@@ -80,6 +85,11 @@ def spec_of(
         dtype = str(value.dtype).removeprefix("torch.")
         return name, dtype, tuple(value.shape), is_buffer, aliases
     return (*read(name, value).spec[:3], is_buffer, aliases)
+
+
+def has_other_dtype(value: Any) -> bool:
+    """Whether no server can hold it: complex numbers, float8, unsigned integers of more than a byte."""
+    return str(value.dtype).removeprefix("torch.") not in DTYPES
 
 
 def stack_like(value: Any, count: int) -> Any:

@@ -357,8 +357,9 @@ def only_average(info: ModelInfo) -> str:
 
 def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
     """Tensors that the track does not have: the model keeps its own."""
+    other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
     if track not in info.tracks:  # Removed since; its older versions are still there.
-        return set()
-    specs = specs_of(tensors)
+        return other
+    specs = [spec for spec in specs_of(tensors) if spec[0] not in other]
     actions = track_of(track, info.tracks[track]).actions(specs)
-    return {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
+    return other | {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}

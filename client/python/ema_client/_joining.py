@@ -109,6 +109,7 @@ class Plan:
         address, model_name = split_url(url)
         client = Client(address, timeout_s=timeout_s)
         layout = layout.without(_ignored_by_all(layout.specs, tracks))
+        _check_dtypes(layout.specs)
         return cls(
             client,
             model_name,
@@ -227,9 +228,24 @@ class Plan:
 
 def _ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
     """Tensors that no track has."""
+    # What is ignored may have any dtype.
+    specs = [
+        (name, dtype if dtype in _arrays.DTYPES else "float32", shape, is_buffer, aliases)
+        for name, dtype, shape, is_buffer, aliases in specs
+    ]
     actions = [track.actions(specs) for track in tracks]
     return {
         spec[0]
         for spec, *of_tracks in zip(specs, *actions)
         if all(action == "ignore" for action, _ in of_tracks)
     }
+
+
+def _check_dtypes(specs: list[_ema.Spec]) -> None:
+    wrong = [f"{name}: {dtype}" for name, dtype, *_ in specs if dtype not in _arrays.DTYPES]
+    if wrong:
+        raise InvalidArgumentError(
+            f"tensors whose dtype cannot be averaged: {_arrays.some(wrong)}; must be one of "
+            f"{', '.join(_arrays.DTYPES)}, or ignored by the tensor_rules of all tracks",
+            reason="BAD_MANIFEST",
+        )

@@ -204,7 +204,9 @@ def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
         known.update(all_names)
         found = next((first_names[one] for one in all_names if one in first_names), None)
         if found is None:
-            missing.append(name)
+            # What cannot be averaged is not expected either.
+            if not _arrays.has_other_dtype(tensor):
+                missing.append(name)
             continue
         names[name] = found
         if tuple(tensor.shape) != tuple(specs[found].shape):

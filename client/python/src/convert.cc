@@ -212,8 +212,13 @@ Manifest ToManifest(const std::vector<SpecTuple>& specs) {
   std::vector<TensorSpec> tensors;
   tensors.reserve(specs.size());
   for (const auto& [name, dtype, shape, is_buffer, aliases] : specs) {
+    const absl::StatusOr<Dtype> parsed = ParseDtype(dtype);
+    if (!parsed.ok()) {
+      ThrowIfError(MakeError(parsed.status().code(), GetErrorReason(parsed.status()),
+                             absl::StrCat("tensor \"", name, "\": ", parsed.status().message())));
+    }
     tensors.push_back({.name = name,
-                       .dtype = Unwrap(ParseDtype(dtype)),
+                       .dtype = *parsed,
                        .shape = shape,
                        .is_buffer = is_buffer,
                        .aliases = aliases});

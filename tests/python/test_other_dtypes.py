@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with tensors that no track can have: complex numbers, float8, unsigned integers."""
+
+from __future__ import annotations
+
+import ema_client
+import pytest
+import torch
+
+DTYPES = [torch.complex64, torch.float8_e4m3fn, torch.uint16]
+
+
+def net_of(dtype: torch.dtype) -> torch.nn.Module:
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.ones(3))
+    net.register_buffer("freqs", torch.arange(4.0).to(dtype))
+    net.phase = torch.nn.Parameter(torch.ones(2).to(dtype), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_they_are_named(server, client, model, dtype):
+    net = net_of(dtype)
+    optimizer = torch.optim.SGD([net.weight], lr=0.1)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=f"averaged: phase: {name}, freqs: {name}; must be"
+    ) as raised:
+        ema_client.attach(net, optimizer, server.url(model), half_life="3ba")
+    assert raised.value.reason == "BAD_MANIFEST"
+    with pytest.raises(ema_client.InvalidArgumentError, match=f'tensor "phase": dtype "{name}"'):
+        client.create_model(model, dict(net.named_parameters()), tracks={"ema": "3ba"})
+    assert model not in [one.name for one in client.models()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_where_all_tracks_ignore_them_the_rest_is_averaged(server, client, model, dtype):
+    net = net_of(dtype)
+    optimizer = torch.optim.SGD([net.weight], lr=0.1)
+    track = {"half_life": "3ba", "tensor_rules": {"freqs": "ignore", "ph*": "ignore"}}
+    url = server.url(model)
+    own = net.freqs.clone()
+    with ema_client.attach(net, optimizer, url, tracks={"ema": track}, check=True) as ema:
+        for _ in range(3):
+            net.weight.grad = torch.ones(3)
+            optimizer.step()
+        assert torch.equal(ema.ema_model.freqs.view(torch.uint8), own.view(torch.uint8))
+        assert ema.stats.pushes == 3
+    average = client.pull(model, track="ema")
+    assert list(average) == ["weight"]
+    with ema_client.averaged(net, url):
+        assert torch.equal(net.weight, average["weight"])
+        assert torch.equal(net.freqs.view(torch.uint8), own.view(torch.uint8))
+    other = net_of(dtype)
+    loaded = ema_client.load_into(other, url)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ((), ())
+    assert torch.equal(other.weight, average["weight"])
