@@ -107,6 +107,10 @@ lock setup
 : >"$log"
 install_packages
 install_python_packages
+# NVIDIA's compiler looks for the libraries of its other packages in a folder that they do not have.
+[[ ${1-} != --cuda ]] || for toolkit in build/venv/lib/python3*/site-packages/nvidia/cu13; do
+  ln --symbolic --force --no-dereference lib "$toolkit/lib64"
+done
 case ${1-} in
   --all) install_beside composer ;;
   --bench) install_beside bench ;;
