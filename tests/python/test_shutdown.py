@@ -8,7 +8,7 @@ import os
 import pathlib
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ema_client
 import numpy as np
@@ -24,6 +24,14 @@ OTHER_WEIGHTS = {"w": np.ones(1000, dtype=np.float32)}
 TRACKS = {"ema": "4ba"}
 
 Ask = Callable[[ServerProcess], None]
+
+
+@pytest.fixture(autouse=True)
+def heeds_hang_ups() -> Iterator[None]:
+    """Also where the tests run under nohup, of which servers would inherit that they ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def emactl(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -262,13 +270,9 @@ def first_process(unshare: int) -> int:
 
 
 def test_a_hang_up_that_nohup_ignores_is_ignored(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with ServerProcess(tmp_path) as server:
-            signal.signal(signal.SIGHUP, before)
-            by_sighup(server)
-            push(server, [1])
-            assert server.stop() == 0
-            assert "SIGHUP" not in server.log()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with ServerProcess(tmp_path) as server:
+        by_sighup(server)
+        push(server, [1])
+        assert server.stop() == 0
+        assert "SIGHUP" not in server.log()
