@@ -483,7 +483,7 @@ TEST_F(OpenVersionTest, NorAnotherModel) {
   ASSERT_EQ(other.Save()->name, name_);
   PutInPlace(other_files, name_);
   EXPECT_THAT(server->manager().OpenVersion(server->model(), {1, 0}, "raw"),
-              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("tensor \"v\"")),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("here, not there: \"v\"")),
                     ReasonIs(ErrorReason::kCheckpointCorrupt)));
   ExpectSetAside(*server);
 }
