@@ -61,9 +61,12 @@ add_library(ema::dep_absl INTERFACE IMPORTED)
 target_link_libraries(ema::dep_absl INTERFACE ${absl_files} Threads::Threads)
 target_link_options(ema::dep_absl INTERFACE
   # What comes from an archive stays inside: LibTorch and other libraries must not bind to it.
-  LINKER:--exclude-libs,ALL
-  # Of the shared ones a program gets only what it uses.
-  LINKER:--as-needed)
+  LINKER:--exclude-libs,ALL)
+# Of the shared ones a program gets only what it uses; with ThreadSanitizer also what only
+# tsan_mutex.cc uses, which asks for it at run time.
+if(NOT EMA_SANITIZE MATCHES thread)
+  target_link_options(ema::dep_absl INTERFACE LINKER:--as-needed)
+endif()
 
 add_library(ema::dep_protobuf INTERFACE IMPORTED)
 target_link_libraries(ema::dep_protobuf INTERFACE ${protobuf_files} Threads::Threads)
