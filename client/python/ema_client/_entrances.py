@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -46,13 +47,19 @@ def entrance(
 def keep_uncompiled(owner: type[Any]) -> None:
     """Makes torch.compile call the entrances of a class as they are, also in what it compiles.
 
-    Traced, they would be replayed with the numbers of the step that was traced.
+    Traced, they would be replayed with the numbers of the step that was traced. What is compiled with
+    fullgraph=True cannot call them: PyTorch refuses it, with our reason.
     """
     import torch
 
     disable = getattr(getattr(torch, "compiler", None), "disable", None)
     if disable is None:  # PyTorch 2.0
         return
+    if "reason" in inspect.signature(disable).parameters:
+        disable = functools.partial(
+            disable,
+            reason="ema_client waits and pushes between compiled parts: leave out fullgraph=True",
+        )
     for name, method in list(vars(owner).items()):
         if getattr(method, "_is_entrance", False):
             setattr(owner, name, disable(method))

@@ -79,7 +79,7 @@ class Pushing:
         self._pending_step = 0
         self._pushes = 0
         self._skipped = 0
-        self._skips = Skips()
+        self._skips = Skips(says_all=on_error != "skip")
         # What had been skipped when the server went away; None: it is there.
         self._skipped_before: int | None = None
         self._sent_bytes = 0

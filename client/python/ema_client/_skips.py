@@ -13,7 +13,9 @@ class Skips:
     An outage is always worth one: while it lasts nothing is tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, says_all: bool) -> None:
+        """`says_all`: but those that this rank itself is the reason of."""
+        self._says_all = says_all
         self._counts: dict[tuple[type[EmaError], str], int] = {}
         # Those that are as likely after a push that succeeds: weights that are not finite.
         self._lasting: set[tuple[type[EmaError], str]] = set()
@@ -21,7 +23,7 @@ class Skips:
     def count(self, error: EmaError) -> int:
         """How many there have been with this one: the 1st, 2nd, 4th, 8th, ... are to be said. 0: this
         one is not."""
-        if is_outage(error):
+        if is_outage(error) or (self._says_all and not is_final(error)):
             return 1
         key = type(error), error.reason
         if is_final(error):
