@@ -56,7 +56,8 @@ std::string Bytes(int64_t bytes) {
     value /= 1024;
     ++unit;
   }
-  return absl::StrFormat(unit == 0 || value >= 100 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
+  const int decimals = unit == 0 || value >= 100 ? 0 : 1;
+  return absl::StrFormat("%.*f %s", decimals, value, kUnits[unit]);
 }
 
 std::string Time(absl::Duration duration) {
