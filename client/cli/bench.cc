@@ -214,7 +214,7 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
   }
   EMA_RETURN_IF_ERROR(CheckFits(options.bytes));
   const absl::StatusOr<Results> results = benchmark.Run();
-  const absl::Status removed = remove();
+  absl::Status removed = remove();
   if (!removed.ok()) {
     PrintError(
         absl::Status(removed.code(), absl::StrCat("model ", model, " is left on the server: ",

@@ -37,7 +37,7 @@ std::string KeptAs(const TrackConfig& track) {
 // A track that is there now, if `pending` is what the next commit makes of all.
 std::string StateOf(const TrackConfig& track,
                     const std::optional<std::vector<TrackConfig>>& pending) {
-  const std::string state = track.paused ? "paused" : "active";
+  std::string state = track.paused ? "paused" : "active";
   if (!pending.has_value()) return state;
   const TrackConfig* const next = Find(*pending, track.name);
   if (next == nullptr) return state + ", removed by the next commit";

@@ -38,6 +38,8 @@ struct CudaDriver {
   // The process's context is lost: every later call that needs the GPU fails, too.
   static bool IsSticky(int result);
 
+  // Under the library's names.
+  // NOLINTBEGIN(readability-identifier-naming)
   int (*Init)(unsigned flags);
   int (*DeviceGet)(int* device, int ordinal);
   int (*DevicePrimaryCtxRetain)(CUctx_st** context, int device);
@@ -58,6 +60,7 @@ struct CudaDriver {
   int (*ThreadExchangeStreamCaptureMode)(int* mode);
   int (*GetErrorName)(int result, const char** name);
   int (*GetErrorString)(int result, const char** text);
+  // NOLINTEND(readability-identifier-naming)
 
  private:
   static absl::StatusOr<CudaDriver> Load();

@@ -86,7 +86,7 @@ absl::Status Gpu::Check(int result, std::string_view what) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
                      absl::StrCat("GPU ", index_, ": ", problem));
   }
-  const absl::Status error = DeviceError(index_, problem);
+  absl::Status error = DeviceError(index_, problem);
   if (CudaDriver::IsSticky(result)) error_ = error;
   return error;
 }

@@ -61,11 +61,14 @@ std::string Bytes(int64_t bytes) {
 }
 
 std::string Time(absl::Duration duration) {
+  constexpr int64_t kMinute = 60;
+  constexpr int64_t kHour = 60 * kMinute;
+  constexpr int64_t kDay = 24 * kHour;
   const int64_t seconds = std::max<int64_t>(absl::ToInt64Seconds(duration), 0);
-  if (seconds < 120) return absl::StrCat(seconds, " s");
-  if (seconds < 120 * 60) return absl::StrCat(seconds / 60, " min");
-  if (seconds < 48 * 3600) return absl::StrCat(seconds / 3600, " h");
-  return absl::StrCat(seconds / 86400, " days");
+  if (seconds < 2 * kMinute) return absl::StrCat(seconds, " s");
+  if (seconds < 2 * kHour) return absl::StrCat(seconds / kMinute, " min");
+  if (seconds < 2 * kDay) return absl::StrCat(seconds / kHour, " h");
+  return absl::StrCat(seconds / kDay, " days");
 }
 
 std::string Number(double value) { return absl::StrFormat("%.4g", value); }

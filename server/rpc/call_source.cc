@@ -34,6 +34,7 @@ std::vector<std::string> EmaMethods() {
   const google::protobuf::ServiceDescriptor* const service =
       v1::CreateModelRequest::descriptor()->file()->FindServiceByName("EmaService");
   std::vector<std::string> methods;
+  methods.reserve(service->method_count());
   for (int i = 0; i < service->method_count(); ++i) {
     methods.push_back(absl::StrCat("/", service->full_name(), "/", service->method(i)->name()));
   }
