@@ -303,8 +303,9 @@ void AddLimits(Table& table, ServerOptions& o) {
       "max-calls-per-second", o.max_calls_per_second, "N", {},
       "Calls that one IPv4 address or IPv6 /64 may begin in a second, but health probes. 0: any "
       "number");
-  table.Count("max-connections", o.max_connections, "N", {.least = 1},
-              "Connections that may be open at once, of all addresses together");
+  table.Count(
+      "max-connections", o.max_connections, "N", {.least = 1},
+      "Connections that may be open at once, of all TCP addresses together, and of unix sockets");
   table.Count("max-connections-per-peer", o.max_connections_per_peer, "N", {.least = 1},
               "The same of one IPv4 address or IPv6 /64 that is not loopback");
   table.Count("max-streams-per-connection", o.max_streams_per_connection, "N", {.least = 1},

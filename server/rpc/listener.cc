@@ -118,7 +118,7 @@ bool Listener::Admit(int fd) {
   socklen_t size = sizeof(address);
   if (fstat(fd, &about) != 0 || getpeername(fd, peer, &size) != 0) return false;
   const std::optional<ServerObserver::Refusal> refusal =
-      connections_->Keep({fd, about.st_ino, IsLoopback(peer) ? "" : NetworkOf(peer)});
+      connections_->Keep({fd, about.st_ino, is_unix(), IsLoopback(peer) ? "" : NetworkOf(peer)});
   if (!refusal.has_value()) return true;
   refused_.Tell(*observer_, log_, *refusal, PeerText(peer),
                 *refusal == ServerObserver::Refusal::kLimit

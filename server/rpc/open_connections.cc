@@ -24,13 +24,17 @@ int64_t OpenConnections::count() const {
 std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connection) {
   absl::MutexLock lock(&mu_);
   std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
-  if (static_cast<int64_t>(connections_.size()) >= limits_.connections) {
+  const auto count = [this](const auto& is_counted) {
+    return static_cast<int64_t>(
+        std::count_if(connections_.begin(), connections_.end(), is_counted));
+  };
+  if (count([&](const Connection& other) { return other.is_unix == connection.is_unix; }) >=
+      limits_.connections) {
     return ServerObserver::Refusal::kLimit;
   }
-  const int64_t of_network =
-      std::count_if(connections_.begin(), connections_.end(),
-                    [&](const Connection& other) { return other.network == connection.network; });
-  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
+  if (!connection.network.empty() && count([&](const Connection& other) {
+                                       return other.network == connection.network;
+                                     }) >= limits_.connections_per_peer) {
     return ServerObserver::Refusal::kPeerLimit;
   }
   connections_.push_back(std::move(connection));

@@ -21,7 +21,9 @@ namespace ema {
 class OpenConnections {
  public:
   struct Limits {
-    int64_t connections = 1024;  // Of all addresses together.
+    // Of all TCP addresses together, and as many of all unix sockets: strangers, whom only the
+    // first let in, must not keep a probe or an operator from the second.
+    int64_t connections = 1024;
     // Of one network as NetworkOf() has it; loopback and unix sockets have no such limit.
     int64_t connections_per_peer = 64;
   };
@@ -29,6 +31,7 @@ class OpenConnections {
   struct Connection {
     int fd = -1;
     ino_t inode = 0;
+    bool is_unix = false;
     std::string network;  // Of its peer; empty: of this host.
   };
 

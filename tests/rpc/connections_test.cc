@@ -6,6 +6,7 @@
 #include <atomic>
 #include <thread>
 
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -107,19 +108,26 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
   EXPECT_THAT(Use(address_), IsOk());
 }
 
-TEST_F(ConnectionsTest, AllAddressesHaveOneLimitTogether) {
+TEST_F(ConnectionsTest, AllTcpAddressesHaveOneLimitTogetherAndSocketsAnother) {
   RpcServer::Options options;
-  options.listen_addresses = {"127.0.0.1:0", socket_, "[::1]:0"};
+  options.listen_addresses = {"127.0.0.1:0", "[::1]:0", socket_};
   options.connections.connections = 2;
   StartServer(options);
   EXPECT_EQ(server_->usage().max_connections, 2);
-  const std::unique_ptr<Client> by_ip = *Client::Create(address_, {.same_host_lane = false});
-  ASSERT_THAT(by_ip->ListModels(), IsOk());
+  const std::vector<std::string> addresses = absl::StrSplit(server_->addresses(), ',');
+  const auto connect = [](const std::string& address) {
+    std::unique_ptr<Client> client = *Client::Create(address, {.same_host_lane = false});
+    EXPECT_THAT(client->ListModels(), IsOk());
+    return client;
+  };
   {
-    const std::unique_ptr<Client> by_file = *Client::Create(socket_, {.same_host_lane = false});
-    ASSERT_THAT(by_file->ListModels(), IsOk());
-    EXPECT_EQ(server_->usage().connections, 2);
+    const std::unique_ptr<Client> by_v4 = connect(addresses[0]);
+    const std::unique_ptr<Client> by_v6 = connect(addresses[1]);
     EXPECT_EQ(Use(address_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
+    const std::unique_ptr<Client> by_file = connect(socket_);
+    EXPECT_THAT(Use(socket_), IsOk());
+    const std::unique_ptr<Client> by_file_too = connect(socket_);
+    EXPECT_EQ(server_->usage().connections, 4);
     EXPECT_EQ(Use(socket_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
   }
   EXPECT_THAT(Use(address_), IsOk());
