@@ -55,7 +55,7 @@ void RequestArrival::End(StreamEnd) {
 }
 
 void RequestArrival::TellEnd(const absl::Status& status) {
-  // Whether the client has sent what is no request, or has left, shows when it is told.
+  // Whether the client has ended the stream, or has left, shows when it is told.
   if (has_failed_) return;
   is_told_ = true;
   Tell(status);

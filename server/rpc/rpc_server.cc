@@ -34,6 +34,9 @@ constexpr int kMaxReflectionThreads = 4;
 // Watches last.
 constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
+// How often the watchdog looks at calls, and the other thread at the user's files.
+constexpr absl::Duration kLookInterval = absl::Milliseconds(250);
+
 // Who probes sends all at once.
 constexpr std::chrono::seconds kProbeTimeout(1);
 constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
@@ -119,6 +122,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     worker->Start(options.heartbeats->Add(worker->name(), need));
   }
   rpc->watchdog_ = std::thread([rpc = rpc.get()] { rpc->CheckStalled(); });
+  if (rpc->certificate_ != nullptr || options.authenticator != nullptr) {
+    rpc->file_watch_ = std::thread(
+        [rpc = rpc.get(), heartbeat = options.heartbeats->Add("file-watch", Need::kNeither)] {
+          rpc->WatchFiles(heartbeat);
+        });
+  }
   // So that whoever asks finds all workers from the first moment on.
   rpc->options_.heartbeats->Look(Heartbeats::Clock::now());
   rpc->SetServing(true);
@@ -274,7 +283,9 @@ void RpcServer::Shutdown(absl::Time deadline) {
   }
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
-  if (watchdog_.joinable()) watchdog_.join();
+  for (std::thread* const thread : {&watchdog_, &file_watch_}) {
+    if (thread->joinable()) thread->join();
+  }
   for (Worker* const worker :
        {&quick_calls_, &saving_calls_, &restoring_calls_, &computing_calls_, &disk_reader_}) {
     worker->Stop();
@@ -300,13 +311,13 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   queue->Run();
 }
 
+bool RpcServer::MustStopWithin(absl::Duration interval) {
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval);
+}
+
 void RpcServer::CheckStalled() {
-  constexpr absl::Duration kInterval = absl::Milliseconds(250);
-  while (true) {
-    {
-      absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval)) return;
-    }
+  while (!MustStopWithin(kLookInterval)) {
     const auto now = std::chrono::steady_clock::now();
     options_.heartbeats->Look(now);
     for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
@@ -315,7 +326,13 @@ void RpcServer::CheckStalled() {
     rpc_.pulls.CheckStalled(now);
     rpc_.requests.CheckStalled(now);
     rpc_.probes.CheckStalled(now);
-    if (certificate_ != nullptr) certificate_->Refresh(now);
+  }
+}
+
+void RpcServer::WatchFiles(Heartbeat* heartbeat) {
+  while (!MustStopWithin(kLookInterval)) {
+    const Heartbeat::Work at_work(heartbeat);
+    if (certificate_ != nullptr) certificate_->Refresh(std::chrono::steady_clock::now());
     if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
       for (StreamAdmission* const streams : {&rpc_.pushes, &rpc_.pulls, &rpc_.watches}) {
         streams->EndRevoked(*options_.authenticator);

@@ -145,7 +145,11 @@ class RpcServer {
   absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
   std::vector<OperatorService::Limit> Limits() const;
   void ServeQueue(CallQueue* queue);
-  void CheckStalled() ABSL_LOCKS_EXCLUDED(mu_);
+  // False after `interval`; true, perhaps sooner: the thread that calls it is to end.
+  bool MustStopWithin(absl::Duration interval) ABSL_LOCKS_EXCLUDED(mu_);
+  // What threads of their own do until then.
+  void CheckStalled();
+  void WatchFiles(Heartbeat* heartbeat);
 
   const Options options_;
   RpcContext rpc_;
@@ -160,10 +164,11 @@ class RpcServer {
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.
   std::thread watchdog_;
+  std::thread file_watch_;  // Not the watchdog: reading files may take long.
 
   absl::Mutex mu_;
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // The watchdog ends.
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both end.
 
   // Calls that wait there refer to what is above.
   Worker quick_calls_{"quick-calls", kMaxWaitingCalls};

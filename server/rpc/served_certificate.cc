@@ -3,6 +3,7 @@
 
 #include <grpcpp/security/tls_credentials_options.h>
 
+#include <string>
 #include <utility>
 
 #include "ema/internal/status_macros.h"
@@ -97,21 +98,18 @@ absl::Status ServedCertificate::TakeOver(const TlsTexts& texts) {
 }
 
 void ServedCertificate::Tell(const absl::Status& status) {
-  State state;
-  {
-    absl::MutexLock lock(&mu_);
-    state_.is_rejected = !status.ok();
-    state = state_;
-  }
   if (status.ok()) {
-    LogTo(
-        log_, LogLevel::kInfo, "TLS files taken over",
-        {{"certificate", files_.certificate},
-         {"not_after", absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", state.expiry, absl::UTCTimeZone())}});
+    const std::string not_after =
+        absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", state().expiry, absl::UTCTimeZone());
+    LogTo(log_, LogLevel::kInfo, "TLS files taken over",
+          {{"certificate", files_.certificate}, {"not_after", not_after}});
   } else if (status != told_) {
     LogTo(log_, LogLevel::kError, "TLS files not taken over", {{"error", status}});
   }
   told_ = status;
+  // Last: whoever sees it finds it in the log.
+  absl::MutexLock lock(&mu_);
+  state_.is_rejected = !status.ok();
 }
 
 }  // namespace ema

@@ -51,7 +51,8 @@ class ServedCertificate {
   ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts, absl::Time expiry,
                     MemoryFile identity, std::optional<MemoryFile> client_ca);
 
-  // INTERNAL: the system refuses. Else as CheckTls(). Nothing has changed then.
+  // As CheckTls(): nothing has changed then. INTERNAL: the system refuses; the clients' CA may be
+  // the new one.
   absl::Status TakeOver(const TlsTexts& texts) ABSL_LOCKS_EXCLUDED(mu_);
   void Tell(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
