@@ -42,26 +42,27 @@ sigset_t StopSignals() {
 }
 
 // The kernel forgets a signal that a container's first process neither blocks nor handles, and
-// LibTorch takes a tenth of a second to load: before that, and before any thread. No library is
-// ready then, nor is a sanitizer.
+// LibTorch's constructors take a tenth of a second: before them, and before any thread. What is
+// left is the 40 ms in which the libraries are mapped. None is ready then, nor is a sanitizer.
 [[gnu::no_sanitize_address, gnu::no_sanitize_thread]] void BlockStopSignals() {
   static constexpr uint64_t kMask = (1u << (SIGTERM - 1)) | (1u << (SIGINT - 1));
   syscall(SYS_rt_sigprocmask, SIG_BLOCK, &kMask, nullptr, sizeof(kMask));
 }
-[[gnu::section(".preinit_array"),
-  gnu::used]] void (*const block_stop_signals)() = &BlockStopSignals;
+[[gnu::section(".preinit_array"), gnu::used]] void (*const kBlockStopSignals)() = &BlockStopSignals;
 
 std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
 
 // Waits until the server is asked to stop: by a signal, for which a thread of its own waits, or by
-// a client. A signal after that ends the process at once.
+// a client. A signal after that ends the process at once, but for SIGHUP: of a terminal that is
+// closed it comes twice, and after a Ctrl-C it does not mean haste.
 class StopRequest {
  public:
   // `signals` are blocked in all threads.
   explicit StopRequest(const sigset_t& signals) : thread_([this, signals] { Run(signals); }) {}
   ~StopRequest() {
     is_over_ = true;
-    pthread_kill(thread_.native_handle(), SIGTERM);
+    // Its thread waits for it, blocked.
+    pthread_kill(thread_.native_handle(), SIGTERM);  // NOLINT(bugprone-bad-signal-to-kill-thread)
     thread_.join();
   }
 
@@ -94,7 +95,7 @@ class StopRequest {
                  {{"signal", NameOf(number)}});
         std::_Exit(0);
       }
-    } while (Ask(NameOf(number)));
+    } while (Ask(NameOf(number)) || number == SIGHUP);
     signal(number, SIG_DFL);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     raise(number);

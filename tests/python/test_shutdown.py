@@ -174,6 +174,20 @@ def test_a_second_signal_ends_it_at_once(tmp_path, ask: Ask, second: signal.Sign
         assert "stopped" not in server.log()
 
 
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
+def test_a_hang_up_is_no_second_signal(tmp_path, first: signal.Signals):
+    """A terminal is closed after Ctrl-C; or bash and the kernel both tell that it is."""
+    with ServerProcess(tmp_path, "--drain-delay", "500ms", data_dir=tmp_path / "data") as server:
+        push(server, [1, 2])
+        os.kill(server.pid, first)
+        wait_for(lambda: " draining " in server.log(), "it drains")
+        by_sighup(server)
+        by_sighup(server)
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
+    assert_saved(tmp_path, step=2)
+
+
 def test_a_second_call_is_no_second_signal(tmp_path):
     with ServerProcess(tmp_path, "--drain-delay", "1h", "--drain-grace", "90s") as server:
         assert emactl(server, "drain").returncode == 2, "it wants --yes"
