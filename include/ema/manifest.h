@@ -45,8 +45,8 @@ class Manifest {
   // manifests have equal digests.
   int64_t digest() const { return digest_; }
 
-  // Says what differs: names that one has only, and tensors that are not the same, ten of each kind
-  // and how many more there are; empty if equal.
+  // Says what differs: names that one has only, and tensors that are not the same, five of each
+  // kind and how many more there are; empty if equal.
   std::string DifferenceFrom(const Manifest& there) const;
 
   friend bool operator==(const Manifest& a, const Manifest& b) { return a.tensors_ == b.tensors_; }

@@ -48,14 +48,26 @@ bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {
          !__builtin_add_overflow(sum, bytes, &sum) && sum <= kMaxTotalBytes;
 }
 
-std::string JoinSome(const std::vector<std::string>& texts) {
-  constexpr size_t kMost = 10;
-  const size_t count = std::min(texts.size(), kMost);
-  std::string joined =
-      absl::StrJoin(texts.begin(), texts.begin() + static_cast<std::ptrdiff_t>(count), ", ");
-  if (texts.size() > count) absl::StrAppend(&joined, " and ", texts.size() - count, " more");
-  return joined;
-}
+// Texts of which only the first few are said, and made.
+class FirstFew {
+ public:
+  template <typename MakeText>
+  void Add(MakeText make_text) {
+    // With names of 70 bytes the three kinds of a difference fit into a status' message.
+    constexpr int64_t kMost = 5;
+    if (++count_ <= kMost) texts_.push_back(make_text());
+  }
+  bool empty() const { return count_ == 0; }
+  std::string Join() const {
+    const int64_t untold = count_ - static_cast<int64_t>(texts_.size());
+    return absl::StrCat(absl::StrJoin(texts_, ", "),
+                        untold > 0 ? absl::StrCat(" and ", untold, " more") : "");
+  }
+
+ private:
+  std::vector<std::string> texts_;
+  int64_t count_ = 0;
+};
 
 void AppendDigestBytes(const TensorSpec& spec, std::string& bytes) {
   bytes += spec.name;
@@ -134,20 +146,22 @@ std::optional<int64_t> Manifest::Find(std::string_view name) const {
 }
 
 std::string Manifest::DifferenceFrom(const Manifest& there) const {
+  // Hundreds of ranks may ask at once, nearly all of them with the same.
+  if (digest_ == there.digest_ && *this == there) return "";
   std::vector<std::string> parts;
-  std::vector<std::string> others;  // Tensors of one name.
+  const auto add = [&parts](const char* what, const FirstFew& texts) {
+    if (!texts.empty()) parts.push_back(absl::StrCat(what, texts.Join()));
+  };
   const auto names_without = [](const Manifest& a, const Manifest& b) {
-    std::vector<std::string> names;
+    FirstFew names;
     for (const TensorSpec& spec : a.tensors()) {
-      if (!b.Find(spec.name)) names.push_back(absl::StrCat("\"", spec.name, "\""));
+      if (!b.Find(spec.name)) names.Add([&] { return absl::StrCat("\"", spec.name, "\""); });
     }
     return names;
   };
-  const auto add = [&](const char* what, const std::vector<std::string>& texts) {
-    if (!texts.empty()) parts.push_back(absl::StrCat(what, JoinSome(texts)));
-  };
   add("here, not there: ", names_without(*this, there));
   add("there, not here: ", names_without(there, *this));
+  FirstFew others;
   for (const TensorSpec& spec : tensors_) {
     const std::optional<int64_t> found = there.Find(spec.name);
     if (!found || spec == there.tensor(*found)) continue;
@@ -155,8 +169,10 @@ std::string Manifest::DifferenceFrom(const Manifest& there) const {
       return absl::StrCat(of.TypeString(), of.aliases.empty() ? "" : ", also ",
                           absl::StrJoin(of.aliases, ", "));
     };
-    others.push_back(absl::StrCat("\"", spec.name, "\" ", text(spec), " here, ",
-                                  text(there.tensor(*found)), " there"));
+    others.Add([&] {
+      return absl::StrCat("\"", spec.name, "\" ", text(spec), " here, ", text(there.tensor(*found)),
+                          " there");
+    });
   }
   add("other tensors of one name: ", others);
   if (!parts.empty()) return absl::StrJoin(parts, "; ");

@@ -96,6 +96,10 @@ CheckpointManager::CheckpointManager(Options options, std::unique_ptr<Checkpoint
       .on_error =
           [this](const Model& model, const SnapshotRef& snapshot, const absl::Status& status) {
             LogFailedSave(model, snapshot, {}, status, {{"automatic", true}, {"retry", true}});
+            // It could not begin: TrySave() has not told of it.
+            if (snapshot == nullptr) {
+              options_.observer->OnSaveEnded(model.config().name, status, absl::ZeroDuration());
+            }
           },
       .retry_delay = options_.retry_delay});
   NoteFreeSpace();
@@ -365,6 +369,7 @@ void CheckpointManager::RunQueue() {
       saving.snapshot = nullptr;
       saving.model = nullptr;
     }
+    NoteFreeSpace();
     // Lets go of the version before it is said that nothing is waiting.
     snapshot = nullptr;
     model = nullptr;

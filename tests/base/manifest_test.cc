@@ -136,14 +136,13 @@ TEST(ManifestTest, SaysWhatDiffers) {
             "another order: tensor 0 is \"a\" here, \"b\" there");
 }
 
-TEST(ManifestTest, NamesTenOfManyThatDiffer) {
+TEST(ManifestTest, NamesFiveOfManyThatDiffer) {
   std::vector<TensorSpec> many;
   for (int i = 0; i < 13; ++i) many.push_back({absl::StrCat("t", i), Dtype::kBool, {}});
   const TensorSpec other{"other", Dtype::kBool, {}};
-  EXPECT_EQ(
-      Make(many).DifferenceFrom(Make({other})),
-      "here, not there: \"t0\", \"t1\", \"t2\", \"t3\", \"t4\", \"t5\", \"t6\", \"t7\", \"t8\", "
-      "\"t9\" and 3 more; there, not here: \"other\"");
+  EXPECT_EQ(Make(many).DifferenceFrom(Make({other})),
+            "here, not there: \"t0\", \"t1\", \"t2\", \"t3\", \"t4\" and 8 more; there, not here: "
+            "\"other\"");
 }
 
 TEST(StorageLayoutTest, AlignsEachTensorToItsElement) {

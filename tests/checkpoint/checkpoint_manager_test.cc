@@ -176,6 +176,27 @@ TEST_F(CheckpointManagerTest, TheLogHasEachFailedSaveOnce) {
               AllOf(HasSubstr("1000 left"), Not(HasSubstr("ema.v1"))));
 }
 
+TEST_F(CheckpointManagerTest, ASaveThatReadersLeaveNoVersionToIsSeen) {
+  struct Ends : ServerObserver {
+    void OnSaveEnded(std::string_view, const absl::Status& status, absl::Duration) override {
+      reasons.push_back(GetErrorReason(status));
+    }
+    std::vector<ErrorReason> reasons;
+  } ends;
+  CheckpointManager::Options options;
+  options.policy.every_commits = 2;
+  options.observer = &ends;
+  {
+    TestServer server(files_, std::move(options), TwoTracks(/*max_pinned_versions=*/1));
+    server.PushTo(1);
+    const SnapshotRef read = *server.model().PinVersion(0);
+    server.PushTo(2);
+    server.manager().AwaitIdle();
+    EXPECT_THAT(server.errors(), ElementsAre(HasSubstr("reason=TOO_MANY_PINS")));
+  }
+  EXPECT_THAT(ends.reasons, ElementsAre(ErrorReason::kTooManyPins));
+}
+
 TEST_F(CheckpointManagerTest, WhatIsFreeIsAskedAtTheStart) {
   files_.set_free_bytes(int64_t{5} << 30);
   EXPECT_EQ(TestServer(files_).manager().free_bytes(), std::nullopt);
