@@ -141,12 +141,12 @@ void LogCommit(const Model& model, const VersionRecord& record) {
 int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
   const int64_t total_bytes = device.total_memory_bytes();
   const Device::Overhead overhead = device.overhead(options.block_bytes);
-  const int64_t stream_bytes =
-      device.is_host() ? PushStreamBytes(options) : overhead.bytes_per_stream;
-  const int64_t request_bytes =
-      device.is_host() ? RequestCount(options) * RequestBytes(options) : 0;
+  // Without what the process has now, which is another at each start: what fits must fit again.
+  const MemoryFormula formula = FormulaOf(options, device);
   const int64_t beside_bytes =
-      options.max_push_streams * stream_bytes + request_bytes + overhead.shared_bytes;
+      device.is_host()
+          ? formula.stream_bytes + formula.kept_bytes
+          : options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes;
   return (total_bytes - std::min(beside_bytes, total_bytes / 2)) / 5 * 4;
 }
 

@@ -84,8 +84,9 @@ void Metrics::NoteProblemLocked(std::string_view what, std::string_view text) {
   const auto same = std::find_if(problems_.begin(), end,
                                  [text](const Problem& other) { return other.text == text; });
   if (same != end) {
+    const bool is_part = (same->what == "step" || same->what == "save") && same->what != what;
     problem.what = same->what;
-    problem.count = same->count + (same->what == what ? 1 : 0);
+    problem.count = same->count + (is_part ? 0 : 1);
     problems_.erase(same);
   }
   problems_.push_front(std::move(problem));

@@ -158,7 +158,8 @@ void AddServer(const ServerState& state, Families& families) {
   families.Add(std::move(checkpoints));
   if (state.data_dir_free_bytes.has_value()) {
     families.Add("ema_data_dir_free_bytes",
-                 "What the disk of the checkpoints has left for the server, every ten seconds.",
+                 "What the disk of the checkpoints has left for the server, every ten seconds and "
+                 "after each save that was waiting.",
                  *state.data_dir_free_bytes);
   }
   families.Add("ema_checkpoint_store_read_only",

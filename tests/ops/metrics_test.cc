@@ -166,6 +166,14 @@ TEST(MetricsTest, TheSameProblemOfAStepAndItsCallsIsOne) {
   EXPECT_THAT(metrics.Problems(), is_of(2));
 }
 
+TEST(MetricsTest, TheSameProblemOfSeveralCallsIsCounted) {
+  Metrics metrics;
+  metrics.OnRpcEnded("Pull", Rejected());
+  metrics.OnRpcEnded("GetModel", Rejected());
+  metrics.OnRpcEnded("GetModel", Rejected());
+  EXPECT_THAT(metrics.Problems(), ElementsAre(Field(&Metrics::Problem::count, 3)));
+}
+
 TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
   Metrics metrics;
   absl::Status early =
