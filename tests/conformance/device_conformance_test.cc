@@ -184,10 +184,10 @@ TEST_P(DeviceConformanceTest, AViewInAnotherDtypeIsCastAsTheDefinitionSays) {
       CastScalar(Dtype::kFloat32, values.data(), dtype, expected.data(), count);
       EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view,
                                device_->HostView(block, dtype));
-      EXPECT_EQ(std::memcmp(view.get(), expected.data(), expected.size()), 0) << count;
+      EXPECT_TRUE(std::equal(expected.begin(), expected.end(), view.get())) << count;
     }
     EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view, device_->HostView(block));
-    EXPECT_EQ(std::memcmp(view.get(), values.data(), values.size()), 0);
+    EXPECT_TRUE(std::equal(values.begin(), values.end(), view.get()));
   }
 }
 
