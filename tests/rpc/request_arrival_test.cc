@@ -58,6 +58,7 @@ class RequestArrivalTest : public RpcFixture {
 
   // A call that the server has let in, and that has sent nothing but its headers.
   void Begin(const std::string& method) {
+    stream_.reset();  // It lies in the context's memory.
     context_ = std::make_unique<grpc::ClientContext>();
     grpc::GenericStub stub(channel_);
     stream_ = stub.PrepareCall(context_.get(), "/ema.v1.EmaService/" + method, &queue_);
