@@ -24,9 +24,8 @@ int64_t OpenConnections::count() const {
 std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connection) {
   absl::MutexLock lock(&mu_);
   std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
-  const auto count = [this](const auto& is_counted) {
-    return static_cast<int64_t>(
-        std::count_if(connections_.begin(), connections_.end(), is_counted));
+  const auto count = [&open = connections_](const auto& is_counted) {
+    return static_cast<int64_t>(std::count_if(open.begin(), open.end(), is_counted));
   };
   if (count([&](const Connection& other) { return other.is_unix == connection.is_unix; }) >=
       limits_.connections) {
