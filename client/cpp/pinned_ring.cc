@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "client/cpp/fork_guard.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
@@ -13,7 +14,7 @@ namespace ema::client_internal {
 PinnedRing::~PinnedRing() {
   if (!TryRecover(Gpu::kIdleGrace)) {
     absl::MutexLock lock(&gpus_mu_);
-    for (auto& [index, gpu] : gpus_) (void)gpu.release();
+    for (auto& [index, gpu] : gpus_) KeepForEver(std::move(gpu));
     return;
   }
   if (memory_ != nullptr) owner_->FreePinned(memory_);
