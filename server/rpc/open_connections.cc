@@ -14,26 +14,27 @@ bool IsOpen(const OpenConnections::Connection& connection) {
   return fstat(connection.fd, &about) == 0 && about.st_ino == connection.inode;
 }
 
+template <typename Predicate>
+int64_t Count(const std::vector<OpenConnections::Connection>& connections, Predicate is_counted) {
+  return std::count_if(connections.begin(), connections.end(), is_counted);
+}
+
 }  // namespace
 
 int64_t OpenConnections::count() const {
   absl::MutexLock lock(&mu_);
-  return std::count_if(connections_.begin(), connections_.end(), IsOpen);
+  return Count(connections_, IsOpen);
 }
 
 std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connection) {
   absl::MutexLock lock(&mu_);
   std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
-  const auto count = [&open = connections_](const auto& is_counted) {
-    return static_cast<int64_t>(std::count_if(open.begin(), open.end(), is_counted));
-  };
-  if (count([&](const Connection& other) { return other.is_unix == connection.is_unix; }) >=
-      limits_.connections) {
-    return ServerObserver::Refusal::kLimit;
-  }
-  if (!connection.network.empty() && count([&](const Connection& other) {
-                                       return other.network == connection.network;
-                                     }) >= limits_.connections_per_peer) {
+  const int64_t of_kind = Count(
+      connections_, [&](const Connection& other) { return other.is_unix == connection.is_unix; });
+  if (of_kind >= limits_.connections) return ServerObserver::Refusal::kLimit;
+  const int64_t of_network = Count(
+      connections_, [&](const Connection& other) { return other.network == connection.network; });
+  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
     return ServerObserver::Refusal::kPeerLimit;
   }
   connections_.push_back(std::move(connection));
