@@ -101,9 +101,15 @@ TEST_F(SeveralConnectionsTest, PushesSurviveTheLossOfTheirConnections) {
   // After a failure a run goes back to one connection.
   for (int round = 0; round < kRounds; ++round) {
     ASSERT_NO_FATAL_FAILURE(Open(proxy_->address(), 4));
-    for (int64_t i = 0; i < kPushesByOne; ++i) ASSERT_THAT(Push(++step), IsOk());
-    std::jthread cutter([&, delay = random() % 60] {
-      absl::SleepFor(absl::Milliseconds(delay));
+    absl::Duration one_push;
+    for (int64_t i = 0; i < kPushesByOne; ++i) {
+      const absl::Time begin = absl::Now();
+      ASSERT_THAT(Push(++step), IsOk());
+      one_push = absl::Now() - begin;
+    }
+    // At any moment of a push, however long this machine takes for one.
+    std::jthread cutter([&, delay = one_push * (random() % 100) / 100] {
+      absl::SleepFor(delay);
       proxy_->CutAll();
       proxy_->AwaitCut();
     });
