@@ -43,36 +43,45 @@ bool IsAligned(const std::byte* data, int64_t phase, int64_t element_bytes) {
 
 }  // namespace
 
-int64_t FoldBatch::TableBytes(size_t run_count, size_t target_count) const {
-  return kTableAlignment + static_cast<int64_t>(run_count * (sizeof(FoldRun) + sizeof(uint32_t)) +
-                                                target_count * sizeof(DeviceFoldTarget));
+int64_t FoldBatch::TableBytes(int64_t target_count, int64_t tile_count) const {
+  const auto bytes_with = [](const auto& items, int64_t more) {
+    return (static_cast<int64_t>(items.size()) + more) *
+           static_cast<int64_t>(sizeof(items.front()));
+  };
+  return kTableAlignment + bytes_with(tiles_, tile_count) + bytes_with(targets_, target_count) +
+         (static_cast<int64_t>(runs_.size()) + 1) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 int64_t FoldBatch::Add(const FoldOp& op, int64_t first, const DiffersOf& differs_of) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
-  int64_t phase = 0;
+  const auto target_count = static_cast<int64_t>(op.targets.size());
+  // Vectors begin where they do in the memory of what is stored.
+  int phase = 0;
   if (!op.targets.empty()) {
     const FoldTarget& target = op.targets.front();
     const int64_t stored = StoredBytes(target, element_bytes);
-    phase = (AddressOf(target.next) / stored + first) % kFoldVector;
+    phase = static_cast<int>((AddressOf(target.next) / stored + first) % kFoldVector);
   }
-  const int64_t alignment = VectorAlignment(element_bytes);
-  const int64_t source = RoundUp(used_bytes_, alignment) + phase * element_bytes;
-  const int64_t room =
-      capacity_bytes_ - source - TableBytes(runs_.size() + 1, targets_.size() + op.targets.size());
-  const int64_t count = std::min(room / element_bytes, op.element_count - first);
+  const int64_t lane_0 = RoundUp(used_bytes_, VectorAlignment(element_bytes));
+  const int64_t source = lane_0 + phase * element_bytes;
+  const auto room_beside = [&](int64_t tile_count) {
+    return (capacity_bytes_ - source - TableBytes(target_count, tile_count)) / element_bytes;
+  };
+  int64_t count = std::min(room_beside(0), op.element_count - first);
+  if (count <= 0) return 0;
+  count = std::min(count, room_beside(FoldTileCount(count, phase)));
   if (count <= 0) return 0;
   std::memcpy(host_ + source, op.source + first * element_bytes,
               static_cast<size_t>(count * element_bytes));
-  FoldRun run{.source = device_ + source,
-              .element_count = count,
-              .first_tile = tile_count_,
-              .first_target = static_cast<int32_t>(targets_.size()),
-              .target_count = static_cast<int32_t>(op.targets.size()),
-              .format = FormatOf(op.source_dtype),
-              .element_bytes = static_cast<uint8_t>(element_bytes),
-              .phase = static_cast<uint8_t>(phase),
-              .is_aligned = true};
+  FoldTile tile{.source = device_ + lane_0,
+                .target_offset = -phase,
+                .first_target = static_cast<int32_t>(targets_.size()),
+                .run = static_cast<int32_t>(runs_.size()),
+                .begin = static_cast<uint16_t>(phase),
+                .target_count = static_cast<uint8_t>(target_count),
+                .format = FormatOf(op.source_dtype),
+                .element_bytes = static_cast<uint8_t>(element_bytes),
+                .is_aligned = true};
   for (const FoldTarget& target : op.targets) {
     const int64_t stored = StoredBytes(target, element_bytes);
     const auto from_first = [&](auto* data) {
@@ -81,21 +90,20 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, const DiffersOf& differs
     const DeviceFoldTarget moved{
         .current = from_first(target.current),
         .next = from_first(target.next),
+        .update_weight = target.update_weight,
+        .kind = target.kind,
         .current_low = from_first(target.current_low),
         .next_low = from_first(target.next_low),
-        .differs = target.differs != nullptr ? differs_of(target.differs) : nullptr,
-        .update_weight = target.update_weight,
-        .kind = target.kind};
+        .differs = target.differs != nullptr ? differs_of(target.differs) : nullptr};
     for (const std::byte* const data :
          {moved.current, static_cast<const std::byte*>(moved.next), moved.current_low,
           static_cast<const std::byte*>(moved.next_low)}) {
-      run.is_aligned = run.is_aligned && IsAligned(data, phase, stored);
+      tile.is_aligned = tile.is_aligned && IsAligned(data, phase, stored);
     }
     targets_.push_back(moved);
   }
-  runs_.push_back(run);
-  sources_.push_back({op.source_dtype, op.source_id, op.first_element + first});
-  tile_count_ += FoldTileCount(count, phase);
+  ForEachFoldTile(tile, count, [this](const FoldTile& of) { tiles_.push_back(of); });
+  runs_.push_back({op.source_dtype, host_ + source, count, op.source_id, op.first_element + first});
   used_bytes_ = source + count * element_bytes;
   return count;
 }
@@ -109,14 +117,13 @@ FoldTable FoldBatch::Finish() {
     return offset;
   };
   used_bytes_ = RoundUp(used_bytes_, kTableAlignment);
-  const int64_t runs = append(runs_);
+  const int64_t tiles = append(tiles_);
   const int64_t targets = append(targets_);
   non_finite_ = reinterpret_cast<uint32_t*>(host_ + used_bytes_);
   std::fill_n(non_finite_, runs_.size(), 0);
-  return {.runs = reinterpret_cast<const FoldRun*>(device_ + runs),
+  return {.tiles = reinterpret_cast<const FoldTile*>(device_ + tiles),
           .targets = reinterpret_cast<const DeviceFoldTarget*>(device_ + targets),
-          .run_count = static_cast<int64_t>(runs_.size()),
-          .tile_count = tile_count_,
+          .tile_count = static_cast<int64_t>(tiles_.size()),
           .non_finite = non_finite_};
 }
 
@@ -124,20 +131,19 @@ void FoldBatch::ForEachNonFinite(absl::FunctionRef<void(const NonFiniteElement&)
   for (size_t i = 0; i < runs_.size(); ++i) {
     if (non_finite_[i] == 0) continue;
     // The kernel does not say where; the source is still there.
-    const FoldOp op = {.source_dtype = sources_[i].dtype,
-                       .source = host_ + (runs_[i].source - device_),
-                       .element_count = runs_[i].element_count};
+    const Run& run = runs_[i];
+    const FoldOp op = {
+        .source_dtype = run.dtype, .source = run.source, .element_count = run.element_count};
     if (const std::optional<int64_t> index = FoldOnCpu(op)) {
-      take({sources_[i].source_id, sources_[i].first_element + *index});
+      take({run.source_id, run.first_element + *index});
     }
   }
 }
 
 void FoldBatch::Clear() {
   used_bytes_ = 0;
-  tile_count_ = 0;
   runs_.clear();
-  sources_.clear();
+  tiles_.clear();
   targets_.clear();
 }
 

@@ -45,23 +45,25 @@ class FoldBatch {
   void Clear();
 
  private:
-  // What a run was made of.
-  struct Source {
+  // Neighbours of one op, in host memory.
+  struct Run {
     Dtype dtype = Dtype::kFloat32;
+    const std::byte* source = nullptr;
+    int64_t element_count = 0;
     int64_t source_id = 0;
     int64_t first_element = 0;
   };
 
-  int64_t TableBytes(size_t run_count, size_t target_count) const;
+  // With one run more, which has so many targets and tiles.
+  int64_t TableBytes(int64_t target_count, int64_t tile_count) const;
 
   std::byte* const host_;
   std::byte* const device_;
   const int64_t capacity_bytes_;
   int64_t used_bytes_ = 0;
-  int64_t tile_count_ = 0;
   uint32_t* non_finite_ = nullptr;  // Of Finish().
-  std::vector<FoldRun> runs_;
-  std::vector<Source> sources_;  // As runs_.
+  std::vector<Run> runs_;
+  std::vector<FoldTile> tiles_;
   std::vector<DeviceFoldTarget> targets_;
 };
 

@@ -12,7 +12,7 @@ constexpr int64_t kMaxBlocks = int64_t{1} << 30;
 
 __global__ void __launch_bounds__(kFoldThreads) FoldKernel(FoldTable table) {
   for (int64_t tile = blockIdx.x; tile < table.tile_count; tile += gridDim.x) {
-    FoldTile(table, tile, static_cast<int>(threadIdx.x));
+    FoldOfThread(table, tile, static_cast<int>(threadIdx.x));
   }
 }
 

@@ -14,9 +14,11 @@
 #ifdef __CUDACC__
 #define EMA_HOST_DEVICE __host__ __device__
 #define EMA_UNROLL _Pragma("unroll")
+#define EMA_NO_UNROLL _Pragma("unroll 1")
 #else
 #define EMA_HOST_DEVICE
 #define EMA_UNROLL
+#define EMA_NO_UNROLL
 #endif
 
 namespace ema {

@@ -3,6 +3,9 @@
 // Many folds as one table in device memory, and what one thread of a kernel does with it. A grid of
 // blocks walks the table: block b does tile b, or that and every `gridDim`-th after it; its threads
 // share the tile. The same function runs on the CPU, where tests walk the whole grid.
+//
+// A GPU is as fast as its memory if enough loads are on their way at any time. So a block finds all
+// it has to know in one record, and a thread loads all that it can before it looks at any of it.
 #ifndef EMA_SERVER_DEVICE_FOLD_TABLE_H_
 #define EMA_SERVER_DEVICE_FOLD_TABLE_H_
 
@@ -14,52 +17,72 @@
 namespace ema {
 
 inline constexpr int kFoldThreads = 256;  // Of a block.
-// Elements that a thread does at once, with loads and stores of 16 bytes of float32.
-inline constexpr int64_t kFoldVector = 4;
-// Of a tile, so that a small tensor keeps all threads busy and a large one needs few blocks.
-inline constexpr int64_t kFoldTileElements = kFoldVector * 2 * kFoldThreads;
+// Neighbours that are one load and one store of 16 bytes of float32.
+inline constexpr int kFoldVector = 4;
+// Vectors of a tile that a thread does at once, a block's width apart.
+inline constexpr int kFoldVectors = 2;
+inline constexpr int kFoldStride = kFoldThreads * kFoldVector;
+// So that a small tensor keeps most threads busy, and a large one needs few blocks.
+inline constexpr int64_t kFoldTileElements = kFoldVectors * kFoldStride;
 
-// FoldTarget in device memory.
-struct DeviceFoldTarget {
+// FoldTarget in device memory. What each fold reads comes first.
+struct alignas(16) DeviceFoldTarget {
   const std::byte* current = nullptr;
   std::byte* next = nullptr;
+  double update_weight = 1;
+  FoldKind kind = FoldKind::kCopy;
   const std::byte* current_low = nullptr;
   std::byte* next_low = nullptr;
   uint32_t* differs = nullptr;  // Set to 1; may be null. As FoldTarget::differs.
-  double update_weight = 1;
-  FoldKind kind = FoldKind::kCopy;
 };
 
-// FoldOp in device memory.
-struct FoldRun {
-  const std::byte* source = nullptr;
-  int64_t element_count = 0;
-  int64_t first_tile = 0;  // Tiles of all runs before.
+// Neighbouring elements of one op: lanes [begin, end) of kFoldTileElements. Lane 0 is where vectors
+// begin, which may be before the first element of the op.
+struct alignas(16) FoldTile {
+  const std::byte* source = nullptr;  // Of lane 0.
+  int64_t target_offset = 0;          // Of lane 0: elements behind the targets' addresses.
   int32_t first_target = 0;
-  int32_t target_count = 0;
+  int32_t run = 0;  // Which of FoldTable::non_finite.
+  uint16_t begin = 0;
+  uint16_t end = 0;
+  uint8_t target_count = 0;
   SourceFormat format = SourceFormat::kFloat32;
   uint8_t element_bytes = 4;
-  // Vectors begin so many elements before the first: that of what is stored where the run begins
-  // in a vector of memory. 0 to kFoldVector - 1.
-  uint8_t phase = 0;
   // Every vector of the source, and of each target, is aligned to its size (at most 16 bytes).
   bool is_aligned = false;
 };
+static_assert(sizeof(FoldTile) == 32, "two loads");
 
 struct FoldTable {
-  const FoldRun* runs = nullptr;
+  const FoldTile* tiles = nullptr;
   const DeviceFoldTarget* targets = nullptr;
-  int64_t run_count = 0;
   int64_t tile_count = 0;
   // By run: set to 1 if an element is not; may be null. May be pinned host memory: nothing is
   // written there in a step that goes well.
   uint32_t* non_finite = nullptr;
 };
 
-// Tiles of a run.
-EMA_HOST_DEVICE inline int64_t FoldTileCount(int64_t element_count, int64_t phase) {
+// Tiles of a run of neighbours of which the first is lane `phase`.
+inline int64_t FoldTileCount(int64_t element_count, int phase) {
   return element_count == 0 ? 0
                             : (element_count + phase + kFoldTileElements - 1) / kFoldTileElements;
+}
+
+// Calls `take` with each of these tiles. Lane 0 of the first is that of `first`, whose `begin` is
+// the phase; `end` is not read.
+template <typename Take>
+void ForEachFoldTile(const FoldTile& first, int64_t element_count, const Take& take) {
+  const int64_t tile_count = FoldTileCount(element_count, first.begin);
+  for (int64_t i = 0; i < tile_count; ++i) {
+    const int64_t lane = i * kFoldTileElements;
+    const int64_t left = first.begin + element_count - lane;
+    FoldTile tile = first;
+    tile.source += lane * first.element_bytes;
+    tile.target_offset += lane;
+    tile.begin = i == 0 ? first.begin : 0;
+    tile.end = static_cast<uint16_t>(left < kFoldTileElements ? left : kFoldTileElements);
+    take(tile);
+  }
 }
 
 namespace fold_internal {
@@ -97,16 +120,13 @@ struct BitsOf<SourceFormat::kFloat64> {
   using Type = uint64_t;
 };
 
-// A pushed float, as float32 and not rounded.
-struct Param {
-  float rounded;
-  double exact;
-};
-
 template <typename Bits>
-EMA_HOST_DEVICE inline Param ParamOf(SourceFormat format, Bits bits) {
-  const std::byte* const address = reinterpret_cast<const std::byte*>(&bits);
-  return {LoadFloat(format, address), LoadDouble(format, address)};
+EMA_HOST_DEVICE inline float FloatOf(SourceFormat format, const Bits& bits) {
+  return LoadFloat(format, reinterpret_cast<const std::byte*>(&bits));
+}
+template <typename Bits>
+EMA_HOST_DEVICE inline double DoubleOf(SourceFormat format, const Bits& bits) {
+  return LoadDouble(format, reinterpret_cast<const std::byte*>(&bits));
 }
 
 // As FoldTarget::differs: in other bits than those of the sign of 0.
@@ -115,116 +135,176 @@ EMA_HOST_DEVICE inline bool Differs(float a, float b) {
 }
 
 // What becomes of one average; true if assigning would have given another.
-EMA_HOST_DEVICE inline bool FoldPlain(const DeviceFoldTarget& target, const Param& param,
+EMA_HOST_DEVICE inline bool FoldPlain(FoldKind kind, float update_weight, float param,
                                       float& average) {
-  if (target.kind == FoldKind::kAssign) {
-    average = param.rounded;
-    return false;
-  }
-  average = UpdatedAverage(average, param.rounded, static_cast<float>(target.update_weight));
-  return Differs(average, param.rounded);
+  average = kind == FoldKind::kAssign ? param : UpdatedAverage(average, param, update_weight);
+  return Differs(average, param);
 }
-EMA_HOST_DEVICE inline bool FoldCompensated(const DeviceFoldTarget& target, const Param& param,
+EMA_HOST_DEVICE inline bool FoldCompensated(FoldKind kind, double update_weight, double param,
                                             float& high, float& low) {
-  const CompensatedAverage assigned = Compensated(param.exact);
-  CompensatedAverage next = assigned;
-  if (target.kind == FoldKind::kAverageCompensated) {
-    next = UpdatedAverage(CompensatedAverage{high, low}, param.exact, target.update_weight);
-  }
+  const CompensatedAverage assigned = Compensated(param);
+  const CompensatedAverage next =
+      kind == FoldKind::kAssignCompensated
+          ? assigned
+          : UpdatedAverage(CompensatedAverage{high, low}, param, update_weight);
   high = next.high;
   low = next.low;
   return Differs(next.high, assigned.high) || Differs(next.low, assigned.low);
 }
 
-EMA_HOST_DEVICE inline bool IsCompensated(FoldKind kind) {
+EMA_HOST_DEVICE constexpr bool IsCompensated(FoldKind kind) {
   return kind == FoldKind::kAverageCompensated || kind == FoldKind::kAssignCompensated;
 }
-EMA_HOST_DEVICE inline bool IsAverage(FoldKind kind) {
+EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
   return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
 }
 
-// All threads that write it write the same.
+// All threads that write it write the same; who sees it written need not, which spares the memory
+// a write of every thread to one address.
 EMA_HOST_DEVICE inline void Note(uint32_t* flag) {
-  if (flag != nullptr) *flag = 1;
+  if (flag != nullptr && *flag == 0) *flag = 1;
 }
-EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldRun& run) {
-  if (table.non_finite != nullptr) table.non_finite[&run - table.runs] = 1;
+EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile& tile) {
+  if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
 }
 
-// kFoldVector elements from `i` on, aligned: in registers throughout.
+// Hides from the compiler that a value is what it was: else it would compute before a loop what
+// only some of its rounds need, and wait there until the value has been loaded.
+#ifdef __CUDA_ARCH__
+__device__ inline void Hide(uint16_t& value) { asm volatile("" : "+h"(value)); }
+__device__ inline void Hide(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void Hide(uint64_t& value) { asm volatile("" : "+l"(value)); }
+#else
 template <typename T>
-EMA_HOST_DEVICE inline void CopyVector(const FoldTable& table, const FoldRun& run, int64_t i) {
-  const int64_t offset = i * static_cast<int64_t>(sizeof(T));
-  const Lanes<T> lanes = LoadLanes<T>(run.source + offset);
-  for (int t = 0; t < run.target_count; ++t) {
-    StoreLanes(lanes, table.targets[run.first_target + t].next + offset);
+inline void Hide(T&) {}
+#endif
+
+// Vectors a block's width apart, loaded and stored as one; `data` is where the first is.
+template <typename T, int kVectors>
+struct Vectors {
+  static constexpr int kElements = kVectors * kFoldVector;
+
+  EMA_HOST_DEVICE T& operator[](int i) { return vectors[i / kFoldVector].lane[i % kFoldVector]; }
+  EMA_HOST_DEVICE const T& operator[](int i) const {
+    return vectors[i / kFoldVector].lane[i % kFoldVector];
+  }
+  EMA_HOST_DEVICE void Load(const std::byte* data) {
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) vectors[v] = LoadLanes<T>(data + v * kStrideBytes);
+  }
+  EMA_HOST_DEVICE void Store(std::byte* data) const {
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) StoreLanes(vectors[v], data + v * kStrideBytes);
+  }
+
+  static constexpr int64_t kStrideBytes = kFoldStride * static_cast<int64_t>(sizeof(T));
+  Lanes<T> vectors[kVectors];
+};
+
+// Whole vectors, aligned, into one target, of which the first is element `first`.
+template <FoldKind kKind, SourceFormat kFormat, typename Pushed>
+EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t first,
+                                     const Pushed& pushed) {
+  const int64_t offset = first * static_cast<int64_t>(sizeof(float));
+  Vectors<float, Pushed::kElements / kFoldVector> average;
+  if constexpr (IsAverage(kKind)) average.Load(target.current + offset);
+  bool differs = false;
+  if constexpr (IsCompensated(kKind)) {
+    Vectors<float, Pushed::kElements / kFoldVector> low;
+    if constexpr (IsAverage(kKind)) low.Load(target.current_low + offset);
+    EMA_UNROLL
+    for (int i = 0; i < Pushed::kElements; ++i) {
+      differs |= FoldCompensated(kKind, target.update_weight, DoubleOf(kFormat, pushed[i]),
+                                 average[i], low[i]);
+    }
+    low.Store(target.next_low + offset);
+  } else {
+    const auto update_weight = static_cast<float>(target.update_weight);
+    EMA_UNROLL
+    for (int i = 0; i < Pushed::kElements; ++i) {
+      differs |= FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
+    }
+  }
+  average.Store(target.next + offset);
+  if (differs) Note(target.differs);
+}
+
+// Whole vectors from lane `lane` on, aligned; in registers throughout.
+template <typename T, int kVectors>
+EMA_HOST_DEVICE inline void CopyVectors(const FoldTable& table, const FoldTile& tile, int lane) {
+  constexpr int64_t kBytes = sizeof(T);
+  Vectors<T, kVectors> pushed;
+  pushed.Load(tile.source + lane * kBytes);
+  for (int t = 0; t < tile.target_count; ++t) {
+    pushed.Store(table.targets[tile.first_target + t].next + (tile.target_offset + lane) * kBytes);
   }
 }
-template <SourceFormat kFormat>
-EMA_HOST_DEVICE inline void FoldVector(const FoldTable& table, const FoldRun& run, int64_t i) {
+template <SourceFormat kFormat, int kVectors>
+EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& tile, int lane) {
   using Bits = typename BitsOf<kFormat>::Type;
-  const int64_t source_offset = i * static_cast<int64_t>(sizeof(Bits));
-  const int64_t offset = i * static_cast<int64_t>(sizeof(float));
-  const Lanes<Bits> pushed = LoadLanes<Bits>(run.source + source_offset);
-  Param params[kFoldVector];
+  constexpr int64_t kBytes = sizeof(Bits);
+  const int64_t first = tile.target_offset + lane;
+  Vectors<Bits, kVectors> pushed;
+  pushed.Load(tile.source + lane * kBytes);
+  for (int t = 0; t < tile.target_count; ++t) {
+    // A copy: it is read once, not anew after each store.
+    const DeviceFoldTarget target = table.targets[tile.first_target + t];
+    for (int i = 0; i < pushed.kElements; ++i) Hide(pushed[i]);
+    switch (target.kind) {
+      case FoldKind::kAverage:
+        FoldInto<FoldKind::kAverage, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kAssign:
+        FoldInto<FoldKind::kAssign, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kCopy:
+        pushed.Store(target.next + first * kBytes);
+        break;
+      case FoldKind::kAverageCompensated:
+        FoldInto<FoldKind::kAverageCompensated, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kAssignCompensated:
+        FoldInto<FoldKind::kAssignCompensated, kFormat>(target, first, pushed);
+        break;
+    }
+  }
+  // Last: it waits for what was pushed, which the loads of averages need not.
   bool is_finite = true;
   EMA_UNROLL
-  for (int j = 0; j < kFoldVector; ++j) {
-    params[j] = ParamOf(kFormat, pushed.lane[j]);
-    is_finite = is_finite && IsFinite(params[j].rounded);
+  for (int i = 0; i < pushed.kElements; ++i) {
+    is_finite &= IsFinite(FloatOf(kFormat, pushed[i]));
   }
-  if (!is_finite) NoteNonFinite(table, run);
-  for (int t = 0; t < run.target_count; ++t) {
-    const DeviceFoldTarget& target = table.targets[run.first_target + t];
-    if (target.kind == FoldKind::kCopy) {
-      StoreLanes(pushed, target.next + source_offset);
-      continue;
-    }
-    Lanes<float> average = {};
-    if (IsAverage(target.kind)) average = LoadLanes<float>(target.current + offset);
-    bool differs = false;
-    if (!IsCompensated(target.kind)) {
-      EMA_UNROLL
-      for (int j = 0; j < kFoldVector; ++j) {
-        differs |= FoldPlain(target, params[j], average.lane[j]);
-      }
-    } else {
-      Lanes<float> low = {};
-      if (IsAverage(target.kind)) low = LoadLanes<float>(target.current_low + offset);
-      EMA_UNROLL
-      for (int j = 0; j < kFoldVector; ++j) {
-        differs |= FoldCompensated(target, params[j], average.lane[j], low.lane[j]);
-      }
-      StoreLanes(low, target.next_low + offset);
-    }
-    StoreLanes(average, target.next + offset);
-    if (differs) Note(target.differs);
-  }
+  if (!is_finite) NoteNonFinite(table, tile);
 }
 
 // One element of any alignment.
-EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldRun& run, int64_t i) {
-  const std::byte* const source = run.source + i * run.element_bytes;
+EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldTile& tile, int lane) {
+  const std::byte* const source = tile.source + int64_t{lane} * tile.element_bytes;
+  const int64_t i = tile.target_offset + lane;
   const int64_t offset = i * static_cast<int64_t>(sizeof(float));
-  Param param = {};
-  if (run.format != SourceFormat::kNoFloat) {
-    param = {LoadFloat(run.format, source), LoadDouble(run.format, source)};
-    if (!IsFinite(param.rounded)) NoteNonFinite(table, run);
+  float rounded = 0;
+  double exact = 0;
+  if (tile.format != SourceFormat::kNoFloat) {
+    rounded = LoadFloat(tile.format, source);
+    exact = LoadDouble(tile.format, source);
+    if (!IsFinite(rounded)) NoteNonFinite(table, tile);
   }
-  for (int t = 0; t < run.target_count; ++t) {
-    const DeviceFoldTarget& target = table.targets[run.first_target + t];
+  for (int t = 0; t < tile.target_count; ++t) {
+    const DeviceFoldTarget& target = table.targets[tile.first_target + t];
     if (target.kind == FoldKind::kCopy) {
-      std::byte* const next = target.next + i * run.element_bytes;
-      for (int b = 0; b < run.element_bytes; ++b) next[b] = source[b];
+      std::byte* const next = target.next + i * tile.element_bytes;
+      EMA_NO_UNROLL
+      for (int b = 0; b < tile.element_bytes; ++b) next[b] = source[b];
       continue;
     }
     float average = IsAverage(target.kind) ? LoadAs<float>(target.current + offset) : 0;
     bool differs = false;
     if (!IsCompensated(target.kind)) {
-      differs = FoldPlain(target, param, average);
+      const auto update_weight = static_cast<float>(target.update_weight);
+      differs = FoldPlain(target.kind, update_weight, rounded, average);
     } else {
       float low = IsAverage(target.kind) ? LoadAs<float>(target.current_low + offset) : 0;
-      differs = FoldCompensated(target, param, average, low);
+      differs = FoldCompensated(target.kind, target.update_weight, exact, average, low);
       std::memcpy(target.next_low + offset, &low, sizeof(low));
     }
     std::memcpy(target.next + offset, &average, sizeof(average));
@@ -232,64 +312,59 @@ EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldRun& r
   }
 }
 
-// kFoldVector elements of a run from `i` on, which may begin before its first and end after its
-// last.
-EMA_HOST_DEVICE inline void FoldAt(const FoldTable& table, const FoldRun& run, int64_t i) {
-  if (!run.is_aligned || i < 0 || i + kFoldVector > run.element_count) {
-    for (int64_t j = i < 0 ? 0 : i; j < i + kFoldVector && j < run.element_count; ++j) {
-      FoldElement(table, run, j);
-    }
-    return;
-  }
-  switch (run.format) {
+// REQUIRES: the tile is aligned and has all of these lanes.
+template <int kVectors>
+EMA_HOST_DEVICE inline void FoldWhole(const FoldTable& table, const FoldTile& tile, int lane) {
+  switch (tile.format) {
     case SourceFormat::kFloat32:
-      return FoldVector<SourceFormat::kFloat32>(table, run, i);
+      return FoldVectors<SourceFormat::kFloat32, kVectors>(table, tile, lane);
     case SourceFormat::kFloat16:
-      return FoldVector<SourceFormat::kFloat16>(table, run, i);
+      return FoldVectors<SourceFormat::kFloat16, kVectors>(table, tile, lane);
     case SourceFormat::kBFloat16:
-      return FoldVector<SourceFormat::kBFloat16>(table, run, i);
+      return FoldVectors<SourceFormat::kBFloat16, kVectors>(table, tile, lane);
     case SourceFormat::kFloat64:
-      return FoldVector<SourceFormat::kFloat64>(table, run, i);
+      return FoldVectors<SourceFormat::kFloat64, kVectors>(table, tile, lane);
     case SourceFormat::kNoFloat:
       break;
   }
-  switch (run.element_bytes) {
+  switch (tile.element_bytes) {
     case 1:
-      return CopyVector<uint8_t>(table, run, i);
+      return CopyVectors<uint8_t, kVectors>(table, tile, lane);
     case 2:
-      return CopyVector<uint16_t>(table, run, i);
+      return CopyVectors<uint16_t, kVectors>(table, tile, lane);
     case 4:
-      return CopyVector<uint32_t>(table, run, i);
+      return CopyVectors<uint32_t, kVectors>(table, tile, lane);
     default:
-      return CopyVector<uint64_t>(table, run, i);
+      return CopyVectors<uint64_t, kVectors>(table, tile, lane);
   }
-}
-
-// The run that has a tile, of a table of folds or sums. REQUIRES: 0 <= tile < table.tile_count.
-template <typename Table>
-EMA_HOST_DEVICE inline const auto& RunOfTile(const Table& table, int64_t tile) {
-  // The last one that begins at the tile or before: runs without elements have no tile.
-  int64_t low = 0;
-  int64_t high = table.run_count;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (table.runs[middle].first_tile <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return table.runs[low];
 }
 
 }  // namespace fold_internal
 
-// What thread `thread` of kFoldThreads does of a tile. REQUIRES: 0 <= tile < table.tile_count.
-EMA_HOST_DEVICE inline void FoldTile(const FoldTable& table, int64_t tile, int thread) {
-  const FoldRun& run = fold_internal::RunOfTile(table, tile);
-  const int64_t begin = (tile - run.first_tile) * kFoldTileElements - run.phase;
-  for (int64_t i = thread * kFoldVector; i < kFoldTileElements; i += kFoldThreads * kFoldVector) {
-    fold_internal::FoldAt(table, run, begin + i);
+// What thread `thread` of kFoldThreads does of tile `index`. REQUIRES: 0 <= index <
+// table.tile_count.
+EMA_HOST_DEVICE inline void FoldOfThread(const FoldTable& table, int64_t index, int thread) {
+  const FoldTile tile = table.tiles[index];
+  const auto is_whole = [&tile](int lane, int vectors) {
+    return tile.is_aligned && lane >= tile.begin &&
+           lane + (vectors - 1) * kFoldStride + kFoldVector <= tile.end;
+  };
+  int lane = thread * kFoldVector;
+  if (is_whole(lane, kFoldVectors)) {
+    fold_internal::FoldWhole<kFoldVectors>(table, tile, lane);
+    return;
+  }
+  EMA_NO_UNROLL
+  for (; lane < tile.end; lane += kFoldStride) {
+    if (is_whole(lane, 1)) {
+      fold_internal::FoldWhole<1>(table, tile, lane);
+      continue;
+    }
+    const int end = lane + kFoldVector < tile.end ? lane + kFoldVector : tile.end;
+    EMA_NO_UNROLL
+    for (int i = lane < tile.begin ? tile.begin : lane; i < end; ++i) {
+      fold_internal::FoldElement(table, tile, i);
+    }
   }
 }
 

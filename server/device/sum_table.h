@@ -44,6 +44,22 @@ EMA_HOST_DEVICE inline int64_t SumTileCount(int64_t element_count) {
 
 namespace sum_internal {
 
+// The run that has a tile. REQUIRES: 0 <= tile < table.tile_count.
+EMA_HOST_DEVICE inline const DeviceSumRun& RunOfTile(const SumTable& table, int64_t tile) {
+  // The last one that begins at the tile or before: runs without elements have no tile.
+  int64_t low = 0;
+  int64_t high = table.run_count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (table.runs[middle].first_tile <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return table.runs[low];
+}
+
 // Elements `first`, `first` + kSumThreads and so on of a tile: neighbouring threads read
 // neighbouring elements at the same time. All are loaded before one is added; what is behind the
 // run's end counts as 0, which adds nothing.
@@ -80,7 +96,7 @@ EMA_HOST_DEVICE inline void SumOfThread(const SumTable& table, int64_t block, in
   SquareSums sums = place;
   for (int64_t tile = block; tile < table.tile_count; tile += table.block_count) {
     // A copy: it is read once, not anew after each load.
-    const DeviceSumRun run = fold_internal::RunOfTile(table, tile);
+    const DeviceSumRun run = sum_internal::RunOfTile(table, tile);
     const int64_t first = (tile - run.first_tile) * kSumTileElements + thread;
     switch (run.raw_format) {
       case SourceFormat::kNoFloat:

@@ -86,18 +86,15 @@ std::unique_ptr<Memory> DeviceWeights::NewFloats() const {
 }
 
 DeviceWeights::Launch DeviceWeights::NewLaunch(int first_track, int track_count) const {
-  std::vector<FoldRun> runs;
+  std::vector<FoldTile> tiles;
   std::vector<DeviceFoldTarget> targets;
-  int64_t tile_count = 0;
   for (int64_t i = 0; i < tensor_count_; ++i) {
     const int64_t offset = i * tensor_elements_ * kFloatBytes;
-    runs.push_back({.source = weights_->data() + offset,
-                    .element_count = tensor_elements_,
-                    .first_tile = tile_count,
-                    .first_target = static_cast<int32_t>(targets.size()),
-                    .target_count = track_count,
-                    .is_aligned = true});
-    tile_count += FoldTileCount(tensor_elements_, 0);
+    ForEachFoldTile({.source = weights_->data() + offset,
+                     .first_target = static_cast<int32_t>(targets.size()),
+                     .target_count = static_cast<uint8_t>(track_count),
+                     .is_aligned = true},
+                    tensor_elements_, [&](const FoldTile& tile) { tiles.push_back(tile); });
     for (int track = first_track; track < first_track + track_count; ++track) {
       targets.push_back({.current = tracks_[track].current->data() + offset,
                          .next = tracks_[track].next->data() + offset,
@@ -105,20 +102,19 @@ DeviceWeights::Launch DeviceWeights::NewLaunch(int first_track, int track_count)
                          .kind = FoldKind::kAverage});
     }
   }
-  const size_t runs_bytes = runs.size() * sizeof(FoldRun);
+  const size_t tiles_bytes = tiles.size() * sizeof(FoldTile);
   const size_t targets_bytes = targets.size() * sizeof(DeviceFoldTarget);
-  const auto table_bytes = static_cast<int64_t>(runs_bytes + targets_bytes);
+  const auto table_bytes = static_cast<int64_t>(tiles_bytes + targets_bytes);
   const std::unique_ptr<Memory> pinned = Must(accelerator_->AllocatePinned(table_bytes));
-  std::memcpy(pinned->data(), runs.data(), runs_bytes);
-  std::memcpy(pinned->data() + runs_bytes, targets.data(), targets_bytes);
+  std::memcpy(pinned->data(), tiles.data(), tiles_bytes);
+  std::memcpy(pinned->data() + tiles_bytes, targets.data(), targets_bytes);
   std::unique_ptr<Memory> memory = Must(accelerator_->AllocateDevice(table_bytes));
   Must(queue_->CopyToDevice(memory->data(), pinned->data(), table_bytes));
   Finish(*queue_);
   const FoldTable table{
-      .runs = reinterpret_cast<const FoldRun*>(memory->data()),
-      .targets = reinterpret_cast<const DeviceFoldTarget*>(memory->data() + runs_bytes),
-      .run_count = tensor_count_,
-      .tile_count = tile_count};
+      .tiles = reinterpret_cast<const FoldTile*>(memory->data()),
+      .targets = reinterpret_cast<const DeviceFoldTarget*>(memory->data() + tiles_bytes),
+      .tile_count = static_cast<int64_t>(tiles.size())};
   return {std::move(memory), table};
 }
 

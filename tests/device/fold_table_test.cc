@@ -33,7 +33,7 @@ void WalkGrid(const FoldTable& table, std::mt19937_64& random) {
   std::iota(threads.begin(), threads.end(), 0);
   std::shuffle(threads.begin(), threads.end(), random);
   for (const int64_t tile : tiles) {
-    for (const int thread : threads) FoldTile(table, tile, thread);
+    for (const int thread : threads) FoldOfThread(table, tile, thread);
   }
 }
 
@@ -366,21 +366,22 @@ TEST_F(FoldTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {
   std::byte* const source = map();
   std::byte* const next = map();
   const DeviceFoldTarget target{.next = next, .kind = FoldKind::kCopy};
-  const FoldRun run{.source = source,
-                    .element_count = kCount,
-                    .target_count = 1,
-                    .format = SourceFormat::kNoFloat,
-                    .element_bytes = 1,
-                    .is_aligned = true};
+  std::vector<FoldTile> tiles;
+  ForEachFoldTile({.source = source,
+                   .target_count = 1,
+                   .format = SourceFormat::kNoFloat,
+                   .element_bytes = 1,
+                   .is_aligned = true},
+                  kCount, [&](const FoldTile& tile) { tiles.push_back(tile); });
   const FoldTable table{
-      .runs = &run, .targets = &target, .run_count = 1, .tile_count = FoldTileCount(kCount, 0)};
+      .tiles = tiles.data(), .targets = &target, .tile_count = static_cast<int64_t>(tiles.size())};
   EXPECT_EQ(table.tile_count, (kCount + kFoldTileElements - 1) / kFoldTileElements);
   for (const int64_t tile :
        {int64_t{0}, (int64_t{1} << 31) / kFoldTileElements, table.tile_count - 1}) {
     const int64_t begin = tile * kFoldTileElements;
     const int64_t end = std::min(begin + kFoldTileElements, kCount);
     for (int64_t i = begin; i < end; ++i) source[i] = static_cast<std::byte>(i % 251);
-    for (int thread = 0; thread < kFoldThreads; ++thread) FoldTile(table, tile, thread);
+    for (int thread = 0; thread < kFoldThreads; ++thread) FoldOfThread(table, tile, thread);
     EXPECT_EQ(std::memcmp(source + begin, next + begin, end - begin), 0) << tile;
   }
   munmap(source, kCount);

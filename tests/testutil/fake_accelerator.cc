@@ -108,7 +108,7 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   absl::Status Fold(const FoldTable& table) override {
     return Queue([this, table] {
       WalkGrid(table.tile_count, kFoldThreads, random_,
-               [&table](int64_t tile, int thread) { FoldTile(table, tile, thread); });
+               [&table](int64_t tile, int thread) { FoldOfThread(table, tile, thread); });
     });
   }
   absl::Status Sum(const SumTable& table) override {
