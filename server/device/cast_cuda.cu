@@ -29,6 +29,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+cudaError_t LoadCast() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, CastKernel);
+}
+
 cudaError_t LaunchCast(SourceFormat format, const std::byte* from, std::byte* to,
                        int64_t element_count, cudaStream_t stream) {
   if (element_count == 0) return cudaSuccess;

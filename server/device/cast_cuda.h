@@ -13,6 +13,9 @@
 
 namespace ema {
 
+// As LoadFold().
+cudaError_t LoadCast();
+
 // Queues to[i] = NarrowBits(format, from[i]) for float32s in device memory. `from` is aligned to 16
 // bytes, `to` to 8; they do not overlap. As LaunchFold(); 0 elements are nothing.
 cudaError_t LaunchCast(SourceFormat format, const std::byte* from, std::byte* to,

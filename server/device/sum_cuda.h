@@ -10,6 +10,9 @@
 
 namespace ema {
 
+// As LoadFold().
+cudaError_t LoadSum();
+
 // Queues the sums of `table`, whose addresses are the device's, on `stream`. As LaunchFold(); a
 // table without tiles is nothing.
 cudaError_t LaunchSum(const SumTable& table, cudaStream_t stream);
