@@ -6,7 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <optional>
-#include <type_traits>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,28 +21,30 @@ namespace ema {
 namespace {
 
 using Queue = Accelerator::Queue;
-using Memory = BlockPool::Memory;
 
 class AcceleratorStream : public DeviceStream {
  public:
   AcceleratorStream(std::shared_ptr<FeedPool> feeds, std::unique_ptr<Feed> feed)
-      : feeds_(std::move(feeds)), feed_(std::move(feed)) {}
+      : feeds_(std::move(feeds)), feed_(std::move(feed)), name_(feeds_->accelerator->name()) {}
   // A session that was dropped gives its blocks back: nothing may write to them any more.
   ~AcceleratorStream() override {
-    batch().Clear();
     if (!WaitForAll().ok()) return;
-    for (Feed::Slab& slab : feed_->slabs) slab.batch->Clear();
+    if (feed_->ring != nullptr) {
+      for (Ring::Slab& slab : feed_->ring->slabs) slab.batch.Clear();
+    }
     feeds_->GiveBack(std::move(feed_));
   }
 
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
-    EMA_RETURN_IF_ERROR(CheckFold(op, feeds_->accelerator->name()));
+    EMA_RETURN_IF_ERROR(CheckFold(op, name_));
+    EMA_RETURN_IF_ERROR(feeds_->health.status());
+    EMA_RETURN_IF_ERROR(feeds_->RingOf(*feed_).status());
     for (int64_t first = 0; first < op.element_count;) {
-      EMA_RETURN_IF_ERROR(feeds_->health.status());
-      const int64_t count =
-          batch().Add(op, first, [this](std::atomic<bool>* differs) { return FlagOf(differs); });
-      first += count;
-      if (first < op.element_count) EMA_RETURN_IF_ERROR(Launch());
+      first += batch().Add(op, first, launch_bytes_,
+                           [this](std::atomic<bool>* differs) { return FlagOf(differs); });
+      if (first == op.element_count) break;
+      EMA_RETURN_IF_ERROR(Launch());
+      launch_bytes_ = std::min(2 * launch_bytes_, feeds_->options.slab_bytes);
     }
     return std::nullopt;
   }
@@ -59,7 +61,8 @@ class AcceleratorStream : public DeviceStream {
     for (int64_t done = 0; done < size_bytes;) {
       const int64_t count = std::min(feeds_->options.slab_bytes, size_bytes - done);
       EMA_RETURN_IF_ERROR(Launch());
-      std::byte* const pinned = feed_->slabs[slab_].host->data();
+      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(*feed_));
+      std::byte* const pinned = ring->slabs[slab_].host;
       EMA_RETURN_IF_ERROR(
           feeds_->health.Check(feed_->queue->CopyToHost(pinned, device + done, count)));
       arriving_.push_back({slab_, host + done, count});
@@ -72,7 +75,8 @@ class AcceleratorStream : public DeviceStream {
     for (int64_t done = 0; done < size_bytes;) {
       const int64_t count = std::min(feeds_->options.slab_bytes, size_bytes - done);
       EMA_RETURN_IF_ERROR(Launch());
-      std::byte* const pinned = feed_->slabs[slab_].host->data();
+      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(*feed_));
+      std::byte* const pinned = ring->slabs[slab_].host;
       std::memcpy(pinned, host + done, static_cast<size_t>(count));
       EMA_RETURN_IF_ERROR(
           feeds_->health.Check(feed_->queue->CopyToDevice(device + done, pinned, count)));
@@ -86,13 +90,16 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(Launch());
     EMA_RETURN_IF_ERROR(WaitForAll());
     while (!arriving_.empty()) TakeArrived();
-    for (Feed::Slab& slab : feed_->slabs) TakeNonFinite(*slab.batch);
-    std::array<uint32_t, Feed::kMaxFlags> flags;
-    std::memcpy(flags.data(), feed_->host_flags->data(), Feed::kFlagBytes);
-    for (size_t i = 0; i < differs_.size(); ++i) {
-      if (flags[i] != 0) differs_[i]->store(true, std::memory_order_relaxed);
+    if (feed_->ring != nullptr) {
+      for (Ring::Slab& slab : feed_->ring->slabs) TakeNonFinite(slab.batch);
+      std::array<uint32_t, Ring::kMaxFlags> flags;
+      std::memcpy(flags.data(), feed_->ring->host_flags, Ring::kFlagBytes);
+      for (size_t i = 0; i < differs_.size(); ++i) {
+        if (flags[i] != 0) differs_[i]->store(true, std::memory_order_relaxed);
+      }
     }
     differs_.clear();
+    launch_bytes_ = FirstLaunchBytes();
     std::vector<NonFiniteElement> elements;
     for (const auto& [source_id, element] : non_finite_) elements.push_back({source_id, element});
     non_finite_.clear();
@@ -107,13 +114,17 @@ class AcceleratorStream : public DeviceStream {
     int64_t size_bytes;
   };
 
-  FoldBatch& batch() { return *feed_->slabs[slab_].batch; }
+  // The GPU begins early, and then has larger pieces each time.
+  int64_t FirstLaunchBytes() const { return feeds_->options.slab_bytes / 16; }
+
+  // REQUIRES: there is a ring.
+  FoldBatch& batch() { return feed_->ring->slabs[slab_].batch; }
 
   uint32_t* FlagOf(std::atomic<bool>* differs) {
     const auto it = std::find(differs_.begin(), differs_.end(), differs);
     const int64_t index = it - differs_.begin();
     if (it == differs_.end()) differs_.push_back(differs);
-    return reinterpret_cast<uint32_t*>(feed_->device_flags->data()) + index;
+    return reinterpret_cast<uint32_t*>(feed_->ring->device_flags) + index;
   }
 
   // Waits for everything that is queued, and brings the flags, if there are any, to the host; they
@@ -122,9 +133,9 @@ class AcceleratorStream : public DeviceStream {
     Queue& queue = *feed_->queue;
     absl::Status status;
     if (!differs_.empty()) {
-      std::byte* const device_flags = feed_->device_flags->data();
-      status = queue.CopyToHost(feed_->host_flags->data(), device_flags, Feed::kFlagBytes);
-      if (status.ok()) status = queue.Zero(device_flags, Feed::kFlagBytes);
+      const Ring& ring = *feed_->ring;
+      status = queue.CopyToHost(ring.host_flags, ring.device_flags, Ring::kFlagBytes);
+      if (status.ok()) status = queue.Zero(ring.device_flags, Ring::kFlagBytes);
     }
     if (status.ok()) status = queue.Mark(slab_);
     if (status.ok()) status = queue.Wait(slab_);
@@ -141,12 +152,11 @@ class AcceleratorStream : public DeviceStream {
   // Sends the slab that is being filled on its way, if there is something in it.
   absl::Status Launch() {
     EMA_RETURN_IF_ERROR(feeds_->health.status());
-    if (batch().empty()) return absl::OkStatus();
-    Feed::Slab& slab = feed_->slabs[slab_];
+    if (feed_->ring == nullptr || batch().empty()) return absl::OkStatus();
+    const Ring::Slab& slab = feed_->ring->slabs[slab_];
     const FoldTable table = batch().Finish();
     Queue& queue = *feed_->queue;
-    absl::Status status =
-        queue.CopyToDevice(slab.device->data(), slab.host->data(), batch().size_bytes());
+    absl::Status status = queue.CopyToDevice(slab.device, slab.host, batch().size_bytes());
     if (status.ok()) status = queue.Fold(table);
     if (!status.ok()) batch().Clear();
     EMA_RETURN_IF_ERROR(feeds_->health.Check(status));
@@ -165,7 +175,7 @@ class AcceleratorStream : public DeviceStream {
 
   void TakeArrived() {
     const Arriving& first = arriving_.front();
-    std::memcpy(first.host, feed_->slabs[first.slab].host->data(),
+    std::memcpy(first.host, feed_->ring->slabs[first.slab].host,
                 static_cast<size_t>(first.size_bytes));
     arriving_.pop_front();
   }
@@ -181,7 +191,9 @@ class AcceleratorStream : public DeviceStream {
 
   const std::shared_ptr<FeedPool> feeds_;
   std::unique_ptr<Feed> feed_;
-  int slab_ = 0;  // That is being filled.
+  const std::string name_;
+  int slab_ = 0;                               // That is being filled.
+  int64_t launch_bytes_ = FirstLaunchBytes();  // It is on its way when it has so many.
   std::deque<Arriving> arriving_;
   std::vector<std::atomic<bool>*> differs_;       // By their flags.
   absl::btree_map<int64_t, int64_t> non_finite_;  // The first element of each source.
@@ -191,66 +203,57 @@ class AcceleratorDevice : public Device {
  public:
   AcceleratorDevice(std::shared_ptr<Accelerator> accelerator, const AcceleratorOptions& options)
       : feeds_(std::make_shared<FeedPool>(std::move(accelerator), options)),
-        pool_(
-            [feeds = feeds_](int64_t size_bytes) -> absl::StatusOr<std::unique_ptr<Memory>> {
-              EMA_RETURN_IF_ERROR(feeds->health.status());
-              absl::StatusOr<std::unique_ptr<Memory>> memory =
-                  feeds->accelerator->AllocateDevice(size_bytes);
-              if (!memory.ok()) return feeds->health.Check(memory.status());
-              return memory;
-            },
-            options.kept_free_bytes),
         host_copies_(feeds_, options.kept_host_bytes) {}
 
   std::string name() const override { return feeds_->accelerator->name(); }
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) override {
     EMA_RETURN_IF_ERROR(feeds_->health.status());
-    return pool_.Allocate(size_bytes);
+    return feeds_->blocks.Allocate(size_bytes);
   }
   absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
-    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed,
-                         WithMemory([this] { return feeds_->TakeFeed(); }));
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, feeds_->TakeFeed());
     return std::make_unique<AcceleratorStream>(feeds_, std::move(feed));
   }
   bool is_host() const override { return false; }
 
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return WithMemory([&] { return host_copies_.Get(block, SourceFormat::kNoFloat); });
+    return host_copies_.Get(block, SourceFormat::kNoFloat);
   }
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                             Dtype dtype) override {
-    return WithMemory([&] { return host_copies_.Get(block, static_cast<SourceFormat>(dtype)); });
+    return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
-    const auto memory = [&](const Feed::Slab& slab) {
-      return SumMemory{slab.host->data(), slab.device->data(), feeds_->options.slab_bytes};
+    const auto memory = [&](const Ring::Slab& slab) {
+      return SumMemory{slab.host, slab.device, feeds_->options.slab_bytes};
     };
     absl::StatusOr<SquareSums> sums;
-    const auto sum = [&](Feed& feed) {
-      sums = SumOnQueue(*feed.queue, runs, memory(feed.slabs[0]), memory(feed.slabs[1]));
+    const auto sum = [&](Feed& feed) -> absl::Status {
+      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(feed));
+      sums = SumOnQueue(*feed.queue, runs, memory(ring->slabs[0]), memory(ring->slabs[1]));
       return sums.status();
     };
-    EMA_RETURN_IF_ERROR(WithMemory([&] { return feeds_->DoWithFeed(sum); }));
+    EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(sum));
     return sums;
   }
   int64_t total_memory_bytes() const override { return feeds_->accelerator->total_memory_bytes(); }
   MemoryUse memory_use() const override {
-    return {.block_bytes = pool_.used_bytes(),
-            .kept_bytes = pool_.free_bytes(),
+    return {.block_bytes = feeds_->blocks.used_bytes(),
+            .kept_bytes = feeds_->blocks.free_bytes(),
             .host_copy_bytes = host_copies_.size_bytes()};
   }
   Overhead overhead(int64_t block_bytes) const override {
     const AcceleratorOptions& options = feeds_->options;
-    const int64_t feed_bytes = Queue::kSlots * options.slab_bytes + Feed::kFlagBytes;
-    return {.bytes_per_stream = feed_bytes,
-            .shared_bytes = FeedPool::kReaderFeeds * feed_bytes,
-            .host_bytes_per_stream = feed_bytes,
+    const int64_t ring_bytes = Ring::SizeBytes(options.slab_bytes);
+    return {.bytes_per_stream = ring_bytes,
+            .shared_bytes = FeedPool::kReaderFeeds * ring_bytes,
+            .host_bytes_per_stream = ring_bytes,
             .host_bytes_per_reader = block_bytes,
             // Copies that nobody reads, and memory of those that have gone.
-            .shared_host_bytes = 2 * options.kept_host_bytes + FeedPool::kReaderFeeds * feed_bytes};
+            .shared_host_bytes = 2 * options.kept_host_bytes + FeedPool::kReaderFeeds * ring_bytes};
   }
   void Trim() override {
-    pool_.Trim();
+    feeds_->blocks.Trim();
     host_copies_.Clear();
     feeds_->FreeFeeds();
     feeds_->accelerator->Trim();
@@ -258,24 +261,7 @@ class AcceleratorDevice : public Device {
   absl::Status health() const override { return feeds_->health.status(); }
 
  private:
-  static const absl::Status& StatusOf(const absl::Status& status) { return status; }
-  template <typename T>
-  static const absl::Status& StatusOf(const absl::StatusOr<T>& result) {
-    return result.status();
-  }
-  // What `attempt` gives; if there was no memory, once more without the blocks that are kept free.
-  template <typename Attempt>
-  std::invoke_result_t<const Attempt&> WithMemory(const Attempt& attempt) {
-    std::invoke_result_t<const Attempt&> result = attempt();
-    if (absl::IsResourceExhausted(StatusOf(result)) && pool_.free_bytes() > 0) {
-      pool_.Trim();
-      result = attempt();
-    }
-    return result;
-  }
-
   const std::shared_ptr<FeedPool> feeds_;
-  BlockPool pool_;
   HostCopies host_copies_;
 };
 

@@ -6,6 +6,21 @@
 
 namespace ema {
 
+FeedPool::FeedPool(std::shared_ptr<Accelerator> the_accelerator,
+                   const AcceleratorOptions& the_options)
+    : accelerator(std::move(the_accelerator)),
+      options(the_options),
+      blocks([this](int64_t size_bytes) { return AllocateDevice(size_bytes); },
+             options.kept_free_bytes) {}
+
+absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FeedPool::AllocateDevice(int64_t size_bytes) {
+  EMA_RETURN_IF_ERROR(health.status());
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> memory =
+      accelerator->AllocateDevice(size_bytes);
+  if (!memory.ok()) return health.Check(memory.status());
+  return memory;
+}
+
 absl::StatusOr<std::unique_ptr<Feed>> FeedPool::TakeFeed() {
   EMA_RETURN_IF_ERROR(health.status());
   {
@@ -16,23 +31,43 @@ absl::StatusOr<std::unique_ptr<Feed>> FeedPool::TakeFeed() {
       return feed;
     }
   }
-  absl::StatusOr<std::unique_ptr<Feed>> feed = MakeFeed();
-  if (!feed.ok()) return health.Check(feed.status());
+  absl::StatusOr<std::unique_ptr<Accelerator::Queue>> queue = accelerator->NewQueue();
+  if (!queue.ok()) return health.Check(queue.status());
+  auto feed = std::make_unique<Feed>();
+  feed->queue = *std::move(queue);
   return feed;
 }
 
-absl::StatusOr<std::unique_ptr<Feed>> FeedPool::MakeFeed() const {
-  auto feed = std::make_unique<Feed>();
-  for (Feed::Slab& slab : feed->slabs) {
-    EMA_ASSIGN_OR_RETURN(slab.host, accelerator->AllocatePinned(options.slab_bytes));
-    EMA_ASSIGN_OR_RETURN(slab.device, accelerator->AllocateDevice(options.slab_bytes));
-    slab.batch.emplace(slab.host->data(), slab.device->data(), options.slab_bytes);
+absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
+  if (feed.ring == nullptr) {
+    absl::StatusOr<std::unique_ptr<Ring>> ring = MakeRing(*feed.queue);
+    if (absl::IsResourceExhausted(ring.status()) && blocks.free_bytes() > 0) {
+      blocks.Trim();
+      ring = MakeRing(*feed.queue);
+    }
+    EMA_ASSIGN_OR_RETURN(feed.ring, std::move(ring));
   }
-  EMA_ASSIGN_OR_RETURN(feed->host_flags, accelerator->AllocatePinned(Feed::kFlagBytes));
-  EMA_ASSIGN_OR_RETURN(feed->device_flags, accelerator->AllocateDevice(Feed::kFlagBytes));
-  EMA_ASSIGN_OR_RETURN(feed->queue, accelerator->NewQueue());
-  EMA_RETURN_IF_ERROR(feed->queue->Zero(feed->device_flags->data(), Feed::kFlagBytes));
-  return feed;
+  return feed.ring.get();
+}
+
+absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing(Accelerator::Queue& queue) {
+  const int64_t size_bytes = Ring::SizeBytes(options.slab_bytes);
+  auto ring = std::make_unique<Ring>();
+  EMA_ASSIGN_OR_RETURN(ring->device, AllocateDevice(size_bytes));
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> host = accelerator->AllocatePinned(size_bytes);
+  if (!host.ok()) return health.Check(host.status());
+  ring->host = *std::move(host);
+  int64_t offset = 0;
+  for (; offset < Accelerator::Queue::kSlots * options.slab_bytes; offset += options.slab_bytes) {
+    std::byte* const host_slab = ring->host->data() + offset;
+    std::byte* const device_slab = ring->device->data() + offset;
+    ring->slabs.push_back(
+        {host_slab, device_slab, FoldBatch(host_slab, device_slab, options.slab_bytes)});
+  }
+  ring->host_flags = ring->host->data() + offset;
+  ring->device_flags = ring->device->data() + offset;
+  EMA_RETURN_IF_ERROR(health.Check(queue.Zero(ring->device_flags, Ring::kFlagBytes)));
+  return ring;
 }
 
 void FeedPool::GiveBack(std::unique_ptr<Feed> feed) {

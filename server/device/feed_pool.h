@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Queues of an accelerator with the memory by which they are fed, and whether it still works.
+// Queues of an accelerator with the memory by which they are fed, the memory of blocks, and whether
+// the accelerator still works.
 #ifndef EMA_SERVER_DEVICE_FEED_POOL_H_
 #define EMA_SERVER_DEVICE_FEED_POOL_H_
 
-#include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -32,48 +32,63 @@ class DeviceHealth {
     if (status.ok() || absl::IsResourceExhausted(status)) return status;
     absl::MutexLock lock(&mu_);
     if (first_.ok()) first_ = status;
+    is_broken_.store(true, std::memory_order_release);
     return first_;
   }
   absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_) {
+    if (!is_broken_.load(std::memory_order_acquire)) return absl::OkStatus();
     absl::MutexLock lock(&mu_);
     return first_;
   }
 
  private:
+  std::atomic<bool> is_broken_ = false;  // So that who asks at each fold waits for nobody.
   mutable absl::Mutex mu_;
   absl::Status first_ ABSL_GUARDED_BY(mu_);
 };
 
-// A queue with the memory by which it is fed. Made seldom, and used again by stream after stream:
-// pinning memory takes milliseconds.
-struct Feed {
+// By which bytes come from the host and go there: a few slabs, each in pinned memory and on the
+// device, and flags.
+struct Ring {
   using Memory = BlockPool::Memory;
-  using Queue = Accelerator::Queue;
   // Flags in device memory, which say which tracks differ. A model has at most 64.
   static constexpr int64_t kMaxFlags = 64;
   static constexpr int64_t kFlagBytes = kMaxFlags * static_cast<int64_t>(sizeof(uint32_t));
+  static int64_t SizeBytes(int64_t slab_bytes) {
+    return Accelerator::Queue::kSlots * slab_bytes + kFlagBytes;
+  }
+
   struct Slab {
-    std::unique_ptr<Memory> host;
-    std::unique_ptr<Memory> device;
-    std::optional<FoldBatch> batch;
+    std::byte* host;
+    std::byte* device;
+    FoldBatch batch;
   };
-  std::array<Slab, Queue::kSlots> slabs;
-  std::unique_ptr<Memory> host_flags;
-  std::unique_ptr<Memory> device_flags;
-  std::unique_ptr<Queue> queue;  // Destroyed, and so waited for, first.
+  std::vector<Slab> slabs;  // Queue::kSlots.
+  std::byte* host_flags = nullptr;
+  std::byte* device_flags = nullptr;
+  std::unique_ptr<Memory> host;  // Of all that.
+  std::unique_ptr<Memory> device;
 };
 
-// What streams and readers share with their device, which they may outlive. Thread-safe.
+// A queue, and its ring once it has moved or folded anything. Made seldom, and used again by stream
+// after stream: pinning memory takes milliseconds.
+struct Feed {
+  std::unique_ptr<Ring> ring;
+  std::unique_ptr<Accelerator::Queue> queue;  // Destroyed, and so waited for, first.
+};
+
+// What blocks, streams and readers share with their device, which they may outlive. Thread-safe.
 struct FeedPool {
   // By which blocks go to the host and are summed: one copies while the other casts.
   static constexpr int kReaderFeeds = 2;
 
-  FeedPool(std::shared_ptr<Accelerator> the_accelerator, const AcceleratorOptions& the_options)
-      : accelerator(std::move(the_accelerator)), options(the_options) {}
+  FeedPool(std::shared_ptr<Accelerator> the_accelerator, const AcceleratorOptions& the_options);
 
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
   void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
+  // The feed's ring, which is made now if it has none, also of blocks' memory that is kept free.
+  absl::StatusOr<Ring*> RingOf(Feed& feed);
   // Calls `work` with a feed, whose work it waits for. Waits until one of kReaderFeeds is free: few
   // of them keep the link busy, and the memory formula counts them.
   absl::Status DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) ABSL_LOCKS_EXCLUDED(mu);
@@ -83,13 +98,15 @@ struct FeedPool {
   const std::shared_ptr<Accelerator> accelerator;
   const AcceleratorOptions options;
   DeviceHealth health;
+  BlockPool blocks;
 
   absl::Mutex mu;
   std::vector<std::unique_ptr<Feed>> idle_feeds ABSL_GUARDED_BY(mu);
   int reader_count ABSL_GUARDED_BY(mu) = 0;
 
  private:
-  absl::StatusOr<std::unique_ptr<Feed>> MakeFeed() const;
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes);
+  absl::StatusOr<std::unique_ptr<Ring>> MakeRing(Accelerator::Queue& queue);
 };
 
 }  // namespace ema

@@ -52,7 +52,7 @@ int64_t FoldBatch::TableBytes(int64_t target_count, int64_t tile_count) const {
          (static_cast<int64_t>(runs_.size()) + 1) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
-int64_t FoldBatch::Add(const FoldOp& op, int64_t first, const DiffersOf& differs_of) {
+int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
   const auto target_count = static_cast<int64_t>(op.targets.size());
   // Vectors begin where they do in the memory of what is stored.
@@ -65,7 +65,9 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, const DiffersOf& differs
   const int64_t lane_0 = RoundUp(used_bytes_, VectorAlignment(element_bytes));
   const int64_t source = lane_0 + phase * element_bytes;
   const auto room_beside = [&](int64_t tile_count) {
-    return (capacity_bytes_ - source - TableBytes(target_count, tile_count)) / element_bytes;
+    return (std::min(limit_bytes, capacity_bytes_) - source -
+            TableBytes(target_count, tile_count)) /
+           element_bytes;
   };
   int64_t count = std::min(room_beside(0), op.element_count - first);
   if (count <= 0) return 0;

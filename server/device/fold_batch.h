@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -25,10 +24,11 @@ class FoldBatch {
       : host_(host), device_(device), capacity_bytes_(capacity_bytes) {}
 
   // Where in device memory a target notes that it differs.
-  using DiffersOf = std::function<uint32_t*(std::atomic<bool>*)>;
-  // Takes elements of `op` from `first` on, as many as there is room for; copies them. How many; 0:
-  // the batch is full (an op without elements takes no room and gives 0, too).
-  int64_t Add(const FoldOp& op, int64_t first, const DiffersOf& differs_of);
+  using DiffersOf = absl::FunctionRef<uint32_t*(std::atomic<bool>*)>;
+  // Takes elements of `op` from `first` on, as many as there is room for in `limit_bytes`, or what
+  // there is if that is less; copies them. How many; 0: the batch is full (an op without elements
+  // takes no room and gives 0, too).
+  int64_t Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of);
 
   bool empty() const { return runs_.empty(); }
 

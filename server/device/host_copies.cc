@@ -58,10 +58,11 @@ absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& cop
   return absl::OkStatus();
 }
 
-// By way of the feed's memory. Each piece waits in the queue for the one before.
+// By way of the feed's ring. Each piece waits in the queue for the one before.
 absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std::byte* host,
                                    Feed& feed) {
-  std::byte* const narrow = feed.slabs[0].device->data();
+  EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(feed));
+  std::byte* const narrow = ring->slabs[0].device;
   const int64_t piece_elements = feeds_->options.slab_bytes / 2;
   const int64_t element_count = block.size_bytes() / 4;
   for (int64_t done = 0; done < element_count; done += piece_elements) {

@@ -28,10 +28,11 @@ constexpr int64_t kElements = 10'000;
 constexpr int64_t kBytes = kElements * 4;
 
 struct Harness {
-  explicit Harness(const FakeAccelerator::Options& options, int64_t kept_host_bytes = 1 << 20)
+  explicit Harness(const FakeAccelerator::Options& options, int64_t kept_host_bytes = 1 << 20,
+                   int64_t slab_bytes = 16 << 10)
       : accelerator(std::make_shared<FakeAccelerator>(options)),
         device(MakeAcceleratorDevice(accelerator, {.kept_free_bytes = 1 << 20,
-                                                   .slab_bytes = 16 << 10,
+                                                   .slab_bytes = slab_bytes,
                                                    .kept_host_bytes = kept_host_bytes})) {}
 
   std::shared_ptr<FakeAccelerator> accelerator;
@@ -121,9 +122,11 @@ TEST(AcceleratorDeviceTest, WhatIsNotFiniteIsOfOneStreamAndOfWhatCameSince) {
 }
 
 TEST(AcceleratorDeviceTest, ManySmallFoldsAreOneLaunch) {
-  Harness harness({});
+  Harness harness({}, /*kept_host_bytes=*/0, /*slab_bytes=*/1 << 20);
   const auto stream = *harness.device->NewStream();
   const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 1), IsOk());  // Makes the ring.
+  ASSERT_THAT(stream->Synchronize(), IsOk());
   const int64_t before = harness.accelerator->work_count();
   const float source = 3;
   for (int64_t i = 0; i < 100; ++i) {
@@ -135,6 +138,47 @@ TEST(AcceleratorDeviceTest, ManySmallFoldsAreOneLaunch) {
   EXPECT_EQ(harness.accelerator->work_count(), before) << "nothing is launched one by one";
   ASSERT_THAT(stream->Synchronize(), IsOk());
   EXPECT_LE(harness.accelerator->work_count(), before + 4);  // Copy, fold, the flags.
+}
+
+// The GPU has something to do while the rest still arrives.
+TEST(AcceleratorDeviceTest, TheFirstLaunchesOfAPushAreSmall) {
+  Harness harness({}, /*kept_host_bytes=*/0, /*slab_bytes=*/1 << 20);
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(16 * kBytes);
+  for (int push = 0; push < 2; ++push) {
+    SCOPED_TRACE(push);
+    // Each is 40 KB, a push 640 KB: less than a slab.
+    std::vector<int> first_launches;
+    int64_t work = harness.accelerator->work_count();
+    for (int i = 0; i < 16; ++i) {
+      ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+      if (harness.accelerator->work_count() > work) first_launches.push_back(i);
+      work = harness.accelerator->work_count();
+    }
+    ASSERT_THAT(first_launches, testing::SizeIs(testing::Ge(3)));
+    EXPECT_LE(first_launches[0], 1);
+    EXPECT_GT(first_launches[2] - first_launches[1], first_launches[1] - first_launches[0]);
+    ASSERT_THAT(stream->Synchronize(), IsOk());
+  }
+}
+
+// Many streams only begin: one that has sent no weights yet, or that only copies on the device.
+TEST(AcceleratorDeviceTest, AStreamTakesMemoryWhenItHasSomethingToMove) {
+  Harness harness({});
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const std::shared_ptr<Block> other = *harness.device->Allocate(kBytes);
+  const int64_t device_bytes = harness.accelerator->device_bytes();
+  const auto stream = *harness.device->NewStream();
+  ASSERT_THAT(stream->Zero(block->data(), kBytes), IsOk());
+  ASSERT_THAT(stream->Copy(other->data(), block->data(), kBytes), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(other)), Each(0.0f));
+  EXPECT_EQ(harness.accelerator->device_bytes(), device_bytes);
+  const int64_t pinned_bytes = harness.accelerator->pinned_bytes();
+  ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+  const Device::Overhead overhead = harness.device->overhead(kBytes);
+  EXPECT_EQ(harness.accelerator->device_bytes(), device_bytes + overhead.bytes_per_stream);
+  EXPECT_EQ(harness.accelerator->pinned_bytes(), pinned_bytes + overhead.host_bytes_per_stream);
 }
 
 TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
@@ -210,11 +254,12 @@ TEST(AcceleratorDeviceTest, AnErrorWhileMemoryIsTakenBreaksTheDevice) {
   for (const bool is_read : {false, true}) {
     Harness harness({});
     const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+    const auto stream = *harness.device->NewStream();
     harness.accelerator->Break();
     if (is_read) {
       EXPECT_THAT(harness.device->HostView(block), IsDeviceError());
     } else {
-      EXPECT_THAT(harness.device->NewStream(), IsDeviceError());
+      EXPECT_THAT(Assign(*stream, *block, 1), IsDeviceError());
     }
     EXPECT_THAT(harness.device->health(), IsDeviceError());
   }
@@ -286,9 +331,13 @@ TEST(AcceleratorDeviceTest, WhatIsKeptFreeIsGivenUpForStreamsAndReaders) {
     ASSERT_THAT(harness.device->Allocate((1 << 20) - kBytes), IsOk());
   };
   fill_pool();
-  EXPECT_THAT(harness.device->NewStream(), IsOk());
+  {
+    const auto stream = *harness.device->NewStream();
+    EXPECT_THAT(Assign(*stream, *block, 1), IsOk());
+    EXPECT_THAT(stream->Synchronize(), IsOk());
+  }
   fill_pool();
-  EXPECT_THAT(harness.device->HostView(block), IsOk());
+  EXPECT_THAT(harness.device->HostView(block, Dtype::kFloat16), IsOk());
   fill_pool();
   EXPECT_THAT(harness.device->SumSquares({&run, 1}), IsOk());
   EXPECT_THAT(harness.device->health(), IsOk());

@@ -161,7 +161,7 @@ class FoldTableTest : public testing::Test {
 
   void AddToBatch(const FoldOp& op) {
     for (int64_t first = 0; first < op.element_count;) {
-      const int64_t count = batch_.Add(op, first, [](auto*) { return nullptr; });
+      const int64_t count = batch_.Add(op, first, kCapacity, [](auto*) { return nullptr; });
       if (count == 0) Launch();
       first += count;
     }
@@ -343,7 +343,7 @@ TEST_F(FoldTableTest, NotesWhatAssigningWouldNotHaveGiven) {
                             .differs = &flag};
     ASSERT_EQ(batch_.Add({Dtype::kFloat32, reinterpret_cast<const std::byte*>(values.data()), 5,
                           std::span(&target, 1)},
-                         0,
+                         0, kCapacity,
                          [&](std::atomic<bool>* of) {
                            EXPECT_EQ(of, &flag);
                            return &noted;

@@ -191,6 +191,7 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
 };
 
 absl::StatusOr<std::unique_ptr<Accelerator::Queue>> FakeAccelerator::NewQueue() {
+  if (is_broken_) return Broken();
   return std::make_unique<ThreadQueue>(this, Seed() + queue_count_.fetch_add(1));
 }
 
