@@ -8,7 +8,8 @@
 #
 # The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
 # pytest-timeout for the training, but no compiler and no network: build/gpu, made elsewhere and
-# brought there with the checkout, has the rest.
+# brought there with the checkout, has the rest, NVIDIA's compute-sanitizer too. The results are
+# written anew after each part, so that those of a run that is cut off are there.
 #
 # Usage: tests/gpu.sh [--pack | PART...]
 #   --pack  builds the release preset and makes build/gpu anew, which else is done if it is missing;
@@ -19,6 +20,7 @@ source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
 
 archive=build/gpu/programs.tar.xz
+sanitizer_wheel=nvidia-cuda-sanitizer-api==13.0.85
 max_archive_bytes=$((56 << 20)) # With the checkout it fits into 64 MiB.
 
 # What programs are linked to, but for LibTorch, CUDA, and what every system has.
@@ -68,6 +70,10 @@ make_archive() {
     done
   fi
   list_libraries "$@" | xargs cp --dereference --target-directory "$folder/lib" || return
+  build/venv/bin/pip install --quiet --no-deps --target build/gpu/wheel "$sanitizer_wheel" &&
+    mkdir "$folder/sanitizer" &&
+    cp build/gpu/wheel/nvidia/cu13/{bin/compute-sanitizer,lib/*.so} "$folder/sanitizer" &&
+    rm -r build/gpu/wheel || return
   # Most of a program is what the others have, too: a dictionary that holds several of them makes
   # an eighth of their size.
   python3 - "$folder" "$archive" <<'END' || return
@@ -92,9 +98,13 @@ pack() {
   else
     say "there is no Python 3.12 with headers: the training will be skipped"
   fi
-  step "pack" build/gpu.log make_archive build/release/server/ema-server \
-    "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank" \
-    "$built"/{conformance,core,integration,rpc}/*_test || exit
+  local program programs=(build/release/server/ema-server
+    "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank")
+  for program in "$built"/{conformance,core,integration,rpc}/*_test; do
+    # It reads a file of the checkout that it was built in, and no device.
+    [[ $program == */wire_compatibility_test ]] || programs+=("$program")
+  done
+  step "pack" build/gpu.log make_archive "${programs[@]}" || exit
   local bytes
   bytes=$(stat --format %s "$archive")
   ((bytes <= max_archive_bytes)) || fail "$archive is too large: $bytes bytes"
@@ -117,8 +127,12 @@ if not torch.cuda.is_available():
     sys.exit("gpu: there is no GPU that torch can use")
 with open("/proc/self/maps") as maps:
     files = {line.split()[-1] for line in maps}
-ours = re.compile("/lib(c10|cudart|cupti|torch)[^/]*$")
-print(":".join(sorted({os.path.dirname(file) for file in files if ours.search(file)})))
+# The driver's folder comes last: it may have libraries of the same names.
+folders = [
+    sorted({os.path.dirname(file) for file in files if re.search(rf"/lib({names})[^/]*$", file)})
+    for names in ("c10|cudart|cupti|torch", "cuda[.]so")
+]
+print(":".join(dict.fromkeys(sum(folders, []))))
 print(torch.cuda.get_device_name(0))
 print(f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 END
@@ -160,22 +174,24 @@ run_training() {
 
 run_sanitizer() {
   local sanitizer tool
-  sanitizer=$(PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda-13/bin command -v compute-sanitizer) || {
-    record skipped "compute-sanitizer: it is not here"
-    return
-  }
+  # The machine's own is as new as its driver.
+  sanitizer=$(PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda-13/bin:$root/$programs/sanitizer \
+    command -v compute-sanitizer)
   for tool in memcheck racecheck; do
     # What CUDA refuses, such as too much memory, is what some tests are about. Every block is memory
     # of its own: inside a larger piece of LibTorch's the tool could not see where one ends.
-    check "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 1800 "$sanitizer" --tool "$tool" \
+    check "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 280 "$sanitizer" --tool "$tool" \
       --report-api-errors no --error-exitcode 1 "$programs/device_conformance_test" \
       --gtest_filter='*/Cuda:GpuTest.*'
   done
 }
 
+# What has been measured is reported, also if a row fails.
 measure() {
-  "$programs/gpu_bench" --server "$programs/ema-server" --python python3 >"$results/rows.jsonl" &&
-    python3 tests/bench/report.py "$results/rows.jsonl" "$results"
+  local status=0
+  timeout 400 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 \
+    >"$results/rows.jsonl" || status=$?
+  python3 tests/bench/report.py "$results/rows.jsonl" "$results" && return "$status"
 }
 
 measure_training() {
@@ -192,8 +208,10 @@ run_bench() {
   fi
 }
 
-# write_results PATH
+# write_results PATH: what there is by now.
 write_results() {
+  python3 tests/tools/sum_results.py "$results" >"$results/summary.txt"
+  status=$?
   mkdir -p "$(dirname "$1")"
   {
     printf '# %s, %s\n\n%s\n\n' "$device" "$(date +%F)" "$versions"
@@ -226,18 +244,16 @@ lock gpu
 new_results build/tests-gpu
 programs=$results/programs
 step "unpack $archive" "$results/unpack.log" python3 -m tarfile -e "$archive" "$programs" || exit
-export LD_LIBRARY_PATH=$root/$programs/lib:$libraries
+export LD_LIBRARY_PATH=$root/$programs/lib:$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
 ((${#parts[@]})) || parts=(tests training sanitizer bench)
-for part in "${parts[@]}"; do
-  "run_$part"
-done
-python3 tests/tools/sum_results.py "$results" >"$results/summary.txt"
-status=$?
 name=${device// /-}-$(date +%F)
 for part in "$@"; do name+=-$part; done
-write_results "tests/bench/results/${name,,}"
+for part in "${parts[@]}"; do
+  "run_$part"
+  write_results "tests/bench/results/${name,,}"
+done
 cat "$results/summary.txt"
 exit "$status"

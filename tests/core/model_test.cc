@@ -553,13 +553,13 @@ TEST_F(ModelTest, ReadersOutliveTheDeletedModel) {
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef pinned, model_->PinVersion(0));
+  Device& device = model_->device();
   EXPECT_TRUE(store_.Delete("m"));
   EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(rank.Push(2, BytesOf(Values(2))), ReasonIs(ErrorReason::kModelNotFound));
   model_.reset();
-  EXPECT_EQ(
-      FloatsOf({pinned->tracks[2].blocks[0]->data(), pinned->tracks[2].blocks[0]->data() + 4}),
-      std::vector<float>{Values(1)[0]});
+  EMA_ASSERT_OK_AND_ASSIGN(const auto view, device.HostView(pinned->tracks[2].blocks[0]));
+  EXPECT_EQ(FloatsOf({view.get(), view.get() + 4}), std::vector<float>{Values(1)[0]});
 }
 
 TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
