@@ -245,12 +245,13 @@ class AcceleratorDevice : public Device {
   Overhead overhead(int64_t block_bytes) const override {
     const AcceleratorOptions& options = feeds_->options;
     const int64_t ring_bytes = Ring::SizeBytes(options.slab_bytes);
+    const int64_t shared_bytes = (FeedPool::kReaderFeeds + kOtherStreams) * ring_bytes;
     return {.bytes_per_stream = ring_bytes,
-            .shared_bytes = FeedPool::kReaderFeeds * ring_bytes,
+            .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
             .host_bytes_per_reader = block_bytes,
             // Copies that nobody reads, and memory of those that have gone.
-            .shared_host_bytes = 2 * options.kept_host_bytes + FeedPool::kReaderFeeds * ring_bytes};
+            .shared_host_bytes = 2 * options.kept_host_bytes + shared_bytes};
   }
   void Trim() override {
     feeds_->blocks.Trim();

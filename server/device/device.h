@@ -170,10 +170,13 @@ class Device {
   };
   virtual MemoryUse memory_use() const = 0;
 
+  // Streams that move weights beside those of pushes: a restore's and a synthesis's, of which there
+  // is one each.
+  static constexpr int kOtherStreams = 2;
   // Memory that is taken beside blocks, in bytes; none on the CPU device.
   struct Overhead {
     int64_t bytes_per_stream = 0;       // Of the device.
-    int64_t shared_bytes = 0;           // Likewise, by which all readers and sums are served.
+    int64_t shared_bytes = 0;           // Likewise, for kOtherStreams, all readers and sums.
     int64_t host_bytes_per_stream = 0;  // Pinned, as all that follows.
     int64_t host_bytes_per_reader = 0;  // What a HostView() holds.
     int64_t shared_host_bytes = 0;      // As shared_bytes, and what is kept for the next readers.

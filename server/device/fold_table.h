@@ -23,7 +23,7 @@ inline constexpr int kFoldVector = 4;
 inline constexpr int kFoldVectors = 2;
 inline constexpr int kFoldStride = kFoldThreads * kFoldVector;
 // So that a small tensor keeps most threads busy, and a large one needs few blocks.
-inline constexpr int64_t kFoldTileElements = kFoldVectors * kFoldStride;
+inline constexpr int64_t kFoldTileElements = int64_t{kFoldVectors} * kFoldStride;
 
 // FoldTarget in device memory. What each fold reads comes first.
 struct alignas(16) DeviceFoldTarget {
