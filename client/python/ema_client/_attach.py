@@ -216,8 +216,12 @@ def attach(
                 "smoothing": smoothing,
                 "update_interval": update_interval,
                 "ema_start": ema_start,
-                "preset": preset,
                 "tracks": tracks,
+                **(
+                    options.preset
+                    if isinstance(options.preset, Mapping)
+                    else {"preset": options.preset}
+                ),
             },
         )
         module = unwrap(model)
