@@ -107,6 +107,24 @@ def test_the_average_is_that_in_the_process(server, client, model, tmp_path):
     assert_same_bits(recorder.own[30], client.pull(model, track="raw"))
 
 
+def test_the_preset_of_an_ema_pytorch_user_and_switch_ema(server, client, model, tmp_path):
+    schedule = {"update_every": 1, "update_after_step": 0, "use_foreach": True}
+    callback = EmaCallback(
+        server.url(model),
+        preset="ema_pytorch",
+        **schedule,
+        update_model_with_ema_every=19,  # At the 20th call, which is the last step.
+        tracks={"raw": "copy"},
+    )
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    assert trainer.state.global_step == 20
+    written = trainer.model.state_dict()
+    assert_same_bits(client.pull(model, track="ema"), written)
+    pushed = client.pull(model, track="raw")
+    assert not torch.equal(pushed["lm_head.weight"], written["lm_head.weight"])
+
+
 @pytest.mark.parametrize("averages", [True, False], ids=["average", "own weights"])
 def test_evaluations_of_the_training(server, client, model, tmp_path, averages):
     recorder = Recorder(half_life="4ba")
@@ -293,6 +311,8 @@ def test_wrong_arguments_are_refused_at_once():
         EmaCallback("ema://localhost/m", half_life="1000")
     with pytest.raises(ema_client.InvalidArgumentError, match="max_wait_s -1"):
         EmaCallback("ema://localhost/m", max_wait_s=-1)
+    with pytest.raises(ema_client.InvalidArgumentError, match="update_model_with_ema_every 0"):
+        EmaCallback("ema://localhost/m", preset="ema_pytorch", update_model_with_ema_every=0)
     EmaCallback("ema://localhost/m", preset="ema_pytorch", beta=0.9)
     with pytest.raises(TypeError, match='"bta"; did you mean "beta"'):
         EmaCallback("ema://localhost/m", preset="ema_pytorch", bta=0.9)

@@ -220,6 +220,27 @@ def test_attachs_own_arguments(server, client, model):
     assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
 
 
+def test_the_preset_of_an_ema_pytorch_user_and_switch_ema(server, client, model):
+    callback = EMAWeightAveraging(
+        server.url(model),
+        preset="ema_pytorch",
+        update_every=1,
+        update_after_step=0,
+        include_online_model=False,
+        update_model_with_ema_every=29,  # At the 30th call, which is the last step.
+        tracks={"raw": "copy"},
+        copy_at_end=False,
+    )
+    module = make_module()
+    trainer = make_trainer(callback)
+    trainer.fit(module, loader())
+    assert trainer.global_step == 30
+    written = module.state_dict()
+    assert_same_bits(client.pull(model, track="ema"), written)
+    pushed = client.pull(model, track="raw")
+    assert not torch.equal(pushed["net.0.weight"], written["net.0.weight"])
+
+
 @pytest.mark.parametrize("validates", [True, False], ids=["average", "own weights"])
 def test_validation_and_test_have_averaged_weights(server, client, model, validates):
     class Averages(lightning.Callback):

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ema_client import _ema
 from ema_client._agreed import Arguments, check_agreed
 from ema_client._arguments import check_module, check_values
 from ema_client._attachment import Attachment
@@ -189,11 +190,7 @@ def attach(
                 f"start_step {start_step} and resume are both given: resume says the step",
                 reason="BAD_REQUEST",
             )
-        rule = Rule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
-            preset_arguments, inspect.signature(attach).parameters
-        )
-        options = Options.of(rule.preset)
-        track_list = dataclasses.replace(rule, preset=options.preset).tracks(tracks)
+        options, track_list = options_and_tracks(given, preset_arguments)
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
             # Raises if a unit that it needs is not counted.
@@ -287,3 +284,25 @@ def attach(
             plan.model_name,
         )
     return attachment
+
+
+#: The names of the arguments of `attach` that callbacks pass on.
+KEYWORDS = [
+    name
+    for name, parameter in inspect.signature(attach).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
+
+
+def options_and_tracks(
+    given: Mapping[str, Any], preset_arguments: Mapping[str, Any]
+) -> tuple[Options, list[_ema.Track]]:
+    """What arguments of `attach` ask for.
+
+    Raises:
+        InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.
+    """
+    own = {field.name: given.get(field.name) for field in dataclasses.fields(Rule)}
+    rule = Rule(**own).with_arguments(preset_arguments, KEYWORDS)
+    options = Options.of(rule.preset)
+    return options, dataclasses.replace(rule, preset=options.preset).tracks(given.get("tracks"))

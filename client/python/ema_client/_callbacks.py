@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
 from ema_client._arguments import check_values
-from ema_client._attach import attach
+from ema_client._attach import KEYWORDS, options_and_tracks
 from ema_client._attachment import Attachment
 from ema_client._averaged import averaged, copy_average
 from ema_client._away import MAX_OUTAGE_S
@@ -22,7 +21,6 @@ from ema_client._errors import (
     InvalidArgumentError,
     failure_of,
 )
-from ema_client._preset_arguments import Rule
 from ema_client._ranks import Ranks
 from ema_client._types import Version, VersionLike
 from ema_client._url import split_url
@@ -32,20 +30,13 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# Of `attach`.
-_NAMES = [
-    name
-    for name, parameter in inspect.signature(attach).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-]
-
 
 def check_options(
     caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
 ) -> None:
     """Refuses what is no argument of `attach` or of the preset given, or one that the caller, a class, sets
     itself: TypeError. InvalidArgumentError: a bad value."""
-    known = [name for name in _NAMES if name not in own]
+    known = [name for name in KEYWORDS if name not in own]
     has_preset = given.get("preset") is not None and "preset" not in own
     for name in given:
         if name not in known and (name in own or not has_preset):
@@ -57,14 +48,8 @@ def check_options(
 
 
 def _tracks_in(options: Mapping[str, Any]) -> list[_ema.Track]:
-    rule = Rule(
-        options.get("preset"),
-        options.get("half_life"),
-        options.get("smoothing"),
-        options.get("update_interval"),
-        options.get("ema_start"),
-    ).with_arguments({name: value for name, value in options.items() if name not in _NAMES}, _NAMES)
-    return rule.tracks(options.get("tracks"))
+    extra = {name: value for name, value in options.items() if name not in KEYWORDS}
+    return options_and_tracks(options, extra)[1]
 
 
 def check_tracks(options: Mapping[str, Any]) -> None:
