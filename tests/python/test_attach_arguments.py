@@ -26,7 +26,7 @@ BAD_VALUES = [
     ({"wire_dtype": "bf16"}, r"""wire_dtype 'bf16': must be "as pushed" or "bfloat16" \["""),
     (
         {"non_finite": "ignore"},
-        r"""non_finite 'ignore': must be "reject" or "skip" or "allow" \[""",
+        r"""non_finite 'ignore': must be "reject", "skip" or "allow" \[""",
     ),
     ({"tracks": ["ema"]}, r"tracks \['ema'\]: must be tracks by name"),
     ({"preset": 5}, "preset 5: must be a name"),

@@ -293,13 +293,17 @@ def test_other_averages_are_refused(server, model, train, other):
     [
         ({"smoothing": 0.9, "half_life": "4ba"}, "InvalidArgumentError.*are both given"),
         ({"half_life": "4sp"}, "InvalidArgumentError.*half_life '4sp'"),
-        ({"start_step": 3}, "TypeError.*'start_step'"),
-        ({"decay": 0.9}, "TypeError.*'decay'"),
+        ({"start_step": 3}, 'TypeError.*"start_step"'),
+        ({"decay": 0.9}, 'TypeError.*"decay"'),
+        ({"preset_arguments": {}}, 'TypeError.*"preset_arguments"'),
+        ({"on_error": "retry"}, "InvalidArgumentError.*on_error 'retry'"),
+        ({"max_wait_s": "3"}, "InvalidArgumentError.*max_wait_s '3'"),
+        ({"tracks": {"slow": "3"}}, "InvalidArgumentError.*slow"),
     ],
-    ids=["both", "unit", "ours to say", "unknown"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_arguments(server, model, train, options, message):
-    ours = train("ours", options={"url": server.url(model), **options})
+def test_wrong_arguments_are_refused_at_once(server, model, train, options, message):
+    ours = train("ours", options={"url": server.url(model), **options}, calls=[])
     assert re.search(message, ours["error"]), ours["error"]
 
 

@@ -327,6 +327,8 @@ def test_wrong_policies_are_refused(server, client, model, options, message):
 def test_callbacks_of_frameworks_pass_the_policy_on():
     options = {"on_error": "wait", "max_outage_s": 90, "timeout_s": 20}
     check_options("EMA", options)
+    with pytest.raises(ema_client.InvalidArgumentError, match="max_outage_s '90'"):
+        check_options("EMA", {"on_error": "wait", "max_outage_s": "90"})
     # Their own calls wait as long.
     assert raises(options) and patience_s(options) == 90
     assert patience_s({"on_error": "wait", "max_outage_s": 5}) == 60

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, get_args
 
+from ema_client._away import OnError
 from ema_client._errors import InvalidArgumentError
 from ema_client._types import NonFinite, WireDtype
 
@@ -62,7 +63,8 @@ def _count(least: int) -> Callable[[str, object], None]:
 def _one_of(words: tuple[str, ...]) -> Callable[[str, object], None]:
     def check(name: str, value: object) -> None:
         if not isinstance(value, str) or value not in words:
-            _refuse(name, repr(value), " or ".join(f'"{word}"' for word in words))
+            *others, last = [f'"{word}"' for word in words]
+            _refuse(name, repr(value), f"{', '.join(others)} or {last}")
 
     return check
 
@@ -109,6 +111,8 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "rename": _or_none(_function),
     "max_pinned_versions": _count(0),
     "max_wait_s": _seconds,
+    "max_outage_s": _seconds,
+    "on_error": _one_of(get_args(OnError)),
     "timeout_s": check_timeout,
     "keep_resumable": _count(1),
 }

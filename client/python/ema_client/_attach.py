@@ -14,7 +14,7 @@ from ema_client import _ema
 from ema_client._agreed import Arguments, check_agreed
 from ema_client._arguments import check_module, check_values
 from ema_client._attachment import Attachment
-from ema_client._away import MAX_OUTAGE_S, OnError, check_policy
+from ema_client._away import MAX_OUTAGE_S, OnError
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._files import FilesLike, small_files
@@ -182,7 +182,6 @@ def attach(
     try:
         check_module(model)
         split_url(url)
-        check_policy(on_error, max_outage_s)
         check_values(given)
         optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:

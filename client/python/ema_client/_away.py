@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 from ema_client._errors import (
     AbortedError,
@@ -53,19 +53,6 @@ _OWN_DEVICE = "DEVICE"
 MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
-
-
-def check_policy(on_error: object, max_outage_s: object) -> None:
-    """InvalidArgumentError: one of these arguments of `attach` is wrong."""
-    if on_error not in get_args(OnError):
-        raise InvalidArgumentError(
-            f'on_error {on_error!r}: must be "skip", "wait" or "raise"', reason="BAD_REQUEST"
-        )
-    is_number = isinstance(max_outage_s, (int, float)) and not isinstance(max_outage_s, bool)
-    if not is_number or math.isnan(max_outage_s) or max_outage_s < 0:  # type: ignore[arg-type,operator]
-        raise InvalidArgumentError(
-            f"max_outage_s {max_outage_s!r}: must be seconds, 0 or more", reason="BAD_REQUEST"
-        )
 
 
 def is_outage(error: EmaError) -> bool:

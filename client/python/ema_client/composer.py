@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from typing import Any
 
@@ -20,7 +19,7 @@ from ema_client import _presets
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import swapped
-from ema_client._callbacks import patience_s, raises
+from ema_client._callbacks import check_options, check_tracks, patience_s, raises
 from ema_client._client import Client
 from ema_client._errors import (
     EmaError,
@@ -40,9 +39,7 @@ _logger = logging.getLogger(__name__)
 
 _TRACK = "ema"
 # What this class says to `attach` itself.
-_OWN = frozenset(
-    "model optimizer url half_life smoothing update_interval ema_start preset start_step time resume".split()
-)
+_OWN = ("preset", "start_step", "time", "resume")
 _CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
 
 
@@ -87,9 +84,7 @@ class EMA(Algorithm):
         url: str,
         **options: Any,
     ) -> None:
-        unknown = sorted(options.keys() - (inspect.signature(attach).parameters.keys() - _OWN))
-        if unknown:
-            raise TypeError(f"EMA() got an unexpected keyword argument {unknown[0]!r}")
+        check_options(type(self).__name__, options, own=_OWN)
         self._preset: dict[str, Any] = {
             "preset": "composer",
             "smoothing": smoothing,
@@ -101,6 +96,7 @@ class EMA(Algorithm):
         track = Track.preset(
             "composer", **{name: self._preset[name] for name in self._preset if name != "preset"}
         )
+        check_tracks({**options, "preset": self._preset})
         is_by_epoch = str(track.update_interval).endswith("ep")
         self._update_event = Event.EPOCH_END if is_by_epoch else Event.BATCH_END
         self._start = Time.from_timestring(ema_start)
