@@ -7,6 +7,9 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 WEIGHTS = {"a": np.arange(4, dtype=np.float32), "b": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
@@ -128,6 +131,40 @@ def test_a_module_is_written(server, client, model):
         assert torch.equal(value, pulled[name]) and torch.equal(
             other.state_dict()[f"_orig_mod.{name}"], value
         )
+
+
+@pytest.mark.parametrize("known", ["first.weight", "last.weight"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_a_tied_module_is_written_from_a_file_with_one_name(
+    client, model, tmp_path, known, is_sharded
+):
+    weights = {**Tied().state_dict(), known: torch.arange(6.0).reshape(2, 3)}
+    del weights[{"first.weight": "last.weight", "last.weight": "first.weight"}[known]]
+    save_file(weights, tmp_path / "net.safetensors")
+    client.import_weights(model, tmp_path / "net.safetensors", tracks={"raw": "copy"}, step=5)
+    net = Tied()
+    weight = net.first.weight
+    if is_sharded:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+            pulled = client.pull(model, track="raw", out=net)
+            weight = net.first.weight.full_tensor()
+        finally:
+            torch.distributed.destroy_process_group()
+    else:
+        pulled = client.pull(model, track="raw", out=net)
+    assert pulled.keys() == weights.keys()
+    assert torch.equal(weight, weights[known])
+
+
+def test_a_name_too_many_is_refused_even_if_its_array_is_another_ones(client, model, pushed):
+    a = np.ones(4, np.float32)
+    out = {"a": a, "b": np.ones((2, 3), np.float32), "c": a}
+    with pytest.raises(ema_client.InvalidArgumentError, match="unexpected: c"):
+        client.pull(model, track="raw", out=out)
+    assert (a == 1).all()
 
 
 @pytest.mark.parametrize("out", [[np.ones(4)], 5])

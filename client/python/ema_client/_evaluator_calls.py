@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
@@ -81,11 +81,12 @@ class EvaluatorCalls(CheckpointCalls):
             dtype: what the server casts floats to before it sends them: "float32", "float16",
                 "bfloat16", or PyTorch's, NumPy's or JAX's dtype of that name. None: as it keeps them.
             out: what is to be written in place, in place of new memory, with the values cast to its
-                dtypes: torch tensors or NumPy arrays by name, exactly the names that are pulled, of which
-                no two share memory; or a module, for its parameters and buffers. With DTensors among
-                them these say what is pulled: of each just the piece that is on this rank, however
-                trainers have sharded the model; ranks that shall get one version must name it. A rank
-                that has nothing of any gets the version alone. Untouched if the pull fails, but for a device
+                dtypes: torch tensors or NumPy arrays by name, exactly the names that are pulled, of
+                which no two share memory; or a module, for its parameters and buffers (tied ones
+                once, by whichever of their names the model has). With DTensors among them these say
+                what is pulled: of each just the piece that is on this rank, however trainers have
+                sharded the model; ranks that shall get one version must name it. A rank that has
+                nothing of any gets the version alone. Untouched if the pull fails, but for a device
                 that fails while they are written. The pulled bytes are in memory beside them until
                 they have been.
             framework: what to return: "torch" tensors, "numpy" arrays, "auto": torch if installed.
@@ -119,7 +120,11 @@ class EvaluatorCalls(CheckpointCalls):
             )
         if device is not None:
             check_device(device)
-        given = None if out is None else targets_of(out)
+        given: Mapping[str, Any] | None = None
+        if out is not None:
+            given = targets_of(
+                out, lambda: [spec.name for spec in self.model(name, timeout_s=timeout_s).tensors]
+            )
         targets = given
         is_nothing = False
         if given is not None and any(map(is_dtensor, given.values())):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from ema_client._errors import InvalidArgumentError
@@ -72,8 +72,11 @@ def check_device(device: Any) -> None:
         ) from error
 
 
-def targets_of(out: OutLike) -> Mapping[str, Any]:
-    """The arrays to be written, by name; of a module, under all names that its state_dict has."""
+def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapping[str, Any]:
+    """The arrays to be written, by name; a module's tied tensors by what the model calls them.
+
+    `names_there` gives the names that the model's tensors have; asked only for tied ones.
+    """
     if isinstance(out, Mapping):
         return out
     torch = sys.modules.get("torch")
@@ -81,8 +84,11 @@ def targets_of(out: OutLike) -> Mapping[str, Any]:
         _refuse(f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module")
     named = named_tensors(unwrap(out))
     targets = named.all()
+    there = names_there() if named.aliases else ()
     for name, others in named.aliases.items():
-        targets.update(dict.fromkeys(others, targets[name]))
+        tensor = targets.pop(name)
+        known = [one for one in (name, *others) if one in there]
+        targets.update(dict.fromkeys(known or [name], tensor))
     return targets
 
 
