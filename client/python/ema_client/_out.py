@@ -29,10 +29,11 @@ def check_writable(out: Mapping[str, Any]) -> None:
 
 
 def copy_into(out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Writes `tensors` into the arrays of `out` in place, casting to their dtypes.
+    """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting
+    to their dtypes.
 
-    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array cannot
-    be written or shares memory with another.
+    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array shares
+    memory with another.
     """
     check_names("out", expected=tensors, given=out)
     is_torch = all(is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
@@ -54,7 +55,6 @@ def copy_into(out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     ]
     if wrong:
         _refuse(f"wrong dtypes: {'; '.join(wrong)}")
-    check_writable(out)
     _check_apart(out)
     for name, tensor in tensors.items():
         if is_torch:
