@@ -145,6 +145,31 @@ def test_a_model_with_other_options_is_refused(server, client, model, tmp_path, 
     assert ema.stats.pushes == 1
 
 
+@pytest.mark.parametrize("how", ["the same order", "another order", "imported"])
+def test_a_model_whose_tracks_were_changed_goes_on_with_its_first_arguments(
+    server, client, model, tmp_path, how
+):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    tracks = {"ema": "10ba", "raw": "copy"}
+    if how == "imported":
+        save_file({**net.state_dict()}, tmp_path / "net.safetensors")
+        client.import_weights(model, tmp_path / "net.safetensors", tracks=tracks, step=5)
+    with ema_client.attach(net, optimizer, server.url(model), tracks=tracks):
+        client.update_model(model, pause=["raw"], tracks={"slow": "50ba"})
+        optimizer.step()
+    changed = client.model(model).tracks
+    assert changed.keys() == {"ema", "raw", "slow"}
+    if how == "another order":
+        net = torch.nn.ModuleDict({"1": net[1], "0": net[0]})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for first_again in (tracks, dict(reversed(tracks.items()))):
+        with ema_client.attach(net, optimizer, server.url(model), tracks=first_again) as ema:
+            optimizer.step()
+        assert ema.stats.pushes == 1
+    assert client.model(model).tracks == changed
+
+
 def test_what_is_a_buffer_is_no_order(server, model):
     net = torch.nn.Module()
     net.register_buffer("mean", torch.zeros(3))

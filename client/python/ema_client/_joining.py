@@ -128,23 +128,27 @@ class Plan:
             # A model that is gone cannot be resumed; it must not be made anew.
             self.client.model(self.model_name, timeout_s=timeout_s)
         try:
-            fields, _ = self.client._client.create_model(
-                self.model_name,
-                self.layout.specs,
-                self.tracks,
-                self.max_pinned_versions,
-                self.non_finite,
-                timeout_s,
-            )
+            fields = self._create(self.layout.specs, self.tracks, timeout_s)
         except AlreadyExistsError:
-            fields = self.client._client.get_model(self.model_name, timeout_s)
-            if not self._may_go_on_with(fields["tensors"]):
+            there = self.client._client.get_model(self.model_name, timeout_s)
+            if not self._may_go_on_with(there["tensors"]):
                 raise
-            self._check_options(fields)
+            # The rest the server compares, which knows the tracks as they were made, too.
+            places = {track.name: place for place, track in enumerate(there["tracks"])}
+            tracks = sorted(self.tracks, key=lambda track: places.get(track.name, len(places)))
+            fields = self._create(there["tensors"], tracks, timeout_s)
         if state is not None:
             state.check_fresh(model_from(fields).latest)
         if self.files:
             self.client.attach_files(self.model_name, self.files, timeout_s=timeout_s)
+
+    def _create(
+        self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
+    ) -> dict[str, Any]:
+        fields, _ = self.client._client.create_model(
+            self.model_name, specs, tracks, self.max_pinned_versions, self.non_finite, timeout_s
+        )
+        return fields
 
     def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
         """Whether a model's tensors are ours, in another order (of other pipeline stages), or made from a
@@ -159,29 +163,6 @@ class Plan:
         return {key(spec, is_from_file) for spec in specs} == {
             key(spec, is_from_file) for spec in self.layout.specs
         }
-
-    def _check_options(self, fields: dict[str, Any]) -> None:
-        """As the server compares them where it knows the tensors as ours."""
-        there = {track.name: track for track in fields["tracks"]}
-        here = {track.name: track for track in self.tracks}
-        problems = [
-            f'track "{name}"'
-            for name in {**here, **there}
-            if name not in here or name not in there or here[name] != there[name]
-        ]
-        # 0: the server's default, whatever it is.
-        if self.max_pinned_versions not in (0, fields["max_pinned_versions"]):
-            problems.append(
-                f"max_pinned_versions {self.max_pinned_versions} here, "
-                f"{fields['max_pinned_versions']} there"
-            )
-        if self.non_finite != fields["non_finite"]:
-            problems.append(f"non_finite {self.non_finite} here, {fields['non_finite']} there")
-        if problems:
-            raise AlreadyExistsError(
-                f'model "{self.model_name}" exists and differs: {"; ".join(problems)}',
-                reason="MODEL_DIFFERS",
-            )
 
     def check_state(self, launch: Launch, state: State | None) -> None:
         if launch.state != state:
