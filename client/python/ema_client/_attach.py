@@ -71,19 +71,19 @@ def attach(
     sends what it has, and nothing is gathered. That may be whole parameters (DistributedDataParallel,
     pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
-    statistics differ between ranks). Parameters are read in place, not copied; the next `optimizer.step()` waits until
-    their bytes have left. Those without requires_grad are sent until every track has their values,
-    and again after PyTorch has counted a write that has changed them; the step that sends them waits for
-    it. `load_state_dict` waits, too; whoever else writes weights between steps (clipping of weights) must call the attachment's
-    `wait_released()` first. A parameter that has been written without is named in a warning, its push
-    given up if it has not ended, and copied before each push from then on (a forward that normalises
-    weights); writes through `.data` are found in host memory, where they change many elements, else
-    only by `check`. Copies take 64 MiB at most: where there would be
-    more, each step that pushes waits until all bytes have left.
+    statistics differ between ranks). Parameters are read in place, not copied; the next
+    `optimizer.step()` waits until their bytes have left. Those without requires_grad are sent until
+    every track has their values, and again after PyTorch has counted a write that has changed them; the
+    step that sends them waits for it. `load_state_dict` waits, too; whoever else writes weights between
+    steps (clipping of weights) must call the attachment's `wait_released()` first. A parameter that has
+    been written without is named in a warning, its push given up if it has not ended, and copied before
+    each push from then on (a forward that normalises weights); writes through `.data` are found in host
+    memory, where they change many elements, else only by `check`. Copies take 64 MiB at most: where
+    there would be more, each step that pushes waits until all bytes have left.
 
     A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is
-    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again; a server that has forgotten the
-    model gets it made anew.
+    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again; a server
+    that has forgotten the model gets it made anew.
 
     Args:
         model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are
@@ -91,13 +91,12 @@ def attach(
             FullyShardedDataParallel (FSDP1) is not supported.
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
-            whenever the one has that was last.
-            accelerate's wrapper is looked through. Steps that a grad scaler skips do not count.
-            An optimizer that is made later does not count: attach after it. Parameters that none of
-            them holds are copied before they are sent, or the step waits until
-            they have been, because someone else may change them: another optimizer, or the forward pass
-            (a momentum encoder). None: for a
-            loop that steps in another way; call the attachment's `after_step()` after each step.
+            whenever the one has that was last. accelerate's wrapper is looked through. Steps that a
+            grad scaler skips do not count. An optimizer that is made later does not count: attach after
+            it. Parameters that none of them holds are copied before they are sent, or the step waits
+            until they have been, because someone else may change them: another optimizer, or the
+            forward pass (a momentum encoder). None: for a loop that steps in another way; call the
+            attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
@@ -145,9 +144,10 @@ def attach(
         files: small files that the server's checkpoints shall have, as for `Client.attach_files`: with
             config.json in them, `from_pretrained` reads a checkpoint. Rank 0's count.
         check: compares a checksum of what is pushed before and after, and raises in the next
-            `optimizer.step()` if something else has written weights meanwhile; the message names
-            them, and a push of them that has not ended is given up. Of the last push `close` warns. Reads the weights twice more, and frozen ones at each push, where it finds changes that
-            PyTorch does not count: to look for mistakes.
+            `optimizer.step()` if something else has written weights meanwhile; the message names them,
+            and a push of them that has not ended is given up. Of the last push `close` warns. Reads the
+            weights twice more, and frozen ones at each push, where it finds changes that PyTorch does
+            not count: to look for mistakes.
         preset_arguments: the library's own arguments, under its names, such as beta=0.9999. A name that
             `attach` has, too, means what it says here; composer's preset is given those of half_life,
             smoothing, update_interval and ema_start that are given, and the other tracks follow
