@@ -377,6 +377,27 @@ def test_a_push_without_memory_is_skipped(server, client, model, monkeypatch, ca
     assert "push of step 2 skipped" in caplog.text and "no memory" in caplog.text
 
 
+def test_copies_without_memory_accuse_nobody_of_writes(server, client, model, monkeypatch, caplog):
+    """A push ends while its weights are taken: what would have been read in place is forgotten."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def no_memory(*_):
+        raise MemoryError("no memory")
+
+    module(torch.randn(5, 3)).square().sum().backward()
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", no_memory)
+            optimizer.step()
+        optimizer.step()
+        ema.close()
+        assert (ema.stats.pushes, ema.stats.skipped) == (2, 1)
+    assert "push of step 2 skipped" in caplog.text
+    assert "written" not in caplog.text
+
+
 def test_ctrl_c_in_close_lets_the_optimizer_and_the_server_go(server, model, monkeypatch):
     module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -55,7 +55,6 @@ class PushedWeights:
         self._written: set[str] = set()
         # What is read in place until the next step.
         self._in_place: list[_InPlace] = []
-        self._samples = b""
         # What was taken last may change before the next step: its push must be waited for at once.
         self.must_wait = False
 
@@ -64,6 +63,8 @@ class PushedWeights:
         optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
         weights: dict[str, torch.Tensor] = {}
         copied = {name: buffer for name, buffer in tensors.buffers.items() if name in names}
+        in_place: list[_InPlace] = []
+        # Only of a whole push: the copies may find no memory.
         self._in_place = []
         self.must_wait = False
         for name, parameter in tensors.parameters.items():
@@ -75,7 +76,7 @@ class PushedWeights:
             # `after_step` sees to it that nothing does.
             is_foreign = optimized is not None and id(parameter) not in optimized
             if not is_foreign and name not in self._written:
-                self._in_place.append(_InPlace(name, parameter, weights[name]))
+                in_place.append(_InPlace(name, parameter, weights[name]))
             elif name in self._frozen:
                 self.must_wait = True
             else:
@@ -85,33 +86,32 @@ class PushedWeights:
         self.must_wait |= copied_bytes > _COPY_BYTES
         for name, tensor in copied.items():
             weights[name] = tensor.detach() if self.must_wait else tensor.detach().clone()
-        self._samples = self._sample()
+        for one, sample in zip(in_place, _samples(in_place)):
+            one.sample = sample
+        self._in_place = in_place
         return weights
 
     def release(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
-        samples = self._sample()
+        in_place, self._in_place = self._in_place, []
         written = [
             one.name
-            for index, one in enumerate(self._in_place)
-            if one.is_counted() or _sample_at(index, samples) != _sample_at(index, self._samples)
+            for one, sample in zip(in_place, _samples(in_place))
+            if one.is_counted() or sample != one.sample
         ]
-        self._in_place = []
         self._written.update(written)
         return written
-
-    def _sample(self) -> bytes:
-        return _ema.sample_words([one.place for one in self._in_place])
 
 
 class _InPlace:
     """A parameter that is read in place."""
 
-    __slots__ = ("name", "place", "_parameter", "_memory", "_writes")
+    __slots__ = ("name", "place", "sample", "_parameter", "_memory", "_writes")
 
     def __init__(self, name: str, parameter: torch.Tensor, memory: torch.Tensor) -> None:
         """`memory`: shares its memory, and keeps it where the parameter gets another one meanwhile."""
         self.name = name
+        self.sample = 0  # Of its words, when the push began.
         self._parameter = parameter
         self._memory = memory
         # Of what is made in inference mode PyTorch counts no writes.
@@ -132,8 +132,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return last == tensor.numel() - 1
 
 
-def _sample_at(index: int, samples: bytes) -> bytes:
-    return samples[8 * index : 8 * index + 8]
+def _samples(in_place: Sequence[_InPlace]) -> list[int]:
+    return _ema.sample_words([one.place for one in in_place])
 
 
 def _bytes_here(tensor: torch.Tensor) -> int:

@@ -42,11 +42,11 @@ uint64_t SampleOf(const Place& place) {
   return sum;
 }
 
-nb::bytes SampleWords(const std::vector<Place>& places) {
+std::vector<uint64_t> SampleWords(const std::vector<Place>& places) {
   std::vector<uint64_t> sums;
   sums.reserve(places.size());
   for (const Place& place : places) sums.push_back(SampleOf(place));
-  return nb::bytes(sums.data(), sums.size() * sizeof(uint64_t));
+  return sums;
 }
 
 }  // namespace
