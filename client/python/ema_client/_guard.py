@@ -106,25 +106,31 @@ class PushedWeights:
 class _InPlace:
     """A parameter that is read in place."""
 
-    __slots__ = ("name", "place", "sample", "_parameter", "_memory", "_writes")
+    __slots__ = ("name", "sample", "_parameter", "_writes", "_local", "_end")
 
     def __init__(self, name: str, parameter: torch.Tensor, memory: torch.Tensor) -> None:
         """`memory`: shares its memory, and keeps it where the parameter gets another one meanwhile."""
         self.name = name
         self.sample = 0  # Of its words, when the push began.
         self._parameter = parameter
-        self._memory = memory
         # Of what is made in inference mode PyTorch counts no writes.
         self._writes = None if parameter.is_inference() else writes_of(parameter)
-        # Address and bytes; none elsewhere than in host memory, or with gaps between the elements.
-        self.place = 0, 0
+        # What has words to compare: none elsewhere than in host memory, or with gaps between them.
         local = piece_of(name, memory).local if is_dtensor(memory) else memory
-        if local.is_cpu and (local.is_contiguous() or _is_dense(local)):
-            self.place = local.data_ptr(), local.nbytes
+        has_words = local.is_cpu and (local.is_contiguous() or _is_dense(local))
+        self._local = local if has_words else None
+        self._end = (local.storage_offset() + local.numel()) * local.element_size()
 
     def is_counted(self) -> bool:
         """Whether PyTorch has counted a write."""
         return self._writes is not None and writes_of(self._parameter) != self._writes
+
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of its words, as they are now: share_memory and resize_ give the storage
+        itself other memory, or less."""
+        if self._local is None or self._local.untyped_storage().nbytes() < self._end:
+            return 0, 0
+        return self._local.data_ptr(), self._local.nbytes
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -133,7 +139,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _samples(in_place: Sequence[_InPlace]) -> list[int]:
-    return _ema.sample_words([one.place for one in in_place])
+    return _ema.sample_words([one.place() for one in in_place])
 
 
 def _bytes_here(tensor: torch.Tensor) -> int:
