@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ema_client import _ema, _gpu
 from ema_client._errors import InvalidArgumentError
-from ema_client._pieces import is_dtensor, piece_of
+from ema_client._pieces import Boxes, is_dtensor, local_of
 from ema_client._types import TensorSpec
 
 Framework = Literal["auto", "torch", "numpy"]
@@ -35,7 +35,7 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return framework is not None and isinstance(value, getattr(framework, name))
 
 
-def read(name: str, value: Any) -> _ema.Array:
+def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
     that is neither the host's nor that of a GPU of NVIDIA's, and what is not contiguous, unless it is
     a torch tensor in the host's."""
@@ -43,8 +43,8 @@ def read(name: str, value: Any) -> _ema.Array:
     offsets: tuple[int, ...] | None = None
     if is_instance(value, "torch", "Tensor"):
         if is_dtensor(value):
-            piece = piece_of(name, value)
-            value, offsets = piece.local, piece.box.offsets
+            offsets = (boxes or Boxes()).offsets_of(name, value)
+            value = local_of(value)
         value = value.detach()
         if _gpu.is_readable(value):
             # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
@@ -71,8 +71,8 @@ def _jax_on_host(value: Any) -> Any:
     return sys.modules["numpy"].asarray(value)
 
 
-def read_all(weights: Mapping[str, Any]) -> list[_ema.Array]:
-    return [read(name, value) for name, value in weights.items()]
+def read_all(weights: Mapping[str, Any], boxes: Boxes) -> list[_ema.Array]:
+    return [read(name, value, boxes) for name, value in weights.items()]
 
 
 def spec_of(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client._pieces import piece_of, writes_of
+from ema_client._pieces import local_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FrozenTensors:
                 seen[name] = self._seen[name]
             else:
                 unseen[name] = mark
-        sums = checksums(piece_of(name, tensors[name]).local for name in unseen)
+        sums = checksums(local_of(tensors[name]) for name in unseen)
         seen |= {name: (unseen[name], value) for name, value in zip(unseen, sums)}
         self._seen = seen
 
@@ -79,7 +79,7 @@ def _mark(tensor: torch.Tensor) -> object:
     """Is another one when the tensor has been written, or has other memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    local = piece_of("", tensor).local.detach()
+    local = local_of(tensor).detach()
     if tensor.is_inference():
         return object()  # Equal to no other: PyTorch does not count its writes.
     # The reference does not keep the memory, but keeps another one from looking the same.

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 
 from ema_client import _ema, _gpu
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import is_dtensor, piece_of, pieces_of, writes_of
+from ema_client._pieces import local_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _InPlace:
         # Of what is made in inference mode PyTorch counts no writes.
         self._writes = None if parameter.is_inference() else writes_of(parameter)
         # What has words to compare: none elsewhere than in host memory, or with gaps between them.
-        local = piece_of(name, memory).local if is_dtensor(memory) else memory
+        local = local_of(memory)
         has_words = local.is_cpu and (local.is_contiguous() or _is_dense(local))
         self._local = local if has_words else None
         self._end = (local.storage_offset() + local.numel()) * local.element_size()
@@ -143,19 +143,19 @@ def _samples(in_place: Sequence[_InPlace]) -> list[int]:
 
 
 def _bytes_here(tensor: torch.Tensor) -> int:
-    local = piece_of("", tensor).local
+    local = local_of(tensor)
     return int(local.numel() * local.element_size())
 
 
 def _is_put_in_order(tensor: torch.Tensor) -> bool:
     """Whether `_arrays.read` copies it."""
-    local = piece_of("", tensor).local
+    local = local_of(tensor)
     return _gpu.is_readable(local) and not local.is_contiguous()
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Of what this rank has of each."""
-    return checksums(piece.local for piece in pieces_of(tensors).values())
+    return checksums(map(local_of, tensors.values()))
 
 
 class WatchedWeights:

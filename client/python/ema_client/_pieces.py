@@ -41,6 +41,13 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_of(tensor: Any) -> Any:
+    """What this rank has of a torch tensor, as `piece_of` says where it lies: the tensor itself, or a
+    DTensor's local one. It is found at once, while each operation on a DTensor takes 10 us or more.
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
 def piece_of(name: str, tensor: Any) -> Piece:
     """What this rank has of `tensor`, a torch tensor.
 
@@ -50,7 +57,7 @@ def piece_of(name: str, tensor: Any) -> Piece:
     shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
         return Piece(shape, Shard(name, (0,) * len(shape), shape), tensor)
-    local = tensor.detach().to_local()
+    local = local_of(tensor).detach()
     if tensor.device_mesh.get_coordinate() is None:  # Other ranks have it.
         return Piece(shape, Shard(name, (0,) * len(shape), (0,) * len(shape)), local)
     try:
@@ -61,6 +68,22 @@ def piece_of(name: str, tensor: Any) -> Piece:
             f'tensor "{name}": no part of its values is on this rank: {error}', reason="BAD_LAYOUT"
         ) from error
     return Piece(shape, Shard(name, tuple(chunk.offsets), tuple(chunk.sizes)), local)
+
+
+class Boxes:
+    """Where pieces lie, as `piece_of` has said for tensors that are spread in the same way: it takes
+    20 us for each of them, several times what sending it takes the thread that trains."""
+
+    def __init__(self) -> None:
+        # By mesh, placements and shape.
+        self._offsets: dict[tuple[Any, Any, Any], tuple[int, ...]] = {}
+
+    def offsets_of(self, name: str, tensor: Any) -> tuple[int, ...]:
+        """Of what this rank has of a DTensor. Raises as `piece_of`."""
+        spread = tensor.device_mesh, tensor.placements, tensor.shape
+        if spread not in self._offsets:
+            self._offsets[spread] = piece_of(name, tensor).box.offsets
+        return self._offsets[spread]
 
 
 def pieces_of(tensors: Mapping[str, Any]) -> dict[str, Piece]:
@@ -87,4 +110,4 @@ def writes_of(tensor: Any) -> int:
     """PyTorch's count of writes to a torch tensor, which no write through `.data` and no replay of a CUDA
     graph adds to."""
     # Of a DTensor each operation counts in one of the two.
-    return int(tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0))
+    return int(tensor._version + (local_of(tensor)._version if is_dtensor(tensor) else 0))

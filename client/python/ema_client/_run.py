@@ -10,6 +10,7 @@ from typing import Any
 
 from ema_client import _arrays, _ema, _gpu
 from ema_client._errors import FailedPreconditionError
+from ema_client._pieces import Boxes
 from ema_client._types import (
     PushStats,
     Shard,
@@ -92,6 +93,7 @@ class Run:
         self._run: _ema.Run | None = run
         self._timeout_s = timeout_s
         self._tensors = tuple(specs_from(run.tensors))
+        self._boxes = Boxes()
 
     def __enter__(self) -> Run:
         return self
@@ -213,7 +215,7 @@ class Run:
             InvalidArgumentError: arrays do not match the model; lists every one that does not.
             FailedPreconditionError: the push before is still running.
         """
-        arrays = _arrays.read_all(weights)
+        arrays = _arrays.read_all(weights, self._boxes)
         gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
         push = self._get().start_push(
             step,
