@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from server_process import ServerProcess
 
 BETWEEN_STEPS = """
 import logging, sys
@@ -55,6 +56,58 @@ def test_weights_may_move_between_a_push_and_the_next_step(server, model, how, s
     assert done.returncode == 0, (done.returncode, done.stderr[-4000:])
     assert said in done.stdout
     assert bool(said) == bool(done.stdout)
+
+
+DURING_A_PUSH = """
+import os, signal, sys, threading
+import ema_client, torch
+
+url, server, how = sys.argv[1:]
+client = ema_client.Client(url.removeprefix("ema://").split("/")[0])
+net = torch.nn.Linear(4096, 4096)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(1, 4096)).sum().backward()
+with ema_client.attach(net, optimizer, url, tracks={"raw": "copy"}) as ema:
+    optimizer.step()
+    assert ema.wait_pushed().step == 1
+    os.kill(int(server), signal.SIGSTOP)
+    optimizer.step()
+    pushed = {name: value.clone() for name, value in net.state_dict().items()}
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    move = net.share_memory if how == "share" else lambda: queue.put(net.state_dict())
+    has_moved = threading.Event()
+
+    def wait_and_move():
+        move()
+        has_moved.set()
+
+    thread = threading.Thread(target=wait_and_move)
+    thread.start()
+    # As long as the server takes nothing, the weights stay where they are.
+    assert not has_moved.wait(0.5)
+    assert not net.weight.is_shared()
+    os.kill(int(server), signal.SIGCONT)
+    thread.join()
+    assert net.weight.is_shared()
+    assert ema.wait_pushed().step == 2
+    got = client.pull(url.split("/")[-1], track="raw")
+    assert all(torch.equal(got[name], value) for name, value in pushed.items())
+    # From now on nothing moves, and nobody waits.
+    os.kill(int(server), signal.SIGSTOP)
+    optimizer.step()
+    move()
+    assert not ema._pending.done
+    os.kill(int(server), signal.SIGCONT)
+    assert ema.wait_pushed().step == 3
+    assert (ema.stats.pushes, ema.stats.skipped) == (3, 0), ema.stats
+"""
+
+
+@pytest.mark.parametrize("how", ["queue", "share"])
+def test_weights_that_are_being_pushed_move_afterwards(model, how, tmp_path):
+    with ServerProcess(tmp_path) as server:
+        done = run(DURING_A_PUSH, server.url(model), str(server.pid), how)
+    assert done.returncode == 0, (done.returncode, done.stderr[-4000:])
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

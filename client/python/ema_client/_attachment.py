@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from ema_client._entrances import entrance, keep_uncompiled
 from ema_client._errors import DeadlineExceededError, EmaError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
+from ema_client._moves import move_inside
 from ema_client._optimizers import after_closure, was_skipped
 from ema_client._pushing import EXIT_WAIT_S, Pushing
 from ema_client._resume import WithState
@@ -42,8 +44,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
     Made by `ema_client.attach`. To be used by the thread that trains; `stats`, `version` and `step` any
     thread may read at any time. A push reads the parameters in place while the next forward and backward run;
     `optimizer.step()` waits for it (on a GPU its stream does), at most `max_wait_s`, before it changes
-    them, and so does `load_state_dict`. Whoever else writes weights between steps (clipping of weights)
-    must call `wait_released` first. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
+    them, and so do `load_state_dict` and what moves them to shared memory, from any thread. Whoever else
+    writes weights between steps (clipping of weights) must call `wait_released` first. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
     graph call no hooks: where a graph makes the step, attach without an optimizer, and call
     `wait_released()` before and `after_step(wait_released=False)` after each `graph.replay()`.
 
@@ -89,6 +91,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         # Held by the thread that is in a method or hook.
         self._lock = threading.RLock()
         keep_uncompiled(Attachment)
+        move_inside(_unread)
         self._client = client
         self._join_at = join_at  # Collective.
         self._module = module
@@ -345,6 +348,17 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._raise_error()
         if failure is not None:
             raise failure
+
+
+@contextlib.contextmanager
+def _unread(storage: torch.UntypedStorage) -> Iterator[None]:
+    """No push reads it meanwhile, nor starts to."""
+    with contextlib.ExitStack() as held:
+        for attachment in list(live):
+            if attachment._pid == os.getpid() and attachment._weights.are_in(storage):
+                held.enter_context(attachment._lock)
+                attachment.wait_released()
+        yield
 
 
 @atexit.register

@@ -55,6 +55,8 @@ class PushedWeights:
         self._written: set[str] = set()
         # What is read in place until the next step.
         self._in_place: list[_InPlace] = []
+        # Where the storages begin of what was taken last.
+        self._memory: set[int] = set()
         # What was taken last may change before the next step: its push must be waited for at once.
         self.must_wait = False
 
@@ -89,7 +91,16 @@ class PushedWeights:
         for one, sample in zip(in_place, _samples(in_place)):
             one.sample = sample
         self._in_place = in_place
+        self._memory = {
+            local.untyped_storage().data_ptr()
+            for local in map(local_of, weights.values())
+            if local.is_cpu
+        }
         return weights
+
+    def are_in(self, storage: torch.UntypedStorage) -> bool:
+        """Whether some of what was taken last lies in this host memory."""
+        return storage.data_ptr() in self._memory
 
     def release(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
