@@ -110,6 +110,20 @@ def test_a_child_may_write_the_weights_that_its_parent_pushes(server, model):
         assert wait_for(child) == 0
 
 
+def test_a_child_takes_nothing_that_its_parent_shall_find(server, model):
+    """A version whose reply was lost is counted, and told of, by the process that pushed it."""
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="2ba") as ema:
+        optimizer.step()
+        ema._link._lost_version = ema.wait_pushed()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if ema.stats.pushes == 1 and ema._link._lost_version is not None else 1)
+        assert wait_for(child) == 0
+        assert ema.stats.pushes == 2
+
+
 def wait_for(child: int, timeout_s: float = 30.0) -> int:
     """The exit code of a forked child; one that hangs is killed."""
     deadline = time.monotonic() + timeout_s

@@ -286,9 +286,11 @@ class Pushing:
 
     def _harvest(self) -> None:
         """Takes the result of the pending push if there is one."""
+        if os.getpid() != self._pid:
+            return
         self._find_lost()
         push = self._pending
-        if push is None or os.getpid() != self._pid or not push.done:
+        if push is None or not push.done:
             return
         self._pending = None
         self._sent_bytes += push.stats.sent_bytes
