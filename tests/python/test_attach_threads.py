@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads beside the one that trains. In processes of their own: a mistake here ends the process."""
+"""Threads beside the one that trains. Many are in processes of their own, which a mistake here ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+
+import ema_client
+import torch
 
 READS_WHILE_IT_TRAINS = """
 import sys, threading
@@ -82,6 +86,27 @@ for step in range(1, 51):
     assert all(one == (got[0][0], 300 * 16 * 4, True) for one in got), got
     assert got[0][0].step == step
 """
+
+
+def test_who_reads_stats_leaves_a_failure_to_the_thread_that_trains(server, model):
+    """To take one may mean to tell other ranks of it, while the next hook would wait for the reader."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        optimizer.step()
+        assert ema.wait_pushed().step == 1
+        with torch.no_grad():
+            net.weight.fill_(torch.nan)
+        optimizer.step()
+        assert ema._pending.wait_done(max_wait_s=60)
+        read = []
+        thread = threading.Thread(target=lambda: read.extend([ema.stats, ema.version]))
+        thread.start()
+        thread.join()
+        stats, version = read
+        assert (stats.pushes, stats.skipped, version.step) == (1, 0, 1)
+        assert ema.wait_pushed().step == 1
+        assert (ema.stats.pushes, ema.stats.skipped) == (1, 1)
 
 
 def run_program(program: str, *arguments: str) -> None:

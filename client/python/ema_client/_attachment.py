@@ -90,6 +90,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
         )
         # Held by the thread that is in a method or hook.
         self._lock = threading.RLock()
+        # The thread that trains, by what it did last.
+        self._trainer = threading.get_ident()
         keep_uncompiled(Attachment)
         move_inside(_unread)
         self._client = client
@@ -156,7 +158,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
     @property
     def stats(self) -> Stats:
         """What has been done up to now. For any thread: while another one is in a hook or method, a push
-        that has just ended may not be counted yet."""
+        that has just ended may not be counted yet. One that has failed is counted by the thread that
+        trains."""
         self._look()
         return Stats(
             pushes=self._pushes,
@@ -277,10 +280,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     self._client.close()
 
     def _look(self) -> None:
-        """Takes the result of the pending push, unless another thread may be about to."""
+        """Takes the result of the pending push, unless another thread may be about to. What failed only
+        the thread that trains: it may tell the server, while the next hook would wait for this one.
+        """
         if self._lock.acquire(blocking=False):
             try:
-                self._harvest()
+                self._harvest(leaves_failure=threading.get_ident() != self._trainer)
             finally:
                 self._lock.release()
 
@@ -327,6 +332,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     def _advance(self, step: int) -> None:
         start = time.monotonic()
+        self._trainer = threading.get_ident()
         self._step = step
         self._has_stepped = True
         # The weights are others now.

@@ -284,21 +284,23 @@ class Pushing:
         self._harvest()
         return self._pending is None and not self._link.is_away
 
-    def _harvest(self) -> None:
-        """Takes the result of the pending push if there is one."""
+    def _harvest(self, *, leaves_failure: bool = False) -> None:
+        """Takes the result of the pending push if there is one. `leaves_failure`: only a version, which
+        takes no time."""
         if os.getpid() != self._pid:
             return
         self._find_lost()
         push = self._pending
         if push is None or not push.done:
             return
-        self._pending = None
-        self._sent_bytes += push.stats.sent_bytes
         try:
             version = push.wait()
         except EmaError as error:
-            self._skip(self._pending_step, error)
+            if not leaves_failure:
+                self._let_go(push)
+                self._skip(self._pending_step, error)
             return
+        self._let_go(push)
         self._count_pushed(version)
         self._pushed = None
         self._in_step = True
@@ -342,9 +344,12 @@ class Pushing:
         push = self._pending
         if push is None:
             return
+        self._let_go(push)
+        self._skip(self._pending_step, DeadlineExceededError(problem), lost=push)
+
+    def _let_go(self, push: PendingPush) -> None:
         self._pending = None
         self._sent_bytes += push.stats.sent_bytes
-        self._skip(self._pending_step, DeadlineExceededError(problem), lost=push)
 
     def _skip(self, step: int, error: EmaError, *, lost: PendingPush | None = None) -> None:
         """Counts a step that was not pushed, or keeps it to push it again; goes away from a server that
