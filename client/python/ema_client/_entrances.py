@@ -52,9 +52,7 @@ def keep_uncompiled(owner: type[Any]) -> None:
     """
     import torch
 
-    disable = getattr(getattr(torch, "compiler", None), "disable", None)
-    if disable is None:  # PyTorch 2.0
-        return
+    disable: Callable[..., Any] = torch.compiler.disable
     if "reason" in inspect.signature(disable).parameters:
         disable = functools.partial(
             disable,
