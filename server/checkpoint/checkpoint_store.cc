@@ -80,6 +80,13 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(FileSyste
     return absl::FailedPreconditionError(
         absl::StrCat("the data directory cannot be used: ", status.message()));
   }
+  if (GetErrorReason(status) == ErrorReason::kDiskFull) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+        absl::StrCat("the data directory is full: a start needs a few KiB there, and a "
+                     "save a checkpoint's bytes: ",
+                     status.message()));
+  }
   EMA_RETURN_IF_ERROR(status);
   return store;
 }

@@ -260,6 +260,9 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationOfAStartIsSaidAndHarmless) {
         }
         // There is nothing in a start that it can do without.
         EXPECT_EQ(store.status().code(), error.code()) << *operation << " " << fail;
+        if (error == DiskFull()) {
+          EXPECT_THAT(store.status().message(), HasSubstr("the data directory is full"));
+        }
       }
       // The lock is free, and nothing has been lost.
       EXPECT_THAT(OpenStore(*files), IsOk()) << *operation << " " << fail;

@@ -16,7 +16,7 @@ import ema_client
 import numpy as np
 import pytest
 from http_pages import LISTEN, find_url, get, scrape, value
-from server_process import ROOT, ServerProcess
+from server_process import ROOT, ServerError, ServerProcess
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 
@@ -148,3 +148,15 @@ def test_a_full_disk_heals_by_itself(tmp_path, kind, leave_bytes):
                 pulled = client.pull("m", track="raw", framework="numpy")
                 assert pulled.version.step == 3
                 assert (pulled["w"] == weights).all()
+
+
+def test_a_start_on_a_full_disk_says_so(tmp_path):
+    with small_disk("tmpfs", tmp_path) as disk:
+        data = disk / "data"
+        with ServerProcess(tmp_path, *LISTEN, data_dir=data) as server:
+            server.kill()
+            ballast = fill(disk, 0)
+            with pytest.raises(ServerError, match="the data directory is full: a start needs"):
+                server.start()
+            ballast.unlink()
+            server.start()
