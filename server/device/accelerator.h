@@ -56,6 +56,7 @@ class Accelerator {
 
   // "cuda:0".
   virtual std::string name() const = 0;
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no memory for one.
   virtual absl::StatusOr<std::unique_ptr<Queue>> NewQueue() = 0;
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none.
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) = 0;

@@ -32,43 +32,48 @@ using Index = c10::DeviceIndex;
 
 std::string NameOf(Index index) { return absl::StrCat("cuda:", static_cast<int>(index)); }
 
-std::string MessageOf(Index index, const c10::Error& error) {
-  // The first line: what follows is advice to users of Python.
-  const std::string text = error.what_without_backtrace();
-  return absl::StrCat("device \"", NameOf(index), "\": ", text.substr(0, text.find('\n')));
-}
-
-absl::Status NoMemory(Index index, std::string_view what, int64_t size_bytes) {
-  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                   absl::StrCat("device \"", NameOf(index), "\": no ", std::string(what), " for ",
-                                size_bytes, " bytes"));
-}
-
 // Calls `work`, which may throw as LibTorch does, with the device as the thread's current one.
-// RESOURCE_EXHAUSTED, MEMORY_BUDGET: there was no memory, of the GPU's or pinned, for what it made:
-// others may have filled the GPU. All else is an error of the device.
 template <typename Work>
 absl::Status Try(Index index, const Work& work) {
-  const auto no_memory = [&](const c10::Error& error) {
-    C10_CUDA_CLEAR_ERROR();
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                     MessageOf(index, error));
-  };
   try {
     const c10::cuda::CUDAGuard guard(index);
     work();
     return absl::OkStatus();
-  } catch (const c10::OutOfMemoryError& error) {
-    return no_memory(error);
-  } catch (const c10::AcceleratorError& error) {
-    if (error.get_error_code() == cudaErrorMemoryAllocation) return no_memory(error);
-    return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice, MessageOf(index, error));
   } catch (const c10::Error& error) {
-    return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice, MessageOf(index, error));
+    // The first line: what follows is advice to users of Python.
+    const std::string text = error.what_without_backtrace();
+    return MakeError(
+        absl::StatusCode::kInternal, ErrorReason::kDevice,
+        absl::StrCat("device \"", NameOf(index), "\": ", text.substr(0, text.find('\n'))));
   } catch (const std::exception& error) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
                      absl::StrCat("device \"", NameOf(index), "\": ", error.what()));
   }
+}
+
+absl::Status NoMemory(Index index, std::string_view what) {
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+      absl::StrCat("device \"", NameOf(index), "\": no memory for ", std::string(what)));
+}
+
+// The same for work that makes something, for which there may be no memory: others may have filled
+// the GPU. Not for what is queued: whoever queued it would go on without it.
+template <typename Work>
+absl::Status TryToMake(Index index, std::string_view what, const Work& work) {
+  bool has_memory = true;
+  EMA_RETURN_IF_ERROR(Try(index, [&] {
+    try {
+      work();
+    } catch (const c10::OutOfMemoryError&) {
+      has_memory = false;
+    } catch (const c10::AcceleratorError& error) {
+      if (error.get_error_code() != cudaErrorMemoryAllocation) throw;
+      C10_CUDA_CLEAR_ERROR();
+      has_memory = false;
+    }
+  }));
+  return has_memory ? absl::OkStatus() : NoMemory(index, what);
 }
 
 class DeviceMemory : public BlockPool::Memory {
@@ -175,34 +180,31 @@ class CudaAccelerator : public Accelerator {
 
   absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override {
     std::unique_ptr<Queue> queue;
-    EMA_RETURN_IF_ERROR(Try(index_, [&] { queue = std::make_unique<CudaQueue>(index_); }));
+    EMA_RETURN_IF_ERROR(
+        TryToMake(index_, "a stream", [&] { queue = std::make_unique<CudaQueue>(index_); }));
     return queue;
   }
 
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) override {
+    const std::string what = absl::StrCat(size_bytes, " bytes");
     // What CUDA says to sizes that no GPU has need not be that there is no memory.
-    if (size_bytes < 0 || size_bytes > total_memory_bytes_) {
-      return NoMemory(index_, "memory", size_bytes);
-    }
+    if (size_bytes < 0 || size_bytes > total_memory_bytes_) return NoMemory(index_, what);
     void* data = nullptr;
-    const absl::Status status = Try(index_, [&] {
+    EMA_RETURN_IF_ERROR(TryToMake(index_, what, [&] {
       // Nothing would have no address.
       data = c10::cuda::CUDACachingAllocator::raw_alloc(
           static_cast<size_t>(std::max<int64_t>(size_bytes, 1)));
-    });
-    if (absl::IsResourceExhausted(status)) return NoMemory(index_, "memory", size_bytes);
-    EMA_RETURN_IF_ERROR(status);
+    }));
     return std::make_unique<DeviceMemory>(index_, data);
   }
 
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) override {
     void* data = nullptr;
-    const absl::Status status = Try(index_, [&] {
-      C10_CUDA_CHECK(cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocMapped));
-    });
-    if (absl::IsResourceExhausted(status))
-      return NoMemory(index_, "pinned host memory", size_bytes);
-    EMA_RETURN_IF_ERROR(status);
+    EMA_RETURN_IF_ERROR(
+        TryToMake(index_, absl::StrCat(size_bytes, " bytes of pinned host memory"), [&] {
+          C10_CUDA_CHECK(
+              cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocMapped));
+        }));
     return std::make_unique<PinnedMemory>(index_, data);
   }
 

@@ -106,7 +106,9 @@ class DeviceStream {
   // value, and reported: gives the index in `op` of the first element whose float value is not
   // finite, if that is known already. A device that learns it later reports it from Synchronize().
   // The double of a float64 source is checked before it is rounded to float32, and after.
-  // INTERNAL, DEVICE: the device has failed; the targets hold anything.
+  // INTERNAL, DEVICE: the device has failed; the targets hold anything. RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET: there is no memory to begin with; only of a stream's first fold or copy to or
+  // from the host, of which nothing is done.
   virtual absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) = 0;
 
   // Sets `size_bytes` bytes of device memory to zero.
@@ -139,6 +141,7 @@ class Device {
   // changed.
   virtual absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) = 0;
 
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no memory for one.
   virtual absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() = 0;
 
   // Blocks are host memory, so that who may write one can do it without a stream.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/device/accelerator_device.h"
 #include "server/server.h"
@@ -69,6 +70,29 @@ TEST_F(DeviceFailureTest, APushThatFindsNoMemoryChangesNothingAndMayComeAgain) {
   EXPECT_TRUE(IsServing(""));
   EXPECT_EQ(Pull("ema").header.version().version(), 1);
   EXPECT_EQ(Pull("ema").data, Filled(8));
+
+  taken.clear();
+  const CallResult accepted = PushFilled(2, 4, &pushed);
+  ASSERT_TRUE(accepted.status.ok()) << accepted.status.error_message();
+  EXPECT_EQ(Pull("ema").data, Filled(6));
+  EXPECT_EQ(Pull("raw").data, Filled(4));
+}
+
+// The step's blocks fit, a ring by which weights come does not.
+TEST_F(DeviceFailureTest, APushForWhoseRingThereIsNoMemoryMayComeAgain) {
+  device_->Trim();  // The one of the first push, too.
+  std::vector<std::shared_ptr<Block>> taken = TakeMemory();
+  const int64_t ring_bytes = device_->overhead(0).bytes_per_stream;
+  for (int64_t freed = 0; freed < ring_bytes / 2; taken.pop_back()) {
+    freed += taken.back()->size_bytes();
+  }
+  device_->Trim();
+  v1::PushResponse pushed;
+  const CallResult refused = PushFilled(2, 4, &pushed);
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_MEMORY_BUDGET);
+  EXPECT_THAT(refused.status.error_message(), HasSubstr(absl::StrCat(ring_bytes, " bytes")));
+  EXPECT_TRUE(IsServing(""));
 
   taken.clear();
   const CallResult accepted = PushFilled(2, 4, &pushed);
