@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/device/block_pool.h"
+#include "server/device/cast_run.h"
 #include "server/device/fold_table.h"
 #include "server/device/sum_table.h"
 
@@ -39,10 +40,7 @@ class Accelerator {
     virtual absl::Status Zero(std::byte* device, int64_t size_bytes) = 0;
     virtual absl::Status Fold(const FoldTable& table) = 0;
     virtual absl::Status Sum(const SumTable& table) = 0;
-    // to[i] = NarrowBits(format, from[i]) for float32s in device memory; `from` is aligned to 16
-    // bytes, `to` to 8.
-    virtual absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
-                              int64_t element_count) = 0;
+    virtual absl::Status Cast(const CastRun& run) = 0;
 
     // Marks `slot`, of kSlots, as done when all that has been queued so far is. Replaces its mark
     // of before.

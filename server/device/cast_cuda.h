@@ -6,20 +6,16 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
-#include <cstdint>
-
-#include "server/device/fold_element.h"
+#include "server/device/cast_run.h"
 
 namespace ema {
 
 // As LoadFold().
 cudaError_t LoadCast();
 
-// Queues to[i] = NarrowBits(format, from[i]) for float32s in device memory. `from` is aligned to 16
-// bytes, `to` to 8; they do not overlap. As LaunchFold(); 0 elements are nothing.
-cudaError_t LaunchCast(SourceFormat format, const std::byte* from, std::byte* to,
-                       int64_t element_count, cudaStream_t stream);
+// Queues `run`, whose addresses are the device's, on `stream`. As LaunchFold(); 0 elements are
+// nothing.
+cudaError_t LaunchCast(const CastRun& run, cudaStream_t stream);
 
 }  // namespace ema
 

@@ -3,7 +3,6 @@
 
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -24,6 +23,11 @@
 #include "server/device/cast_cuda.h"
 #include "server/device/fold_cuda.h"
 #include "server/device/sum_cuda.h"
+
+// LibTorch has it for its other half, libtorch_cuda.so, but in no header.
+namespace c10::cuda::_internal {
+C10_CUDA_API void setHasPrimaryContext(bool (*has_primary_context)(DeviceIndex));
+}
 
 namespace ema {
 namespace {
@@ -106,20 +110,36 @@ class PinnedMemory : public BlockPool::Memory {
   void* const data_;
 };
 
-// LibTorch has 32 streams for each device, which it hands out in turn: from the 33rd queue on, two
-// have the same one. Their work is then done in the order in which it was queued, and who waits for
-// one may wait for the other, too. That costs time; each still gets what was promised, as no work
-// on a stream waits for the host.
+// Not LibTorch's: the end of one throws, and so ends the process, once the device has failed.
+class Event {
+ public:
+  // Of the thread's current device. Throws as LibTorch does. Who waits sleeps: receiving threads
+  // and gRPC need the processor.
+  Event() {
+    C10_CUDA_CHECK(
+        cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
+  }
+  ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// LibTorch has 32 streams for each device, which it hands out in turn: from the
+// 33rd queue on, two have the same one. Their work is then done in the order in which it was
+// queued, and who waits for one may wait for the other, too. That costs time; each still gets what
+// was promised, as no work on a stream waits for the host.
 class CudaQueue : public Accelerator::Queue {
  public:
-  // Throws as LibTorch does.
+  // Of the thread's current device. Throws as LibTorch does.
   explicit CudaQueue(Index index)
-      : index_(index), stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)) {
-    // Now, not at the first mark of a push: making one may take memory that is not there.
-    for (Event& mark : marks_) mark.create(index);
-  }
+      : index_(index), stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)) {}
   ~CudaQueue() override {
-    Try(index_, [this] { stream_.synchronize(); }).IgnoreError();
+    Try(index_, [this] { C10_CUDA_CHECK(cudaStreamSynchronize(stream_)); }).IgnoreError();
   }
 
   absl::Status CopyToDevice(std::byte* device, const std::byte* host, int64_t size_bytes) override {
@@ -142,24 +162,17 @@ class CudaQueue : public Accelerator::Queue {
   absl::Status Sum(const SumTable& table) override {
     return Try(index_, [&] { C10_CUDA_CHECK(LaunchSum(table, stream_)); });
   }
-  absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
-                    int64_t element_count) override {
-    return Try(index_,
-               [&] { C10_CUDA_CHECK(LaunchCast(format, from, to, element_count, stream_)); });
+  absl::Status Cast(const CastRun& run) override {
+    return Try(index_, [&] { C10_CUDA_CHECK(LaunchCast(run, stream_)); });
   }
   absl::Status Mark(int slot) override {
-    return Try(index_, [&] { marks_[slot].record(stream_); });
+    return Try(index_, [&] { C10_CUDA_CHECK(cudaEventRecord(marks_[slot], stream_)); });
   }
   absl::Status Wait(int slot) override {
-    return Try(index_, [&] { marks_[slot].synchronize(); });
+    return Try(index_, [&] { C10_CUDA_CHECK(cudaEventSynchronize(marks_[slot])); });
   }
 
  private:
-  // Who waits sleeps: receiving threads and gRPC need the processor.
-  struct Event : c10::cuda::CUDAEvent {
-    Event() : CUDAEvent(cudaEventDisableTiming | cudaEventBlockingSync) {}
-  };
-
   absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes, cudaMemcpyKind kind) {
     return Try(index_, [&] {
       C10_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(size_bytes), kind, stream_));
@@ -167,8 +180,8 @@ class CudaQueue : public Accelerator::Queue {
   }
 
   const Index index_;
-  const c10::cuda::CUDAStream stream_;
-  std::array<Event, kSlots> marks_;
+  const cudaStream_t stream_;
+  const std::array<Event, kSlots> marks_;
 };
 
 class CudaAccelerator : public Accelerator {
@@ -210,7 +223,11 @@ class CudaAccelerator : public Accelerator {
 
   void Trim() override {
     // What fails breaks the device at the next call that can say so.
-    Try(index_, [] { c10::cuda::CUDACachingAllocator::emptyCache(); }).IgnoreError();
+    Try(index_, [] {
+      // What has failed by now must show here: in LibTorch's allocator it would end the process.
+      C10_CUDA_CHECK(cudaDeviceSynchronize());
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    }).IgnoreError();
   }
 
   int64_t total_memory_bytes() const override { return total_memory_bytes_; }
@@ -243,6 +260,14 @@ void UseExpandableSegments(int index) {
   c10::CachingAllocator::setAllocatorSettings("expandable_segments:True");
 }
 
+// What libtorch_cuda.so, which we do without, does when it is loaded: says which GPUs have
+// contexts. LibTorch asks at the end of each guard, and throws there, which ends the process, if
+// nobody has said anything. After "none" it calls nothing of CUDA there, which could fail: the
+// thread keeps its device until its next guard.
+void UseWithoutOtherHalf() {
+  c10::cuda::_internal::setHasPrimaryContext([](Index) { return false; });
+}
+
 // True: the binary has nothing that the GPU could run, such as PTX that is newer than the driver.
 bool IsMissingCode(cudaError_t error) {
   return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
@@ -272,6 +297,7 @@ absl::StatusOr<GpuList> ListCudaDevices() {
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
   EMA_ASSIGN_OR_RETURN(const GpuList list, ListCudaDevices());
   EMA_RETURN_IF_ERROR(CheckGpu(list, index));
+  UseWithoutOtherHalf();
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   cudaError_t loaded = cudaSuccess;

@@ -67,7 +67,7 @@ absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std:
   const int64_t element_count = block.size_bytes() / 4;
   for (int64_t done = 0; done < element_count; done += piece_elements) {
     const int64_t count = std::min(piece_elements, element_count - done);
-    EMA_RETURN_IF_ERROR(feed.queue->Cast(format, block.data() + 4 * done, narrow, count));
+    EMA_RETURN_IF_ERROR(feed.queue->Cast({format, block.data() + 4 * done, narrow, count}));
     EMA_RETURN_IF_ERROR(feed.queue->CopyToHost(host + 2 * done, narrow, 2 * count));
   }
   return absl::OkStatus();

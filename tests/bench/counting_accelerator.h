@@ -62,10 +62,7 @@ class CountingAccelerator : public Accelerator {
     }
     absl::Status Fold(const FoldTable& table) override { return counted_->Fold(table); }
     absl::Status Sum(const SumTable& table) override { return counted_->Sum(table); }
-    absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
-                      int64_t element_count) override {
-      return counted_->Cast(format, from, to, element_count);
-    }
+    absl::Status Cast(const CastRun& run) override { return counted_->Cast(run); }
     absl::Status Mark(int slot) override { return counted_->Mark(slot); }
     absl::Status Wait(int slot) override { return counted_->Wait(slot); }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/testutil/fake_accelerator.h"
 
-#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +8,6 @@
 #include <deque>
 #include <functional>
 #include <new>
-#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
@@ -20,7 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
-#include "server/device/cast_element.h"
+#include "tests/testutil/walk_grid.h"
 
 namespace ema {
 namespace {
@@ -40,22 +38,6 @@ uint32_t Seed() {
 absl::Status Broken() {
   return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
                    "device \"fake:0\": an illegal memory access");
-}
-
-// Calls `thread_of_block` for every thread of every block: as on a GPU, blocks in any order, and
-// the threads of each, too.
-template <typename Do>
-void WalkGrid(int64_t block_count, int thread_count, std::minstd_rand& random,
-              const Do& thread_of_block) {
-  std::vector<int64_t> blocks(static_cast<size_t>(block_count));
-  std::iota(blocks.begin(), blocks.end(), 0);
-  std::shuffle(blocks.begin(), blocks.end(), random);
-  std::vector<int> threads(static_cast<size_t>(thread_count));
-  std::iota(threads.begin(), threads.end(), 0);
-  std::shuffle(threads.begin(), threads.end(), random);
-  for (const int64_t block : blocks) {
-    for (const int thread : threads) thread_of_block(block, thread);
-  }
 }
 
 }  // namespace
@@ -117,13 +99,12 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
                [&table](int64_t block, int thread) { SumOfThread(table, block, thread); });
     });
   }
-  absl::Status Cast(SourceFormat format, const std::byte* from, std::byte* to,
-                    int64_t element_count) override {
-    return Queue([=] {
-      for (int64_t i = 0; i < element_count; ++i) {
-        const uint16_t bits = NarrowBits(format, LoadAs<float>(from + 4 * i));
-        std::memcpy(to + 2 * i, &bits, sizeof(bits));
-      }
+  absl::Status Cast(const CastRun& run) override {
+    return Queue([this, run] {
+      constexpr int64_t kBlocks = 3;
+      WalkGrid(kBlocks, kCastThreads, random_, [&run](int64_t block, int thread) {
+        CastOfThread(run, block * kCastThreads + thread, kBlocks * kCastThreads);
+      });
     });
   }
 

@@ -1,0 +1,783 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/testutil/fake_cudart.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <random>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "server/device/cast_run.h"
+#include "server/device/fold_table.h"
+#include "server/device/sum_table.h"
+#include "tests/testutil/walk_grid.h"
+
+namespace {
+
+// std:: and not Abseil: the program that loads this may have another copy of it.
+using Lock = std::unique_lock<std::mutex>;
+
+constexpr int kDevices = 2;
+
+[[noreturn]] void Die(std::string_view what) {
+  std::fprintf(stderr, "fake CUDA runtime: %.*s\n", static_cast<int>(what.size()), what.data());
+  std::abort();
+}
+
+struct Stream {
+  bool is_idle() const { return work.empty() && !is_running; }
+
+  int device = 0;
+  bool has_thread = false;
+  std::deque<std::function<void()>> work;
+  bool is_running = false;
+};
+
+struct Event {
+  int64_t recorded = 0;
+  int64_t reached = 0;
+};
+
+// Addresses and sizes.
+using Pieces = std::map<std::byte*, size_t>;
+
+struct State {
+  std::mutex mu;
+  std::condition_variable changed;
+  std::map<Stream*, std::unique_ptr<Stream>> streams;
+  // Shared with what is queued: an event may be destroyed before it is reached.
+  std::map<Event*, std::shared_ptr<Event>> events;
+  Pieces device;
+  Pieces pinned;
+  // Memory of the device that has no address by itself.
+  std::map<CUmemGenericAllocationHandle, size_t> unmapped;
+  CUmemGenericAllocationHandle last_unmapped = 0;
+  int64_t memory_bytes = int64_t{8} << 30;
+  std::map<const void*, std::string> kernels;
+  int64_t synchronizations = 0;
+  int64_t launches = 0;
+  int64_t calls = 0;
+  int64_t breaks_at = 0;
+  cudaError_t sticky = cudaSuccess;  // Once it is broken.
+  int64_t memory_calls = 0;
+  int64_t refuses_at = 0;
+  std::minstd_rand random{20240607};
+};
+
+// Never destroyed: threads may outlive main().
+State& state() {
+  static State* const result = new State;
+  return *result;
+}
+
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+struct Configuration {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes;
+  cudaStream_t stream;
+};
+thread_local Configuration configuration;
+
+int64_t TotalBytes(const Pieces& pieces) {
+  int64_t total = 0;
+  for (const auto& [address, size_bytes] : pieces) total += static_cast<int64_t>(size_bytes);
+  return total;
+}
+
+int64_t DeviceBytes() {
+  int64_t total = TotalBytes(state().device);
+  for (const auto& [handle, size_bytes] : state().unmapped) {
+    total += static_cast<int64_t>(size_bytes);
+  }
+  return total;
+}
+
+// Counts a call. Not cudaSuccess: it fails with that.
+cudaError_t Count() {
+  State& s = state();
+  const Lock lock(s.mu);
+  if (++s.calls == s.breaks_at) {
+    s.sticky = cudaErrorIllegalAddress;
+    s.changed.notify_all();
+  }
+  return s.sticky;
+}
+// The same of a call that takes so much memory of the device.
+cudaError_t CountMemory(size_t device_bytes) {
+  if (const cudaError_t failed = Count(); failed != cudaSuccess) return failed;
+  State& s = state();
+  const Lock lock(s.mu);
+  const int64_t left = s.memory_bytes - DeviceBytes();
+  const bool has_room = left >= 0 && device_bytes <= static_cast<size_t>(left);
+  if (++s.memory_calls != s.refuses_at && has_room) return cudaSuccess;
+  return last_error = cudaErrorMemoryAllocation;
+}
+#define RETURN_IF_FAILED(error) \
+  if (const cudaError_t failed = (error); failed != cudaSuccess) return failed
+
+// Neighbouring pieces are as one.
+void Need(const Pieces& pieces, const void* address, size_t size_bytes, std::string_view what) {
+  const Lock lock(state().mu);
+  auto* begin = static_cast<std::byte*>(const_cast<void*>(address));
+  const std::byte* const end = begin + size_bytes;
+  while (begin < end) {
+    const auto after = pieces.upper_bound(begin);
+    if (after == pieces.begin()) Die(what);
+    const auto& [piece, length] = *std::prev(after);
+    if (begin >= piece + length) Die(what);
+    begin = piece + length;
+  }
+}
+
+void RunStream(Stream* stream) {
+  State& s = state();
+  Lock lock(s.mu);
+  while (true) {
+    s.changed.wait(lock, [&] { return !stream->work.empty(); });
+    const std::function<void()> work = std::move(stream->work.front());
+    stream->work.pop_front();
+    stream->is_running = true;
+    const auto pause = std::chrono::microseconds(s.random() % 4 == 0 ? s.random() % 100 : 0);
+    const bool is_done = s.sticky == cudaSuccess;
+    lock.unlock();
+    if (pause.count() > 0) std::this_thread::sleep_for(pause);
+    if (is_done) work();
+    lock.lock();
+    stream->is_running = false;
+    s.changed.notify_all();
+  }
+}
+
+Stream* StreamOf(cudaStream_t stream) {
+  if (stream == nullptr) Die("work on the default stream");
+  auto* const result = reinterpret_cast<Stream*>(stream);
+  if (state().streams.count(result) == 0) Die("no such stream");
+  if (result->device != current_device) Die("a stream of another device than the thread's");
+  return result;
+}
+
+cudaError_t Queue(cudaStream_t of, std::function<void()> work) {
+  State& s = state();
+  const Lock lock(s.mu);
+  Stream* const stream = StreamOf(of);
+  stream->work.push_back(std::move(work));
+  // LibTorch makes 32 of them at once and for good.
+  if (!std::exchange(stream->has_thread, true)) std::thread(RunStream, stream).detach();
+  s.changed.notify_all();
+  return cudaSuccess;
+}
+
+// Waits, and tells what has failed meanwhile.
+template <typename IsDone>
+cudaError_t Await(const IsDone& is_done) {
+  State& s = state();
+  Lock lock(s.mu);
+  s.changed.wait(lock, [&] { return s.sticky != cudaSuccess || is_done(); });
+  return s.sticky;
+}
+
+bool AllAreIdle() {
+  return std::all_of(state().streams.begin(), state().streams.end(),
+                     [](const auto& of) { return of.second->is_idle(); });
+}
+
+cudaError_t AwaitAllStreams() {
+  {
+    const Lock lock(state().mu);
+    ++state().synchronizations;
+  }
+  return Await(AllAreIdle);
+}
+
+std::shared_ptr<Event> EventOf(cudaEvent_t event) {
+  const Lock lock(state().mu);
+  const auto found = state().events.find(reinterpret_cast<Event*>(event));
+  if (found == state().events.end()) Die("no such event");
+  return found->second;
+}
+
+constexpr std::align_val_t kAlignment{512};
+
+void* Allocate(Pieces& pieces, size_t size_bytes) {
+  auto* const memory = static_cast<std::byte*>(::operator new(size_bytes, kAlignment));
+  pieces[memory] = size_bytes;
+  return memory;
+}
+
+void Free(Pieces& pieces, void* memory) {
+  const Lock lock(state().mu);
+  if (pieces.erase(static_cast<std::byte*>(memory)) == 0) Die("memory that was not allocated");
+  ::operator delete(memory, kAlignment);
+}
+
+template <typename T>
+const T& Argument(void** arguments, int i) {
+  return *static_cast<const T*>(arguments[i]);
+}
+
+// What the kernel of that name does.
+std::function<void(std::minstd_rand&)> KernelWork(const std::string& name, const Configuration& of,
+                                                  void** arguments) {
+  const int64_t grid = of.grid.x;
+  const int threads = static_cast<int>(of.block.x);
+  if (name.find("FoldKernel") != std::string::npos) {
+    return [=, table = Argument<ema::FoldTable>(arguments, 0)](std::minstd_rand& random) {
+      ema::WalkGrid(grid, threads, random, [&](int64_t block, int thread) {
+        for (int64_t tile = block; tile < table.tile_count; tile += grid) {
+          ema::FoldOfThread(table, tile, thread);
+        }
+      });
+    };
+  }
+  if (name.find("SumKernel") != std::string::npos) {
+    return [=, table = Argument<ema::SumTable>(arguments, 0)](std::minstd_rand& random) {
+      ema::WalkGrid(grid, threads, random,
+                    [&](int64_t block, int thread) { ema::SumOfThread(table, block, thread); });
+    };
+  }
+  if (name.find("CastKernel") != std::string::npos) {
+    return [=, cast = Argument<ema::CastRun>(arguments, 0)](std::minstd_rand& random) {
+      ema::WalkGrid(grid, threads, random, [&](int64_t block, int thread) {
+        ema::CastOfThread(cast, block * threads + thread, grid * threads);
+      });
+    };
+  }
+  Die("a kernel that it does not know: " + name);
+}
+
+// ---- The driver: memory that is mapped page by page ---------------------------------------------
+
+constexpr size_t kPageBytes = size_t{2} << 20;
+
+std::byte* ToAddress(CUdeviceptr address) {
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): CUDA's type.
+  return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address));
+}
+
+// The driver's errors have the runtime's numbers.
+#define RETURN_IF_DRIVER_FAILED(error)                           \
+  if (const cudaError_t failed = (error); failed != cudaSuccess) \
+  return static_cast<CUresult>(failed)
+
+CUresult DeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return static_cast<CUresult>(Count());
+}
+
+CUresult DeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? 1 : 0;
+  return static_cast<CUresult>(Count());
+}
+
+CUresult MemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp*,
+                                     CUmemAllocationGranularity_flags) {
+  *granularity = kPageBytes;
+  return static_cast<CUresult>(Count());
+}
+
+CUresult MemAddressReserve(CUdeviceptr* address, size_t size_bytes, size_t, CUdeviceptr,
+                           unsigned long long) {
+  RETURN_IF_DRIVER_FAILED(Count());
+  void* const reserved =
+      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(reserved);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemAddressFree(CUdeviceptr address, size_t size_bytes) {
+  munmap(ToAddress(address), size_bytes);
+  return static_cast<CUresult>(Count());
+}
+
+CUresult MemCreate(CUmemGenericAllocationHandle* handle, size_t size_bytes,
+                   const CUmemAllocationProp*, unsigned long long) {
+  RETURN_IF_DRIVER_FAILED(CountMemory(size_bytes));
+  const Lock lock(state().mu);
+  *handle = ++state().last_unmapped;
+  state().unmapped[*handle] = size_bytes;
+  return CUDA_SUCCESS;
+}
+
+// The handle's memory then has an address, and counts there.
+CUresult MemMap(CUdeviceptr address, size_t size_bytes, size_t, CUmemGenericAllocationHandle handle,
+                unsigned long long) {
+  RETURN_IF_DRIVER_FAILED(Count());
+  State& s = state();
+  const Lock lock(s.mu);
+  const auto found = s.unmapped.find(handle);
+  if (found == s.unmapped.end() || found->second != size_bytes) Die("no such memory to map");
+  found->second = 0;
+  s.device[ToAddress(address)] = size_bytes;
+  return CUDA_SUCCESS;
+}
+
+CUresult MemSetAccess(CUdeviceptr address, size_t size_bytes, const CUmemAccessDesc*, size_t) {
+  RETURN_IF_DRIVER_FAILED(Count());
+  Need(state().device, ToAddress(address), size_bytes, "access to memory that is not mapped");
+  mprotect(ToAddress(address), size_bytes, PROT_READ | PROT_WRITE);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemUnmap(CUdeviceptr address, size_t size_bytes) {
+  RETURN_IF_DRIVER_FAILED(Count());
+  Need(state().device, ToAddress(address), size_bytes, "memory is unmapped that is not mapped");
+  const Lock lock(state().mu);
+  Pieces& pieces = state().device;
+  std::byte* const end = ToAddress(address) + size_bytes;
+  for (auto it = pieces.find(ToAddress(address)); it != pieces.end() && it->first < end;) {
+    it = pieces.erase(it);
+  }
+  madvise(ToAddress(address), size_bytes, MADV_DONTNEED);
+  mprotect(ToAddress(address), size_bytes, PROT_NONE);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemRelease(CUmemGenericAllocationHandle handle) {
+  const Lock lock(state().mu);
+  if (state().unmapped.erase(handle) == 0) Die("memory is released that is not there");
+  return CUDA_SUCCESS;
+}
+
+CUresult GetErrorString(CUresult error, const char** text) {
+  *text = cudaGetErrorString(static_cast<cudaError_t>(error));
+  return CUDA_SUCCESS;
+}
+
+void NotCalled() { Die("a function of the driver that it does not have"); }
+
+// Null: there is no such function.
+void* DriverFunction(std::string_view name) {
+  static const auto* const functions = new std::map<std::string_view, void*>{
+      {"cuDeviceGet", reinterpret_cast<void*>(&DeviceGet)},
+      {"cuDeviceGetAttribute", reinterpret_cast<void*>(&DeviceGetAttribute)},
+      {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(&MemGetAllocationGranularity)},
+      {"cuMemAddressReserve", reinterpret_cast<void*>(&MemAddressReserve)},
+      {"cuMemAddressFree", reinterpret_cast<void*>(&MemAddressFree)},
+      {"cuMemCreate", reinterpret_cast<void*>(&MemCreate)},
+      {"cuMemMap", reinterpret_cast<void*>(&MemMap)},
+      {"cuMemSetAccess", reinterpret_cast<void*>(&MemSetAccess)},
+      {"cuMemUnmap", reinterpret_cast<void*>(&MemUnmap)},
+      {"cuMemRelease", reinterpret_cast<void*>(&MemRelease)},
+      {"cuGetErrorString", reinterpret_cast<void*>(&GetErrorString)},
+      {"cuMemExportToShareableHandle", reinterpret_cast<void*>(&NotCalled)},
+      {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(&NotCalled)},
+      {"cuMemRetainAllocationHandle", reinterpret_cast<void*>(&NotCalled)},
+      {"cuMemGetAllocationPropertiesFromHandle", reinterpret_cast<void*>(&NotCalled)},
+      {"cuMemsetD32Async", reinterpret_cast<void*>(&NotCalled)},
+      {"cuStreamWriteValue32", reinterpret_cast<void*>(&NotCalled)},
+  };
+  const auto found = functions->find(name);
+  return found != functions->end() ? found->second : nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- Kernels -----------------------------------------------------------------------------------
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+
+void __cudaRegisterFunction(void**, const char* host_function, char*, const char* device_name, int,
+                            uint3*, uint3*, dim3*, dim3*, int*) {
+  const Lock lock(state().mu);
+  state().kernels[host_function] = device_name;
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
+                                     cudaStream_t stream) {
+  configuration = {grid, block, shared_bytes, stream};
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes,
+                                       void* stream) {
+  *grid = configuration.grid;
+  *block = configuration.block;
+  *shared_bytes = configuration.shared_bytes;
+  *static_cast<cudaStream_t*>(stream) = configuration.stream;
+  return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host_function) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host_function));
+  return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               size_t shared_bytes, cudaStream_t stream) {
+  RETURN_IF_FAILED(Count());
+  std::string name;
+  uint32_t seed = 0;
+  {
+    const Lock lock(state().mu);
+    name = state().kernels[kernel];
+    seed = static_cast<uint32_t>(state().random());
+    ++state().launches;
+  }
+  return Queue(stream,
+               [seed, work = KernelWork(name, {grid, block, shared_bytes, stream}, arguments)] {
+                 std::minstd_rand random(seed);
+                 work(random);
+               });
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* host_function) {
+  RETURN_IF_FAILED(Count());
+  const Lock lock(state().mu);
+  if (state().kernels.count(host_function) == 0) Die("no such kernel");
+  *attributes = {};
+  return cudaSuccess;
+}
+
+// ---- Devices and errors ------------------------------------------------------------------------
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = kDevices;
+  return Count();
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  RETURN_IF_FAILED(Count());
+  *properties = {};
+  std::strncpy(properties->name, "a GPU that is not there", sizeof(properties->name) - 1);
+  properties->totalGlobalMem = size_t{8} << 30;
+  properties->major = 9;
+  properties->multiProcessorCount = 4;
+  properties->warpSize = 32;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return Count();
+}
+
+cudaError_t cudaSetDevice(int device) {
+  RETURN_IF_FAILED(Count());
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return Count();
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return Count();
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = DriverFunction(name);
+  if (result != nullptr) {
+    *result =
+        *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  }
+  return Count();
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  RETURN_IF_FAILED(Count());
+  return AwaitAllStreams();
+}
+
+cudaError_t cudaGetLastError() {
+  const Lock lock(state().mu);
+  const cudaError_t error = state().sticky != cudaSuccess ? state().sticky : last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorOther";
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    default:
+      return "some error";
+  }
+}
+
+// ---- Memory ------------------------------------------------------------------------------------
+
+cudaError_t cudaMalloc(void** memory, size_t size_bytes) {
+  RETURN_IF_FAILED(CountMemory(size_bytes));
+  const Lock lock(state().mu);
+  *memory = Allocate(state().device, size_bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* memory) {
+  RETURN_IF_FAILED(Count());
+  if (memory == nullptr) return cudaSuccess;
+  RETURN_IF_FAILED(AwaitAllStreams());
+  Free(state().device, memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
+  RETURN_IF_FAILED(CountMemory(0));
+  if (flags != cudaHostAllocMapped) Die("pinned memory that kernels do not reach");
+  const Lock lock(state().mu);
+  *memory = Allocate(state().pinned, size_bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeHost(void* memory) {
+  RETURN_IF_FAILED(Count());
+  RETURN_IF_FAILED(AwaitAllStreams());
+  Free(state().pinned, memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  RETURN_IF_FAILED(Count());
+  const Lock lock(state().mu);
+  *total_bytes = static_cast<size_t>(state().memory_bytes);
+  *free_bytes = *total_bytes - static_cast<size_t>(DeviceBytes());
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  RETURN_IF_FAILED(Count());
+  const State& s = state();
+  const bool is_to_host = kind == cudaMemcpyDeviceToHost;
+  const bool is_from_host = kind == cudaMemcpyHostToDevice;
+  if (!is_to_host && !is_from_host && kind != cudaMemcpyDeviceToDevice) Die("a copy of no kind");
+  Need(is_to_host ? s.pinned : s.device, to, size_bytes, "a copy to other memory");
+  Need(is_from_host ? s.pinned : s.device, from, size_bytes, "a copy of other memory");
+  return Queue(stream, [=] { std::memcpy(to, from, size_bytes); });
+}
+
+cudaError_t cudaMemsetAsync(void* data, int value, size_t size_bytes, cudaStream_t stream) {
+  RETURN_IF_FAILED(Count());
+  Need(state().device, data, size_bytes, "other memory is set");
+  return Queue(stream, [=] { std::memset(data, value, size_bytes); });
+}
+
+// ---- Streams and events ------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  RETURN_IF_FAILED(Count());
+  if (flags != cudaStreamNonBlocking) Die("a stream that the default stream waits for");
+  auto made = std::make_unique<Stream>();
+  made->device = current_device;
+  *stream = reinterpret_cast<cudaStream_t>(made.get());
+  const Lock lock(state().mu);
+  Stream* const key = made.get();
+  state().streams[key] = std::move(made);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  RETURN_IF_FAILED(Count());
+  const Stream* of = nullptr;
+  {
+    const Lock lock(state().mu);
+    ++state().synchronizations;
+    // LibTorch does before it unmaps memory: none of ours waits for that stream.
+    if (stream == nullptr) return state().sticky;
+    of = StreamOf(stream);
+  }
+  return Await([of] { return of->is_idle(); });
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return Count();
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                     unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  return Count();
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(*mode, current);
+  return Count();
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  RETURN_IF_FAILED(CountMemory(0));
+  const auto made = std::make_shared<Event>();
+  *event = reinterpret_cast<cudaEvent_t>(made.get());
+  const Lock lock(state().mu);
+  state().events[made.get()] = made;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  EventOf(event);
+  {
+    const Lock lock(state().mu);
+    state().events.erase(reinterpret_cast<Event*>(event));
+  }
+  return Count();
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  RETURN_IF_FAILED(Count());
+  State& s = state();
+  const std::shared_ptr<Event> recorded = EventOf(event);
+  int64_t number = 0;
+  {
+    const Lock lock(s.mu);
+    number = ++recorded->recorded;
+  }
+  return Queue(stream, [&s, recorded, number] {
+    const Lock lock(s.mu);
+    recorded->reached = std::max(recorded->reached, number);
+    s.changed.notify_all();
+  });
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  RETURN_IF_FAILED(Count());
+  const std::shared_ptr<Event> awaited = EventOf(event);
+  int64_t number = 0;
+  {
+    const Lock lock(state().mu);
+    number = awaited->recorded;
+  }
+  return Await([&] { return awaited->reached >= number; });
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  RETURN_IF_FAILED(Count());
+  const std::shared_ptr<Event> awaited = EventOf(event);
+  const Lock lock(state().mu);
+  return awaited->reached >= awaited->recorded ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  RETURN_IF_FAILED(Count());
+  State& s = state();
+  const std::shared_ptr<Event> awaited = EventOf(event);
+  int64_t number = 0;
+  {
+    const Lock lock(s.mu);
+    number = awaited->recorded;
+  }
+  return Queue(stream, [&s, awaited, number] {
+    Lock lock(s.mu);
+    s.changed.wait(lock, [&] { return s.sticky != cudaSuccess || awaited->reached >= number; });
+  });
+}
+
+// ---- What LibTorch could call, and does not here
+// -------------------------------------------------
+
+#define EMA_NOT_CALLED(result, name, ...) \
+  result name(__VA_ARGS__) { Die(#name " was called"); }
+EMA_NOT_CALLED(cudaError_t, cudaDeviceCanAccessPeer, int*, int, int)
+EMA_NOT_CALLED(cudaError_t, cudaDeviceEnablePeerAccess, int, unsigned)
+EMA_NOT_CALLED(cudaError_t, cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
+EMA_NOT_CALLED(cudaError_t, cudaEventElapsedTime, float*, cudaEvent_t, cudaEvent_t)
+EMA_NOT_CALLED(cudaError_t, cudaFreeAsync, void*, cudaStream_t)
+EMA_NOT_CALLED(cudaError_t, cudaGraphNodeGetDependencies, cudaGraphNode_t, cudaGraphNode_t*,
+               cudaGraphEdgeData*, size_t*)
+EMA_NOT_CALLED(cudaError_t, cudaIpcCloseMemHandle, void*)
+EMA_NOT_CALLED(cudaError_t, cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
+EMA_NOT_CALLED(cudaError_t, cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
+EMA_NOT_CALLED(cudaError_t, cudaMallocAsync, void**, size_t, cudaStream_t)
+EMA_NOT_CALLED(cudaError_t, cudaMemPoolGetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
+EMA_NOT_CALLED(cudaError_t, cudaMemPoolSetAccess, cudaMemPool_t, const cudaMemAccessDesc*, size_t)
+EMA_NOT_CALLED(cudaError_t, cudaMemPoolSetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
+EMA_NOT_CALLED(cudaError_t, cudaMemPoolTrimTo, cudaMemPool_t, size_t)
+EMA_NOT_CALLED(cudaError_t, cudaMemcpy, void*, const void*, size_t, cudaMemcpyKind)
+EMA_NOT_CALLED(cudaError_t, cudaMemcpyPeerAsync, void*, int, const void*, int, size_t, cudaStream_t)
+EMA_NOT_CALLED(cudaError_t, cudaRuntimeGetVersion, int*)
+EMA_NOT_CALLED(cudaError_t, cudaStreamQuery, cudaStream_t)
+
+// ---- For tests ---------------------------------------------------------------------------------
+
+void ema_fake_cudart_break(int64_t n) {
+  const Lock lock(state().mu);
+  state().breaks_at = state().calls + n;
+}
+
+void ema_fake_cudart_refuse(int64_t n) {
+  const Lock lock(state().mu);
+  state().refuses_at = state().memory_calls + n;
+}
+
+bool ema_fake_cudart_is_broken() {
+  const Lock lock(state().mu);
+  return state().sticky != cudaSuccess;
+}
+
+int64_t ema_fake_cudart_memory_calls() {
+  const Lock lock(state().mu);
+  return state().memory_calls;
+}
+
+int64_t ema_fake_cudart_synchronizations() {
+  const Lock lock(state().mu);
+  return state().synchronizations;
+}
+
+int64_t ema_fake_cudart_launches() {
+  const Lock lock(state().mu);
+  return state().launches;
+}
+
+void ema_fake_cudart_set_memory(int64_t size_bytes) {
+  const Lock lock(state().mu);
+  state().memory_bytes = size_bytes;
+}
+
+int64_t ema_fake_cudart_device_bytes() {
+  const Lock lock(state().mu);
+  return DeviceBytes();
+}
+
+int64_t ema_fake_cudart_pinned_bytes() {
+  const Lock lock(state().mu);
+  return TotalBytes(state().pinned);
+}
+
+int64_t ema_fake_cudart_events() {
+  const Lock lock(state().mu);
+  return static_cast<int64_t>(state().events.size());
+}
+
+}  // extern "C"
