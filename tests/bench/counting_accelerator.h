@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An accelerator that tells what traffic readers cause.
+// An accelerator that tells what readers make it do.
 #ifndef EMA_TESTS_BENCH_COUNTING_ACCELERATOR_H_
 #define EMA_TESTS_BENCH_COUNTING_ACCELERATOR_H_
 
@@ -16,18 +16,20 @@
 
 namespace ema::bench {
 
-// Passes everything on, and counts the bytes that are copied to the host.
+// Passes everything on, and counts it.
 class CountingAccelerator : public Accelerator {
  public:
   explicit CountingAccelerator(std::shared_ptr<Accelerator> counted)
       : counted_(std::move(counted)) {}
 
-  int64_t bytes_to_host() const { return *bytes_to_host_; }
+  // Pieces of work that have been queued, and the bytes of those that copy to the host.
+  int64_t work_count() const { return counts_->work; }
+  int64_t bytes_to_host() const { return counts_->bytes_to_host; }
 
   std::string name() const override { return counted_->name(); }
   absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override {
     EMA_ASSIGN_OR_RETURN(std::unique_ptr<Queue> queue, counted_->NewQueue());
-    return std::make_unique<CountingQueue>(std::move(queue), bytes_to_host_);
+    return std::make_unique<CountingQueue>(std::move(queue), counts_);
   }
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) override {
     return counted_->AllocateDevice(size_bytes);
@@ -39,40 +41,51 @@ class CountingAccelerator : public Accelerator {
   int64_t total_memory_bytes() const override { return counted_->total_memory_bytes(); }
 
  private:
-  using Count = std::shared_ptr<std::atomic<int64_t>>;  // Shared with queues, which may outlive us.
+  struct Counts {
+    std::atomic<int64_t> work = 0;
+    std::atomic<int64_t> bytes_to_host = 0;
+  };
 
   class CountingQueue : public Queue {
    public:
-    CountingQueue(std::unique_ptr<Queue> counted, Count bytes_to_host)
-        : counted_(std::move(counted)), bytes_to_host_(std::move(bytes_to_host)) {}
+    CountingQueue(std::unique_ptr<Queue> counted, std::shared_ptr<Counts> counts)
+        : counted_(std::move(counted)), counts_(std::move(counts)) {}
 
     absl::Status CopyToDevice(std::byte* device, const std::byte* host,
                               int64_t size_bytes) override {
-      return counted_->CopyToDevice(device, host, size_bytes);
+      return Counted().CopyToDevice(device, host, size_bytes);
+    }
+    absl::Status CopyAhead(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+      return Counted().CopyAhead(device, host, size_bytes);
     }
     absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
-      *bytes_to_host_ += size_bytes;
-      return counted_->CopyToHost(host, device, size_bytes);
+      counts_->bytes_to_host += size_bytes;
+      return Counted().CopyToHost(host, device, size_bytes);
     }
     absl::Status CopyOnDevice(std::byte* to, const std::byte* from, int64_t size_bytes) override {
-      return counted_->CopyOnDevice(to, from, size_bytes);
+      return Counted().CopyOnDevice(to, from, size_bytes);
     }
     absl::Status Zero(std::byte* device, int64_t size_bytes) override {
-      return counted_->Zero(device, size_bytes);
+      return Counted().Zero(device, size_bytes);
     }
-    absl::Status Fold(const FoldTable& table) override { return counted_->Fold(table); }
-    absl::Status Sum(const SumTable& table) override { return counted_->Sum(table); }
-    absl::Status Cast(const CastRun& run) override { return counted_->Cast(run); }
+    absl::Status Fold(const FoldTable& table) override { return Counted().Fold(table); }
+    absl::Status Sum(const SumTable& table) override { return Counted().Sum(table); }
+    absl::Status Cast(const CastRun& run) override { return Counted().Cast(run); }
     absl::Status Mark(int slot) override { return counted_->Mark(slot); }
     absl::Status Wait(int slot) override { return counted_->Wait(slot); }
 
    private:
+    Queue& Counted() {
+      ++counts_->work;
+      return *counted_;
+    }
+
     const std::unique_ptr<Queue> counted_;
-    const Count bytes_to_host_;
+    const std::shared_ptr<Counts> counts_;
   };
 
   const std::shared_ptr<Accelerator> counted_;
-  const Count bytes_to_host_ = std::make_shared<std::atomic<int64_t>>(0);
+  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();  // Queues may outlive us.
 };
 
 }  // namespace ema::bench

@@ -47,14 +47,23 @@ class Readers {
                   .track = {.name = "ema", .schedule = Must(Schedule::Parse("100ba"))},
                   .device = device_}) {}
 
-  // GB that the device copies to the host for one who reads all of it.
-  double Read(const Selection& selection = {}) {
-    const int64_t before = accelerator_->bytes_to_host();
+  // Reads all of it.
+  void Read(const Selection& selection = {}) {
     const std::shared_ptr<Reading> reading =
         Must(trainer_.model().OpenReading("ema", 0, 0, selection));
     for (int64_t at = 0; at < reading->total_bytes(); at = reading->ChunkEnd(at)) {
       Must(reading->Read(at, reading->ChunkEnd(at) - at));
     }
+  }
+  // What the device has done for it: pieces of work, and GB that it has copied to the host.
+  double WorkToRead() {
+    const int64_t before = accelerator_->work_count();
+    Read();
+    return static_cast<double>(accelerator_->work_count() - before);
+  }
+  double GigabytesToRead(const Selection& selection) {
+    const int64_t before = accelerator_->bytes_to_host();
+    Read(selection);
     return static_cast<double>(accelerator_->bytes_to_host() - before) * 1e-9;
   }
   // What others have read is no longer on the host.
@@ -81,11 +90,11 @@ void SecondReader(const GpuBench& bench, Row& row) {
   row.ours.run = [readers] {
     readers->Forget();
     readers->Read();
-    return std::vector<double>{readers->Read()};
+    return std::vector<double>{readers->WorkToRead()};
   };
   row.peer.run = [readers] {
     readers->Forget();
-    return std::vector<double>{readers->Read()};
+    return std::vector<double>{readers->WorkToRead()};
   };
 }
 
@@ -94,7 +103,7 @@ void PullAsBfloat16(const GpuBench& bench, Row& row) {
   const auto read_as = [readers](const Selection& selection) {
     return [readers, selection] {
       readers->Forget();
-      return std::vector<double>{readers->Read(selection)};
+      return std::vector<double>{readers->GigabytesToRead(selection)};
     };
   };
   row.ours.run = read_as({.dtype = Dtype::kBFloat16});
