@@ -34,6 +34,10 @@ class Accelerator {
 
     virtual absl::Status CopyToDevice(std::byte* device, const std::byte* host,
                                       int64_t size_bytes) = 0;
+    // The same beside what has been queued before, in any order with that; what is queued from now
+    // on comes after it.
+    virtual absl::Status CopyAhead(std::byte* device, const std::byte* host,
+                                   int64_t size_bytes) = 0;
     virtual absl::Status CopyToHost(std::byte* host, const std::byte* device,
                                     int64_t size_bytes) = 0;
     virtual absl::Status CopyOnDevice(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;

@@ -156,7 +156,7 @@ class AcceleratorStream : public DeviceStream {
     const Ring::Slab& slab = feed_->ring->slabs[slab_];
     const FoldTable table = batch().Finish();
     Queue& queue = *feed_->queue;
-    absl::Status status = queue.CopyToDevice(slab.device, slab.host, batch().size_bytes());
+    absl::Status status = queue.CopyAhead(slab.device, slab.host, batch().size_bytes());
     if (status.ok()) status = queue.Fold(table);
     if (!status.ok()) batch().Clear();
     EMA_RETURN_IF_ERROR(feeds_->health.Check(status));

@@ -129,21 +129,36 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// LibTorch has 32 streams for each device, which it hands out in turn: from the
-// 33rd queue on, two have the same one. Their work is then done in the order in which it was
+// LibTorch has 32 streams of each priority for each device, which it hands out in turn: from the
+// 33rd queue on, two have the same ones. Their work is then done in the order in which it was
 // queued, and who waits for one may wait for the other, too. That costs time; each still gets what
 // was promised, as no work on a stream waits for the host.
 class CudaQueue : public Accelerator::Queue {
  public:
   // Of the thread's current device. Throws as LibTorch does.
   explicit CudaQueue(Index index)
-      : index_(index), stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)) {}
+      : index_(index),
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)),
+        // The priority means nothing to copies, but that there are 32 streams more.
+        copies_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, index)) {}
   ~CudaQueue() override {
-    Try(index_, [this] { C10_CUDA_CHECK(cudaStreamSynchronize(stream_)); }).IgnoreError();
+    Try(index_, [this] {
+      for (const cudaStream_t stream : {copies_, stream_}) {
+        C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+      }
+    }).IgnoreError();
   }
 
   absl::Status CopyToDevice(std::byte* device, const std::byte* host, int64_t size_bytes) override {
     return Copy(device, host, size_bytes, cudaMemcpyHostToDevice);
+  }
+  absl::Status CopyAhead(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+    return Try(index_, [&] {
+      C10_CUDA_CHECK(cudaMemcpyAsync(device, host, static_cast<size_t>(size_bytes),
+                                     cudaMemcpyHostToDevice, copies_));
+      C10_CUDA_CHECK(cudaEventRecord(copied_, copies_));
+      C10_CUDA_CHECK(cudaStreamWaitEvent(stream_, copied_, cudaEventWaitDefault));
+    });
   }
   absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
     return Copy(host, device, size_bytes, cudaMemcpyDeviceToHost);
@@ -181,6 +196,8 @@ class CudaQueue : public Accelerator::Queue {
 
   const Index index_;
   const cudaStream_t stream_;
+  const cudaStream_t copies_;  // Ahead of it.
+  const Event copied_;
   const std::array<Event, kSlots> marks_;
 };
 

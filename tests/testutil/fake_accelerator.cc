@@ -64,7 +64,10 @@ class FakeAccelerator::HeapMemory : public BlockPool::Memory {
 class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
  public:
   ThreadQueue(FakeAccelerator* accelerator, uint32_t seed)
-      : accelerator_(*accelerator), random_(seed), thread_([this] { Run(); }) {}
+      : accelerator_(*accelerator),
+        random_(seed),
+        ahead_random_(seed),
+        thread_([this] { Run(); }) {}
   ~ThreadQueue() override {
     {
       absl::MutexLock lock(&mu_);
@@ -75,6 +78,11 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
 
   absl::Status CopyToDevice(std::byte* device, const std::byte* host, int64_t size_bytes) override {
     return Queue([=] { std::memcpy(device, host, static_cast<size_t>(size_bytes)); });
+  }
+  absl::Status CopyAhead(std::byte* device, const std::byte* host, int64_t size_bytes) override {
+    if (ahead_random_() % 2 == 0) return CopyToDevice(device, host, size_bytes);
+    std::memcpy(device, host, static_cast<size_t>(size_bytes));
+    return Queue([] {});
   }
   absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
     accelerator_.copies_to_host_.fetch_add(1);
@@ -160,7 +168,8 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   }
 
   FakeAccelerator& accelerator_;
-  std::minstd_rand random_;  // Of the thread.
+  std::minstd_rand random_;        // Of the thread.
+  std::minstd_rand ahead_random_;  // Of who queues.
   absl::Mutex mu_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
   int64_t queued_count_ ABSL_GUARDED_BY(mu_) = 0;
