@@ -233,10 +233,15 @@ class PushSession {
   bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
   absl::Status Allocate();
   absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
-  // Gives a track its base's values of a tensor, in those blocks that are not the base's own.
-  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next,
-                                   int64_t tensor_index, DeviceStream& stream);
-  // The same for all tracks.
+  // Bytes of a track.
+  struct Range {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  // Gives a track its base's values there, in those blocks that are not the base's own.
+  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
+                                   DeviceStream& stream);
+  // The same of tensors, for all tracks.
   absl::Status RestoreTensors(const Memory& memory, const absl::btree_set<int64_t>& tensors) const;
   // As TrackSnapshot::frozen_run_epoch.
   int64_t FrozenRunEpoch(const TrackPlan& plan, bool differs,

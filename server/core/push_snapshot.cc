@@ -57,13 +57,17 @@ absl::Status PushSession::AllocateTrack(const TrackPlan& plan, TrackBlocks& next
   const Track& track = *plan.track;
   const absl::Span<const StorageLayout::Entry> entries = track.layout().entries();
   std::vector<std::shared_ptr<Block>> blocks(track.block_count());
-  std::vector<int64_t> kept;
+  std::vector<Range> kept;  // Neighbours are one.
+  bool is_previous_kept = false;
   for (size_t i = 0; i < entries.size(); ++i) {
     if (entries[i].length_bytes == 0) continue;
-    if (plan.base != nullptr && !Changes(plan, i)) {
-      kept.push_back(i);
-      continue;
+    const bool is_kept = plan.base != nullptr && !Changes(plan, i);
+    if (is_kept) {
+      if (!is_previous_kept) kept.push_back({.begin = entries[i].offset});
+      kept.back().end = entries[i].offset + entries[i].length_bytes;
     }
+    is_previous_kept = is_kept;
+    if (is_kept) continue;
     const int64_t last = track.FindBlock(entries[i].offset + entries[i].length_bytes - 1);
     for (int64_t block = track.FindBlock(entries[i].offset); block <= last; ++block) {
       if (blocks[block] != nullptr) continue;
@@ -80,7 +84,7 @@ absl::Status PushSession::AllocateTrack(const TrackPlan& plan, TrackBlocks& next
     }
   }
   next.blocks = std::move(blocks);
-  for (const int64_t tensor : kept) EMA_RETURN_IF_ERROR(CopyFromBase(plan, next, tensor, stream));
+  for (const Range& range : kept) EMA_RETURN_IF_ERROR(CopyFromBase(plan, next, range, stream));
 
   // Padding between tensors is served to readers: it must not show what the memory held before.
   int64_t end = 0;
@@ -100,15 +104,13 @@ absl::Status PushSession::AllocateTrack(const TrackPlan& plan, TrackBlocks& next
   return absl::OkStatus();
 }
 
-absl::Status PushSession::CopyFromBase(const TrackPlan& plan, const TrackBlocks& next,
-                                       int64_t tensor_index, DeviceStream& stream) {
+absl::Status PushSession::CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
+                                       DeviceStream& stream) {
   const Track& track = *plan.track;
-  const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
-  const int64_t end = entry.offset + entry.length_bytes;
-  for (int64_t byte = entry.offset; byte < end;) {
+  for (int64_t byte = range.begin; byte < range.end;) {
     const int64_t block = track.FindBlock(byte);
     const int64_t in_block = byte - track.block_start(block);
-    const int64_t n = std::min(end, track.block_start(block + 1)) - byte;
+    const int64_t n = std::min(range.end, track.block_start(block + 1)) - byte;
     byte += n;
     if (next.blocks[block] == nullptr) continue;
     EMA_RETURN_IF_ERROR(stream.Copy(next.blocks[block]->data() + in_block,
@@ -127,7 +129,9 @@ absl::Status PushSession::RestoreTensors(const Memory& memory,
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     if (memory.next[t].blocks.empty()) continue;
     for (const int64_t tensor : tensors) {
-      EMA_RETURN_IF_ERROR(CopyFromBase(plan_.tracks[t], memory.next[t], tensor, *stream));
+      const StorageLayout::Entry& entry = plan_.tracks[t].track->layout().entry(tensor);
+      const Range range{entry.offset, entry.offset + entry.length_bytes};
+      EMA_RETURN_IF_ERROR(CopyFromBase(plan_.tracks[t], memory.next[t], range, *stream));
     }
   }
   return stream->Synchronize().status();

@@ -135,5 +135,38 @@ TEST_F(LateDeviceTest, ATensorThatIsNotFiniteIsSkippedAndNamed) {
   EXPECT_EQ(Read("ema"), expected);
 }
 
+// Of which half is frozen, in a block with the others.
+TEST(ManyTensorsTest, AStepIsFewPiecesOfWork) {
+  constexpr int64_t kTensors = 400;
+  constexpr int64_t kLive = kTensors / 2;
+  constexpr int64_t kSmall = 101;
+  std::vector<TensorSpec> tensors;
+  for (int64_t i = 0; i < kTensors; ++i) {
+    tensors.push_back({absl::StrCat("t", 1000 + i), Dtype::kFloat32, {kSmall}});
+  }
+  const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
+  ModelStore::Options options = SmallBlocks();
+  options.model.block_bytes = 1 << 20;
+  ModelStore store(MakeAcceleratorDevice(accelerator, {}), options);
+  const auto created =
+      store.Create({.name = "m",
+                    .manifest = MakeManifest(tensors),
+                    .tracks = {{.name = "ema", .schedule = MakeSchedule("copy")}}});
+  ASSERT_THAT(created, IsOk());
+  TestRank rank(created->model, "launch");
+  ASSERT_THAT(rank.Join(kTensors - kLive), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(kTensors * kSmall, 1))), IsOk());
+  rank.SetFrozen(FrozenTensors::kOmitted);
+  const std::vector<std::byte> live = BytesOf(std::vector<float>(kLive * kSmall, 2));
+  ASSERT_THAT(rank.Push(2, live), IsOk());
+  const int64_t before = accelerator->work_count();
+  ASSERT_THAT(rank.Push(3, live), IsOk());
+  // What is frozen is copied; then a few slabs, which grow.
+  EXPECT_LE(accelerator->work_count() - before, 10);
+  std::vector<float> expected(kLive * kSmall, 2);
+  expected.resize(kTensors * kSmall, 1);
+  EXPECT_EQ(FloatsOf(*ReadAll(*created->model, "ema")), expected);
+}
+
 }  // namespace
 }  // namespace ema
