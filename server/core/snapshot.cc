@@ -121,9 +121,7 @@ absl::Status BlocksWriter::Write(int64_t offset, std::span<const std::byte> byte
                           bytes = bytes.subspan(length_bytes);
                           return stream_->CopyFromHost(memory, from, length_bytes);
                         };
-  EMA_RETURN_IF_ERROR(ForEachPart(range, copy));
-  // The caller may reuse its buffer for the next piece.
-  return stream_->Synchronize().status();
+  return ForEachPart(range, copy);
 }
 
 absl::StatusOr<Blocks> BlocksWriter::Finish() {

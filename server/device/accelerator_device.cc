@@ -71,19 +71,17 @@ class AcceleratorStream : public DeviceStream {
     }
     return absl::OkStatus();
   }
+  // As a fold: many small ones are one copy, and one launch.
   absl::Status CopyFromHost(std::byte* device, const std::byte* host, int64_t size_bytes) override {
-    for (int64_t done = 0; done < size_bytes;) {
-      const int64_t count = std::min(feeds_->options.slab_bytes, size_bytes - done);
-      EMA_RETURN_IF_ERROR(Launch());
-      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(*feed_));
-      std::byte* const pinned = ring->slabs[slab_].host;
-      std::memcpy(pinned, host + done, static_cast<size_t>(count));
-      EMA_RETURN_IF_ERROR(
-          feeds_->health.Check(feed_->queue->CopyToDevice(device + done, pinned, count)));
-      EMA_RETURN_IF_ERROR(NextSlab());
-      done += count;
-    }
-    return absl::OkStatus();
+    constexpr int64_t kWide = sizeof(int64_t);
+    const bool is_wide =
+        reinterpret_cast<uintptr_t>(device) % kWide == 0 && size_bytes % kWide == 0;
+    const FoldTarget target{.kind = FoldKind::kCopy, .next = device};
+    return Fold({.source_dtype = is_wide ? Dtype::kInt64 : Dtype::kUInt8,
+                 .source = host,
+                 .element_count = is_wide ? size_bytes / kWide : size_bytes,
+                 .targets = {&target, 1}})
+        .status();
   }
 
   absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() override {

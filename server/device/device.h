@@ -94,9 +94,9 @@ struct SumRun {
 absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
 // A queue of work of one push stream. Not thread-safe; many streams may run at once on ranges that
-// do not overlap. Work on a GPU is asynchronous and in its order, but for folds that follow each
-// other: they are done together, in any order. None may read or write what another of them writes;
-// Synchronize() lies between those that do.
+// do not overlap. Work on a GPU is asynchronous and in its order, but for folds and copies from the
+// host that follow each other: they are done together, in any order. None may read or write what
+// another of them writes; Synchronize() lies between those that do.
 class DeviceStream {
  public:
   virtual ~DeviceStream() = default;
@@ -119,7 +119,7 @@ class DeviceStream {
 
   // Copies device memory to host memory; complete after Synchronize().
   virtual absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) = 0;
-  // Copies host memory to device memory; `host` may be freed after Synchronize().
+  // Copies host memory to device memory. When it returns, `host` has been read, as Fold()'s source.
   virtual absl::Status CopyFromHost(std::byte* device, const std::byte* host,
                                     int64_t size_bytes) = 0;
 

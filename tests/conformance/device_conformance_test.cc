@@ -199,6 +199,7 @@ TEST_P(DeviceConformanceTest, ZeroAndCopiesTouchTheirRangeOnly) {
   ASSERT_THAT(stream->Zero(block->data() + 13, 101), IsOk());
   ASSERT_THAT(stream->Zero(block->data() + 500, 0), IsOk());
   const Bytes patch(77, std::byte{7});
+  ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(testing::IsEmpty()));
   ASSERT_THAT(stream->CopyFromHost(block->data() + 333, patch.data(), 77), IsOk());
   ASSERT_THAT(stream->CopyFromHost(block->data() + 700, nullptr, 0), IsOk());
   ASSERT_THAT(stream->Copy(block->data() + 801, block->data() + 300, 99), IsOk());

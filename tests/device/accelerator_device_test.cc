@@ -140,6 +140,26 @@ TEST(AcceleratorDeviceTest, ManySmallFoldsAreOneLaunch) {
   EXPECT_LE(harness.accelerator->work_count(), before + 4);  // Copy, fold, the flags.
 }
 
+TEST(AcceleratorDeviceTest, ManySmallCopiesFromTheHostAreOneLaunch) {
+  Harness harness({}, /*kept_host_bytes=*/0, /*slab_bytes=*/1 << 20);
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 1), IsOk());  // Makes the ring.
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  const int64_t before = harness.accelerator->work_count();
+  for (int64_t i = 0; i < 100; ++i) {
+    const float source = 3;  // Gone when the copy is made.
+    ASSERT_THAT(stream->CopyFromHost(block->data() + 4 * i,
+                                     reinterpret_cast<const std::byte*>(&source), 4),
+                IsOk());
+  }
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  EXPECT_LE(harness.accelerator->work_count(), before + 2);
+  const std::vector<float> values = ValuesOf(*harness.device->HostView(block));
+  EXPECT_THAT(std::vector(values.begin(), values.begin() + 100), Each(3.0f));
+  EXPECT_EQ(values[100], 1.0f);
+}
+
 // The GPU has something to do while the rest still arrives.
 TEST(AcceleratorDeviceTest, TheFirstLaunchesOfAPushAreSmall) {
   Harness harness({}, /*kept_host_bytes=*/0, /*slab_bytes=*/1 << 20);
