@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "server/device/ema_kernel.h"
 
@@ -52,6 +53,62 @@ int64_t FoldBatch::TableBytes(int64_t target_count, int64_t tile_count) const {
          (static_cast<int64_t>(runs_.size()) + 1) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
+// Many small tensors are neighbours in each track: all of them share the targets of the first.
+std::optional<int64_t> FoldBatch::FindInShared(const FoldOp& op, int64_t first) const {
+  const int64_t element_bytes = DtypeSize(op.source_dtype);
+  if (shared_.element_bytes != element_bytes || shared_.targets.size() != op.targets.size()) {
+    return std::nullopt;
+  }
+  std::optional<int64_t> shift;
+  for (size_t i = 0; i < op.targets.size(); ++i) {
+    const FoldTarget& is = op.targets[i];
+    const FoldTarget& was = shared_.targets[i];
+    if (is.kind != was.kind || is.update_weight != was.update_weight || is.differs != was.differs) {
+      return std::nullopt;
+    }
+    const int64_t stored = StoredBytes(is, element_bytes);
+    const int64_t bytes = AddressOf(is.next) + first * stored - AddressOf(was.next);
+    if (!shift.has_value()) shift = bytes / stored;
+    const auto is_shifted = [&](const std::byte* from, const std::byte* to) {
+      return from == nullptr ? to == nullptr
+                             : AddressOf(to) + first * stored - AddressOf(from) == *shift * stored;
+    };
+    if (!is_shifted(was.next, is.next) || !is_shifted(was.current, is.current) ||
+        !is_shifted(was.next_low, is.next_low) || !is_shifted(was.current_low, is.current_low)) {
+      return std::nullopt;
+    }
+  }
+  return shift.value_or(0);
+}
+
+void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf differs_of) {
+  const int64_t element_bytes = DtypeSize(op.source_dtype);
+  shared_ = {.element_bytes = element_bytes,
+             .first_target = static_cast<int32_t>(targets_.size()),
+             .is_aligned = true,
+             .targets = std::move(shared_.targets)};
+  shared_.targets.assign(op.targets.begin(), op.targets.end());
+  for (FoldTarget& target : shared_.targets) {
+    const int64_t stored = StoredBytes(target, element_bytes);
+    const auto move = [&](auto*& data) {
+      if (data != nullptr) data += first * stored;
+      shared_.is_aligned = shared_.is_aligned && IsAligned(data, phase, stored);
+    };
+    move(target.current);
+    move(target.next);
+    move(target.current_low);
+    move(target.next_low);
+    targets_.push_back(
+        {.current = target.current,
+         .next = target.next,
+         .update_weight = target.update_weight,
+         .kind = target.kind,
+         .current_low = target.current_low,
+         .next_low = target.next_low,
+         .differs = target.differs != nullptr ? differs_of(target.differs) : nullptr});
+  }
+}
+
 int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
   const auto target_count = static_cast<int64_t>(op.targets.size());
@@ -75,35 +132,20 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, Dif
   if (count <= 0) return 0;
   std::memcpy(host_ + source, op.source + first * element_bytes,
               static_cast<size_t>(count * element_bytes));
-  FoldTile tile{.source = device_ + lane_0,
-                .target_offset = -phase,
-                .first_target = static_cast<int32_t>(targets_.size()),
-                .run = static_cast<int32_t>(runs_.size()),
-                .begin = static_cast<uint16_t>(phase),
-                .target_count = static_cast<uint8_t>(target_count),
-                .format = FormatOf(op.source_dtype),
-                .element_bytes = static_cast<uint8_t>(element_bytes),
-                .is_aligned = true};
-  for (const FoldTarget& target : op.targets) {
-    const int64_t stored = StoredBytes(target, element_bytes);
-    const auto from_first = [&](auto* data) {
-      return data == nullptr ? data : data + first * stored;
-    };
-    const DeviceFoldTarget moved{
-        .current = from_first(target.current),
-        .next = from_first(target.next),
-        .update_weight = target.update_weight,
-        .kind = target.kind,
-        .current_low = from_first(target.current_low),
-        .next_low = from_first(target.next_low),
-        .differs = target.differs != nullptr ? differs_of(target.differs) : nullptr};
-    for (const std::byte* const data :
-         {moved.current, static_cast<const std::byte*>(moved.next), moved.current_low,
-          static_cast<const std::byte*>(moved.next_low)}) {
-      tile.is_aligned = tile.is_aligned && IsAligned(data, phase, stored);
-    }
-    targets_.push_back(moved);
+  std::optional<int64_t> shift = FindInShared(op, first);
+  if (!shift.has_value()) {
+    AddTargets(op, first, phase, differs_of);
+    shift = 0;
   }
+  const FoldTile tile{.source = device_ + lane_0,
+                      .target_offset = *shift - phase,
+                      .first_target = shared_.first_target,
+                      .run = static_cast<int32_t>(runs_.size()),
+                      .begin = static_cast<uint16_t>(phase),
+                      .target_count = static_cast<uint8_t>(target_count),
+                      .format = FormatOf(op.source_dtype),
+                      .element_bytes = static_cast<uint8_t>(element_bytes),
+                      .is_aligned = shared_.is_aligned};
   ForEachFoldTile(tile, count, [this](const FoldTile& of) { tiles_.push_back(of); });
   runs_.push_back({op.source_dtype, host_ + source, count, op.source_id, op.first_element + first});
   used_bytes_ = source + count * element_bytes;
@@ -147,6 +189,7 @@ void FoldBatch::Clear() {
   runs_.clear();
   tiles_.clear();
   targets_.clear();
+  shared_.element_bytes = 0;
 }
 
 }  // namespace ema

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -56,6 +57,17 @@ class FoldBatch {
 
   // With one run more, which has so many targets and tiles.
   int64_t TableBytes(int64_t target_count, int64_t tile_count) const;
+  // The targets of the last run that had targets of its own.
+  struct Shared {
+    int64_t element_bytes = 0;  // Of the source; 0: there was none.
+    int32_t first_target = 0;
+    bool is_aligned = false;
+    std::vector<FoldTarget> targets;  // Of its first element.
+  };
+  // Where element `first` of `op` is in these: so many elements behind their first, in all of them.
+  std::optional<int64_t> FindInShared(const FoldOp& op, int64_t first) const;
+  // Gives `op` targets of its own, from element `first` on.
+  void AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf differs_of);
 
   std::byte* const host_;
   std::byte* const device_;
@@ -65,6 +77,7 @@ class FoldBatch {
   std::vector<Run> runs_;
   std::vector<FoldTile> tiles_;
   std::vector<DeviceFoldTarget> targets_;
+  Shared shared_;
 };
 
 }  // namespace ema

@@ -88,19 +88,20 @@ std::unique_ptr<Memory> DeviceWeights::NewFloats() const {
 DeviceWeights::Launch DeviceWeights::NewLaunch(int first_track, int track_count) const {
   std::vector<FoldTile> tiles;
   std::vector<DeviceFoldTarget> targets;
+  // As FoldBatch does: tensors that are neighbours share targets.
+  for (int track = first_track; track < first_track + track_count; ++track) {
+    targets.push_back({.current = tracks_[track].current->data(),
+                       .next = tracks_[track].next->data(),
+                       .update_weight = 0.25,
+                       .kind = FoldKind::kAverage});
+  }
   for (int64_t i = 0; i < tensor_count_; ++i) {
-    const int64_t offset = i * tensor_elements_ * kFloatBytes;
-    ForEachFoldTile({.source = weights_->data() + offset,
-                     .first_target = static_cast<int32_t>(targets.size()),
+    const int64_t first = i * tensor_elements_;
+    ForEachFoldTile({.source = weights_->data() + first * kFloatBytes,
+                     .target_offset = first,
                      .target_count = static_cast<uint8_t>(track_count),
                      .is_aligned = true},
                     tensor_elements_, [&](const FoldTile& tile) { tiles.push_back(tile); });
-    for (int track = first_track; track < first_track + track_count; ++track) {
-      targets.push_back({.current = tracks_[track].current->data() + offset,
-                         .next = tracks_[track].next->data() + offset,
-                         .update_weight = 0.25,
-                         .kind = FoldKind::kAverage});
-    }
   }
   const size_t tiles_bytes = tiles.size() * sizeof(FoldTile);
   const size_t targets_bytes = targets.size() * sizeof(DeviceFoldTarget);

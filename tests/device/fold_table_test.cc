@@ -18,23 +18,16 @@
 #include "absl/strings/str_cat.h"
 #include "server/device/ema_kernel.h"
 #include "server/device/fold_batch.h"
+#include "tests/testutil/walk_grid.h"
 
 namespace ema {
 namespace {
 
 constexpr int64_t kCapacity = int64_t{4} << 20;
 
-// Every thread of every block, in any order: they share nothing.
-void WalkGrid(const FoldTable& table, std::mt19937_64& random) {
-  std::vector<int64_t> tiles(table.tile_count);
-  std::iota(tiles.begin(), tiles.end(), 0);
-  std::shuffle(tiles.begin(), tiles.end(), random);
-  std::vector<int> threads(kFoldThreads);
-  std::iota(threads.begin(), threads.end(), 0);
-  std::shuffle(threads.begin(), threads.end(), random);
-  for (const int64_t tile : tiles) {
-    for (const int thread : threads) FoldOfThread(table, tile, thread);
-  }
+void WalkTable(const FoldTable& table, std::mt19937_64& random) {
+  WalkGrid(table.tile_count, kFoldThreads, random,
+           [&table](int64_t tile, int thread) { FoldOfThread(table, tile, thread); });
 }
 
 struct AlignedDelete {
@@ -176,7 +169,7 @@ class FoldTableTest : public testing::Test {
     // What is read after the copy is the copy.
     const std::vector<std::byte> host(host_.get(), host_.get() + size_bytes);
     std::fill_n(host_.get(), size_bytes, std::byte{0xee});
-    WalkGrid(table, random_);
+    WalkTable(table, random_);
     std::copy(host.begin(), host.end(), host_.get());
     batch_.ForEachNonFinite([this](const NonFiniteElement& found) { found_.push_back(found); });
     batch_.Clear();
@@ -297,6 +290,61 @@ TEST_F(FoldTableTest, OneReadOfTheSourceFeedsAllTargets) {
     EXPECT_EQ(
         std::memcmp(pair->expected.next_low.get(), pair->got.next_low.get(), pair->got.total_bytes),
         0);
+  }
+}
+
+// Small tensors of a model with several tracks: each is at the same place in all of them, or not.
+TEST_F(FoldTableTest, NeighboursShareTheirTargets) {
+  constexpr int64_t kPiece = 101;
+  constexpr int64_t kPieces = 200;
+  for (const bool is_one_apart : {false, true}) {
+    const std::vector<std::byte> source = Pushed(Dtype::kFloat32, kPiece * kPieces, random_, false);
+    std::vector<FoldTarget> expected, got;
+    for (const FoldKind kind :
+         {FoldKind::kAverage, FoldKind::kAverageCompensated, FoldKind::kCopy}) {
+      std::mt19937_64 first(3), second(3);
+      const int64_t size_bytes = (kPieces + 1) * kPiece * 4;
+      pairs_.push_back(std::make_unique<Pair>(
+          Pair{Averages(size_bytes, 0, first), Averages(size_bytes, 0, second)}));
+      const Case c{Dtype::kFloat32, kind, kPiece};
+      Fold(c, nullptr, pairs_.back()->expected, 0.25,
+           [&](const FoldOp& op) { expected.push_back(op.targets[0]); });
+      Fold(c, nullptr, pairs_.back()->got, 0.25,
+           [&](const FoldOp& op) { got.push_back(op.targets[0]); });
+    }
+    std::vector<int64_t> pieces(kPieces);
+    std::iota(pieces.begin(), pieces.end(), 0);
+    std::shuffle(pieces.begin(), pieces.end(), random_);
+    for (const int64_t piece : pieces) {
+      const auto targets_of = [&](std::vector<FoldTarget> targets) {
+        for (FoldTarget& target : targets) {
+          // Of the second half the last track has a gap before it.
+          const bool is_apart =
+              is_one_apart && target.kind == FoldKind::kCopy && piece >= kPieces / 2;
+          const int64_t bytes = (piece * kPiece + (is_apart ? 3 : 0)) * 4;
+          target.next += bytes;
+          if (target.current != nullptr) target.current += bytes;
+          if (target.next_low != nullptr) target.next_low += bytes;
+          if (target.current_low != nullptr) target.current_low += bytes;
+        }
+        return targets;
+      };
+      const std::byte* const from = source.data() + piece * kPiece * 4;
+      const std::vector<FoldTarget> expected_targets = targets_of(expected);
+      const std::vector<FoldTarget> got_targets = targets_of(got);
+      FoldScalar({Dtype::kFloat32, from, kPiece, expected_targets});
+      AddToBatch({Dtype::kFloat32, from, kPiece, got_targets});
+    }
+    const FoldTable table = batch_.Finish();
+    const int64_t targets_bytes =
+        device_.get() + batch_.size_bytes() - reinterpret_cast<const std::byte*>(table.targets);
+    constexpr int64_t kOnce = 3 * static_cast<int64_t>(sizeof(DeviceFoldTarget));
+    if (is_one_apart) {
+      EXPECT_GT(targets_bytes, kOnce);
+    } else {
+      EXPECT_EQ(targets_bytes, kOnce);
+    }
+    ExpectEqual();
   }
 }
 

@@ -7,16 +7,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <random>
 #include <vector>
 
 namespace ema {
 
 // Calls `thread_of_block` for every thread of every block: as on a GPU, blocks in any order, and
 // the threads of each, too.
-template <typename Do>
-void WalkGrid(int64_t block_count, int thread_count, std::minstd_rand& random,
-              const Do& thread_of_block) {
+template <typename Random, typename Do>
+void WalkGrid(int64_t block_count, int thread_count, Random& random, const Do& thread_of_block) {
   std::vector<int64_t> blocks(static_cast<size_t>(block_count));
   std::iota(blocks.begin(), blocks.end(), 0);
   std::shuffle(blocks.begin(), blocks.end(), random);
