@@ -1,25 +1,32 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Tests and measures on a GPU: the device conformance suite, the tests of the core, of RPCs and
-# against real servers with averages on cuda:0, the training of CUDA models, compute-sanitizer, and
-# the benchmarks. Writes tests/bench/results/DEVICE-DATE.md and .json. Ends with the line
+# Tests and measures on a GPU: the device conformance suite; the tests of the core, of RPCs and
+# against real servers, those that ask for a device with averages on cuda:0; the training of CUDA
+# models; compute-sanitizer; and the benchmarks. Writes tests/bench/results/DEVICE-DATE.md and .json,
+# anew after each program, so that those of a run that is cut off are there. Ends with the line
 # "N passed, N failed, N skipped".
 #
 # The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
-# pytest-timeout for the training, but no compiler and no network: build/gpu, made elsewhere and
-# brought there with the checkout, has the rest, NVIDIA's compute-sanitizer too. The results are
-# written anew after each part, so that those of a run that is cut off are there.
+# pytest-timeout for the training, but no network, and a compiler only for what trains with
+# torch.compile: build/gpu, made elsewhere and brought there with the checkout, has the rest, NVIDIA's
+# compute-sanitizer too.
 #
-# Usage: tests/gpu.sh [--pack | PART...]
-#   --pack  builds the release preset and makes build/gpu anew, which else is done if it is missing;
-#           the Python client for the training where there is a Python 3.12 with headers
-#   PART    tests, training, sanitizer or bench: only those; the results' name says so
+# Usage: tests/gpu.sh --pack | [PART...]
+#   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
+#           where there is a Python 3.12 with headers. Once more after each change of the sources
+#   PART    tests, training, bench or sanitizer: only those; the results' name says so
+#
+#   EMA_GPU_SECONDS  what has not begun by then is skipped, what still runs fails; default: no limit
+#   OUT              a folder that gets the results, too, and the logs as logs.tgz
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
 
 archive=build/gpu/programs.tar.xz
+# What the programs were made of, and when in history.
+sources=build/gpu/sources.sha256
+revision=build/gpu/revision
 sanitizer_wheel=nvidia-cuda-sanitizer-api==13.0.85
 max_archive_bytes=$((56 << 20)) # With the checkout it fits into 64 MiB.
 
@@ -108,6 +115,9 @@ pack() {
   local bytes
   bytes=$(stat --format %s "$archive")
   ((bytes <= max_archive_bytes)) || fail "$archive is too large: $bytes bytes"
+  git ls-files -z 'CMakeLists.txt' '*/CMakeLists.txt' '*.cmake' '*.cc' '*.cu' '*.h' '*.proto' 'client/python/*.py' |
+    xargs -0 sha256sum >"$sources" || exit
+  git describe --always --dirty >"$revision"
   say "made $archive, $((bytes >> 20)) MiB"
 }
 
@@ -145,17 +155,50 @@ check_libraries() {
   [[ -z $missing ]] || fail "the programs lack: $missing"
 }
 
+# limited SECONDS COMMAND...: at most so long, and not longer than there is time for all.
+limited() {
+  local left=$((${EMA_GPU_SECONDS:-1000000} - SECONDS))
+  timeout --kill-after 5 "$(($1 < left ? $1 : left))" "${@:2}"
+}
+
+# True if there is time for more; else records that it is skipped.
+has_time() {
+  ((SECONDS + 10 < ${EMA_GPU_SECONDS:-1000000})) && return
+  record skipped "$1: no time left"
+  return 1
+}
+
+# run_program NAME SECONDS: one program of tests. False if it has failed.
+run_program() {
+  has_time "$1" || return 0
+  local failed=0
+  report "$1" limited "$2" "$programs/$1" --gtest_output="xml:$root/$results/$1.xml" || failed=$?
+  write_results
+  return "$failed"
+}
+
 run_tests() {
-  local program name
+  local program name seconds
+  # First: nothing else works if this does not.
+  if ! run_program device_conformance_test 240; then
+    check "device_conformance_test without expandable segments" limited 240 \
+      env PYTORCH_ALLOC_CONF=expandable_segments:False "$programs/device_conformance_test"
+  fi
   for program in "$programs"/*_test; do
     name=$(basename "$program")
+    seconds=120
+    case $name in
+      device_conformance_test) continue ;;
+      tls_test | uniform_fill_test) seconds=240 ;;
+    esac
     if [[ $name == tls_test ]] && ! command -v openssl >/dev/null; then
       record skipped "$name: no openssl here"
       continue
     fi
-    report "$name" timeout 300 "$program" --gtest_output="xml:$root/$results/$name.xml"
+    run_program "$name" "$seconds"
   done
-  check "data benchmark" env EMA_DEVICE=cuda:0 timeout 300 "$programs/data_bench" \
+  has_time "data benchmark" || return
+  check "data benchmark" limited 200 env EMA_DEVICE=cuda:0 "$programs/data_bench" \
     --server "$programs/ema-server" --megabytes 8 --large-model 1000000 --idle-commits 1 \
     --rounds 1 --checkpoint-megabytes 4 --data-dir "$results/data"
 }
@@ -166,61 +209,79 @@ run_training() {
     record skipped "training: $archive has no Python client"
     return
   fi
+  has_time training || return
   # The weights' GPU is what is tested; averages on a GPU have the tests above.
-  report training env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
-    EMA_DEVICE=cpu timeout 900 python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
+  report training limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
+    EMA_DEVICE=cpu python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
     --junitxml "$root/$results/training.xml" tests/python/test_cuda_training.py
 }
 
 run_sanitizer() {
-  local sanitizer tool
+  local sanitizer tool program=$programs/device_conformance_test
   # The machine's own is as new as its driver.
   sanitizer=$(PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda-13/bin:$root/$programs/sanitizer \
     command -v compute-sanitizer)
+  # Not below every hypervisor.
+  if ! limited 60 "$sanitizer" "$program" --gtest_filter='GpuTest.*' >"$results/sanitizer.log" 2>&1; then
+    record skipped "compute-sanitizer: it does not work on this machine"
+    return
+  fi
   for tool in memcheck racecheck; do
+    has_time "$tool" || return
     # What CUDA refuses, such as too much memory, is what some tests are about. Every block is memory
     # of its own: inside a larger piece of LibTorch's the tool could not see where one ends.
-    check "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 280 "$sanitizer" --tool "$tool" \
-      --report-api-errors no --error-exitcode 1 "$programs/device_conformance_test" \
-      --gtest_filter='*/Cuda:GpuTest.*'
+    check "$tool" limited 240 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" \
+      --report-api-errors no --error-exitcode 1 "$program" --gtest_filter='*/Cuda:GpuTest.*'
+    write_results
   done
 }
 
-# What has been measured is reported, also if a row fails.
-measure() {
-  local status=0
-  timeout 400 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 \
-    >"$results/rows.jsonl" || status=$?
-  python3 tests/bench/report.py "$results/rows.jsonl" "$results" && return "$status"
+# measure_row KEY
+measure_row() {
+  limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$1" \
+    >"$results/row.jsonl" && cat "$results/row.jsonl" >>"$results/rows.jsonl"
 }
 
 measure_training() {
-  PYTHONPATH=$root/$programs/python timeout 600 python3 tests/bench/train_gpu_bench.py \
+  PYTHONPATH=$root/$programs/python limited 200 python3 tests/bench/train_gpu_bench.py \
     --server "$programs/ema-server" >"$results/training.md"
 }
 
 run_bench() {
-  check "benchmark" measure
-  if [[ -d $programs/python ]]; then
-    check "training benchmark" measure_training
-  else
+  local key
+  nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
+    --format=csv >"$results/clocks.csv" 2>/dev/null
+  for key in $("$programs/gpu_bench" --list); do
+    has_time "benchmark $key" || continue
+    check "benchmark $key" measure_row "$key"
+    [[ ! -f $results/rows.jsonl ]] ||
+      python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
+    write_results
+  done
+  if [[ ! -d $programs/python ]]; then
     record skipped "training benchmark: $archive has no Python client"
+  elif has_time "training benchmark"; then
+    check "training benchmark" measure_training
   fi
 }
 
-# write_results PATH: what there is by now.
+# What there is by now.
 write_results() {
   python3 tests/tools/sum_results.py "$results" >"$results/summary.txt"
   status=$?
-  mkdir -p "$(dirname "$1")"
+  mkdir -p tests/bench/results
   {
-    printf '# %s, %s\n\n%s\n\n' "$device" "$(date +%F)" "$versions"
+    printf '# %s, %s\n\n%s; built at revision %s\n\n' "$device" "$(date +%F)" "$versions" "$(<"$revision")"
+    [[ ! -f $results/clocks.csv ]] || printf '```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
     printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
     [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
     [[ ! -f $results/training.md ]] || printf '\n%s\n' "$(<"$results/training.md")"
-  } >"$1.md"
-  [[ ! -f $results/report.json ]] || cp "$results/report.json" "$1.json"
-  say "wrote $1.md"
+  } >"$output.md"
+  [[ ! -f $results/report.json ]] || cp "$results/report.json" "$output.json"
+  [[ -z ${OUT-} ]] || {
+    cp "$output".* "$OUT"
+    tar --create --gzip --file "$OUT/logs.tgz" --directory "$results" --exclude programs --exclude data .
+  }
 }
 
 if [[ ${1-} == --pack ]]; then
@@ -228,9 +289,12 @@ if [[ ${1-} == --pack ]]; then
   exit
 fi
 for part in "$@"; do
-  [[ $part =~ ^(tests|training|sanitizer|bench)$ ]] || fail "unknown part $part; see the top of $0"
+  [[ $part =~ ^(tests|training|bench|sanitizer)$ ]] || fail "unknown part $part; see the top of $0"
 done
-[[ -f $archive ]] || pack
+[[ -f $archive && -f $sources && -f $revision ]] ||
+  fail "$archive is missing: tests/gpu.sh --pack makes it, on a machine that can build"
+sha256sum --check --quiet "$sources" >&2 ||
+  fail "$archive was made of other sources: tests/gpu.sh --pack makes it anew"
 # Where it was built, torch is there.
 [[ ! -x build/venv/bin/python3 ]] || PATH=$root/build/venv/bin:$PATH
 found=$(look_around) || exit
@@ -248,12 +312,14 @@ export LD_LIBRARY_PATH=$root/$programs/lib:$libraries${LD_LIBRARY_PATH:+:$LD_LIB
 export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
-((${#parts[@]})) || parts=(tests training sanitizer bench)
-name=${device// /-}-$(date +%F)
-for part in "$@"; do name+=-$part; done
+((${#parts[@]})) || parts=(tests training bench sanitizer)
+output=${device// /-}-$(date +%F)
+for part in "$@"; do output+=-$part; done
+output=tests/bench/results/${output,,}
 for part in "${parts[@]}"; do
   "run_$part"
-  write_results "tests/bench/results/${name,,}"
+  write_results
+  say "wrote $output.md"
 done
 cat "$results/summary.txt"
 exit "$status"

@@ -52,9 +52,9 @@ std::vector<Entry> AllRows() {
         .goal = AtMost(1.1)},
        SmallTensorsArriving},
       {{.key = "gpu_receive",
-        .name = "host to device while receiving",
+        .name = "host to device while receiving, from host memory without a network",
         .unit = "GB/s",
-        .peer = {.name = "pinned memory copied, nothing else"},
+        .peer = {.name = "one copy of pinned memory, nothing else"},
         .goal = AtLeast(0.95)},
        ReceiveBesideCopy},
       {{.key = "gpu_push",
@@ -104,8 +104,9 @@ int Main(int argc, char** argv) {
   MeasureOptions measure{.error = 0.01};
   std::vector<std::string> chosen;
   bool is_fake = false;
+  bool is_list = false;
   CLI::App app("A GPU beside its peers");
-  app.add_option("--server", bench.options.server, "The ema-server binary")->required();
+  app.add_option("--server", bench.options.server, "The ema-server binary");
   app.add_option("--python", bench.options.python, "A Python with torch; without: no such rows");
   app.add_option("--scripts", bench.options.scripts, "The folder of the peers in Python")
       ->capture_default_str();
@@ -122,7 +123,16 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 100'000))
       ->capture_default_str();
   app.add_flag("--fake", is_fake, "On the CPU, as if it were a GPU: that it runs, not how fast");
+  app.add_flag("--list", is_list, "Prints the keys of all rows, and does nothing else");
   CLI11_PARSE(app, argc, argv);
+  if (is_list) {
+    for (const Entry& entry : AllRows()) std::cout << entry.row.key << "\n";
+    return 0;
+  }
+  if (bench.options.server.empty()) {
+    std::cerr << "--server is required\n";
+    return 1;
+  }
 
   std::string missing;
   if (is_fake) {

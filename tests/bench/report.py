@@ -26,6 +26,10 @@ LIMITS: dict[str, str] = {
     "for which the server waits a quarter of its time",
     "commit_size": "references to a block for each large tensor are put into the new snapshot: 0.04 ms",
     "tensors": "tensors below 4 KiB are copied in the client, and folded one by one in the server",
+    "gpu_tracks": "the bytes alone allow no less than 0.75 of four passes (9 reads and writes for 12): "
+    "what is above is the kernel's",
+    "gpu_second_reader": "of a track larger than 1 GiB a reader who comes later finds the first blocks "
+    "no longer on the host",
     "evaluators": "32 threads that read and the server's share two cores",
     "readers": "the readers' threads and the server's share two cores; what is still in the sockets "
     "when the trainer's last byte leaves is folded between the readers' chunks",

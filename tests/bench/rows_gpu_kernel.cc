@@ -42,6 +42,8 @@ class DeviceWeights {
     FoldTable table;
   };
   Launch NewLaunch(int first_track, int track_count) const;
+  // Fills device memory with the weights, over and over.
+  void CopyTo(std::byte* device, int64_t size_bytes) const;
 
  private:
   struct Track {
@@ -119,6 +121,15 @@ DeviceWeights::Launch DeviceWeights::NewLaunch(int first_track, int track_count)
   return {std::move(memory), table};
 }
 
+void DeviceWeights::CopyTo(std::byte* device, int64_t size_bytes) const {
+  const int64_t weights_bytes = tensor_count_ * tensor_elements_ * kFloatBytes;
+  for (int64_t at = 0; at < size_bytes; at += weights_bytes) {
+    Must(queue_->CopyOnDevice(device + at, weights_->data(),
+                              std::min(weights_bytes, size_bytes - at)));
+  }
+  Finish(*queue_);
+}
+
 // What a side of a row times: folds of weights into `passes` times `tracks_a_pass` tracks.
 std::function<void()> Folds(const GpuBench& bench, std::shared_ptr<const DeviceWeights> weights,
                             int passes, int tracks_a_pass) {
@@ -169,7 +180,8 @@ void FoldBesideCopy(const GpuBench& bench, Row& row) {
   const std::shared_ptr<Memory> from = Must(bench.accelerator->AllocateDevice(copied_bytes));
   const std::shared_ptr<Memory> to = Must(bench.accelerator->AllocateDevice(copied_bytes));
   const std::shared_ptr<Queue> queue = Must(bench.accelerator->NewQueue());
-  Must(queue->Zero(from->data(), copied_bytes));
+  // Of the same values: memory may be faster with zeros.
+  weights->CopyTo(from->data(), copied_bytes);
   row.peer = SpeedOf(row.peer, [=] {
     for (int i = 0; i < repeats; ++i) {
       Must(queue->CopyOnDevice(to->data(), from->data(), copied_bytes));

@@ -16,7 +16,7 @@ namespace {
 struct PushedServer {
   PushedServer(const GpuBench& bench, const std::string& device,
                std::shared_ptr<const Weights> weights, bool same_host_lane)
-      : server(bench.options.server, {"--device", device}),
+      : server(bench.options.server, {"--device", device, "--memory-bytes", "32G"}),
         trainer(server, "push", std::move(weights), {.same_host_lane = same_host_lane}) {
     trainer.WarmUp();
   }

@@ -33,9 +33,14 @@ class Receiver {
     const auto count = static_cast<int64_t>(streams_.size());
     std::vector<std::jthread> threads;
     for (int64_t i = 0; i < count; ++i) {
-      threads.emplace_back([this, i, count, tensor_elements] {
+      const auto fold = [this, i, count, tensor_elements] {
         Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count, tensor_elements);
-      });
+      };
+      if (i + 1 < count) {
+        threads.emplace_back(fold);
+      } else {
+        fold();  // One stream alone needs no thread.
+      }
     }
   }
 
@@ -77,17 +82,13 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   row.ours =
       SpeedOf(row.ours, [receiver] { receiver->Receive(std::numeric_limits<int64_t>::max()); });
 
-  const int64_t slab_bytes = AcceleratorOptions().slab_bytes;
   const std::shared_ptr<BlockPool::Memory> pinned =
-      Must(bench.accelerator->AllocatePinned(slab_bytes));
+      Must(bench.accelerator->AllocatePinned(total_bytes));
   const std::shared_ptr<BlockPool::Memory> memory =
       Must(bench.accelerator->AllocateDevice(total_bytes));
   const std::shared_ptr<Accelerator::Queue> queue = Must(bench.accelerator->NewQueue());
   row.peer = SpeedOf(row.peer, [=] {
-    for (int64_t at = 0; at < total_bytes; at += slab_bytes) {
-      Must(queue->CopyToDevice(memory->data() + at, pinned->data(),
-                               std::min(slab_bytes, total_bytes - at)));
-    }
+    Must(queue->CopyToDevice(memory->data(), pinned->data(), total_bytes));
     Must(queue->Mark(0));
     Must(queue->Wait(0));
   });

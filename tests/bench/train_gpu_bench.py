@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an average on the server costs a training step, and in memory: nothing, ours, copies.
 
-Trains a small transformer, each way in a process of its own: without an average; with `attach`,
-which reads weights in place; and with `attach` made to copy them to host memory inside
-optimizer.step(). Prints a table: median and 95th percentile of a step, the GPU's peak memory and
-the process's.
+Trains a small transformer, each way in a process of its own, in turns: without an average; with
+`attach`, which reads weights in place; and with `attach` made to copy them to host memory inside
+optimizer.step(). Prints a table: of a step the median, the mean and the 95th percentile (medians of
+the rounds), the ratio to no average in the same round and its range; the GPU's peak memory and the
+process's.
 
-    python tests/bench/train_gpu_bench.py --server EMA-SERVER [--device cuda|cpu] [--layers N] [--steps N]
+    python tests/bench/train_gpu_bench.py --server EMA-SERVER [--device cuda|cpu] [--layers N] [--steps N] [--rounds N]
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
         loss.backward()
         optimizer.step()
         if device == "cuda":
-            torch.cuda.synchronize()
+            # Not the whole device: what ours still copies may go on during the next step.
+            torch.cuda.current_stream().synchronize()
         if step >= warm_up:
             seconds.append(time.perf_counter() - start)
     seconds.sort()
@@ -69,6 +71,7 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
     return {
         "weight_bytes": float(sum(p.numel() * p.element_size() for p in model.parameters())),
         "median_s": statistics.median(seconds),
+        "mean_s": statistics.fmean(seconds),
         "p95_s": seconds[int(len(seconds) * 0.95)],
         "gpu_bytes": float(peak),
         "host_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
@@ -77,7 +80,8 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
 
 def start_server(program: str, folder: pathlib.Path) -> tuple[subprocess.Popen[bytes], str]:
     port_file = folder / "port"
-    command = [program, "--listen", "127.0.0.1:0", "--port-file", port_file, "--device", "cpu"]
+    command = [program, "--listen", "127.0.0.1:0", "--port-file", port_file]
+    command += ["--device", "cpu", "--memory-bytes", "32G"]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not port_file.exists() or not port_file.read_text().endswith("\n"):
         if server.poll() is not None:
@@ -86,29 +90,41 @@ def start_server(program: str, folder: pathlib.Path) -> tuple[subprocess.Popen[b
     return server, f"ema://127.0.0.1:{port_file.read_text().strip()}"
 
 
-def measure(args: argparse.Namespace, url: str) -> dict[str, dict[str, float]]:
-    rows = {}
-    for number, way in enumerate(WAYS):
-        command = [sys.executable, __file__, "--way", way, "--url", f"{url}/model-{number}"]
+Round = dict[str, dict[str, Any]]  # By way.
+
+
+def measure(args: argparse.Namespace, url: str, number: int) -> Round:
+    results = {}
+    ways = list(WAYS)
+    # Who goes first changes.
+    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+        model = f"{url}/model-{number}-{ways.index(way)}"
+        command = [sys.executable, __file__, "--way", way, "--url", model]
         for name in ("device", "layers", "steps"):
             command += [f"--{name}", str(getattr(args, name))]
         result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        rows[way] = json.loads(result.stdout)
-    return rows
+        results[way] = json.loads(result.stdout)
+    return results
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    nothing = rows["nothing"]
+def table(rounds: list[Round]) -> str:
+    weight_bytes = rounds[0]["nothing"]["weight_bytes"]
     text = (
-        f"A transformer with {nothing['weight_bytes'] / 1e6:.0f} MB of weights, batches of bfloat16.\n\n"
-        "| average | step, ms | of none | p95, ms | peak GPU memory, MB | peak host memory, MB |\n"
-        "|---|---:|---:|---:|---:|---:|\n"
+        f"A transformer with {weight_bytes / 1e6:.0f} MB of weights, batches of bfloat16; {len(rounds)} rounds.\n\n"
+        "| average | step, ms | of none | mean, ms | of none | p95, ms "
+        "| peak GPU memory, MB | peak host memory, MB |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|\n"
     )
-    for way, row in rows.items():
-        text += (
-            f"| {WAYS[way]} | {row['median_s'] * 1e3:.1f} | {row['median_s'] / nothing['median_s']:.2f} "
-            f"| {row['p95_s'] * 1e3:.1f} | {row['gpu_bytes'] / 1e6:.0f} | {row['host_bytes'] / 1e6:.0f} |\n"
-        )
+    for way, name in WAYS.items():
+        cells = [name]
+        for key in ("median_s", "mean_s"):
+            ratios = sorted(results[way][key] / results["nothing"][key] for results in rounds)
+            cells.append(f"{1e3 * statistics.median(r[way][key] for r in rounds):.1f}")
+            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})")
+        cells.append(f"{1e3 * statistics.median(r[way]['p95_s'] for r in rounds):.1f}")
+        for key in ("gpu_bytes", "host_bytes"):
+            cells.append(f"{max(r[way][key] for r in rounds) / 1e6:.0f}")
+        text += "| " + " | ".join(cells) + " |\n"
     return text
 
 
@@ -117,7 +133,8 @@ def main() -> None:
     parser.add_argument("--server", help="the ema-server to start")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -127,7 +144,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server, url = start_server(args.server, pathlib.Path(folder))
         try:
-            print(table(measure(args, url)), end="")
+            rounds = [measure(args, url, number) for number in range(args.rounds)]
+            print(table(rounds), end="")
         finally:
             server.terminate()
             server.wait()

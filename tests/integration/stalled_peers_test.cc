@@ -224,7 +224,7 @@ TEST_F(StalledPeersTest, AGoodPairWorksBesideThemAndAllIsFreedWhenTheyLeave) {
   int64_t step = 1;
   while (step < 20) ASSERT_NO_FATAL_FAILURE(PushAndPull(++step));
   const int64_t resident_before = server_->resident_bytes();
-  const int64_t descriptors_before = server_->descriptor_count();
+  const int64_t sockets_before = server_->socket_count();
 
   StalledPeers pushers;
   StalledPeers pullers;
@@ -247,9 +247,8 @@ TEST_F(StalledPeersTest, AGoodPairWorksBesideThemAndAllIsFreedWhenTheyLeave) {
   pushers.Leave();
   pullers.Leave();
   const absl::Time left = absl::Now();
-  EXPECT_TRUE(Eventually(kFreeing, [&] {
-    return server_->descriptor_count() <= descriptors_before;
-  })) << server_->descriptor_count();
+  EXPECT_TRUE(Eventually(kFreeing, [&] { return server_->socket_count() <= sockets_before; }))
+      << server_->socket_count();
   EXPECT_TRUE(Eventually(kFreeing - (absl::Now() - left), [&] {
     PushAndPull(++step);
     return !IsKept(held);

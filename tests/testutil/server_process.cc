@@ -106,13 +106,13 @@ int64_t ServerProcess::resident_bytes() const {
   return resident_pages * sysconf(_SC_PAGESIZE);
 }
 
-int64_t ServerProcess::descriptor_count() const {
+int64_t ServerProcess::socket_count() const {
   std::error_code error;
   int64_t count = 0;
   for (const auto& entry :
        std::filesystem::directory_iterator(absl::StrCat("/proc/", process_->pid(), "/fd"), error)) {
-    static_cast<void>(entry);
-    ++count;
+    const std::filesystem::path target = std::filesystem::read_symlink(entry.path(), error);
+    count += target.string().starts_with("socket:") ? 1 : 0;
   }
   return count;
 }

@@ -53,8 +53,8 @@ class ServerProcess {
   bool is_running() { return process_->is_running(); }
   // What of its memory is resident.
   int64_t resident_bytes() const;
-  // Its open file descriptors.
-  int64_t descriptor_count() const;
+  // Its open sockets.
+  int64_t socket_count() const;
   // Ends it with SIGTERM, and waits. Its exit code; -1: it crashed, or had to be killed.
   int Stop();
 

@@ -25,10 +25,16 @@ check() {
   fi
 }
 
-# report NAME COMMAND...: tests that count themselves, in the JUnit report NAME.xml.
+# report NAME COMMAND...: tests that count themselves, in the JUnit report NAME.xml. True if all have
+# passed. A program that ends badly behind its report has failed, too.
 report() {
-  local name=$1
+  local name=$1 status=0
   shift
-  step "$name tests" "$results/$name.log" "$@"
-  [[ -f $results/$name.xml ]] || record failed "$name tests wrote no report"
+  step "$name tests" "$results/$name.log" "$@" || status=$?
+  if [[ ! -f $results/$name.xml ]]; then
+    record failed "$name tests wrote no report"
+  elif ((status != 0)) && ! grep --quiet --extended-regexp '<(failure|error)\b' "$results/$name.xml"; then
+    record failed "$name tests ended with status $status"
+  fi
+  return "$status"
 }
