@@ -37,11 +37,11 @@ class BlocksMixer {
 
   // Puts the bytes there as they are.
   absl::Status Copy(int64_t offset, std::span<const std::byte> bytes) {
-    return ForEachBlock(
-        offset, bytes, [this](size_t i, int64_t in_block, std::span<const std::byte> piece) {
-          return stream_->CopyFromHost(blocks_[i]->data() + in_block, piece.data(),
-                                       static_cast<int64_t>(piece.size()));
-        });
+    return ForEachBlock(offset, bytes,
+                        [this](size_t i, int64_t in_block, std::span<const std::byte> piece) {
+                          return stream_->CopyFromHost(blocks_[i]->data() + in_block, piece.data(),
+                                                       static_cast<int64_t>(piece.size()));
+                        });
   }
 
   // Moves float32 averages by `share` of the way to `bytes`; 1: to them, whatever there was.

@@ -149,9 +149,9 @@ TEST(AcceleratorDeviceTest, ManySmallCopiesFromTheHostAreOneLaunch) {
   const int64_t before = harness.accelerator->work_count();
   for (int64_t i = 0; i < 100; ++i) {
     const float source = 3;  // Gone when the copy is made.
-    ASSERT_THAT(stream->CopyFromHost(block->data() + 4 * i,
-                                     reinterpret_cast<const std::byte*>(&source), 4),
-                IsOk());
+    ASSERT_THAT(
+        stream->CopyFromHost(block->data() + 4 * i, reinterpret_cast<const std::byte*>(&source), 4),
+        IsOk());
   }
   ASSERT_THAT(stream->Synchronize(), IsOk());
   EXPECT_LE(harness.accelerator->work_count(), before + 2);
