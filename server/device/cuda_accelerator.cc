@@ -25,9 +25,11 @@
 #include "server/device/sum_cuda.h"
 
 // LibTorch has it for its other half, libtorch_cuda.so, but in no header.
+// NOLINTBEGIN(readability-identifier-naming)
 namespace c10::cuda::_internal {
 C10_CUDA_API void setHasPrimaryContext(bool (*has_primary_context)(DeviceIndex));
 }
+// NOLINTEND(readability-identifier-naming)
 
 namespace ema {
 namespace {
