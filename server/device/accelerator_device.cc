@@ -38,7 +38,7 @@ class AcceleratorStream : public DeviceStream {
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
     EMA_RETURN_IF_ERROR(CheckFold(op, name_));
     EMA_RETURN_IF_ERROR(feeds_->health.status());
-    EMA_RETURN_IF_ERROR(feeds_->RingOf(*feed_).status());
+    if (feed_->ring == nullptr) EMA_RETURN_IF_ERROR(feeds_->RingOf(*feed_).status());
     for (int64_t first = 0; first < op.element_count;) {
       first += batch().Add(op, first, launch_bytes_,
                            [this](std::atomic<bool>* differs) { return FlagOf(differs); });

@@ -96,8 +96,6 @@ class DeviceMemory : public BlockPool::Memory {
   void* const data_;
 };
 
-// LibTorch's own pinned memory is in libtorch_cuda.so, half a gigabyte that needs two more of
-// libraries for neural networks.
 class PinnedMemory : public BlockPool::Memory {
  public:
   PinnedMemory(Index index, void* data) : index_(index), data_(data) {}
