@@ -481,6 +481,7 @@ CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
       family.get_subcommands([](const CLI::App*) { return true; });
   // Their names must outlive the search.
   std::vector<std::string> names;
+  names.reserve(known.size());
   for (const CLI::App* const command : known) names.push_back(command->get_name());
   const std::string nearest(ema::NearestName(
       words[0], names, [](const std::string& name) { return std::string_view(name); }));

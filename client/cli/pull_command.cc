@@ -51,7 +51,7 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
     EMA_RETURN_IF_ERROR(file->Close());
     return files.Rename(temporary_path, path);
   };
-  const absl::Status status = write();
+  absl::Status status = write();
   // What is left of a file that could not be written.
   if (!status.ok()) files.RemoveFile(temporary_path).IgnoreError();
   return status;

@@ -400,7 +400,7 @@ void StepPusher::Impl::GiveUp(int64_t step, const absl::Status& why) {
 }
 
 absl::Status StepPusher::Impl::AwayError() const {
-  const absl::Status problem = rejoiner_ == nullptr ? absl::OkStatus() : rejoiner_->problem();
+  absl::Status problem = rejoiner_ == nullptr ? absl::OkStatus() : rejoiner_->problem();
   if (GetErrorReason(problem) == ErrorReason::kFenced) return problem;
   return absl::UnavailableError(absl::StrCat(
       "model \"", joining_->model(), "\": the server is away, or a rank: ", problem.message()));

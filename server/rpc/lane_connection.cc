@@ -103,7 +103,7 @@ absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
     const LogCallerScope scope(&caller.log);
     return is_push ? ServePush(request.push()) : ServePull(request.pull());
   };
-  const absl::Status status = serve();
+  absl::Status status = serve();
   rpc_->observer->OnRpcEnded(ShortName(method), status);
   return status;
 }
@@ -162,7 +162,7 @@ absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   const absl::Time begin = absl::Now();
-  const absl::Status status = SendVersion(request, handler);
+  absl::Status status = SendVersion(request, handler);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
   return status;
 }
