@@ -55,6 +55,11 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
                          RequestCount(options) * RequestBytes(options);
   formula.kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
+  if (!device.is_host()) {
+    const int64_t left_bytes = MakeCpuDevice(0)->total_memory_bytes() - formula.process_bytes -
+                               formula.stream_bytes - formula.kept_bytes;
+    formula.host_budget_bytes = std::max(left_bytes / 5 * 4, kMaxAttachedFileBytes);
+  }
   return formula;
 }
 
@@ -70,16 +75,18 @@ void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_by
 void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula,
                       const Device& device, int64_t model_bytes) {
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
-  const int64_t at_most_bytes =
-      formula.process_bytes + host_model_bytes + formula.stream_bytes + formula.kept_bytes;
+  const int64_t at_most_bytes = formula.process_bytes + host_model_bytes +
+                                formula.host_budget_bytes + formula.stream_bytes +
+                                formula.kept_bytes;
   Log(LogLevel::kInfo, "memory",
       {{"at_most_bytes", at_most_bytes},
        {"formula",
-        "now + models + push_streams * push_stream + pull_streams * pull_stream + lanes * lane + "
-        "requests * request + freed; a model takes the bytes of its tracks * (2 + "
+        "now + models + files_and_casts + push_streams * push_stream + pull_streams * pull_stream "
+        "+ lanes * lane + requests * request + freed; a model takes the bytes of its tracks * (2 + "
         "max_pinned_versions)"},
        {"now", formula.process_bytes},
        {"models", host_model_bytes},
+       {"files_and_casts", formula.host_budget_bytes},
        {"push_streams", options.max_push_streams},
        {"push_stream", formula.push_bytes},
        {"pull_streams", options.max_pull_streams},
@@ -262,8 +269,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
         if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
         if (statistics != nullptr) statistics->OnCommit(model, snapshot);
       };
-  server->store_ = std::make_shared<ModelStore>(device, store_options);
   server->formula_ = FormulaOf(options, *device);
+  store_options.host_memory_bytes = server->formula_.host_budget_bytes;
+  server->store_ = std::make_shared<ModelStore>(device, store_options);
   LogLimits(options);
   LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
   server->incarnation_ = store_options.model.incarnation;

@@ -39,6 +39,8 @@ struct MemoryFormula {
   int64_t stream_bytes = 0;  // Of all together.
   int64_t kept_bytes = 0;
   int64_t process_bytes = 0;  // Before the first of these.
+  // ModelStore::Options::host_memory_bytes: 0 where models are in the host's memory.
+  int64_t host_budget_bytes = 0;
 };
 
 // One EMA server: Start, serve, Drain. Files: server.cc, and server_status.cc for what HTTP shows.

@@ -81,6 +81,7 @@ ServerState Server::State(bool with_history) const {
                   .kept_bytes = formula_.kept_bytes,
                   .process_bytes = formula_.process_bytes,
                   .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0,
+                  .host_budget_bytes = formula_.host_budget_bytes,
                   .device_bytes = device.total_memory_bytes(),
                   .block_bytes = use.block_bytes,
                   .free_block_bytes = use.kept_bytes,

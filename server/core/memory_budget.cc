@@ -21,8 +21,8 @@ absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> MemoryBudget::Reserve
   if (bytes > left) {
     absl::Status status =
         MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                  absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left,
-                               " of the server's ", total_bytes_, " are free"));
+                  absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left, " of ",
+                               std::string(whose_), " ", total_bytes_, " are free"));
     // By then somebody may have deleted a model.
     if (bytes <= total_bytes_) SetRetryDelay(status, absl::Seconds(10));
     return status;

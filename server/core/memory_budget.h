@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory that is promised to models before it is used, so that the server refuses instead of dying
-// later.
+// Memory that is promised before it is used, so that the server refuses instead of dying later.
 #ifndef EMA_SERVER_CORE_MEMORY_BUDGET_H_
 #define EMA_SERVER_CORE_MEMORY_BUDGET_H_
 
@@ -31,7 +30,9 @@ class MemoryBudget {
     const int64_t bytes_;
   };
 
-  explicit MemoryBudget(int64_t total_bytes) : total_bytes_(total_bytes) {}
+  // `whose`: memory, as messages name it; a literal.
+  explicit MemoryBudget(int64_t total_bytes, std::string_view whose = "the server's")
+      : total_bytes_(total_bytes), whose_(whose) {}
 
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: more than is left. The message says what `what` needs, what
   // is left, and of how much; nothing is reserved.
@@ -42,6 +43,7 @@ class MemoryBudget {
 
  private:
   const int64_t total_bytes_;
+  const std::string_view whose_;
   mutable absl::Mutex mu_;
   int64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
 };

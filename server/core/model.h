@@ -67,6 +67,9 @@ class Model : public std::enable_shared_from_this<Model> {
     bool has_data_dir = false;
     // Told what becomes of steps. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
+    // Of host memory, for attached files and for what is read, cast or cut out for readers. Null:
+    // the models' own budget, as blocks are host memory.
+    std::shared_ptr<MemoryBudget> host_budget;
     // Steps that may be pushed at once, with those of other models. Null: any number.
     std::shared_ptr<PlaceLimit> sessions;
   };
@@ -432,6 +435,7 @@ class Model : public std::enable_shared_from_this<Model> {
   const std::shared_ptr<Device> device_;
   // Outlives the tracks' reservations: a pin may keep a model after its store.
   const std::shared_ptr<MemoryBudget> budget_;
+  const std::shared_ptr<MemoryBudget> host_budget_;
   AttachedFiles attached_files_;
   const Options options_;
 

@@ -101,7 +101,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
   }
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<Reading> made,
-      Reading::Create(std::move(snapshot), track, manifest(), *device_, *budget_, selection));
+      Reading::Create(std::move(snapshot), track, manifest(), *device_, *host_budget_, selection));
   absl::MutexLock lock(&readings_mu_);
   // Somebody may have been faster.
   if (std::shared_ptr<Reading> reading = FindReadingLocked(selection, is_same)) return reading;

@@ -22,6 +22,9 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
     : device_(std::move(device)),
       options_(options),
       budget_(std::make_shared<MemoryBudget>(options.memory_bytes)),
+      host_budget_(options.host_memory_bytes > 0
+                       ? std::make_shared<MemoryBudget>(options.host_memory_bytes, "the host's")
+                       : budget_),
       sessions_(std::make_shared<PlaceLimit>(options.max_sessions)),
       next_incarnation_(options.model.incarnation) {}
 
@@ -65,6 +68,7 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
   const std::string name = config.name;
   Model::Options model_options = options_.model;
   model_options.incarnation = next_incarnation_;
+  model_options.host_budget = host_budget_;
   model_options.sessions = sessions_;
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
                        Model::Create(std::move(config), device_, budget_, model_options));

@@ -29,9 +29,12 @@ class ModelStore {
  public:
   struct Options {
     int64_t memory_bytes = 0;  // What all models together may reserve.
+    // Model::Options::host_budget's, of all models together. 0: it is part of `memory_bytes`.
+    int64_t host_memory_bytes = 0;
     int64_t max_models = 64;
     int64_t max_sessions = 64;  // Steps that are pushed at once, over all models.
-    // Its incarnation is the first model's; it grows from there. `sessions` is the store's to set.
+    // Its incarnation is the first model's; it grows from there. `sessions` and `host_budget` are
+    // the store's to set.
     Model::Options model;
   };
 
@@ -74,6 +77,7 @@ class ModelStore {
   const std::shared_ptr<Device> device_;
   const Options options_;
   const std::shared_ptr<MemoryBudget> budget_;
+  const std::shared_ptr<MemoryBudget> host_budget_;
   const std::shared_ptr<PlaceLimit> sessions_;
 
   mutable absl::Mutex mu_;

@@ -27,6 +27,8 @@ struct ServerState {
     int64_t kept_bytes = 0;        // Freed buffers.
     int64_t process_bytes = 0;     // What the process took at its start.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
+    // Else: attached files, and what is read, cast or cut out for readers.
+    int64_t host_budget_bytes = 0;
 
     int64_t device_bytes = 0;      // All that the device has for the server.
     int64_t block_bytes = 0;       // In blocks that somebody holds.

@@ -120,6 +120,7 @@ void AddServer(const ServerState& state, Families& families) {
       Gauge("ema_memory_formula_bytes", "What each part may take at most of the host's memory.")
           .Add(memory.process_bytes, {{"part", "process"}})
           .Add(memory.host_model_bytes, {{"part", "models"}})
+          .Add(memory.host_budget_bytes, {{"part", "files_and_casts"}})
           .Add(memory.stream_bytes, {{"part", "streams"}})
           .Add(memory.kept_bytes, {{"part", "kept"}}));
   families.Add(Gauge("ema_streams_open",

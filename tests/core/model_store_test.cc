@@ -57,6 +57,30 @@ TEST_F(ModelStoreTest, AModelBeyondTheBudgetIsRefusedAndTakesNothing) {
   EXPECT_THAT(store_.Create(Config("small")), IsOk());
 }
 
+// As where averages are on a GPU.
+TEST_F(ModelStoreTest, HostMemoryBesideBlocksMayHaveABudgetOfItsOwn) {
+  ModelStore::Options options = SmallBlocks();
+  options.host_memory_bytes = 2'500;
+  ModelStore store(TestDevice(), options);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, store.Create(Config("m")));
+  Model& model = *created.model;
+  TestRank rank(created.model, "run");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(10, BytesOf(std::vector<float>(1000, 1.5f))), IsOk());
+  const int64_t of_models = store.budget().reserved_bytes();
+
+  Selection selection;
+  selection.dtype = Dtype::kBFloat16;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto reading, model.OpenReading("ema", 0, 0, selection));
+  EXPECT_EQ(reading->total_bytes(), 2'000);
+  const std::string file(501, 'x');
+  const absl::Status refused = model.attached_files().AddPart("config.json", 501, 0, file);
+  EXPECT_THAT(refused, ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("500 of the host's 2500 are free"));
+  EXPECT_THAT(model.attached_files().AddPart("config.json", 500, 0, file.substr(1)), IsOk());
+  EXPECT_EQ(store.budget().reserved_bytes(), of_models);
+}
+
 TEST_F(ModelStoreTest, BadNamesTracksAndPinsAreRefused) {
   for (const char* name : {"", "..", "a/b", " a", "a ", "-a", "a\n"}) {
     EXPECT_THAT(store_.Create(Config(name)), ReasonIs(ErrorReason::kBadName)) << name;

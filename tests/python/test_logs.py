@@ -59,6 +59,7 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
     assert memory["at_most_bytes"] == (
         memory["now"]
         + memory["models"]
+        + memory["files_and_casts"]
         + memory["push_streams"] * memory["push_stream"]
         + memory["pull_streams"] * memory["pull_stream"]
         + memory["lanes"] * memory["lane"]
