@@ -96,7 +96,7 @@ END
 pack() {
   deploy/build.sh release || exit
   [[ -f build/release/server/device/libema_kernel_cuda.a ]] ||
-    fail "the build has no GPU: CMake found no CUDA compiler (nvcc)"
+    fail "the build has no GPU: CMake found no CUDA compiler (nvcc); deploy/setup.sh --cuda brings one, README.md says how to name it"
   local built=build/release/tests python
   python=$(find_gpu_python)
   rm -f build/gpu-python/client/python/_ema.*.so
@@ -158,12 +158,14 @@ check_libraries() {
 # limited SECONDS COMMAND...: at most so long, and not longer than there is time for all.
 limited() {
   local left=$((${EMA_GPU_SECONDS:-1000000} - SECONDS))
+  ((left > 0)) || left=1  # 0 would be for ever.
   timeout --kill-after 5 "$(($1 < left ? $1 : left))" "${@:2}"
 }
 
-# True if there is time for more; else records that it is skipped.
+# has_time NAME [SECONDS]: true if there is time for what takes so long; else records that it is
+# skipped.
 has_time() {
-  ((SECONDS + 10 < ${EMA_GPU_SECONDS:-1000000})) && return
+  ((SECONDS + ${2:-10} < ${EMA_GPU_SECONDS:-1000000})) && return
   record skipped "$1: no time left"
   return 1
 }
@@ -209,7 +211,8 @@ run_training() {
     record skipped "training: $archive has no Python client"
     return
   fi
-  has_time training || return
+  # Cut off, it leaves no report.
+  has_time training 120 || return
   # The weights' GPU is what is tested; averages on a GPU have the tests above.
   report training limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
     EMA_DEVICE=cpu python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
@@ -221,8 +224,10 @@ run_sanitizer() {
   # The machine's own is as new as its driver.
   sanitizer=$(PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda-13/bin:$root/$programs/sanitizer \
     command -v compute-sanitizer)
+  has_time compute-sanitizer 60 || return
   # Not below every hypervisor.
-  if ! limited 60 "$sanitizer" "$program" --gtest_filter='GpuTest.*' >"$results/sanitizer.log" 2>&1; then
+  limited 60 "$sanitizer" "$program" --gtest_filter='GpuTest.*' >"$results/sanitizer.log" 2>&1
+  if grep -qiE 'not supported|unable to (find|attach|load)|internal sanitizer error' "$results/sanitizer.log"; then
     record skipped "compute-sanitizer: it does not work on this machine"
     return
   fi
@@ -236,31 +241,35 @@ run_sanitizer() {
   done
 }
 
-# measure_row KEY
+# measure_row KEY. False also if a side of it is missing.
 measure_row() {
   limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$1" \
-    >"$results/row.jsonl" && cat "$results/row.jsonl" >>"$results/rows.jsonl"
+    >"$results/row.jsonl" || return
+  cat "$results/row.jsonl" >>"$results/rows.jsonl"
+  ! grep '"ratio":null' "$results/row.jsonl"
 }
 
 measure_training() {
-  PYTHONPATH=$root/$programs/python limited 200 python3 tests/bench/train_gpu_bench.py \
+  PYTHONPATH=$root/$programs/python limited 300 python3 tests/bench/train_gpu_bench.py \
     --server "$programs/ema-server" >"$results/training.md"
 }
 
 run_bench() {
   local key
-  nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
-    --format=csv >"$results/clocks.csv" 2>/dev/null
   for key in $("$programs/gpu_bench" --list); do
     has_time "benchmark $key" || continue
     check "benchmark $key" measure_row "$key"
+    # Just after a row: at rest they are others.
+    [[ -f $results/clocks.csv ]] ||
+      nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
+        --format=csv >"$results/clocks.csv" 2>/dev/null
     [[ ! -f $results/rows.jsonl ]] ||
       python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
     write_results
   done
   if [[ ! -d $programs/python ]]; then
     record skipped "training benchmark: $archive has no Python client"
-  elif has_time "training benchmark"; then
+  elif has_time "training benchmark" 60; then
     check "training benchmark" measure_training
   fi
 }

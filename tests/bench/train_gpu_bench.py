@@ -47,9 +47,17 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data = torch.randn(BATCH if device == "cuda" else 1, LENGTH, WIDTH, device=device)
+    ema = None
+    interval = 10 if way == "ours/10" else 1
     if way != "nothing":
-        interval = "10ba" if way == "ours/10" else "1ba"
-        ema_client.attach(model, optimizer, url, half_life="100ba", update_interval=interval)
+        ema = ema_client.attach(
+            model,
+            optimizer,
+            url,
+            half_life="100ba",
+            update_interval=f"{interval}ba",
+            on_error="raise",
+        )
     seconds = []
     warm_up = max(1, steps // 5)
     for step in range(warm_up + steps):
@@ -66,6 +74,13 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
             torch.cuda.current_stream().synchronize()
         if step >= warm_up:
             seconds.append(time.perf_counter() - start)
+    if ema is not None:
+        # What was not pushed costs nothing.
+        ema.wait_pushed()
+        due = (warm_up + steps) // interval
+        if ema.stats.skipped > 0 or ema.stats.pushes < due:
+            raise SystemExit(f"{way}: {ema.stats.pushes} of {due} pushes became a version")
+        ema.close()
     seconds.sort()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {
