@@ -23,8 +23,8 @@ struct ServerOptions {
   // nowhere.
   std::string http_listen;
   std::string port_file;        // Empty: none. Where the bound port is written when serving.
-  std::string device = "auto";  // "auto" or "cpu".
-  int64_t memory_bytes = 0;     // For all models. 0: 80 % of what receive windows leave of it.
+  std::string device = "auto";  // "auto", "cpu" or "cuda:N".
+  int64_t memory_bytes = 0;     // For all models. 0: 80 % of what streams leave of the device's.
   std::string data_dir;         // Empty: no checkpoints.
   // When versions are saved by themselves, counted from the last save; 0: not by this.
   int64_t save_every_commits = 0;
