@@ -50,7 +50,7 @@ int64_t FoldBatch::TableBytes(int64_t target_count, int64_t tile_count) const {
            static_cast<int64_t>(sizeof(items.front()));
   };
   return kTableAlignment + bytes_with(tiles_, tile_count) + bytes_with(targets_, target_count) +
-         (static_cast<int64_t>(runs_.size()) + 1) * static_cast<int64_t>(sizeof(uint32_t));
+         (note_count() + 1) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 // Many small tensors are neighbours in each track: all of them share the targets of the first.
@@ -112,7 +112,13 @@ void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf
 int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
   const auto target_count = static_cast<int64_t>(op.targets.size());
-  // Vectors begin where they do in the memory of what is stored.
+  std::optional<int64_t> shift = FindInShared(op, first);
+  // Small tensors that are neighbours in what is stored are one run to the kernel, which is as fast
+  // then as with a large one.
+  const bool goes_on =
+      shift.has_value() && tiles_.back().format == FormatOf(op.source_dtype) &&
+      (op.targets.empty() || tiles_.back().target_offset + tiles_.back().end == *shift);
+  // Else vectors begin where they do in the memory of what is stored.
   int phase = 0;
   if (!op.targets.empty()) {
     const FoldTarget& target = op.targets.front();
@@ -120,7 +126,7 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, Dif
     phase = static_cast<int>((AddressOf(target.next) / stored + first) % kFoldVector);
   }
   const int64_t lane_0 = RoundUp(used_bytes_, VectorAlignment(element_bytes));
-  const int64_t source = lane_0 + phase * element_bytes;
+  const int64_t source = goes_on ? used_bytes_ : lane_0 + phase * element_bytes;
   const auto room_beside = [&](int64_t tile_count) {
     return (std::min(limit_bytes, capacity_bytes_) - source -
             TableBytes(target_count, tile_count)) /
@@ -132,22 +138,30 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, Dif
   if (count <= 0) return 0;
   std::memcpy(host_ + source, op.source + first * element_bytes,
               static_cast<size_t>(count * element_bytes));
-  std::optional<int64_t> shift = FindInShared(op, first);
-  if (!shift.has_value()) {
-    AddTargets(op, first, phase, differs_of);
-    shift = 0;
+  FoldTile tile;
+  int64_t tiled = count;
+  if (goes_on) {
+    tile = tiles_.back();
+    tiles_.pop_back();
+    tiled += tile.end - tile.begin;
+  } else {
+    if (!shift.has_value()) {
+      AddTargets(op, first, phase, differs_of);
+      shift = 0;
+    }
+    tile = {.source = device_ + lane_0,
+            .target_offset = *shift - phase,
+            .first_target = shared_.first_target,
+            .run = static_cast<int32_t>(note_count()),
+            .begin = static_cast<uint16_t>(phase),
+            .target_count = static_cast<uint8_t>(target_count),
+            .format = FormatOf(op.source_dtype),
+            .element_bytes = static_cast<uint8_t>(element_bytes),
+            .is_aligned = shared_.is_aligned};
   }
-  const FoldTile tile{.source = device_ + lane_0,
-                      .target_offset = *shift - phase,
-                      .first_target = shared_.first_target,
-                      .run = static_cast<int32_t>(runs_.size()),
-                      .begin = static_cast<uint16_t>(phase),
-                      .target_count = static_cast<uint8_t>(target_count),
-                      .format = FormatOf(op.source_dtype),
-                      .element_bytes = static_cast<uint8_t>(element_bytes),
-                      .is_aligned = shared_.is_aligned};
-  ForEachFoldTile(tile, count, [this](const FoldTile& of) { tiles_.push_back(of); });
-  runs_.push_back({op.source_dtype, host_ + source, count, op.source_id, op.first_element + first});
+  runs_.push_back(
+      {tile.run, op.source_dtype, host_ + source, count, op.source_id, op.first_element + first});
+  ForEachFoldTile(tile, tiled, [this](const FoldTile& of) { tiles_.push_back(of); });
   used_bytes_ = source + count * element_bytes;
   return count;
 }
@@ -164,7 +178,7 @@ FoldTable FoldBatch::Finish() {
   const int64_t tiles = append(tiles_);
   const int64_t targets = append(targets_);
   non_finite_ = reinterpret_cast<uint32_t*>(host_ + used_bytes_);
-  std::fill_n(non_finite_, runs_.size(), 0);
+  std::fill_n(non_finite_, note_count(), 0);
   return {.tiles = reinterpret_cast<const FoldTile*>(device_ + tiles),
           .targets = reinterpret_cast<const DeviceFoldTarget*>(device_ + targets),
           .tile_count = static_cast<int64_t>(tiles_.size()),
@@ -172,10 +186,9 @@ FoldTable FoldBatch::Finish() {
 }
 
 void FoldBatch::ForEachNonFinite(absl::FunctionRef<void(const NonFiniteElement&)> take) const {
-  for (size_t i = 0; i < runs_.size(); ++i) {
-    if (non_finite_[i] == 0) continue;
+  for (const Run& run : runs_) {
+    if (non_finite_[run.note] == 0) continue;
     // The kernel does not say where; the source is still there.
-    const Run& run = runs_[i];
     const FoldOp op = {
         .source_dtype = run.dtype, .source = run.source, .element_count = run.element_count};
     if (const std::optional<int64_t> index = FoldOnCpu(op)) {

@@ -48,6 +48,7 @@ class FoldBatch {
  private:
   // Neighbours of one op, in host memory.
   struct Run {
+    int32_t note = 0;  // Which of the notes tells of it, and of its neighbours.
     Dtype dtype = Dtype::kFloat32;
     const std::byte* source = nullptr;
     int64_t element_count = 0;
@@ -55,6 +56,7 @@ class FoldBatch {
     int64_t first_element = 0;
   };
 
+  int64_t note_count() const { return tiles_.empty() ? 0 : tiles_.back().run + 1; }
   // With one run more, which has so many targets and tiles.
   int64_t TableBytes(int64_t target_count, int64_t tile_count) const;
   // The targets of the last run that had targets of its own.

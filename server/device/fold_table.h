@@ -36,8 +36,8 @@ struct alignas(16) DeviceFoldTarget {
   uint32_t* differs = nullptr;  // Set to 1; may be null. As FoldTarget::differs.
 };
 
-// Neighbouring elements of one op: lanes [begin, end) of kFoldTileElements. Lane 0 is where vectors
-// begin, which may be before the first element of the op.
+// Neighbouring elements of one op, or of several that are neighbours themselves: lanes [begin, end)
+// of kFoldTileElements. Lane 0 is where vectors begin, which may be before the first element.
 struct alignas(16) FoldTile {
   const std::byte* source = nullptr;  // Of lane 0.
   int64_t target_offset = 0;          // Of lane 0: elements behind the targets' addresses.

@@ -348,6 +348,46 @@ TEST_F(FoldTableTest, NeighboursShareTheirTargets) {
   }
 }
 
+TEST_F(FoldTableTest, NeighboursInOrderAreOneRun) {
+  constexpr int64_t kPiece = 101;
+  constexpr int64_t kPieces = 200;
+  for (const int64_t shift : {0, 1, 3}) {
+    for (const FoldKind kind : kKinds) {
+      std::vector<std::byte> source = Pushed(Dtype::kFloat32, kPiece * kPieces, random_, true);
+      // In two pieces that are neither the first nor the last, and not neighbours.
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      std::memcpy(&source[(50 * kPiece + 7) * 4], &nan, 4);
+      std::memcpy(&source[(120 * kPiece + 100) * 4], &nan, 4);
+      const int64_t size_bytes = kPieces * kPiece * 4;
+      std::mt19937_64 first(3), second(3);
+      pairs_.push_back(std::make_unique<Pair>(
+          Pair{Averages(size_bytes, shift * 4, first), Averages(size_bytes, shift * 4, second)}));
+      const Case c{Dtype::kFloat32, kind, kPieces * kPiece};
+      Fold(c, source.data(), pairs_.back()->expected, 0.25,
+           [](const FoldOp& op) { FoldScalar(op); });
+      Fold(c, source.data(), pairs_.back()->got, 0.25, [this](const FoldOp& whole) {
+        for (int64_t piece = 0; piece < kPieces; ++piece) {
+          FoldTarget target = whole.targets[0];
+          const auto move = [piece](auto*& data) {
+            if (data != nullptr) data += piece * kPiece * 4;
+          };
+          move(target.current);
+          move(target.next);
+          move(target.current_low);
+          move(target.next_low);
+          AddToBatch({Dtype::kFloat32, whole.source + piece * kPiece * 4, kPiece,
+                      std::span(&target, 1), piece, 1000});
+        }
+      });
+      EXPECT_EQ(batch_.Finish().tile_count,
+                FoldTileCount(kPieces * kPiece, static_cast<int>(shift)));
+      found_.clear();
+      ExpectEqual();
+      EXPECT_EQ(found_, std::vector<NonFiniteElement>({{50, 1007}, {120, 1100}}));
+    }
+  }
+}
+
 TEST_F(FoldTableTest, WhatIsNotFiniteIsNoticedWhereverItIs) {
   for (const Dtype dtype : kFloats) {
     for (const int64_t count : {int64_t{1}, int64_t{6}, kFoldTileElements + 3}) {
