@@ -19,7 +19,9 @@
 #include "absl/strings/match.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/device/accelerator.h"
 #include "server/device/accelerator_device.h"
+#include "server/device/fold_table.h"
 #include "tests/testutil/fake_cudart.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -197,6 +199,27 @@ TEST(CudaAcceleratorDeathTest, AtAnyCallAFailureIsToldAndEndsNothing) {
   EXPECT_GT(told, 100);
   // What comes last frees memory.
   EXPECT_LT(not_told, told / 4);
+}
+
+// Of the runtime itself: it ends a process that does what a GPU does not take.
+TEST(CudaAcceleratorDeathTest, AGpuUsesItsOwnMemoryOnly) {
+  const auto fold = [](const FoldTable& table) {
+    const std::shared_ptr<Accelerator> gpu = *MakeCudaAccelerator(0);
+    const std::unique_ptr<Accelerator::Queue> queue = *gpu->NewQueue();
+    EXPECT_THAT(queue->Fold(table), IsOk());
+    EXPECT_THAT(queue->Mark(0), IsOk());
+    EXPECT_THAT(queue->Wait(0), IsOk());
+  };
+  const FoldTile tile;
+  EXPECT_DEATH(fold({.tiles = &tile, .tile_count = 1}), "not its GPU's: a table's tiles");
+  const auto copy_to_another = [] {
+    const std::shared_ptr<Accelerator> first = *MakeCudaAccelerator(0);
+    const std::shared_ptr<Accelerator> second = *MakeCudaAccelerator(1);
+    const auto from = *first->AllocateDevice(kBytes);
+    const auto to = *second->AllocateDevice(kBytes);
+    EXPECT_THAT((*first->NewQueue())->CopyOnDevice(to->data(), from->data(), kBytes), IsOk());
+  };
+  EXPECT_DEATH(copy_to_another(), "a copy to other memory");
 }
 
 }  // namespace

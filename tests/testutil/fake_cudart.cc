@@ -25,10 +25,7 @@
 #include <thread>
 #include <utility>
 
-#include "server/device/cast_run.h"
-#include "server/device/fold_table.h"
-#include "server/device/sum_table.h"
-#include "tests/testutil/walk_grid.h"
+#include "tests/testutil/fake_cudart_kernels.h"
 
 namespace {
 
@@ -52,12 +49,18 @@ struct Stream {
 };
 
 struct Event {
+  const int device;
   int64_t recorded = 0;
   int64_t reached = 0;
 };
 
-// Addresses and sizes.
-using Pieces = std::map<std::byte*, size_t>;
+constexpr int kAnyDevice = -1;  // Pinned memory is any GPU's.
+struct Piece {
+  size_t size_bytes = 0;
+  int device = kAnyDevice;
+};
+// By address.
+using Pieces = std::map<std::byte*, Piece>;
 
 struct State {
   std::mutex mu;
@@ -68,7 +71,7 @@ struct State {
   Pieces device;
   Pieces pinned;
   // Memory of the device that has no address by itself.
-  std::map<CUmemGenericAllocationHandle, size_t> unmapped;
+  std::map<CUmemGenericAllocationHandle, Piece> unmapped;
   CUmemGenericAllocationHandle last_unmapped = 0;
   int64_t memory_bytes = int64_t{8} << 30;
   std::map<const void*, std::string> kernels;
@@ -100,14 +103,14 @@ thread_local Configuration configuration;
 
 int64_t TotalBytes(const Pieces& pieces) {
   int64_t total = 0;
-  for (const auto& [address, size_bytes] : pieces) total += static_cast<int64_t>(size_bytes);
+  for (const auto& [address, piece] : pieces) total += static_cast<int64_t>(piece.size_bytes);
   return total;
 }
 
 int64_t DeviceBytes() {
   int64_t total = TotalBytes(state().device);
-  for (const auto& [handle, size_bytes] : state().unmapped) {
-    total += static_cast<int64_t>(size_bytes);
+  for (const auto& [handle, piece] : state().unmapped) {
+    total += static_cast<int64_t>(piece.size_bytes);
   }
   return total;
 }
@@ -135,18 +138,31 @@ cudaError_t CountMemory(size_t device_bytes) {
 #define RETURN_IF_FAILED(error) \
   if (const cudaError_t failed = (error); failed != cudaSuccess) return failed
 
-// Neighbouring pieces are as one.
-void Need(const Pieces& pieces, const void* address, size_t size_bytes, std::string_view what) {
+// All of it is in these, of that GPU or of any. Neighbouring pieces are as one.
+bool IsIn(const Pieces& pieces, int device, const void* address, size_t size_bytes) {
   const Lock lock(state().mu);
   auto* begin = static_cast<std::byte*>(const_cast<void*>(address));
   const std::byte* const end = begin + size_bytes;
   while (begin < end) {
     const auto after = pieces.upper_bound(begin);
-    if (after == pieces.begin()) Die(what);
-    const auto& [piece, length] = *std::prev(after);
-    if (begin >= piece + length) Die(what);
-    begin = piece + length;
+    if (after == pieces.begin()) return false;
+    const auto& [data, piece] = *std::prev(after);
+    if (begin >= data + piece.size_bytes) return false;
+    if (device != kAnyDevice && device != piece.device) return false;
+    begin = data + piece.size_bytes;
   }
+  return true;
+}
+// Memory of the thread's GPU.
+void NeedDevice(const void* address, size_t size_bytes, std::string_view what) {
+  if (!IsIn(state().device, current_device, address, size_bytes)) Die(what);
+}
+// Memory that was mapped, of any GPU.
+void NeedMapped(const void* address, size_t size_bytes, std::string_view what) {
+  if (!IsIn(state().device, kAnyDevice, address, size_bytes)) Die(what);
+}
+void NeedPinned(const void* address, size_t size_bytes, std::string_view what) {
+  if (!IsIn(state().pinned, kAnyDevice, address, size_bytes)) Die(what);
 }
 
 void RunStream(Stream* stream) {
@@ -218,9 +234,9 @@ std::shared_ptr<Event> EventOf(cudaEvent_t event) {
 
 constexpr std::align_val_t kAlignment{512};
 
-void* Allocate(Pieces& pieces, size_t size_bytes) {
+void* Allocate(Pieces& pieces, size_t size_bytes, int device) {
   auto* const memory = static_cast<std::byte*>(::operator new(size_bytes, kAlignment));
-  pieces[memory] = size_bytes;
+  pieces[memory] = {size_bytes, device};
   return memory;
 }
 
@@ -228,41 +244,6 @@ void Free(Pieces& pieces, void* memory) {
   const Lock lock(state().mu);
   if (pieces.erase(static_cast<std::byte*>(memory)) == 0) Die("memory that was not allocated");
   ::operator delete(memory, kAlignment);
-}
-
-template <typename T>
-const T& Argument(void** arguments, int i) {
-  return *static_cast<const T*>(arguments[i]);
-}
-
-// What the kernel of that name does.
-std::function<void(std::minstd_rand&)> KernelWork(const std::string& name, const Configuration& of,
-                                                  void** arguments) {
-  const int64_t grid = of.grid.x;
-  const int threads = static_cast<int>(of.block.x);
-  if (name.find("FoldKernel") != std::string::npos) {
-    return [=, table = Argument<ema::FoldTable>(arguments, 0)](std::minstd_rand& random) {
-      ema::WalkGrid(grid, threads, random, [&](int64_t block, int thread) {
-        for (int64_t tile = block; tile < table.tile_count; tile += grid) {
-          ema::FoldOfThread(table, tile, thread);
-        }
-      });
-    };
-  }
-  if (name.find("SumKernel") != std::string::npos) {
-    return [=, table = Argument<ema::SumTable>(arguments, 0)](std::minstd_rand& random) {
-      ema::WalkGrid(grid, threads, random,
-                    [&](int64_t block, int thread) { ema::SumOfThread(table, block, thread); });
-    };
-  }
-  if (name.find("CastKernel") != std::string::npos) {
-    return [=, cast = Argument<ema::CastRun>(arguments, 0)](std::minstd_rand& random) {
-      ema::WalkGrid(grid, threads, random, [&](int64_t block, int thread) {
-        ema::CastOfThread(cast, block * threads + thread, grid * threads);
-      });
-    };
-  }
-  Die("a kernel that it does not know: " + name);
 }
 
 // ---- The driver: memory that is mapped page by page ---------------------------------------------
@@ -311,11 +292,11 @@ CUresult MemAddressFree(CUdeviceptr address, size_t size_bytes) {
 }
 
 CUresult MemCreate(CUmemGenericAllocationHandle* handle, size_t size_bytes,
-                   const CUmemAllocationProp*, unsigned long long) {
+                   const CUmemAllocationProp* of, unsigned long long) {
   RETURN_IF_DRIVER_FAILED(CountMemory(size_bytes));
   const Lock lock(state().mu);
   *handle = ++state().last_unmapped;
-  state().unmapped[*handle] = size_bytes;
+  state().unmapped[*handle] = {size_bytes, of->location.id};
   return CUDA_SUCCESS;
 }
 
@@ -326,22 +307,24 @@ CUresult MemMap(CUdeviceptr address, size_t size_bytes, size_t, CUmemGenericAllo
   State& s = state();
   const Lock lock(s.mu);
   const auto found = s.unmapped.find(handle);
-  if (found == s.unmapped.end() || found->second != size_bytes) Die("no such memory to map");
-  found->second = 0;
-  s.device[ToAddress(address)] = size_bytes;
+  if (found == s.unmapped.end() || found->second.size_bytes != size_bytes) {
+    Die("no such memory to map");
+  }
+  found->second.size_bytes = 0;
+  s.device[ToAddress(address)] = {size_bytes, found->second.device};
   return CUDA_SUCCESS;
 }
 
 CUresult MemSetAccess(CUdeviceptr address, size_t size_bytes, const CUmemAccessDesc*, size_t) {
   RETURN_IF_DRIVER_FAILED(Count());
-  Need(state().device, ToAddress(address), size_bytes, "access to memory that is not mapped");
+  NeedMapped(ToAddress(address), size_bytes, "access to memory that is not mapped");
   mprotect(ToAddress(address), size_bytes, PROT_READ | PROT_WRITE);
   return CUDA_SUCCESS;
 }
 
 CUresult MemUnmap(CUdeviceptr address, size_t size_bytes) {
   RETURN_IF_DRIVER_FAILED(Count());
-  Need(state().device, ToAddress(address), size_bytes, "memory is unmapped that is not mapped");
+  NeedMapped(ToAddress(address), size_bytes, "memory is unmapped that is not mapped");
   const Lock lock(state().mu);
   Pieces& pieces = state().device;
   std::byte* const end = ToAddress(address) + size_bytes;
@@ -442,11 +425,19 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
     seed = static_cast<uint32_t>(state().random());
     ++state().launches;
   }
-  return Queue(stream,
-               [seed, work = KernelWork(name, {grid, block, shared_bytes, stream}, arguments)] {
-                 std::minstd_rand random(seed);
-                 work(random);
-               });
+  const auto check = [device = current_device](const void* address, int64_t size_bytes,
+                                               bool may_be_pinned, std::string_view what) {
+    const auto size = static_cast<size_t>(size_bytes);
+    if (IsIn(state().device, device, address, size)) return;
+    if (may_be_pinned && IsIn(state().pinned, kAnyDevice, address, size)) return;
+    Die("a kernel uses memory that is not its GPU's: " + std::string(what));
+  };
+  auto work = FakeKernelWork({name, grid, block, shared_bytes, arguments}, check);
+  if (work == nullptr) Die("a launch that no GPU takes, or of a kernel that is not ours: " + name);
+  return Queue(stream, [seed, work = std::move(work)] {
+    std::minstd_rand random(seed);
+    work(random);
+  });
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* host_function) {
@@ -540,7 +531,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaMalloc(void** memory, size_t size_bytes) {
   RETURN_IF_FAILED(CountMemory(size_bytes));
   const Lock lock(state().mu);
-  *memory = Allocate(state().device, size_bytes);
+  *memory = Allocate(state().device, size_bytes, current_device);
   return cudaSuccess;
 }
 
@@ -556,7 +547,7 @@ cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
   RETURN_IF_FAILED(CountMemory(0));
   if (flags != cudaHostAllocMapped) Die("pinned memory that kernels do not reach");
   const Lock lock(state().mu);
-  *memory = Allocate(state().pinned, size_bytes);
+  *memory = Allocate(state().pinned, size_bytes, kAnyDevice);
   return cudaSuccess;
 }
 
@@ -578,18 +569,17 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   RETURN_IF_FAILED(Count());
-  const State& s = state();
   const bool is_to_host = kind == cudaMemcpyDeviceToHost;
   const bool is_from_host = kind == cudaMemcpyHostToDevice;
   if (!is_to_host && !is_from_host && kind != cudaMemcpyDeviceToDevice) Die("a copy of no kind");
-  Need(is_to_host ? s.pinned : s.device, to, size_bytes, "a copy to other memory");
-  Need(is_from_host ? s.pinned : s.device, from, size_bytes, "a copy of other memory");
+  (is_to_host ? NeedPinned : NeedDevice)(to, size_bytes, "a copy to other memory");
+  (is_from_host ? NeedPinned : NeedDevice)(from, size_bytes, "a copy of other memory");
   return Queue(stream, [=] { std::memcpy(to, from, size_bytes); });
 }
 
 cudaError_t cudaMemsetAsync(void* data, int value, size_t size_bytes, cudaStream_t stream) {
   RETURN_IF_FAILED(Count());
-  Need(state().device, data, size_bytes, "other memory is set");
+  NeedDevice(data, size_bytes, "other memory is set");
   return Queue(stream, [=] { std::memset(data, value, size_bytes); });
 }
 
@@ -640,7 +630,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   RETURN_IF_FAILED(CountMemory(0));
-  const auto made = std::make_shared<Event>();
+  const auto made = std::make_shared<Event>(Event{.device = current_device});
   *event = reinterpret_cast<cudaEvent_t>(made.get());
   const Lock lock(state().mu);
   state().events[made.get()] = made;
@@ -660,6 +650,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   RETURN_IF_FAILED(Count());
   State& s = state();
   const std::shared_ptr<Event> recorded = EventOf(event);
+  if (recorded->device != current_device) Die("an event of another device than the stream's");
   int64_t number = 0;
   {
     const Lock lock(s.mu);

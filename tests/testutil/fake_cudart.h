@@ -8,7 +8,8 @@
 // Streams are threads, which pause at random, so that what nothing orders comes in another order.
 // Kernels are walked on the CPU, blocks and threads in any order. What a caller does wrong ends the
 // process: work on the default stream, copies of memory that is not pinned or not the device's,
-// objects that have been destroyed.
+// kernels that are given such memory, launches that a GPU refuses, objects that have been destroyed
+// or are another GPU's. It does not see host code that reads memory of the device.
 #ifndef EMA_TESTS_TESTUTIL_FAKE_CUDART_H_
 #define EMA_TESTS_TESTUTIL_FAKE_CUDART_H_
 
