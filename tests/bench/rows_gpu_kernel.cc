@@ -90,8 +90,8 @@ std::unique_ptr<Memory> DeviceWeights::NewFloats() const {
 DeviceWeights::Launch DeviceWeights::NewLaunch(int first_track, int track_count) const {
   std::vector<FoldTile> tiles;
   std::vector<DeviceFoldTarget> targets;
-  // Tensors share targets, as FoldBatch lets neighbours; but each has tiles of its own, as where they
-  // come in another order.
+  // Tensors share targets, as FoldBatch lets neighbours; but each has tiles of its own, as where
+  // they come in another order.
   for (int track = first_track; track < first_track + track_count; ++track) {
     targets.push_back({.current = tracks_[track].current->data(),
                        .next = tracks_[track].next->data(),
