@@ -241,12 +241,12 @@ run_sanitizer() {
   done
 }
 
-# measure_row KEY. False also if a side of it is missing.
+# measure_row KEY. False also if there is no ratio: what is missing is in the report and the log.
 measure_row() {
   limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$1" \
     >"$results/row.jsonl" || return
   cat "$results/row.jsonl" >>"$results/rows.jsonl"
-  ! grep '"ratio":null' "$results/row.jsonl"
+  grep --quiet '"ratio":[0-9]' "$results/row.jsonl"
 }
 
 measure_training() {
@@ -255,12 +255,14 @@ measure_training() {
 }
 
 run_bench() {
-  local key
-  for key in $("$programs/gpu_bench" --list); do
+  local key keys
+  keys=$("$programs/gpu_bench" --list 2>"$results/gpu_bench.log") ||
+    record failed "gpu_bench lists no rows; see gpu_bench.log"
+  for key in $keys; do
     has_time "benchmark $key" || continue
     check "benchmark $key" measure_row "$key"
     # Just after a row: at rest they are others.
-    [[ -f $results/clocks.csv ]] ||
+    [[ -s $results/clocks.csv ]] ||
       nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
         --format=csv >"$results/clocks.csv" 2>/dev/null
     [[ ! -f $results/rows.jsonl ]] ||
@@ -281,7 +283,7 @@ write_results() {
   mkdir -p tests/bench/results
   {
     printf '# %s, %s\n\n%s; built at revision %s\n\n' "$device" "$(date +%F)" "$versions" "$(<"$revision")"
-    [[ ! -f $results/clocks.csv ]] || printf '```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
+    [[ ! -s $results/clocks.csv ]] || printf 'Just after a row:\n\n```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
     printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
     [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
     [[ ! -f $results/training.md ]] || printf '\n%s\n' "$(<"$results/training.md")"
