@@ -5,15 +5,17 @@ Trains a small transformer, each way in a process of its own, in turns: without 
 `attach`, which reads weights in place; and with `attach` made to copy them to host memory inside
 optimizer.step(). Prints a table: of a step the median, the mean and the 95th percentile (medians of
 the rounds), the ratio to no average in the same round and its range; the GPU's peak memory and the
-process's.
+process's; and how many pushes became a version, which all that are due must.
 
-    python tests/bench/train_gpu_bench.py --server EMA-SERVER [--device cuda|cpu] [--layers N] [--steps N] [--rounds N]
+    python tests/bench/train_gpu_bench.py --server EMA-SERVER [--device cuda|cpu] [--layers N] [--steps N]
+        [--rounds N] [--seconds N] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import resource
 import statistics
@@ -74,13 +76,19 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
             torch.cuda.current_stream().synchronize()
         if step >= warm_up:
             seconds.append(time.perf_counter() - start)
+    pushes = 0
     if ema is not None:
         # What was not pushed costs nothing.
         ema.wait_pushed()
+        pushes = ema.stats.pushes
         due = (warm_up + steps) // interval
-        if ema.stats.skipped > 0 or ema.stats.pushes < due:
-            raise SystemExit(f"{way}: {ema.stats.pushes} of {due} pushes became a version")
+        if ema.stats.skipped > 0 or pushes < due:
+            raise SystemExit(f"{way}: {pushes} of {due} pushes became a version")
         ema.close()
+        # The server has memory for a few of them.
+        address, name = url.rsplit("/", 1)
+        with ema_client.Client(address) as client:
+            client.delete_model(name)
     seconds.sort()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {
@@ -90,6 +98,7 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
         "p95_s": seconds[int(len(seconds) * 0.95)],
         "gpu_bytes": float(peak),
         "host_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "pushes": float(pushes),
     }
 
 
@@ -127,8 +136,8 @@ def table(rounds: list[Round]) -> str:
     text = (
         f"A transformer with {weight_bytes / 1e6:.0f} MB of weights, batches of bfloat16; {len(rounds)} rounds.\n\n"
         "| average | step, ms | of none | mean, ms | of none | p95, ms "
-        "| peak GPU memory, MB | peak host memory, MB |\n"
-        "|---|---:|---:|---:|---:|---:|---:|---:|\n"
+        "| peak GPU memory, MB | peak host memory, MB | pushes |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n"
     )
     for way, name in WAYS.items():
         cells = [name]
@@ -139,8 +148,25 @@ def table(rounds: list[Round]) -> str:
         cells.append(f"{1e3 * statistics.median(r[way]['p95_s'] for r in rounds):.1f}")
         for key in ("gpu_bytes", "host_bytes"):
             cells.append(f"{max(r[way][key] for r in rounds) / 1e6:.0f}")
+        cells.append(f"{min(r[way]['pushes'] for r in rounds):.0f}")
         text += "| " + " | ".join(cells) + " |\n"
     return text
+
+
+def measure_rounds(args: argparse.Namespace, url: str) -> str:
+    """Returns the table."""
+    rounds: list[Round] = []
+    begin = time.monotonic()
+    longest = 0.0
+    while len(rounds) < args.rounds:
+        start = time.monotonic()
+        if rounds and start - begin + longest > args.seconds:
+            break
+        rounds.append(measure(args, url, len(rounds)))
+        longest = max(longest, time.monotonic() - start)
+        if args.output:
+            args.output.write_text(table(rounds))
+    return table(rounds)
 
 
 def main() -> None:
@@ -150,6 +176,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round that may end later"
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="the table so far, after each round")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -159,8 +189,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server, url = start_server(args.server, pathlib.Path(folder))
         try:
-            rounds = [measure(args, url, number) for number in range(args.rounds)]
-            print(table(rounds), end="")
+            print(measure_rounds(args, url), end="")
         finally:
             server.terminate()
             server.wait()

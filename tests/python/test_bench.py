@@ -43,12 +43,17 @@ def test_train_bench_runs(ranks: int) -> None:
     assert "| ours, four tracks, every 10 |" in result.stdout
 
 
-def test_train_gpu_bench_runs() -> None:
+def test_train_gpu_bench_runs(tmp_path: pathlib.Path) -> None:
+    table = tmp_path / "table.md"
     command = [sys.executable, FOLDER / "train_gpu_bench.py", "--server", server_binary()]
-    command += ["--device", "cpu", "--layers", "1", "--steps", "2"]
+    command += ["--device", "cpu", "--layers", "1", "--steps", "2", "--seconds", "0"]
+    command += ["--output", table]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
+    # However little time there is, one round.
+    assert "; 1 rounds." in result.stdout
     assert "| ours, every step |" in result.stdout
+    assert table.read_text() == result.stdout
 
 
 @pytest.mark.parametrize(
