@@ -148,10 +148,19 @@ print(f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {sys.versio
 END
 }
 
+# The machine's own python3 and openssl may need newer ones of these than what is packed, which does
+# with both; and all that runs here looks into LD_LIBRARY_PATH.
+take_common_libraries() {
+  local name
+  for name in $(ldd "$programs"/lib/*.so* | awk '$1 ~ /^lib(crypto|ssl|z)\.so/ && $3 ~ "^/" { print $1 }' | sort -u); do
+    rm -f "$programs/lib/$name"
+  done
+}
+
 # What the programs need and the machine has not.
 check_libraries() {
   local missing
-  missing=$(ldd "$programs"/* 2>&1 | grep 'not found' | sort -u)
+  missing=$(ldd "$programs"/* "$programs"/python/ema_client/*.so 2>&1 | grep 'not found' | sort -u)
   [[ -z $missing ]] || fail "the programs lack: $missing"
 }
 
@@ -327,6 +336,7 @@ lock gpu
 new_results build/tests-gpu
 programs=$results/programs
 step "unpack $archive" "$results/unpack.log" python3 -m tarfile -e "$archive" "$programs" || exit
+take_common_libraries
 export LD_LIBRARY_PATH=$root/$programs/lib:$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
