@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Tests and measures on a GPU: the device conformance suite; the tests of the core, of RPCs and
-# against real servers, those that ask for a device with averages on cuda:0; the training of CUDA
-# models; compute-sanitizer; and the benchmarks. Writes tests/bench/results/DEVICE-DATE.md and .json,
-# anew after each program, so that those of a run that is cut off are there. Ends with the line
+# Tests and measures on a GPU: the device conformance suite; the tests of the core, of synthesis, of
+# RPCs and against real servers, those that ask for a device with averages on cuda:0; the training of
+# CUDA models; compute-sanitizer; and the benchmarks. Writes tests/bench/results/DEVICE-DATE.md and
+# .json, anew after each program, so that those of a run that is cut off are there. Ends with the line
 # "N passed, N failed, N skipped".
 #
 # The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
@@ -107,7 +107,7 @@ pack() {
   fi
   local program programs=(build/release/server/ema-server
     "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank")
-  for program in "$built"/{conformance,core,integration,rpc}/*_test; do
+  for program in "$built"/{conformance,core,integration,rpc}/*_test "$built/checkpoint/synthesis_test"; do
     # It reads a file of the checkout that it was built in, and no device.
     [[ $program == */wire_compatibility_test ]] || programs+=("$program")
   done
