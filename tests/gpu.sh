@@ -12,9 +12,10 @@
 # torch.compile: build/gpu, made elsewhere and brought there with the checkout, has the rest, NVIDIA's
 # compute-sanitizer too.
 #
-# Usage: tests/gpu.sh --pack | [PART...]
+# Usage: tests/gpu.sh --pack [CMAKE OPTION...] | [PART...]
 #   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
-#           where there is a Python 3.12 with headers. Once more after each change of the sources
+#           where there is a Python 3.12 with headers. Once more after each change of the sources.
+#           Needs NVIDIA's compiler; where CMake does not find it, CMAKE_CUDA_COMPILER names it
 #   PART    tests, training, bench or sanitizer: only those; the results' name says so
 #
 #   EMA_GPU_SECONDS  what has not begun by then is skipped, what still runs fails; default: no limit
@@ -93,10 +94,13 @@ END
   rm -r "$folder"
 }
 
+# pack CMAKE OPTION...
 pack() {
-  deploy/build.sh release || exit
+  # Tests also where only what is shipped was built before.
+  deploy/build.sh release -DEMA_BUILD_TESTS=ON "$@" || exit
   [[ -f build/release/server/device/libema_kernel_cuda.a ]] ||
-    fail "the build has no GPU: CMake found no CUDA compiler (nvcc); deploy/setup.sh --cuda brings one, README.md says how to name it"
+    fail "the build has no GPU: CMake found no CUDA compiler. With NVIDIA's (deploy/setup.sh --cuda brings it):" \
+      "$0 --pack -DCMAKE_CUDA_COMPILER=\"\$(ls $root/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)\""
   local built=build/release/tests python
   python=$(find_gpu_python)
   rm -f build/gpu-python/client/python/_ema.*.so
@@ -313,7 +317,7 @@ write_results() {
 }
 
 if [[ ${1-} == --pack ]]; then
-  pack
+  pack "${@:2}"
   exit
 fi
 for part in "$@"; do
