@@ -220,6 +220,12 @@ TEST(CudaAcceleratorDeathTest, AGpuUsesItsOwnMemoryOnly) {
     EXPECT_THAT((*first->NewQueue())->CopyOnDevice(to->data(), from->data(), kBytes), IsOk());
   };
   EXPECT_DEATH(copy_to_another(), "a copy to other memory");
+  const auto write_on_host = [] {
+    const std::shared_ptr<Accelerator> gpu = *MakeCudaAccelerator(0);
+    const auto memory = *gpu->AllocateDevice(kBytes);
+    *memory->data() = std::byte{1};
+  };
+  EXPECT_DEATH(write_on_host(), "");
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
@@ -14,11 +13,11 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <random>
 #include <string>
 #include <string_view>
@@ -26,6 +25,7 @@
 #include <utility>
 
 #include "tests/testutil/fake_cudart_kernels.h"
+#include "tests/testutil/fake_cudart_memory.h"
 
 namespace {
 
@@ -54,24 +54,16 @@ struct Event {
   int64_t reached = 0;
 };
 
-constexpr int kAnyDevice = -1;  // Pinned memory is any GPU's.
-struct Piece {
-  size_t size_bytes = 0;
-  int device = kAnyDevice;
-};
-// By address.
-using Pieces = std::map<std::byte*, Piece>;
-
 struct State {
   std::mutex mu;
   std::condition_variable changed;
   std::map<Stream*, std::unique_ptr<Stream>> streams;
   // Shared with what is queued: an event may be destroyed before it is reached.
   std::map<Event*, std::shared_ptr<Event>> events;
-  Pieces device;
-  Pieces pinned;
+  FakePieces device;
+  FakePieces pinned;
   // Memory of the device that has no address by itself.
-  std::map<CUmemGenericAllocationHandle, Piece> unmapped;
+  std::map<CUmemGenericAllocationHandle, FakePiece> unmapped;
   CUmemGenericAllocationHandle last_unmapped = 0;
   int64_t memory_bytes = int64_t{8} << 30;
   std::map<const void*, std::string> kernels;
@@ -101,14 +93,8 @@ struct Configuration {
 };
 thread_local Configuration configuration;
 
-int64_t TotalBytes(const Pieces& pieces) {
-  int64_t total = 0;
-  for (const auto& [address, piece] : pieces) total += static_cast<int64_t>(piece.size_bytes);
-  return total;
-}
-
 int64_t DeviceBytes() {
-  int64_t total = TotalBytes(state().device);
+  int64_t total = state().device.total_bytes();
   for (const auto& [handle, piece] : state().unmapped) {
     total += static_cast<int64_t>(piece.size_bytes);
   }
@@ -138,31 +124,18 @@ cudaError_t CountMemory(size_t device_bytes) {
 #define RETURN_IF_FAILED(error) \
   if (const cudaError_t failed = (error); failed != cudaSuccess) return failed
 
-// All of it is in these, of that GPU or of any. Neighbouring pieces are as one.
-bool IsIn(const Pieces& pieces, int device, const void* address, size_t size_bytes) {
-  const Lock lock(state().mu);
-  auto* begin = static_cast<std::byte*>(const_cast<void*>(address));
-  const std::byte* const end = begin + size_bytes;
-  while (begin < end) {
-    const auto after = pieces.upper_bound(begin);
-    if (after == pieces.begin()) return false;
-    const auto& [data, piece] = *std::prev(after);
-    if (begin >= data + piece.size_bytes) return false;
-    if (device != kAnyDevice && device != piece.device) return false;
-    begin = data + piece.size_bytes;
-  }
-  return true;
+// Memory of the thread's GPU; gives where its bytes are.
+std::byte* NeedDevice(const void* address, size_t size_bytes, std::string_view what) {
+  if (!state().device.Have(address, size_bytes, current_device)) Die(what);
+  return DeviceBytesAt(address);
 }
-// Memory of the thread's GPU.
-void NeedDevice(const void* address, size_t size_bytes, std::string_view what) {
-  if (!IsIn(state().device, current_device, address, size_bytes)) Die(what);
+std::byte* NeedPinned(const void* address, size_t size_bytes, std::string_view what) {
+  if (!state().pinned.Have(address, size_bytes, kAnyDevice)) Die(what);
+  return static_cast<std::byte*>(const_cast<void*>(address));
 }
 // Memory that was mapped, of any GPU.
 void NeedMapped(const void* address, size_t size_bytes, std::string_view what) {
-  if (!IsIn(state().device, kAnyDevice, address, size_bytes)) Die(what);
-}
-void NeedPinned(const void* address, size_t size_bytes, std::string_view what) {
-  if (!IsIn(state().pinned, kAnyDevice, address, size_bytes)) Die(what);
+  if (!state().device.Have(address, size_bytes, kAnyDevice)) Die(what);
 }
 
 void RunStream(Stream* stream) {
@@ -234,16 +207,15 @@ std::shared_ptr<Event> EventOf(cudaEvent_t event) {
 
 constexpr std::align_val_t kAlignment{512};
 
-void* Allocate(Pieces& pieces, size_t size_bytes, int device) {
-  auto* const memory = static_cast<std::byte*>(::operator new(size_bytes, kAlignment));
-  pieces[memory] = {size_bytes, device};
-  return memory;
+size_t WholePages(size_t size_bytes) {
+  constexpr size_t kHostPageBytes = 4096;
+  return (std::max<size_t>(size_bytes, 1) + kHostPageBytes - 1) / kHostPageBytes * kHostPageBytes;
 }
 
-void Free(Pieces& pieces, void* memory) {
-  const Lock lock(state().mu);
-  if (pieces.erase(static_cast<std::byte*>(memory)) == 0) Die("memory that was not allocated");
-  ::operator delete(memory, kAlignment);
+size_t Remove(FakePieces& pieces, void* memory) {
+  const std::optional<size_t> size_bytes = pieces.Remove(memory);
+  if (!size_bytes.has_value()) Die("memory that was not allocated");
+  return *size_bytes;
 }
 
 // ---- The driver: memory that is mapped page by page ---------------------------------------------
@@ -279,15 +251,12 @@ CUresult MemGetAllocationGranularity(size_t* granularity, const CUmemAllocationP
 CUresult MemAddressReserve(CUdeviceptr* address, size_t size_bytes, size_t, CUdeviceptr,
                            unsigned long long) {
   RETURN_IF_DRIVER_FAILED(Count());
-  void* const reserved =
-      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (reserved == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  *address = reinterpret_cast<CUdeviceptr>(reserved);
-  return CUDA_SUCCESS;
+  *address = reinterpret_cast<CUdeviceptr>(ReserveDeviceAddresses(size_bytes));
+  return *address != 0 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult MemAddressFree(CUdeviceptr address, size_t size_bytes) {
-  munmap(ToAddress(address), size_bytes);
+  FreeDeviceAddresses(ToAddress(address), size_bytes);
   return static_cast<CUresult>(Count());
 }
 
@@ -311,28 +280,24 @@ CUresult MemMap(CUdeviceptr address, size_t size_bytes, size_t, CUmemGenericAllo
     Die("no such memory to map");
   }
   found->second.size_bytes = 0;
-  s.device[ToAddress(address)] = {size_bytes, found->second.device};
+  s.device.Add(ToAddress(address), {size_bytes, found->second.device});
   return CUDA_SUCCESS;
 }
 
 CUresult MemSetAccess(CUdeviceptr address, size_t size_bytes, const CUmemAccessDesc*, size_t) {
   RETURN_IF_DRIVER_FAILED(Count());
   NeedMapped(ToAddress(address), size_bytes, "access to memory that is not mapped");
-  mprotect(ToAddress(address), size_bytes, PROT_READ | PROT_WRITE);
+  PutDeviceMemory(ToAddress(address), size_bytes);
   return CUDA_SUCCESS;
 }
 
 CUresult MemUnmap(CUdeviceptr address, size_t size_bytes) {
   RETURN_IF_DRIVER_FAILED(Count());
   NeedMapped(ToAddress(address), size_bytes, "memory is unmapped that is not mapped");
-  const Lock lock(state().mu);
-  Pieces& pieces = state().device;
-  std::byte* const end = ToAddress(address) + size_bytes;
-  for (auto it = pieces.find(ToAddress(address)); it != pieces.end() && it->first < end;) {
-    it = pieces.erase(it);
+  for (size_t done = 0; done < size_bytes;) {
+    done += Remove(state().device, ToAddress(address) + done);
   }
-  madvise(ToAddress(address), size_bytes, MADV_DONTNEED);
-  mprotect(ToAddress(address), size_bytes, PROT_NONE);
+  TakeDeviceMemory(ToAddress(address), size_bytes);
   return CUDA_SUCCESS;
 }
 
@@ -425,14 +390,18 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
     seed = static_cast<uint32_t>(state().random());
     ++state().launches;
   }
-  const auto check = [device = current_device](const void* address, int64_t size_bytes,
-                                               bool may_be_pinned, std::string_view what) {
+  const auto find = [device = current_device](const void* address, int64_t size_bytes,
+                                              bool may_be_pinned, std::string_view what) {
     const auto size = static_cast<size_t>(size_bytes);
-    if (IsIn(state().device, device, address, size)) return;
-    if (may_be_pinned && IsIn(state().pinned, kAnyDevice, address, size)) return;
+    if (size_bytes >= 0 && state().device.Have(address, size, device)) {
+      return DeviceBytesAt(address);
+    }
+    if (may_be_pinned && state().pinned.Have(address, size, kAnyDevice)) {
+      return static_cast<std::byte*>(const_cast<void*>(address));
+    }
     Die("a kernel uses memory that is not its GPU's: " + std::string(what));
   };
-  auto work = FakeKernelWork({name, grid, block, shared_bytes, arguments}, check);
+  auto work = FakeKernelWork({name, grid, block, shared_bytes, arguments}, find);
   if (work == nullptr) Die("a launch that no GPU takes, or of a kernel that is not ours: " + name);
   return Queue(stream, [seed, work = std::move(work)] {
     std::minstd_rand random(seed);
@@ -530,8 +499,11 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaMalloc(void** memory, size_t size_bytes) {
   RETURN_IF_FAILED(CountMemory(size_bytes));
-  const Lock lock(state().mu);
-  *memory = Allocate(state().device, size_bytes, current_device);
+  std::byte* const address = ReserveDeviceAddresses(WholePages(size_bytes));
+  if (address == nullptr) return last_error = cudaErrorMemoryAllocation;
+  PutDeviceMemory(address, WholePages(size_bytes));
+  state().device.Add(address, {size_bytes, current_device});
+  *memory = address;
   return cudaSuccess;
 }
 
@@ -539,22 +511,24 @@ cudaError_t cudaFree(void* memory) {
   RETURN_IF_FAILED(Count());
   if (memory == nullptr) return cudaSuccess;
   RETURN_IF_FAILED(AwaitAllStreams());
-  Free(state().device, memory);
+  const size_t size_bytes = Remove(state().device, memory);
+  FreeDeviceAddresses(static_cast<std::byte*>(memory), WholePages(size_bytes));
   return cudaSuccess;
 }
 
 cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
   RETURN_IF_FAILED(CountMemory(0));
   if (flags != cudaHostAllocMapped) Die("pinned memory that kernels do not reach");
-  const Lock lock(state().mu);
-  *memory = Allocate(state().pinned, size_bytes, kAnyDevice);
+  *memory = ::operator new(size_bytes, kAlignment);
+  state().pinned.Add(*memory, {size_bytes, kAnyDevice});
   return cudaSuccess;
 }
 
 cudaError_t cudaFreeHost(void* memory) {
   RETURN_IF_FAILED(Count());
   RETURN_IF_FAILED(AwaitAllStreams());
-  Free(state().pinned, memory);
+  Remove(state().pinned, memory);
+  ::operator delete(memory, kAlignment);
   return cudaSuccess;
 }
 
@@ -572,15 +546,17 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaM
   const bool is_to_host = kind == cudaMemcpyDeviceToHost;
   const bool is_from_host = kind == cudaMemcpyHostToDevice;
   if (!is_to_host && !is_from_host && kind != cudaMemcpyDeviceToDevice) Die("a copy of no kind");
-  (is_to_host ? NeedPinned : NeedDevice)(to, size_bytes, "a copy to other memory");
-  (is_from_host ? NeedPinned : NeedDevice)(from, size_bytes, "a copy of other memory");
-  return Queue(stream, [=] { std::memcpy(to, from, size_bytes); });
+  std::byte* const target =
+      (is_to_host ? NeedPinned : NeedDevice)(to, size_bytes, "a copy to other memory");
+  const std::byte* const source =
+      (is_from_host ? NeedPinned : NeedDevice)(from, size_bytes, "a copy of other memory");
+  return Queue(stream, [=] { std::memcpy(target, source, size_bytes); });
 }
 
 cudaError_t cudaMemsetAsync(void* data, int value, size_t size_bytes, cudaStream_t stream) {
   RETURN_IF_FAILED(Count());
-  NeedDevice(data, size_bytes, "other memory is set");
-  return Queue(stream, [=] { std::memset(data, value, size_bytes); });
+  std::byte* const bytes = NeedDevice(data, size_bytes, "other memory is set");
+  return Queue(stream, [=] { std::memset(bytes, value, size_bytes); });
 }
 
 // ---- Streams and events ------------------------------------------------------------------------
@@ -763,10 +739,7 @@ int64_t ema_fake_cudart_device_bytes() {
   return DeviceBytes();
 }
 
-int64_t ema_fake_cudart_pinned_bytes() {
-  const Lock lock(state().mu);
-  return TotalBytes(state().pinned);
-}
+int64_t ema_fake_cudart_pinned_bytes() { return state().pinned.total_bytes(); }
 
 int64_t ema_fake_cudart_events() {
   const Lock lock(state().mu);

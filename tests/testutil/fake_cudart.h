@@ -9,7 +9,8 @@
 // Kernels are walked on the CPU, blocks and threads in any order. What a caller does wrong ends the
 // process: work on the default stream, copies of memory that is not pinned or not the device's,
 // kernels that are given such memory, launches that a GPU refuses, objects that have been destroyed
-// or are another GPU's. It does not see host code that reads memory of the device.
+// or are another GPU's. So does host code that reads or writes memory of the device, by a
+// segmentation fault.
 #ifndef EMA_TESTS_TESTUTIL_FAKE_CUDART_H_
 #define EMA_TESTS_TESTUTIL_FAKE_CUDART_H_
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/testutil/fake_cudart_kernels.h"
 
-#include <algorithm>
+#include <vector>
 
 #include "server/device/cast_run.h"
 #include "server/device/fold_table.h"
@@ -11,37 +11,58 @@
 namespace {
 
 template <typename T>
-void CheckItems(const CheckKernelMemory& check, const T* items, int64_t count,
-                std::string_view what) {
-  check(items, count * static_cast<int64_t>(sizeof(T)), /*may_be_pinned=*/false, what);
+T* FindItems(const FindKernelMemory& find, T* items, int64_t count, std::string_view what,
+             bool may_be_pinned = false) {
+  const int64_t size_bytes = count * static_cast<int64_t>(sizeof(T));
+  return reinterpret_cast<T*>(find(items, size_bytes, may_be_pinned, what));
 }
 
-void CheckTile(const ema::FoldTable& table, const ema::FoldTile& tile,
-               const CheckKernelMemory& check) {
+// One tile of a table, with all addresses as the CPU finds them.
+struct FoundTile {
+  ema::FoldTable table() const { return {&tile, targets.data(), 1, non_finite}; }
+
+  ema::FoldTile tile;
+  std::vector<ema::DeviceFoldTarget> targets;
+  uint32_t* non_finite = nullptr;
+};
+
+FoundTile FindTile(const FindKernelMemory& find, const ema::FoldTable& table, int64_t index) {
+  FoundTile found;
+  ema::FoldTile& tile = found.tile;
+  tile = *FindItems(find, table.tiles + index, 1, "a table's tiles");
   const int64_t count = tile.end - tile.begin;
-  check(tile.source + int64_t{tile.begin} * tile.element_bytes, count * tile.element_bytes, false,
-        "a tile's source");
-  CheckItems(check, table.targets + tile.first_target, tile.target_count, "a table's targets");
-  if (table.non_finite != nullptr) {
-    check(table.non_finite + tile.run, sizeof(uint32_t), true, "a note of what is not finite");
-  }
-  for (int t = 0; t < tile.target_count; ++t) {
-    const ema::DeviceFoldTarget& target = table.targets[tile.first_target + t];
+  // Of `data` is used what begins `skipped_bytes` behind it, or before.
+  const auto move = [&](auto*& data, int64_t skipped_bytes, int64_t element_bytes,
+                        std::string_view what) {
+    data = find(data + skipped_bytes, count * element_bytes, false, what) - skipped_bytes;
+  };
+  move(tile.source, int64_t{tile.begin} * tile.element_bytes, tile.element_bytes,
+       "a tile's source");
+  const ema::DeviceFoldTarget* const targets =
+      FindItems(find, table.targets + tile.first_target, tile.target_count, "a table's targets");
+  found.targets.assign(targets, targets + tile.target_count);
+  tile.first_target = 0;
+  for (ema::DeviceFoldTarget& target : found.targets) {
     const int64_t stored = target.kind == ema::FoldKind::kCopy ? tile.element_bytes : 4;
-    const int64_t first = (tile.target_offset + tile.begin) * stored;
-    const auto check_average = [&](const std::byte* data, bool is_used) {
-      if (is_used) check(data + first, count * stored, false, "a target of a tile");
-    };
+    const int64_t skipped = (tile.target_offset + tile.begin) * stored;
     const bool is_average = ema::fold_internal::IsAverage(target.kind);
     const bool is_compensated = ema::fold_internal::IsCompensated(target.kind);
-    check_average(target.current, is_average);
-    check_average(target.next, true);
-    check_average(target.current_low, is_average && is_compensated);
-    check_average(target.next_low, is_compensated);
+    move(target.next, skipped, stored, "a target's next");
+    if (is_average) move(target.current, skipped, stored, "a target's current");
+    if (is_compensated) move(target.next_low, skipped, stored, "a target's next low");
+    if (is_average && is_compensated) {
+      move(target.current_low, skipped, stored, "a target's current low");
+    }
     if (target.differs != nullptr) {
-      check(target.differs, sizeof(uint32_t), true, "a note of what differs");
+      target.differs = FindItems(find, target.differs, 1, "a note of what differs", true);
     }
   }
+  if (table.non_finite != nullptr) {
+    found.non_finite =
+        FindItems(find, table.non_finite + tile.run, 1, "a note of what is not finite", true);
+  }
+  tile.run = 0;
+  return found;
 }
 
 int64_t BytesOf(ema::SourceFormat format) {
@@ -56,21 +77,24 @@ int64_t BytesOf(ema::SourceFormat format) {
   }
 }
 
-void CheckSums(const ema::SumTable& table, const CheckKernelMemory& check) {
-  CheckItems(check, table.runs, table.run_count, "the runs of sums");
-  CheckItems(check, table.sums, table.block_count * ema::kSumThreads, "the places of sums");
-  for (int64_t i = 0; i < table.run_count; ++i) {
-    const ema::DeviceSumRun& run = table.runs[i];
-    CheckItems(check, run.average, run.element_count, "an average that is summed");
+// The runs of a table, with all addresses as the CPU finds them.
+std::vector<ema::DeviceSumRun> FindRuns(const FindKernelMemory& find, const ema::SumTable& table) {
+  const ema::DeviceSumRun* const runs =
+      FindItems(find, table.runs, table.run_count, "the runs of sums");
+  std::vector<ema::DeviceSumRun> found(runs, runs + table.run_count);
+  for (ema::DeviceSumRun& run : found) {
+    run.average = FindItems(find, run.average, run.element_count, "an average that is summed");
     if (run.raw_format == ema::SourceFormat::kNoFloat) continue;
-    check(run.raw, run.element_count * BytesOf(run.raw_format), false, "raw values of a sum");
+    run.raw =
+        find(run.raw, run.element_count * BytesOf(run.raw_format), false, "raw values of a sum");
   }
+  return found;
 }
 
 }  // namespace
 
 std::function<void(std::minstd_rand&)> FakeKernelWork(const FakeLaunch& launch,
-                                                      const CheckKernelMemory& check) {
+                                                      const FindKernelMemory& find) {
   constexpr unsigned kMaxBlocks = 0x7fffffff;
   const auto is_flat = [](const dim3& of) { return of.y == 1 && of.z == 1; };
   const auto is_launch_of = [&](std::string_view name, int threads) {
@@ -85,12 +109,12 @@ std::function<void(std::minstd_rand&)> FakeKernelWork(const FakeLaunch& launch,
   if (is_launch_of("FoldKernel", ema::kFoldThreads)) {
     const auto table = *static_cast<const ema::FoldTable*>(launch.arguments[0]);
     return [=](std::minstd_rand& random) {
-      CheckItems(check, table.tiles, table.tile_count, "a table's tiles");
-      std::for_each_n(table.tiles, table.tile_count,
-                      [&](const ema::FoldTile& tile) { CheckTile(table, tile, check); });
+      FoundTile found;
+      int64_t found_index = -1;
       ema::WalkGrid(grid, ema::kFoldThreads, random, [&](int64_t block, int thread) {
         for (int64_t tile = block; tile < table.tile_count; tile += grid) {
-          ema::FoldOfThread(table, tile, thread);
+          if (tile != found_index) found = FindTile(find, table, found_index = tile);
+          ema::FoldOfThread(found.table(), 0, thread);
         }
       });
     };
@@ -98,18 +122,23 @@ std::function<void(std::minstd_rand&)> FakeKernelWork(const FakeLaunch& launch,
   if (is_launch_of("SumKernel", ema::kSumThreads)) {
     const auto table = *static_cast<const ema::SumTable*>(launch.arguments[0]);
     return [=](std::minstd_rand& random) {
-      CheckSums(table, check);
+      const std::vector<ema::DeviceSumRun> runs = FindRuns(find, table);
+      ema::SumTable found = table;
+      found.runs = runs.data();
+      found.sums =
+          FindItems(find, table.sums, table.block_count * ema::kSumThreads, "the places of sums");
       ema::WalkGrid(grid, ema::kSumThreads, random,
-                    [&](int64_t block, int thread) { ema::SumOfThread(table, block, thread); });
+                    [&](int64_t block, int thread) { ema::SumOfThread(found, block, thread); });
     };
   }
   if (is_launch_of("CastKernel", ema::kCastThreads)) {
     const auto cast = *static_cast<const ema::CastRun*>(launch.arguments[0]);
     return [=](std::minstd_rand& random) {
-      check(cast.from, cast.element_count * 4, false, "what is cast");
-      check(cast.to, cast.element_count * 2, false, "where a cast goes");
+      ema::CastRun found = cast;
+      found.from = find(cast.from, cast.element_count * 4, false, "what is cast");
+      found.to = find(cast.to, cast.element_count * 2, false, "where a cast goes");
       ema::WalkGrid(grid, ema::kCastThreads, random, [&](int64_t block, int thread) {
-        ema::CastOfThread(cast, block * ema::kCastThreads + thread, grid * ema::kCastThreads);
+        ema::CastOfThread(found, block * ema::kCastThreads + thread, grid * ema::kCastThreads);
       });
     };
   }

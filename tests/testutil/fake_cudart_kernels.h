@@ -21,14 +21,14 @@ struct FakeLaunch {
   void** arguments = nullptr;  // Read by FakeKernelWork() and not later.
 };
 
-// Ends the process, and says `what`, unless these bytes are memory that a kernel of the launch's
-// GPU may use: its own, or with `may_be_pinned` pinned memory.
-using CheckKernelMemory = std::function<void(const void* address, int64_t size_bytes,
-                                             bool may_be_pinned, std::string_view what)>;
+// Where the CPU finds these bytes, which a kernel of the launch's GPU may use: its own, or with
+// `may_be_pinned` pinned memory. Of other memory it ends the process, and says `what`.
+using FindKernelMemory = std::function<std::byte*(const void* address, int64_t size_bytes,
+                                                  bool may_be_pinned, std::string_view what)>;
 
-// Walks the kernel's grid, in any order, after it has looked at all memory that its arguments name.
-// Empty: the launch is none that a GPU takes, or of none of our kernels.
+// Walks the kernel's grid, in any order, and looks for all memory that its arguments name when a
+// thread needs it. Empty: the launch is none that a GPU takes, or of none of our kernels.
 std::function<void(std::minstd_rand&)> FakeKernelWork(const FakeLaunch& launch,
-                                                      const CheckKernelMemory& check);
+                                                      const FindKernelMemory& find);
 
 #endif  // EMA_TESTS_TESTUTIL_FAKE_CUDART_KERNELS_H_
