@@ -29,6 +29,8 @@ constexpr char kEvaluator[] = "evaluator-0d0f6f0c0b3a";
 
 class TokenFileTest : public testing::Test {
  protected:
+  ~TokenFileTest() override { std::remove(path_.c_str()); }
+
   // As an operator should: by a rename.
   void Write(const std::string& text) const {
     std::ofstream(path_ + ".tmp") << text;
