@@ -53,8 +53,9 @@ sigset_t StopSignals() {
 std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
 
 // Waits until the server is asked to stop: by a signal, for which a thread of its own waits, or by
-// a client. A signal after that ends the process at once, but for SIGHUP: of a terminal that is
-// closed it comes twice, and after a Ctrl-C it does not mean haste.
+// a client, whom a signal may follow: `docker stop` or a probe that finds the server not serving. A
+// second signal ends the process at once, but for SIGHUP: of a terminal that is closed it comes
+// twice, and after a Ctrl-C it does not mean haste.
 class StopRequest {
  public:
   // `signals` are blocked in all threads.
@@ -86,6 +87,7 @@ class StopRequest {
  private:
   void Run(const sigset_t& signals) {
     int number = 0;
+    bool is_first = true;
     do {
       sigwait(&signals, &number);
       if (is_over_) return;
@@ -95,7 +97,8 @@ class StopRequest {
                  {{"signal", NameOf(number)}});
         std::_Exit(0);
       }
-    } while (Ask(NameOf(number)) || number == SIGHUP);
+      Ask(NameOf(number));
+    } while (std::exchange(is_first, false) || number == SIGHUP);
     signal(number, SIG_DFL);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     raise(number);

@@ -162,16 +162,27 @@ def test_a_save_that_runs_is_finished(tmp_path):
             assert_same_bits(WEIGHTS, kept)
 
 
-@pytest.mark.parametrize("ask", [by_sigterm, by_call])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(tmp_path, ask: Ask, second: signal.Signals):
+def test_a_second_signal_ends_it_at_once(tmp_path, second: signal.Signals):
     with ServerProcess(tmp_path, "--drain-delay", "1h") as server:
-        ask(server)
+        by_sigterm(server)
         wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "it drains")
         os.kill(server.pid, second)
         wait_for(lambda: not server.is_running(), "the end")
         assert server.stop() == -second
         assert "stopped" not in server.log()
+
+
+def test_a_signal_after_a_call_is_no_second_signal(tmp_path):
+    """What Kubernetes, systemd or Docker sends to a server that somebody has asked to drain."""
+    with ServerProcess(tmp_path, "--drain-delay", "500ms", data_dir=tmp_path / "data") as server:
+        push(server, [1, 2])
+        by_call(server)
+        wait_for(lambda: " draining " in server.log(), "it drains")
+        by_sigterm(server)
+        wait_for(lambda: not server.is_running(), "the end")
+        assert server.stop() == 0, server.log()
+    assert_saved(tmp_path, step=2)
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
