@@ -99,6 +99,13 @@ def test_what_selects_the_pod_does(objects):
     assert [item["metadata"]["name"] for item in headless] == [spec["serviceName"]]
 
 
+def test_clients_need_one_label_to_connect(objects):
+    clients, prometheus = objects["NetworkPolicy"]["spec"]["ingress"]
+    has_label = {"key": "ema.dev/client", "operator": "In", "values": ["true"]}
+    assert clients["from"] == [{"podSelector": {"matchExpressions": [has_label]}}]
+    assert [list(peer) for peer in prometheus["from"]] == [["namespaceSelector"]]
+
+
 def test_services_say_what_is_spoken(objects, container):
     expected = "https" if "EMA_TLS_CERT" in environment(container) else "kubernetes.io/h2c"
     for service in (item for item in objects["all"] if item["kind"] == "Service"):
