@@ -111,6 +111,7 @@ ServerState Server::State(bool with_history) const {
         state.tls = {.expiry = certificate->expiry, .has_rejected_files = certificate->is_rejected};
       }
     } else {
+      state.is_recovering = true;
       state.push_streams.limit = options_.max_push_streams;
       state.pull_streams.limit = options_.max_pull_streams;
       state.watch_streams.limit = options_.max_watch_streams;

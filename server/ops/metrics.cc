@@ -37,6 +37,13 @@ bool IsOrdinary(const absl::Status& status) {
   return GetRetryDelay(status) > absl::ZeroDuration() && !absl::IsResourceExhausted(status);
 }
 
+// True: of a version that is gone, or not there yet. Who looks at each, and is slower than the
+// trainers, meets that all the time.
+bool IsOfNoVersion(const absl::Status& status) {
+  const ErrorReason reason = GetErrorReason(status);
+  return reason == ErrorReason::kVersionNotKept || reason == ErrorReason::kNoVersion;
+}
+
 }  // namespace
 
 struct Metrics::ModelSeries {
@@ -45,6 +52,7 @@ struct Metrics::ModelSeries {
   int64_t skipped_tensors = 0;
   int64_t received_bytes = 0;
   int64_t ok_pulls = 0;
+  int64_t missed_pulls = 0;
   int64_t failed_pulls = 0;
   int64_t sent_bytes = 0;
   int64_t ok_saves = 0;
@@ -157,7 +165,9 @@ void Metrics::OnPullEnded(const PullEnd& end) {
   absl::MutexLock lock(&mu_);
   ModelSeries* const series = FindLocked(end.model);
   if (series == nullptr) return;
-  ++(end.status.ok() ? series->ok_pulls : series->failed_pulls);
+  ++(end.status.ok()             ? series->ok_pulls
+     : IsOfNoVersion(end.status) ? series->missed_pulls
+                                 : series->failed_pulls);
   series->sent_bytes += end.sent_bytes;
   if (end.status.ok()) series->pull_seconds.Observe(absl::ToDoubleSeconds(end.duration));
 }
@@ -208,7 +218,9 @@ std::string Metrics::Text(const ServerState& state) const {
   FamilyBuilder skipped = counter("ema_skipped_tensors_total",
                                   "Tensors that kept their average because what was pushed was not "
                                   "finite.");
-  FamilyBuilder pulls = counter("ema_pulls_total", "Pulls that have ended.");
+  FamilyBuilder pulls =
+      counter("ema_pulls_total",
+              "Pulls that have ended; no_version: what they asked for was gone, or not there yet.");
   FamilyBuilder sent =
       counter("ema_pull_sent_bytes_total", "Weights that pulls have taken, by the end of each.");
   FamilyBuilder saves = counter("ema_checkpoint_saves_total", "Saves that have ended.");
@@ -251,6 +263,7 @@ std::string Metrics::Text(const ServerState& state) const {
       received.Add(series->received_bytes, {{"model", name}});
       skipped.Add(series->skipped_tensors, {{"model", name}});
       pulls.Add(series->ok_pulls, {{"model", name}, {"result", "ok"}});
+      pulls.Add(series->missed_pulls, {{"model", name}, {"result", "no_version"}});
       pulls.Add(series->failed_pulls, {{"model", name}, {"result", "failed"}});
       sent.Add(series->sent_bytes, {{"model", name}});
       saves.Add(series->ok_saves, {{"model", name}, {"result", "ok"}});

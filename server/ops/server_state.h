@@ -65,6 +65,7 @@ struct ServerState {
   absl::Time start_time;
   // OK: it serves.
   absl::Status health;
+  bool is_recovering = false;  // The checkpoints are being read, and nothing is served yet.
   absl::Status device_health;
   bool has_data_dir = false;
   absl::Status checkpoints_health;  // OK without a data directory.

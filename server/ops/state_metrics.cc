@@ -170,6 +170,8 @@ void AddServer(const ServerState& state, Families& families) {
                state.device_health.ok() ? 1 : 0);
   families.Add("ema_health_serving", "What health checks say: 1 is SERVING.",
                state.health.ok() ? 1 : 0);
+  families.Add("ema_recovering", "1: checkpoints are being read, and nothing is served yet.",
+               state.is_recovering ? 1 : 0);
   FamilyBuilder expiry = Gauge("ema_tls_certificate_expiry_timestamp_seconds",
                                "When the server's certificate ends; absent without TLS.");
   if (state.tls.has_value()) expiry.Add(Seconds(state.tls->expiry));

@@ -32,6 +32,7 @@ TEST(MetricsTest, AModelHasAllItsSeriesFromTheStart) {
         "ema_pushes_total{model=\"m\",result=\"dropped\"} 0",
         "ema_push_received_bytes_total{model=\"m\"} 0", "ema_skipped_tensors_total{model=\"m\"} 0",
         "ema_pulls_total{model=\"m\",result=\"ok\"} 0",
+        "ema_pulls_total{model=\"m\",result=\"no_version\"} 0",
         "ema_pulls_total{model=\"m\",result=\"failed\"} 0",
         "ema_pull_sent_bytes_total{model=\"m\"} 0",
         "ema_checkpoint_saves_total{model=\"m\",result=\"ok\"} 0",
@@ -58,6 +59,10 @@ TEST(MetricsTest, EventsAreCounted) {
   metrics.OnPushEnded({.model = "m", .received_bytes = 20});
   metrics.OnPullEnded({.model = "m", .sent_bytes = 50, .duration = absl::Seconds(1)});
   metrics.OnPullEnded({.model = "m", .status = Rejected(), .sent_bytes = 1});
+  for (const ErrorReason reason : {ErrorReason::kVersionNotKept, ErrorReason::kNoVersion}) {
+    metrics.OnPullEnded(
+        {.model = "m", .status = MakeError(absl::StatusCode::kOutOfRange, reason, "version 3")});
+  }
   metrics.OnSaveEnded("m", absl::OkStatus(), absl::Seconds(1));
   metrics.OnSaveEnded("m", absl::UnavailableError("the disk"), absl::Seconds(1));
   metrics.OnRpcEnded("Push", Rejected());
@@ -73,6 +78,7 @@ TEST(MetricsTest, EventsAreCounted) {
         "ema_push_phase_seconds_sum{model=\"m\",phase=\"commit\"} 4",
         "ema_push_phase_seconds_count{model=\"m\",phase=\"wait\"} 1",
         "ema_pulls_total{model=\"m\",result=\"ok\"} 1",
+        "ema_pulls_total{model=\"m\",result=\"no_version\"} 2",
         "ema_pulls_total{model=\"m\",result=\"failed\"} 1",
         "ema_pull_sent_bytes_total{model=\"m\"} 51",
         "ema_pull_duration_seconds_count{model=\"m\"} 1",

@@ -51,6 +51,7 @@ METRICS: dict[str, set[str]] = {
     "ema_track_update_weight": {"model", "track"},
     "ema_device_usable": set(),
     "ema_health_serving": set(),
+    "ema_recovering": set(),
     "ema_worker_heartbeat_age_seconds": {"worker", "need"},
     "ema_tls_certificate_expiry_timestamp_seconds": set(),
     "ema_tls_files_rejected": set(),

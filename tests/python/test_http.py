@@ -129,7 +129,9 @@ def test_a_server_that_recovers_is_alive_not_ready_and_ends_at_sigterm(recoverin
     code, text = get(url, "/readyz")
     assert code == 503
     assert "recovering" in text
-    assert "ema_health_serving 0" in get(url, "/metrics")[1]
+    metrics = get(url, "/metrics")[1]
+    assert "ema_health_serving 0" in metrics
+    assert "ema_recovering 1" in metrics
     assert "recovering" in get(url, "/")[1]
     assert not (tmp_path / "port").exists()
 

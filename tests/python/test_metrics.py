@@ -81,6 +81,7 @@ def test_what_happens_is_counted(server, used):
     assert value(metrics, "ema_track_distance", model=used, track="ema") == 0
     assert value(metrics, "ema_rejects_total", rpc="Pull", reason="TRACK_NOT_FOUND") >= 1
     assert value(metrics, "ema_health_serving") == 1
+    assert value(metrics, "ema_recovering") == 0
     assert value(metrics, "ema_memory_used_bytes", kind="blocks") >= 2 * 2 * size
     assert value(metrics, "ema_memory_used_bytes", kind="host_copies") == 0
     assert value(metrics, "ema_device_memory_bytes") >= value(metrics, "ema_memory_budget_bytes")
