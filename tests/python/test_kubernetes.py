@@ -169,6 +169,16 @@ def test_there_is_time_to_drain(pod, container):
     assert pod["terminationGracePeriodSeconds"] > int(delay[1]) + int(grace[1]) + 60
 
 
+def test_the_claim_has_room_for_what_the_overlay_is_for(objects):
+    """Three checkpoints, one being written, and a label. The formula's models, without snapshots."""
+    (claim,) = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    checkpoint = 24e9 if "-cuda" in str(objects["StatefulSet"]) else 2.8e9
+    storage = number_of_bytes(claim["spec"]["resources"]["requests"]["storage"])
+    assert storage > 1.1 * 5 * checkpoint
+    seconds = objects["StatefulSet"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert seconds > 30 + 2 * checkpoint / 125e6
+
+
 def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monkeypatch):
     resources = container["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
