@@ -83,7 +83,7 @@ def test_the_systemd_unit_is_right(tree, tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze: the machine has no systemd")
     text = (tree / "lib/systemd/system/ema-server.service").read_text()
-    assert "ExecStart=/opt/ema/bin/ema-server " in text
+    assert "ExecStart=/opt/ema/bin/ema-server\n" in text
     unit = tmp_path / "ema-server.service"
     # It is verified with a program that is there.
     unit.write_text(text.replace("/opt/ema", str(tree)))
