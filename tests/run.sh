@@ -51,7 +51,7 @@ sum_up() {
 if $all; then
   deploy/setup.sh --all
 fi
-if ! deploy/build.sh release; then
+if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON; then
   record failed "build release"
   sum_up
 fi
