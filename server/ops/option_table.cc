@@ -237,8 +237,8 @@ void AddDevice(Table& table, ServerOptions& o) {
              "GPU that can be used, or cpu",
              CheckDevice);
   table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
-              "Memory for all models together, such as 512M or 4G. 0: 80 % of what push streams "
-              "leave of the device's");
+              "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's that "
+              "streams leave; on the host also lanes, requests and freed buffers do");
   table.Count("threads", o.thread_count, "N", {0, 1024},
               "Threads that serve RPCs. 0: half of the processors, at least 1");
   Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
