@@ -171,10 +171,12 @@ void CheckpointScheduler::Run() {
 
 void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
   bool is_asked = false;
+  absl::Status last_error;
   {
     absl::MutexLock lock(&mu_);
     if (const auto it = states_.find(model.config().name); it != states_.end()) {
       is_asked = std::exchange(it->second.is_asked, false);
+      last_error = it->second.last_error;
     }
   }
   absl::Status status;
@@ -192,36 +194,37 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
       status = options_.save(model, snapshot, keep);
     }
   }
-  const bool is_current = !HasUnsaved(model);
-  bool is_new_error = false;
-  {
-    absl::MutexLock lock(&mu_);
-    const auto it = states_.find(model.config().name);
-    if (it == states_.end() || it->second.model.lock().get() != &model) return;
-    State& state = it->second;
-    state.is_busy = false;
-    if (status.ok()) {
-      NoteSaved(is_current, state);
-      state.retry_time = absl::InfinitePast();
-      state.last_error = absl::OkStatus();
-      // SaveNow() came meanwhile: it may have meant a later version.
-      if (state.is_asked) Enqueue(state);
-      return;
-    }
-    // Of a model that has been deleted, nothing is missing.
-    if (absl::IsNotFound(status)) {
-      states_.erase(it);
-      return;
-    }
-    state.retry_time = absl::Now() + options_.retry_delay;
-    // What was asked for is not forgotten.
-    if (is_asked || state.is_asked) state.due_time = state.retry_time;
-    must_look_ = true;
-    is_new_error = state.last_error.code() != status.code() ||
-                   GetErrorReason(state.last_error) != GetErrorReason(status);
-    state.last_error = status;
+  // Of a model that has been deleted, nothing is missing.
+  const bool is_failed = !status.ok() && !absl::IsNotFound(status);
+  // Before it is idle.
+  if (is_failed && options_.on_error &&
+      (last_error.code() != status.code() ||
+       GetErrorReason(last_error) != GetErrorReason(status))) {
+    options_.on_error(model, snapshot, status);
   }
-  if (is_new_error && options_.on_error) options_.on_error(model, snapshot, status);
+  const bool is_current = !HasUnsaved(model);
+  absl::MutexLock lock(&mu_);
+  const auto it = states_.find(model.config().name);
+  if (it == states_.end() || it->second.model.lock().get() != &model) return;
+  State& state = it->second;
+  state.is_busy = false;
+  if (status.ok()) {
+    NoteSaved(is_current, state);
+    state.retry_time = absl::InfinitePast();
+    state.last_error = absl::OkStatus();
+    // SaveNow() came meanwhile: it may have meant a later version.
+    if (state.is_asked) Enqueue(state);
+    return;
+  }
+  if (!is_failed) {
+    states_.erase(it);
+    return;
+  }
+  state.retry_time = absl::Now() + options_.retry_delay;
+  // What was asked for is not forgotten.
+  if (is_asked || state.is_asked) state.due_time = state.retry_time;
+  must_look_ = true;
+  state.last_error = status;
 }
 
 void CheckpointScheduler::AwaitIdle() {

@@ -71,7 +71,7 @@ class CheckpointScheduler {
   // Saves the newest version as soon as it can; while it saves one of the model, another after it.
   void SaveNow(const std::shared_ptr<Model>& model) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Waits until nothing is to be saved of the commits so far. For tests.
+  // Waits until nothing is to be saved of the commits so far, and errors have been told. For tests.
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Waits for the save that is running; those that are waiting are dropped, and no more begin.
