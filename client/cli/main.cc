@@ -568,7 +568,11 @@ int main(int argc, char** argv) {
     client = *std::move(created);
     session.client = client.get();
   }
-  const absl::Status status = command.run(session);
+  absl::Status status = command.run(session);
+  // As `emactl list > file` on a full disk.
+  if (status.ok() && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)) {
+    status = absl::UnknownError("cannot write to the standard output");
+  }
   if (!status.ok()) ema::cli::PrintError(status, options.json);
   return command.exit_code(status);
 }

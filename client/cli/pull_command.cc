@@ -19,6 +19,7 @@
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/pulled_file.h"
+#include "client/cli/weights_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/tensor_pattern.h"
@@ -151,8 +152,13 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   if (is_folder) {
     EMA_RETURN_IF_ERROR(CheckFolder(options.output));
     EMA_ASSIGN_OR_RETURN(files, FilesBeside(session, options));
+  } else if (const auto there = std::filesystem::status(options.output, ignored);
+             exists(there) && !is_regular_file(there)) {
+    // A rename would put a file in its place: of /dev/null, too.
+    return absl::FailedPreconditionError(
+        absl::StrCat(options.output, ": is there, and is no regular file"));
   }
-  PulledFile file(is_folder ? JoinPath(options.output, kWeightsName) : options.output);
+  PulledFile file(is_folder ? JoinPath(options.output, kWeightsName) : RealPath(options.output));
   int64_t total_bytes = 0;
   absl::StatusOr<PullInfo> info;
   {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
@@ -25,10 +26,14 @@ std::string ParentOf(const std::string& path) {
 
 }  // namespace
 
-PulledFile::~PulledFile() {
+PulledFile::~PulledFile() { Discard(); }
+
+void PulledFile::Discard() {
   if (mapping_.data() != nullptr) munmap(mapping_.data(), mapping_.size());
-  if (fd_ >= 0) close(fd_);
+  mapping_ = {};
+  if (fd_ >= 0) close(std::exchange(fd_, -1));
   if (!temporary_path_.empty()) unlink(temporary_path_.c_str());
+  temporary_path_.clear();
 }
 
 absl::Status PulledFile::SystemError(const std::string& what) const {
@@ -37,6 +42,7 @@ absl::Status PulledFile::SystemError(const std::string& what) const {
 
 absl::StatusOr<std::span<std::byte>> PulledFile::Reserve(
     const PullInfo& info, const std::map<std::string, std::string>& metadata) {
+  Discard();
   std::vector<TensorSpec> specs;
   specs.reserve(info.tensors.size());
   int64_t data_bytes = 0;

@@ -29,8 +29,9 @@ class PulledFile {
 
   const std::string& path() const { return path_; }
 
-  // Makes the file, with room for all, and returns the memory for the pulled bytes. REQUIRES:
-  // called once. UNKNOWN: the system's error, such as a full disk.
+  // Makes the file, with room for all, and returns the memory for the pulled bytes. Called again,
+  // as by a pull that starts over, it makes another file, and takes the memory back. UNKNOWN: the
+  // system's error, such as a full disk.
   absl::StatusOr<std::span<std::byte>> Reserve(const PullInfo& info,
                                                const std::map<std::string, std::string>& metadata);
 
@@ -38,6 +39,8 @@ class PulledFile {
   absl::Status Commit();
 
  private:
+  // Removes the temporary file.
+  void Discard();
   // Closes the gaps between tensors that a pull has and the format has not.
   void CloseGaps();
   absl::Status SystemError(const std::string& what) const;

@@ -209,6 +209,25 @@ TEST_F(PulledFileTest, AnUnfinishedFileLeavesTheOldOne) {
   EXPECT_EQ(Read(Path("out")), "old");
 }
 
+TEST_F(PulledFileTest, APullMayStartOver) {
+  PulledFile file(Path("out"));
+  ASSERT_THAT(file.Reserve(info_, {{"version", "1"}}), IsOk());
+  info_.tensors.resize(1);
+  info_.total_bytes = 12;
+  const absl::StatusOr<std::span<std::byte>> memory = file.Reserve(info_, {{"version", "2"}});
+  ASSERT_THAT(memory, IsOk());
+  ASSERT_EQ(memory->size(), 12U);
+  EXPECT_EQ(FileCount(), 1U);
+  ASSERT_THAT(file.Commit(), IsOk());
+  EXPECT_EQ(FileCount(), 1U);
+  const std::string bytes = Read(Path("out"));
+  const absl::StatusOr<SafetensorsHeader> header =
+      ParseSafetensorsHeader(bytes, static_cast<int64_t>(bytes.size()));
+  ASSERT_THAT(header, IsOk());
+  EXPECT_EQ(header->metadata.at("version"), "2");
+  EXPECT_THAT(header->tensors, SizeIs(1));
+}
+
 TEST_F(PulledFileTest, ReportsAFolderThatIsNotThere) {
   PulledFile file(Path("none/out"));
   EXPECT_THAT(file.Reserve(info_, {}),

@@ -186,3 +186,17 @@ def test_ctrl_c_ends_a_watch(server, pushed):
     assert "step 3" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 130
+
+
+@pytest.mark.parametrize("command", [["list"], ["--json", "list"], ["explain", "--half-life=9ba"]])
+def test_output_that_cannot_be_written_is_an_error(emactl, pushed, server, command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [EMACTL, "--server", server.address, *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert "cannot write to the standard output" in done.stderr

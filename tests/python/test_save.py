@@ -139,6 +139,27 @@ def test_what_is_refused_changes_nothing(client, model, pushed, save, tmp_path):
     assert os.listdir(folder) == ["model.safetensors.index.json"]
 
 
+def test_a_link_is_followed(client, model, pushed, save, tmp_path):
+    (tmp_path / "run7").mkdir()
+    file, link = tmp_path / "run7/averaged.safetensors", tmp_path / "latest.safetensors"
+    file.write_bytes(b"old")
+    link.symlink_to(file)
+    assert save(link, track="ema") is None
+    assert link.is_symlink() and not file.is_symlink()
+    assert_same_bits(client.pull(model, track="ema", framework="numpy"), load_file(file))
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_device_is_not_replaced(model, pushed, save, tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        assert "no regular file" in save(path, track="ema")
+    assert pipe.is_fifo() and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
 def test_a_file_that_is_not_attached(client, model, pushed):
     assert client.attached_files(model) == {}
     with pytest.raises(ema_client.NotFoundError):

@@ -364,7 +364,8 @@ class EvaluatorCalls(CheckpointCalls):
             name: the model.
             path: a file, or a folder if it is one or ends in "/". A folder is made if need be, and
                 gets model.safetensors and small files beside it, so that `from_pretrained` reads it
-                if a config.json is among them. What is there of the same names is replaced.
+                if a config.json is among them. What is there of the same names is replaced; of a link
+                to a file, the file that it leads to.
             track: which average.
             version, step, tensors, slices, dtype: as for `pull`.
             files: of a folder: contents by name, or a folder of which is taken what describes a model,
@@ -376,7 +377,7 @@ class EvaluatorCalls(CheckpointCalls):
 
         Raises:
             FailedPreconditionError: the folder has weights in pieces (model.safetensors.index.json),
-                which tools would read in place of these.
+                which tools would read in place of these; or the path is a device, a pipe or a socket.
             EmaError: as `pull`; no file has changed.
             OSError: the disk; the file of weights is the old one, or complete.
 
@@ -397,6 +398,8 @@ class EvaluatorCalls(CheckpointCalls):
                 beside = self.attached_files(name, timeout_s=timeout_s)
             else:
                 beside = small_files(files)
+        else:
+            target = _safetensors.replaceable(path)
         weights = self.pull(
             name,
             track=track,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._arrays import Placed
-from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._types import TensorSpec
 
 if TYPE_CHECKING:
@@ -176,6 +176,18 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return len(text).to_bytes(8, "little") + text
+
+
+def replaceable(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where to write the file that a user names: where links lead.
+
+    Raises:
+        FailedPreconditionError: something else is there, such as a device: a rename would replace it.
+    """
+    named = pathlib.Path(path)
+    if named.exists() and not named.is_file():
+        raise FailedPreconditionError(f"{named}: is there, and is no regular file")
+    return named.resolve()
 
 
 def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:

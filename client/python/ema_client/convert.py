@@ -171,7 +171,7 @@ def convert(
         if len(averages) > 1:
             path = target.with_name(f"{target.stem}.{index}{target.suffix}")
         metadata = {"format": "pt", "source": average.source, "source_step": average.step}
-        _safetensors.write(path, average.tensors, metadata)
+        _safetensors.write(_safetensors.replaceable(path), average.tensors, metadata)
         written.append((path, average))
     return written
 
