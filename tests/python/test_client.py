@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import functools
 import io
 import json
+import os
 import pickle
+import signal
 import threading
 import time
 
@@ -313,6 +317,23 @@ def test_pull_reports_progress(client, model):
 
     with pytest.raises(RuntimeError, match="no more"):
         client.pull(model, track="ema", on_progress=fail)
+
+
+def test_ctrl_c_in_a_pull_that_tells_of_its_progress(server, model, rng):
+    weights = {"w": rng.standard_normal(1 << 24).astype(np.float32)}
+    # C, so that it is the pull that finds the signal, and not Python between two lines of ours; slow, so
+    # that more has arrived by then.
+    wait = functools.partial(ctypes.CDLL(None).poll, None, 0, 10)
+    with ema_client.Client(server.address, same_host_lane=False) as client:
+        client.create_model(model, weights, tracks={"ema": "4ba"})
+        with client.open_run(model) as run:
+            run.push(step=1, weights=weights)
+        timer = threading.Timer(0.03, os.kill, [os.getpid(), signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            client.pull(model, track="ema", on_progress=wait)
+            timer.join()
+        assert_same_bits(weights, client.pull(model, track="ema", framework="numpy"))
 
 
 def test_no_server_is_unavailable_within_the_time_out(tmp_path):

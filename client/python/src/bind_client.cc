@@ -392,6 +392,9 @@ class PyClient {
       progress = [&](int64_t byte_count) {
         if (has_raised) return;
         nb::gil_scoped_acquire acquire;
+        // A signal that has come before the pull has noticed.
+        has_raised = PyErr_Occurred() != nullptr;
+        if (has_raised) return;
         const nb::object result = nb::steal(
             PyObject_CallFunction(on_progress->ptr(), "L", static_cast<long long>(byte_count)));
         has_raised = !result.is_valid();
