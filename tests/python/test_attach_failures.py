@@ -88,17 +88,60 @@ def test_a_time_that_raises_costs_the_step(server, client, model, caplog, on_err
     ) as ema:
         optimizer.step()
         ema.wait_pushed()
-        if on_error == "skip":
-            optimizer.step()
-        else:
+        optimizer.step()
+        if on_error == "raise":
+            before = net.weight.detach().clone()
             with pytest.raises(ema_client.InternalError) as raised:
                 optimizer.step()
             assert isinstance(raised.value.__cause__, ZeroDivisionError)
+            assert torch.equal(net.weight, before)
         optimizer.step()
         ema.wait_pushed()
         assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (3, 2, 1)
     assert "push of step 2 skipped" in caplog.text and "ZeroDivisionError" in caplog.text
     assert [entry.version.step for entry in client.versions(model)] == [1, 3]
+
+
+def test_a_push_that_has_failed_raises_before_the_weights_change(server, client, model):
+    net, optimizer = trainer_of()
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", on_error="raise"
+    ) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        net.weight.grad.fill_(float("nan"))
+        optimizer.step()
+        # Nobody asks for its result before the next step does.
+        assert ema._pending.wait_done(max_wait_s=60)
+        with torch.no_grad():
+            net.weight.fill_(7)
+        with pytest.raises(ema_client.InvalidArgumentError):
+            optimizer.step()
+        assert torch.equal(net.weight, torch.full((3,), 7.0))
+        assert (ema.step, ema.stats.skipped) == (2, 1)
+        net.weight.grad.fill_(1)
+        optimizer.step()
+    assert [entry.version.step for entry in client.versions(model)] == [1, 3]
+
+
+def test_an_exception_is_not_held_by_a_copy_that_could_be_newer(model, tmp_path):
+    net, optimizer = trainer_of()
+    with ServerProcess(tmp_path) as server:
+        ema = ema_client.attach(net, optimizer, server.url(model), half_life="3ba", timeout_s=60)
+        optimizer.step()
+        ema.wait_pushed()
+        assert ema.ema_model is not None
+        optimizer.step()
+        ema.wait_pushed()
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()
+            start = time.monotonic()
+            with pytest.raises(KeyError), ema:
+                raise KeyError
+            assert time.monotonic() - start < 30
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
 
 
 def test_weights_that_are_not_finite_warn_less_and_less(server, client, model, caplog):

@@ -43,6 +43,43 @@ def test_two_optimizers_make_a_step_when_each_has_stepped(server, client, model)
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.clamp_(-0.01, 0.01)
+        if parameter.isnan().any():
+            raise ArithmeticError
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one(server, client, model):
+    # From now on PyTorch calls hooks around SGD.step(), too.
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    module = torch.nn.Linear(5, 3)
+    optimizer = Clipping(module.parameters(), lr=0.1)
+    with ema_client.attach(
+        module, optimizer, server.url(model), tracks={"raw": "copy"}, max_wait_s=300
+    ) as ema:
+        for step in range(1, 6):
+            for closure in [None, lambda: None]:
+                optimizer.zero_grad()
+                module(torch.ones(5)).sum().backward()
+                optimizer.step(closure)
+            assert ema.step == 2 * step
+            # One that fails in its own part, behind that of its base, does not shift the next.
+            module.bias.grad.fill_(float("nan"))
+            before = module.bias.detach().clone()
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+            with torch.no_grad():
+                module.bias.copy_(before)
+            assert ema.step == 2 * step
+        version = ema.wait_pushed()
+    assert version is not None and version.step == 10
+    assert_same_bits(values_of(module), client.pull(model, track="raw", version=version))
+
+
 def test_optimizers_that_step_inside_backward(server, client, model):
     module = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
     optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in module.parameters()}

@@ -22,7 +22,7 @@ from ema_client._errors import DeadlineExceededError, EmaError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
 from ema_client._moves import move_inside
-from ema_client._optimizers import after_closure, was_skipped
+from ema_client._optimizers import after_closure, is_inside_step, was_skipped
 from ema_client._pushing import EXIT_WAIT_S, Pushing
 from ema_client._resume import WithState
 from ema_client._run import Joined
@@ -234,6 +234,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """Says that `step` steps are done, as many as before or more; pushes if an update is due."""
         if self._is_ours():
             self._advance(step)
+            self._raise_error()
 
     @entrance
     def close(self, *, timeout_s: float | None = None) -> None:
@@ -270,7 +271,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
                         f"it had not ended {time.monotonic() - start:.1f} s after the last step"
                     )
             if self._copy is not None:
-                self._update_copy(raises=False, timeout_s=left_s())
+                # 0 is the client's time-out.
+                self._update_copy(raises=False, timeout_s=max(left_s(), 0.001))
         finally:
             # Also after a Ctrl-C.
             self._detach()
@@ -300,6 +302,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if is_inside_step(optimizer):
+            return None
         with_wait = after_closure(optimizer, args, kwargs, self._before_change)
         if with_wait is None:
             self._before_change()
@@ -312,6 +316,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._wait_released(self._max_wait_s)
             self._budget_s = max(0.0, self._max_wait_s - (time.monotonic() - start))
             self._wait_seconds += time.monotonic() - start
+            if self._on_error == "raise":
+                self._harvest()
             self._raise_error()
 
     @entrance
@@ -321,7 +327,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     @entrance
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_ours() or was_skipped(optimizer):
+        if not self._is_ours() or is_inside_step(optimizer) or was_skipped(optimizer):
             return
         self._awaited.discard(id(optimizer))
         if self._awaited:
@@ -332,6 +338,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._advance(self._step + 1)
 
     def _advance(self, step: int) -> None:
+        """Leaves what it fails with for `_raise_error`."""
         start = time.monotonic()
         self._trainer = threading.get_ident()
         self._step = step
@@ -345,16 +352,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
         except Exception as raised:  # No memory, or the user's `time`: the training goes on.
             self._skip(self._step, failure_of(raised))
         self._wait_seconds += time.monotonic() - start
-        failure: EmaError | None = None
         for follow in self._followers:
             # Collective: also on a rank that has something to raise.
             try:
                 follow()
             except EmaError as error:
-                failure = error
-        self._raise_error()
-        if failure is not None:
-            raise failure
+                self._error = self._error or error
 
 
 @contextlib.contextmanager

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from ema_client._errors import InvalidArgumentError
@@ -63,6 +66,31 @@ def hold_none_of(
     """Whether some of these are trained, but none by these optimizers."""
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
     return bool(trained) and trained.isdisjoint(parameter_ids(optimizers))
+
+
+@functools.cache
+def _hooked_step() -> CodeType | None:
+    """What PyTorch puts around the step() of a class, and calls hooks in."""
+    import torch
+
+    wrap: Callable[..., Any] | None = getattr(torch.optim.Optimizer, "profile_hook_step", None)
+    return None if wrap is None else getattr(wrap(lambda: None), "__code__", None)
+
+
+def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """In a hook: whether another step() of the optimizer goes on around the hook's own.
+
+    PyTorch calls hooks around the step() of each class: also around that of a base class which
+    super().step() has called, if any optimizer of the base class itself was ever made.
+    """
+    hooked = _hooked_step()
+    steps = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and steps < 2:
+        if frame.f_code is hooked and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps == 2
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
