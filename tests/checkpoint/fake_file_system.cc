@@ -57,6 +57,7 @@ class FakeFileSystem::Writer final : public WritableFile {
 
   absl::Status Append(std::span<const std::byte> bytes) override {
     const absl::Status status = files_.Call("append", path_);
+    const Held held(files_.mu_);
     const size_t n = status.ok() ? bytes.size() : bytes.size() / 2;
     files_.nodes_[node_].bytes.append(reinterpret_cast<const char*>(bytes.data()), n);
     return status;
@@ -65,6 +66,7 @@ class FakeFileSystem::Writer final : public WritableFile {
   absl::Status Sync() override {
     EMA_RETURN_IF_ERROR(files_.Call("sync", path_));
     if (files_.IsIgnored("sync", path_)) return absl::OkStatus();
+    const Held held(files_.mu_);
     files_.nodes_[node_].synced_bytes = files_.nodes_[node_].bytes;
     return absl::OkStatus();
   }
@@ -83,11 +85,13 @@ class FakeFileSystem::Reader final : public RandomAccessFile {
       : files_(files), node_(node), path_(std::move(path)) {}
 
   int64_t size_bytes() const override {
+    const Held held(files_.mu_);
     return static_cast<int64_t>(files_.nodes_[node_].bytes.size());
   }
 
   absl::Status Read(int64_t offset, std::span<std::byte> bytes) const override {
     EMA_RETURN_IF_ERROR(files_.Call("read", path_));
+    const Held held(files_.mu_);
     const std::string& content = files_.nodes_[node_].bytes;
     if (offset + bytes.size() > content.size()) return absl::DataLossError(path_ + " is short");
     std::memcpy(bytes.data(), content.data() + offset, bytes.size());
@@ -103,7 +107,10 @@ class FakeFileSystem::Reader final : public RandomAccessFile {
 class FakeFileSystem::Holder final : public FileLock {
  public:
   Holder(FakeFileSystem& files, std::string path) : files_(files), path_(std::move(path)) {}
-  ~Holder() override { files_.locks_.erase(path_); }
+  ~Holder() override {
+    const Held held(files_.mu_);
+    files_.locks_.erase(path_);
+  }
 
  private:
   FakeFileSystem& files_;
@@ -111,6 +118,7 @@ class FakeFileSystem::Holder final : public FileLock {
 };
 
 std::unique_ptr<FakeFileSystem> FakeFileSystem::AfterCrash(PowerLoss loss, uint32_t seed) const {
+  const Held held(mu_);
   std::mt19937 random(seed);
   // From nearly nothing to nearly all: names deep in new folders are there only if all above are.
   const uint32_t kept_of_8 = 1 + random() % 7;
@@ -137,15 +145,18 @@ std::unique_ptr<FakeFileSystem> FakeFileSystem::AfterCrash(PowerLoss loss, uint3
 }
 
 void FakeFileSystem::SyncAll() {
+  const Held held(mu_);
   for (Node& node : nodes_) node.synced_bytes = node.bytes;
   for (Change& change : changes_) change.is_synced = true;
 }
 
 std::string& FakeFileSystem::FileBytes(const std::string& path) {
+  const Held held(mu_);
   return nodes_[*Find(path)].bytes;
 }
 
 std::vector<std::string> FakeFileSystem::AllPaths() const {
+  const Held held(mu_);
   std::vector<std::string> paths;
   const std::function<void(int64_t, const std::string&)> visit = [&](int64_t node,
                                                                      const std::string& path) {
@@ -160,6 +171,7 @@ std::vector<std::string> FakeFileSystem::AllPaths() const {
 }
 
 std::string FakeFileSystem::Fingerprint() const {
+  const Held held(mu_);
   std::string text;
   const std::function<void(int64_t)> visit = [&](int64_t number) {
     const Node& node = nodes_[number];
@@ -215,6 +227,7 @@ void FakeFileSystem::Apply(int64_t directory,
 absl::StatusOr<std::unique_ptr<WritableFile>> FakeFileSystem::NewWritableFile(
     const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("create", path));
+  const Held held(mu_);
   EMA_ASSIGN_OR_RETURN(const auto place, FindParent(path));
   if (Find(path).has_value()) return absl::AlreadyExistsError(path);
   const int64_t node = static_cast<int64_t>(nodes_.size());
@@ -226,6 +239,7 @@ absl::StatusOr<std::unique_ptr<WritableFile>> FakeFileSystem::NewWritableFile(
 absl::StatusOr<std::unique_ptr<RandomAccessFile>> FakeFileSystem::OpenFile(
     const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("open", path));
+  const Held held(mu_);
   const std::optional<int64_t> node = Find(path);
   if (!node.has_value()) return NoSuch(path);
   if (nodes_[*node].is_directory) return absl::FailedPreconditionError("not a regular file");
@@ -235,6 +249,7 @@ absl::StatusOr<std::unique_ptr<RandomAccessFile>> FakeFileSystem::OpenFile(
 absl::Status FakeFileSystem::Rename(const std::string& from, const std::string& to) {
   EMA_RETURN_IF_ERROR(Call("rename", from));
   if (IsIgnored("rename", from)) return absl::OkStatus();
+  const Held held(mu_);
   EMA_ASSIGN_OR_RETURN(const auto from_place, FindParent(from));
   EMA_ASSIGN_OR_RETURN(const auto to_place, FindParent(to));
   if (from_place.first != to_place.first) return absl::UnimplementedError("between directories");
@@ -251,6 +266,7 @@ absl::Status FakeFileSystem::Rename(const std::string& from, const std::string& 
 absl::Status FakeFileSystem::SyncDirectory(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("syncdir", path));
   if (IsIgnored("syncdir", path)) return absl::OkStatus();
+  const Held held(mu_);
   const std::optional<int64_t> node = Find(path);
   if (!node.has_value()) return NoSuch(path);
   for (Change& change : changes_) {
@@ -261,6 +277,7 @@ absl::Status FakeFileSystem::SyncDirectory(const std::string& path) {
 
 absl::Status FakeFileSystem::CreateDirectory(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("mkdir", path));
+  const Held held(mu_);
   EMA_ASSIGN_OR_RETURN(const auto place, FindParent(path));
   if (Find(path).has_value()) return absl::AlreadyExistsError(path);
   const int64_t node = static_cast<int64_t>(nodes_.size());
@@ -271,6 +288,7 @@ absl::Status FakeFileSystem::CreateDirectory(const std::string& path) {
 
 absl::StatusOr<std::vector<DirectoryEntry>> FakeFileSystem::ListDirectory(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("list", path));
+  const Held held(mu_);
   const std::optional<int64_t> node = Find(path);
   if (!node.has_value()) return NoSuch(path);
   std::vector<DirectoryEntry> entries;
@@ -282,6 +300,7 @@ absl::StatusOr<std::vector<DirectoryEntry>> FakeFileSystem::ListDirectory(const 
 
 absl::Status FakeFileSystem::RemoveNode(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("remove", path));
+  const Held held(mu_);
   EMA_ASSIGN_OR_RETURN(const auto place, FindParent(path));
   if (!Find(path).has_value()) return NoSuch(path);
   Apply(place.first, {{place.second, std::nullopt}});
@@ -291,9 +310,13 @@ absl::Status FakeFileSystem::RemoveNode(const std::string& path) {
 absl::Status FakeFileSystem::RemoveFile(const std::string& path) { return RemoveNode(path); }
 
 absl::Status FakeFileSystem::RemoveTree(const std::string& path) {
-  const std::optional<int64_t> node = Find(path);
-  if (!node.has_value()) return absl::OkStatus();
-  const std::map<std::string, int64_t> names = nodes_[*node].names;
+  std::map<std::string, int64_t> names;
+  {
+    const Held held(mu_);
+    const std::optional<int64_t> node = Find(path);
+    if (!node.has_value()) return absl::OkStatus();
+    names = nodes_[*node].names;
+  }
   for (const auto& [name, child] : names) {
     EMA_RETURN_IF_ERROR(RemoveTree(JoinPath(path, name)));
   }
@@ -302,16 +325,19 @@ absl::Status FakeFileSystem::RemoveTree(const std::string& path) {
 
 absl::StatusOr<bool> FakeFileSystem::Exists(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("exists", path));
+  const Held held(mu_);
   return Find(path).has_value();
 }
 
 absl::StatusOr<int64_t> FakeFileSystem::FreeBytes(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("free", path));
+  const Held held(mu_);
   return free_bytes_;
 }
 
 absl::StatusOr<std::unique_ptr<FileLock>> FakeFileSystem::Lock(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("lock", path));
+  const Held held(mu_);
   if (!locks_.insert(path).second) return absl::AbortedError("LOCK is held");
   return std::make_unique<Holder>(*this, path);
 }

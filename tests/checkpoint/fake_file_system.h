@@ -6,9 +6,11 @@
 #define EMA_TESTS_CHECKPOINT_FAKE_FILE_SYSTEM_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -28,7 +30,7 @@ enum class PowerLoss {
               // all, nothing, its first bytes, zeros, or some of its sectors and zeros.
 };
 
-// Not thread-safe, but for single-threaded tests of thread-safe classes.
+// Operations of the file system are thread-safe; so are the others, but for the setters.
 class FakeFileSystem final : public FileSystem {
  public:
   // Called before each operation, with its name ("create", "append", "sync", "close", "open",
@@ -96,8 +98,12 @@ class FakeFileSystem final : public FileSystem {
   void Apply(int64_t directory, std::vector<std::pair<std::string, std::optional<int64_t>>> names);
   absl::Status RemoveNode(const std::string& path);
 
-  std::vector<Node> nodes_ = {{.is_directory = true}};  // The first is the root.
-  std::vector<Change> changes_;                         // Since the beginning.
+  // Not held while the hook runs, which may look at the files or wait for another thread.
+  using Held = std::lock_guard<std::recursive_mutex>;
+  mutable std::recursive_mutex mu_;
+  // The first is the root. None moves: FileBytes() refers to one.
+  std::deque<Node> nodes_ = {{.is_directory = true}};
+  std::vector<Change> changes_;  // Since the beginning.
   std::set<std::string> locks_;
   int64_t free_bytes_ = int64_t{1} << 40;
   Hook hook_;
