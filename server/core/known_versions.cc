@@ -40,9 +40,11 @@ std::vector<KnownVersion> KnownVersions(const Model& model,
   return result;
 }
 
-bool BranchWalk::Takes(const VersionId& id, int64_t step) {
+bool BranchWalk::Takes(const VersionId& id, int64_t step,
+                       const std::optional<VersionId>& restored_from) {
   if (id > latest_ || id.version >= version_ || step > step_) return false;
-  version_ = id.version;
+  version_ =
+      restored_from.has_value() ? std::min(id.version, restored_from->version + 1) : id.version;
   step_ = step;
   return true;
 }
@@ -52,7 +54,8 @@ std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
   std::vector<KnownVersion> branch;
   BranchWalk walk(latest);
   for (const KnownVersion& candidate : known) {
-    if (walk.Takes(candidate.id, candidate.step)) branch.push_back(candidate);
+    if (walk.Takes(candidate.id, candidate.step, candidate.restored_from))
+      branch.push_back(candidate);
   }
   return branch;
 }

@@ -41,8 +41,9 @@ class BranchWalk {
   explicit BranchWalk(const VersionRecord& latest)
       : latest_(latest.id()), version_(latest.version + 1), step_(latest.step) {}
 
-  // True: it is on the branch. To be asked of versions in turn, newest first.
-  bool Takes(const VersionId& id, int64_t step);
+  // True: it is on the branch. To be asked of versions in turn, newest first. One that was restored
+  // goes on with what it was restored from, as far as that is known.
+  bool Takes(const VersionId& id, int64_t step, const std::optional<VersionId>& restored_from);
 
  private:
   const VersionId latest_;

@@ -130,7 +130,7 @@ absl::StatusOr<std::optional<VersionId>> Model::FindStep(std::string_view track,
   if (step > latest.step) return StepNotYet(config_.name, step, latest.id(), latest.step);
   BranchWalk walk(latest);
   for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
-    if (!walk.Takes(record->id(), record->step)) continue;
+    if (!walk.Takes(record->id(), record->step, record->restored_from)) continue;
     if (record->step < step) break;
     if (record->step == step &&
         FindSnapshotLocked(record->version, record->incarnation) != nullptr) {

@@ -51,6 +51,17 @@ TEST(BranchOfTest, AVersionOfTheSameStepOnAnotherBranchIsNotOnThisOne) {
   EXPECT_EQ(Numbers(BranchOf(known, RecordOf(known[0]))), (std::vector<int64_t>{5, 4, 1}));
 }
 
+TEST(BranchOfTest, GoesOnWithWhatWasRestoredAlsoBehindAnotherRestore) {
+  // 4 is a rollback to 1, from which 5 came; 6 is one to 3.
+  std::vector<KnownVersion> known = {Version(6, 30), Version(5, 20), Version(4, 10),
+                                     Version(3, 30), Version(2, 20), Version(1, 10)};
+  known[0].restored_from = known[3].id;
+  known[2].restored_from = known[5].id;
+  EXPECT_EQ(Numbers(BranchOf(known, RecordOf(known[0]))), (std::vector<int64_t>{6, 3, 2, 1}));
+  EXPECT_EQ(Numbers(BranchOf(absl::MakeSpan(known).subspan(1), RecordOf(known[1]))),
+            (std::vector<int64_t>{5, 4, 1}));
+}
+
 TEST(VersionAfterStepTest, IsTheOneOfThatStep) {
   const std::vector<KnownVersion> branch = {Version(4, 40), Version(3, 30), Version(1, 10)};
   EXPECT_EQ(VersionAfterStep(branch, 30), (VersionId{3, 7}));
