@@ -220,6 +220,13 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
             absl::StrCat("track \"", track->name(), "\": ", planned.status().message()));
       }
       updates = *std::move(planned);
+      for (Schedule::Update& update : updates) {
+        // The values are the average's own, also where an average begins at zero.
+        if (start.imported_updates > 0 && update.due) {
+          update.update_weight = 1;
+          update.from_zero = false;
+        }
+      }
     }
     plan.tracks.push_back({track, base, std::move(state), std::move(updates)});
   }

@@ -154,6 +154,17 @@ def test_warm_ups_and_means_go_on_as_if_never_interrupted(
         )
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_average_that_begins_at_zero_is_taken_as_it_is(client, model, tmp_path, updates):
+    weights = {"w": np.full(4, 8, np.float32)}
+    save_file({"w": torch.from_numpy(weights["w"])}, tmp_path / "w.safetensors")
+    track = ema_client.Track(smoothing=0.9, zero_init="plain")
+    client.import_weights(
+        model, tmp_path / "w.safetensors", tracks={"ema": track}, step=updates, updates=updates
+    )
+    assert_same_bits(weights, client.pull(model, track="ema", framework="numpy"))
+
+
 def test_units_that_only_a_track_needs_begin_at_zero(client, emactl, model, folder):  # noqa: F811
     result = emactl(
         *["import", model, "--from", folder / "whole.safetensors"],
