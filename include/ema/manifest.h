@@ -37,6 +37,8 @@ class Manifest {
   int64_t tensor_count() const { return static_cast<int64_t>(tensors_.size()); }
   const TensorSpec& tensor(int64_t index) const { return tensors_[index]; }
   std::optional<int64_t> Find(std::string_view name) const;
+  // Of which tensor it is an alias.
+  std::optional<int64_t> FindAlias(std::string_view alias) const;
 
   // Sum of the tensors' bytes in the dtypes that are pushed.
   int64_t total_bytes() const { return total_bytes_; }
@@ -54,6 +56,7 @@ class Manifest {
  private:
   std::vector<TensorSpec> tensors_;
   absl::flat_hash_map<std::string, int64_t> index_;
+  absl::flat_hash_map<std::string, int64_t> alias_index_;
   int64_t total_bytes_ = 0;
   int64_t digest_ = 0;
 };

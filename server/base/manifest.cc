@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -84,6 +83,13 @@ void AppendDigestBytes(const TensorSpec& spec, std::string& bytes) {
   }
 }
 
+std::optional<int64_t> FindIn(const absl::flat_hash_map<std::string, int64_t>& index,
+                              std::string_view name) {
+  const auto it = index.find(absl::string_view(name.data(), name.size()));
+  if (it == index.end()) return std::nullopt;
+  return it->second;
+}
+
 }  // namespace
 
 absl::Status ValidateName(std::string_view what, std::string_view name) {
@@ -109,7 +115,6 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
   int64_t stored_bytes = 0;
   uint32_t crc = 0;
   std::string digest_bytes;
-  absl::flat_hash_set<std::string_view> aliases;
   for (int64_t i = 0; i < tensor_count; ++i) {
     const TensorSpec& spec = tensors[i];
     EMA_RETURN_IF_ERROR(spec.Validate());
@@ -118,7 +123,7 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
                                       i, " in the manifest; names must differ"));
     }
     for (const std::string& alias : spec.aliases) {
-      if (!aliases.insert(alias).second) return AliasGivenTwice(spec, alias);
+      if (!manifest.alias_index_.emplace(alias, i).second) return AliasGivenTwice(spec, alias);
     }
     if (!AddStoredBytes(spec, stored_bytes)) {
       return BadManifest(absl::StrCat("tensor \"", spec.name, "\" (", spec.TypeString(),
@@ -139,10 +144,10 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
   return manifest;
 }
 
-std::optional<int64_t> Manifest::Find(std::string_view name) const {
-  const auto it = index_.find(absl::string_view(name.data(), name.size()));
-  if (it == index_.end()) return std::nullopt;
-  return it->second;
+std::optional<int64_t> Manifest::Find(std::string_view name) const { return FindIn(index_, name); }
+
+std::optional<int64_t> Manifest::FindAlias(std::string_view alias) const {
+  return FindIn(alias_index_, alias);
 }
 
 std::string Manifest::DifferenceFrom(const Manifest& there) const {

@@ -20,12 +20,9 @@ bool IsGlob(const std::string& pattern) {
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest) {
   // Long lists of names stay cheap.
   if (!IsGlob(pattern)) {
-    if (const std::optional<int64_t> exact = manifest.Find(pattern)) return {*exact};
-    for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-      const std::vector<std::string>& aliases = manifest.tensor(i).aliases;
-      if (std::find(aliases.begin(), aliases.end(), pattern) != aliases.end()) return {i};
-    }
-    return {};
+    std::optional<int64_t> exact = manifest.Find(pattern);
+    if (!exact.has_value()) exact = manifest.FindAlias(pattern);
+    return exact.has_value() ? std::vector<int64_t>{*exact} : std::vector<int64_t>();
   }
   const auto matches_glob = [&pattern](const std::string& name) {
     return name == pattern || fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
