@@ -199,10 +199,12 @@ int64_t PushSession::PushedBytes(const RankLayout& layout) const {
 }
 
 bool PushSession::Changes(const TrackPlan& plan, int64_t tensor_index) const {
-  if (plan.track->action(tensor_index) == TensorAction::kIgnore) return false;
+  const TensorAction action = plan.track->action(tensor_index);
+  if (action == TensorAction::kIgnore) return false;
   if (plan_.frozen == FrozenTensors::kOmitted && run_->is_frozen(tensor_index)) return false;
   const Schedule::Update& update = plan.updates[plan.track->schedule_index(tensor_index)];
-  return update.due && update.update_weight != 0;
+  // By nothing the average stays, and where it is held; what is copied is the newest there is.
+  return update.due && (update.update_weight != 0 || action == TensorAction::kCopy);
 }
 
 absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCallback on_end) {

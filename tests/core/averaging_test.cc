@@ -107,6 +107,29 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   EXPECT_EQ(Read("hold")[0], 2.5);
 }
 
+TEST_F(AveragingTest, WhatIsCopiedIsTheNewestAlsoWhereTheAverageStays) {
+  // The seconds stand still, and with them an average over them.
+  TrackConfig fine = Track("fine", "half_life=1s, update_interval=1ba");
+  fine.compensated = true;
+  Create({Track("ema", "half_life=1s, update_interval=1ba"), fine,
+          Track("hold", "smoothing=0.5, ema_start=3ba, before_start=hold")},
+         {{"w", Dtype::kFloat32, {2}}, {"count", Dtype::kInt32, {1}}});
+  const auto push = [&](int64_t step) {
+    PushStart start = rank_->Start(step);
+    start.time.Set(TimeUnit::kSecond, 7);
+    const std::vector<std::byte> bytes = BytesOf({1.0f * step, 2.0f * step, 3.0f * step});
+    EMA_ASSIGN_OR_RETURN(const auto stream, model_->OpenPush(start, [](const auto&) {}));
+    EMA_RETURN_IF_ERROR(TestRank::AddChunk(*stream, bytes, 0, 12));
+    return stream->Commit(TestRank::EndOf(bytes, 1));
+  };
+  for (int64_t step = 1; step <= 3; ++step) ASSERT_THAT(push(step), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(1, 2, 9));
+  EXPECT_THAT(Read("fine"), ElementsAre(1, 2, 9));
+  EXPECT_THAT(Read("hold"), ElementsAre(1, 2, 9));
+  EXPECT_THAT(Read("ema", 2), ElementsAre(1, 2, 6));
+  EXPECT_THAT(Read("hold", 2), ElementsAre(1, 2, 3));
+}
+
 TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
   TrackConfig compensated = Track("compensated", "smoothing=0.99999");
   compensated.compensated = true;
