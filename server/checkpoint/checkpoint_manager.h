@@ -198,8 +198,7 @@ class CheckpointManager final : public Checkpoints {
 
   // Restore() from memory or the disk, and the save after it.
   absl::StatusOr<VersionRecord> GoBack(Model& model, const VersionId& id);
-  absl::StatusOr<VersionRecord> GoBackToStored(Model& model, const CheckpointStore::Stored& stored,
-                                               std::shared_ptr<const Snapshot>& result);
+  absl::StatusOr<SnapshotRef> GoBackToStored(Model& model, const CheckpointStore::Stored& stored);
   // PARTIAL_CHECKPOINT: of that version there is only some of the tracks.
   absl::Status CheckNotPartial(const Model& model, const VersionId& id);
   // Saves the newest version, which is, or came of, `rollback`. UNAVAILABLE: it is in memory only.

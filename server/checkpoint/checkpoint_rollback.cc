@@ -25,18 +25,12 @@ absl::StatusOr<VersionRecord> CheckpointManager::Restore(Model& model, const Ver
 }
 
 absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const VersionId& id) {
-  // Of the new version, so that it can be saved whatever readers hold.
-  std::shared_ptr<const Snapshot> result;
-  absl::StatusOr<VersionRecord> record;
+  absl::StatusOr<SnapshotRef> newest;
   if (const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
       pinned.ok()) {
-    record =
-        model.RollBack((*pinned)->record.id(), [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
-          // The blocks are shared.
-          auto copy = std::make_shared<Snapshot>(**pinned);
-          result = copy;
-          return copy;
-        });
+    // The blocks are shared.
+    newest = model.RollBack((*pinned)->record.id(),
+                            [&] { return std::make_shared<Snapshot>(**pinned); });
   } else {
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
@@ -45,14 +39,15 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
       if (GetErrorReason(pinned.status()) == ErrorReason::kTooManyPins) return pinned.status();
       return NotKept(model, id);
     }
-    record = GoBackToStored(model, *stored, result);
+    newest = GoBackToStored(model, *stored);
   }
-  EMA_RETURN_IF_ERROR(record.status());
+  EMA_RETURN_IF_ERROR(newest.status());
+  const VersionRecord& record = (*newest)->record;
   Log(LogLevel::kInfo, "rolled back", model,
-      {{"step", record->step},
-       {"version", record->version},
-       {"from_version", record->restored_from->version}});
-  EMA_RETURN_IF_ERROR(SaveRollback(model, *record, result));
+      {{"step", record.step},
+       {"version", record.version},
+       {"from_version", record.restored_from->version}});
+  EMA_RETURN_IF_ERROR(SaveRollback(model, record, *newest));
   return record;
 }
 
@@ -81,8 +76,8 @@ absl::Status CheckpointManager::SaveRollbackInMemory(Model& model) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
-    Model& model, const CheckpointStore::Stored& stored, std::shared_ptr<const Snapshot>& result) {
+absl::StatusOr<SnapshotRef> CheckpointManager::GoBackToStored(
+    Model& model, const CheckpointStore::Stored& stored) {
   const std::string& model_name = model.config().name;
   FileSystem& files = store_->file_system();
   EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored.name));
@@ -94,16 +89,15 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBackToStored(
   if (manifest.ok()) manifest = CheckIsOf(model, stored, *std::move(manifest));
   if (!manifest.ok()) return StoredError(model, stored.name, manifest.status());
   absl::Status read;
-  absl::StatusOr<VersionRecord> record =
+  absl::StatusOr<SnapshotRef> newest =
       model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
         absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
             ReadCheckpoint(files, path, *manifest, model);
         read = snapshot.status();
-        if (snapshot.ok()) result = *snapshot;
         return snapshot;
       });
   if (!read.ok()) return StoredError(model, stored.name, read);
-  return record;
+  return newest;
 }
 
 absl::Status CheckpointManager::CheckNotPartial(const Model& model, const VersionId& id) {

@@ -317,6 +317,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   if (abandoned != nullptr) {
     DropStep(*abandoned,
              Aborted(ErrorReason::kStepAbandoned,
+    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
                      absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
                                   " began step ", start.step, " without having committed it")));
     abandoned.reset();
@@ -407,7 +408,7 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   records_.push_back(next->record);
   if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
   if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;
-  // Exists: at most max_pinned_versions are pinned.
+  // Exists: at most max_pinned_versions are pinned (see CheckRoomForNextLocked()).
   auto it = std::find_if(older_.begin(), older_.end(),
                          [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
                            return !pins_.contains(s.get());

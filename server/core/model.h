@@ -139,7 +139,9 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
-  // own: with values, step, time and state of `from`, in a run epoch of its own. First it ends the
+  // own: with values, step, time and state of `from`, in a run epoch of its own. The result is
+  // pinned as by PinVersion(), also beyond what readers may hold: then, until somebody lets one go,
+  // nothing can be pushed, as another version would have no memory. First it ends the
   // open run: its session ends with ABORTED, FENCED, and so do its writers' calls from then on.
   // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
   // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
@@ -149,7 +151,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // as at a commit. Errors: those of `load`, what RefuseNew() or Close() was given, or
   // FAILED_PRECONDITION, MODEL_DIFFERS: none of its tracks would stay; the run has been ended,
   // nothing else changed.
-  absl::StatusOr<VersionRecord> RollBack(
+  absl::StatusOr<SnapshotRef> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -161,8 +163,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
   // ABORTED: FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST.
   // UNAVAILABLE, SESSION_BUSY: an open earlier step waits for other ranks, or the model is being
-  // rolled back. RESOURCE_EXHAUSTED. A rank that opens a later step without having committed the
-  // open one ends that: STEP_ABANDONED.
+  // rolled back, or has no memory for another version yet (see there). RESOURCE_EXHAUSTED. A rank
+  // that opens a later step without having committed the open one ends that: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -374,6 +376,8 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Remembers it; of many, the latest ones.
   void NoteGivenUpLocked(int64_t step, GivenUp given_up) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // While the result is held, or a copy of it.
+  SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.
   std::deque<VersionRecord>::const_iterator FindRecordLocked(const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -419,6 +423,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // Makes the snapshot that a rollback has loaded the version after the current one. What is no
   // longer in it; to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
+  // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
+  // what a rollback has made that there is no room for another.
+  absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -187,11 +187,13 @@ absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnati
     SetRetryDelay(status, absl::Milliseconds(100));
     return status;
   }
+  return PinLocked(snapshot);
+}
+
+SnapshotRef Model::PinLocked(const SnapshotRef& snapshot) {
   ++pins_[snapshot.get()];
-  const Snapshot* const raw = snapshot.get();
-  return SnapshotRef(raw, [model = shared_from_this(), snapshot](const Snapshot* pinned) {
-    model->Unpin(pinned);
-  });
+  return SnapshotRef(snapshot.get(), [model = shared_from_this(),
+                                      snapshot](const Snapshot* pinned) { model->Unpin(pinned); });
 }
 
 void Model::Unpin(const Snapshot* snapshot) {

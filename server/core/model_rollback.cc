@@ -85,6 +85,19 @@ absl::Status Model::CheckNotRollingBackLocked() const {
   if (!is_rolling_back_) return absl::OkStatus();
   absl::Status status =
       MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+absl::Status Model::CheckRoomForNextLocked() const {
+  EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
+  const auto pinned = static_cast<int64_t>(pins_.size());
+  if (pinned <= config_.max_pinned_versions) return absl::OkStatus();
+  absl::Status status = MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      absl::StrCat("model \"", config_.name, "\": readers hold ", pinned - 1,
+                   " versions, as many as max_pinned_versions allows, and what it was rolled back "
+                   "to is being saved; no memory is reserved for another version meanwhile"));
+  SetRetryDelay(status, absl::Milliseconds(100));
+  return status;
+}
+
                 absl::StrCat("model \"", config_.name, "\" is being rolled back"));
   SetRetryDelay(status, absl::Milliseconds(100));
   return status;
@@ -135,7 +148,7 @@ absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
   return false;
 }
 
-absl::StatusOr<VersionRecord> Model::RollBack(
+absl::StatusOr<SnapshotRef> Model::RollBack(
     const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load) {
   std::shared_ptr<PushSession> fenced;
   std::string target = absl::StrCat("version ", from.version);
@@ -144,7 +157,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     absl::MutexLock opening(&push_mu_);
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
+    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     is_rolling_back_ = true;
     FenceRunLocked();
     run_ = nullptr;
@@ -158,6 +171,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
   if (fenced != nullptr) {
     DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
                                           config_.name, "\" is rolled back to ", target)));
+  SnapshotRef result;
     fenced.reset();
   }
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
@@ -172,6 +186,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckHasTrackOfLocked(**loaded));
     left_out = NamesOf((*loaded)->record.tracks);
+    result = PinLocked(*loaded);
     ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackRecord& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
@@ -191,7 +206,7 @@ absl::StatusOr<VersionRecord> Model::RollBack(
            {"tracks", absl::StrJoin(left_out, ",")},
            {"why", "the model has them no longer, or in another form"}});
   }
-  return (*loaded)->record;
+  return result;
 }
 
 absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {

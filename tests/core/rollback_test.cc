@@ -132,7 +132,10 @@ class RollbackTest : public testing::Test {
   }
   absl::StatusOr<VersionRecord> RollBack(const SnapshotRef& version,
                                          Source source = Source::kMemory) {
-    return model_->RollBack(version->record.id(), [&] { return Load(version, source); });
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model_->RollBack(version->record.id(), [&] {
+      return Load(version, source);
+    }));
+    return newest->record;
   }
   absl::StatusOr<VersionRecord> RollBack(int64_t version, Source source = Source::kMemory) {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef pinned, model_->PinVersion(version));
@@ -342,7 +345,7 @@ TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {
     return Load(version, Source::kFresh);
   });
   ASSERT_THAT(rolled, IsOk());
-  EXPECT_EQ(rolled->version, 3);
+  EXPECT_EQ((*rolled)->record.version, 3);
   EXPECT_THAT(newcomer.Join(), IsOk());
 }
 
@@ -522,14 +525,49 @@ TEST_F(RollbackTest, AModelWithoutAVersionCanBeginWithOne) {
   const auto rank = OpenRun(other, "run");
   Train(*rank, 1, 5);
   const SnapshotRef there = *other->PinVersion(0);
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest,
                            model_->RollBack({5, 6}, [&] { return Load(there, Source::kFresh); }));
+  const VersionRecord& record = newest->record;
   EXPECT_EQ(record.id(), (VersionId{1, 7}));
   EXPECT_EQ(record.step, 5);
   const auto next = OpenRun(model_, "next");
   Train(*next, 6, 7);
   Train(*rank, 6, 7);
   ExpectSame(*model_, *other);
+}
+
+TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
+  const auto rank = OpenRun(model_, "run");
+  std::vector<SnapshotRef> held;  // As many as may be.
+  for (int64_t step = 1; step <= 5; ++step) {
+    Train(*rank, step, step);
+    if (step <= 4) held.push_back(*model_->PinVersion(step));
+  }
+  const auto roll_back = [&] {
+    return model_->RollBack(held[0]->record.id(), [&] { return Load(held[0], Source::kFresh); });
+  };
+  const auto outcome = std::make_shared<PushOutcome>();
+  const auto taken = [&] { return model_->device().memory_use().block_bytes; };
+  for (const bool is_saved : {true, false}) {
+    absl::StatusOr<SnapshotRef> newest = roll_back();
+    ASSERT_THAT(newest, IsOk());
+    const auto next = OpenRun(model_, absl::StrCat("next", is_saved));
+    const absl::Status refused = next->Open(2, outcome).status();
+    EXPECT_THAT(refused,
+                AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("readers hold 4")),
+                      ReasonIs(ErrorReason::kSessionBusy)));
+    EXPECT_EQ(roll_back().status(), refused);
+    EXPECT_EQ(GetErrorReason(model_->PinVersion(4).status()), ErrorReason::kUnspecified);
+    if (is_saved) {
+      *newest = nullptr;
+    } else {
+      held.pop_back();
+    }
+    EXPECT_THAT(next->Open(2, outcome), IsOk());
+    EXPECT_LE(taken(), model_->reserved_bytes());
+    Train(*next, 2, 3);
+    EXPECT_LE(taken(), model_->reserved_bytes());
+  }
 }
 
 TEST_F(RollbackTest, FrozenTensorsMustBePushedOnceMore) {
