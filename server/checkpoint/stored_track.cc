@@ -202,8 +202,6 @@ absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
 absl::StatusOr<SnapshotRef> OpenStoredVersion(
     FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
     std::string_view track_name, std::function<void(const absl::Status& problem)> on_corrupt) {
-  // A model counts its tracks from 1 on.
-  constexpr int64_t kNoTrackId = -1;
   // Only what has changed since a version is asked of blocks that are not there.
   constexpr int64_t kBlockBytes = int64_t{32} << 20;
   EMA_ASSIGN_OR_RETURN(const CheckpointTrack* saved, FindTrack(checkpoint, track_name));
@@ -213,12 +211,11 @@ absl::StatusOr<SnapshotRef> OpenStoredVersion(
                                        StorageLayout(checkpoint.manifest,
                                                      ActionsOf(saved->config, checkpoint.manifest)),
                                        std::move(on_corrupt)));
-  TrackSnapshot track{.track = std::make_shared<const Track>(kNoTrackId, saved->config,
-                                                             checkpoint.manifest, kBlockBytes,
-                                                             /*reservation=*/nullptr),
-                      .stored = std::move(stored),
-                      .state = saved->state,
-                      .last_steps = saved->last_steps};
+  TrackSnapshot track{
+      .track = std::make_shared<const Track>(saved->config, checkpoint.manifest, kBlockBytes),
+      .stored = std::move(stored),
+      .state = saved->state,
+      .last_steps = saved->last_steps};
   track.block_versions.assign(track.track->block_count(), INT64_MAX);
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;

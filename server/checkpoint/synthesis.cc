@@ -204,9 +204,9 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   EMA_ASSIGN_OR_RETURN(TrackRef track, model.MakeSynthesizedTrack(plan.config));
   // The low parts; not used when this ends.
   EMA_ASSIGN_OR_RETURN(const auto low_parts_memory,
-                       model.budget().Reserve(absl::StrCat("model \"", model.config().name,
-                                                           "\": to build \"", request.name, "\""),
-                                              track->layout().total_bytes()));
+                       model.ReserveMemory(absl::StrCat("model \"", model.config().name,
+                                                        "\": to build \"", request.name, "\""),
+                                           track->layout().total_bytes()));
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = plan.record;
   TrackSnapshot& result = snapshot->tracks.emplace_back();

@@ -42,29 +42,36 @@ Model::Model(ModelConfig config, std::shared_ptr<Device> device,
       incarnation_(options.incarnation),
       run_epoch_(options.incarnation) {}
 
-absl::StatusOr<std::shared_ptr<Model>> Model::Create(ModelConfig config,
-                                                     std::shared_ptr<Device> device,
-                                                     std::shared_ptr<MemoryBudget> budget,
-                                                     const Options& options) {
-  // For all at once: a message that says what the model needs, not its second track.
-  EMA_RETURN_IF_ERROR(
-      budget->Reserve(absl::StrCat("model \"", config.name, "\""), config.MemoryBytes()).status());
+absl::StatusOr<std::shared_ptr<Model>> Model::Create(
+    ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
+    std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options) {
   std::shared_ptr<Model> model(
       new Model(std::move(config), std::move(device), std::move(budget), options));
+  int64_t bytes = 0;
+  for (const std::shared_ptr<Track>& track : tracks) {
+    const int64_t of_track = track->MemoryBytes(model->version_count());
+    if (__builtin_add_overflow(bytes, of_track, &bytes)) bytes = INT64_MAX;
+  }
+  // For all at once: a message that says what the model needs, not its second track.
+  EMA_RETURN_IF_ERROR(
+      model->budget_->Reserve(absl::StrCat("model \"", model->config_.name, "\""), bytes).status());
   absl::MutexLock lock(&model->mu_);
-  for (const TrackConfig& track : model->config_.tracks) {
-    EMA_ASSIGN_OR_RETURN(TrackRef made, model->MakeTrackLocked(track));
-    model->tracks_.push_back(std::move(made));
+  for (const std::shared_ptr<Track>& track : tracks) {
+    EMA_RETURN_IF_ERROR(model->AdmitTrackLocked(*track));
+    model->tracks_.push_back(track);
   }
   return model;
 }
 
-Model::~Model() {
-  // What the pool keeps of these is in no model's reservation any more.
-  current_.reset();
-  older_.clear();
-  synthesized_.clear();
-  device_->Trim();
+absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Model::ReserveMemory(
+    std::string_view what, int64_t bytes) const {
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<MemoryBudget::Reservation> reserved,
+                       budget_->Reserve(what, bytes));
+  return std::shared_ptr<const MemoryBudget::Reservation>(
+      reserved.release(), [device = device_](const MemoryBudget::Reservation* reservation) {
+        device->Trim();
+        delete reservation;
+      });
 }
 
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
@@ -73,6 +80,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
   JoinResult result;
   result.layout_digest = layout.digest();
   std::shared_ptr<PushSession> fenced;
+  std::vector<TrackRef> replaced;  // Let go of without the lock.
   bool is_new = false;
   {
     absl::MutexLock lock(&mu_);
@@ -99,7 +107,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       ++run_epoch_;
       begun_step_ = 0;
       given_up_.clear();
-      ApplyPendingLocked();
+      replaced = ApplyPendingLocked();
       fenced = std::exchange(session_, nullptr);
       is_new = true;
     }
@@ -309,6 +317,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session, FindSessionLocked(start));
     if (session != nullptr) return session;
     EMA_RETURN_IF_ERROR(closing_);
+    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
     abandoned = std::exchange(session_, nullptr);
     run = run_;
@@ -317,7 +326,6 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   if (abandoned != nullptr) {
     DropStep(*abandoned,
              Aborted(ErrorReason::kStepAbandoned,
-    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
                      absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
                                   " began step ", start.step, " without having committed it")));
     abandoned.reset();
@@ -378,7 +386,9 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   const std::shared_ptr<Snapshot>& next = *taken;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
   std::vector<uint32_t> digests = session->Digests();
-  SnapshotRef evicted;  // Freed last, after everybody has been told.
+  // Freed last, after everybody has been told.
+  SnapshotRef evicted;
+  std::vector<TrackRef> replaced;
   PushPlan plan;
   std::vector<LogEvent> warnings;
   {
@@ -388,7 +398,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     last_commit_ = {.run_epoch = session->run().epoch(),
                     .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
                     .digests = std::move(digests)};
-    ApplyPendingLocked();
+    replaced = ApplyPendingLocked();
     plan = PlanLocked();
     warnings = NewWarningsLocked(next->record);
   }

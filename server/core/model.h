@@ -74,13 +74,12 @@ class Model : public std::enable_shared_from_this<Model> {
     std::shared_ptr<PlaceLimit> sessions;
   };
 
-  // REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not
-  // config.MemoryBytes().
-  static absl::StatusOr<std::shared_ptr<Model>> Create(ModelConfig config,
-                                                       std::shared_ptr<Device> device,
-                                                       std::shared_ptr<MemoryBudget> budget,
-                                                       const Options& options);
-  ~Model();
+  // `tracks`: MakeTracks() of the config's, in blocks of options.block_bytes. REQUIRES:
+  // config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not what they
+  // need.
+  static absl::StatusOr<std::shared_ptr<Model>> Create(
+      ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
+      std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);
 
   // As it was created or loaded: UpdateTracks() does not change it.
   const ModelConfig& config() const { return config_; }
@@ -291,8 +290,12 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef FindSynthesized(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
   static constexpr size_t kMaxSynthesized = 4;
 
-  // What all models share. Outlives the model.
-  MemoryBudget& budget() const { return *budget_; }
+  // Of all models' device memory.
+  const MemoryBudget& budget() const { return *budget_; }
+  // A part of it, as MemoryBudget::Reserve(), to be let go of after the blocks that it was for, and
+  // without a lock: the device's pool gives up what lies there unused before others may have it.
+  absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> ReserveMemory(
+      std::string_view what, int64_t bytes) const;
 
   struct RecordEntry {
     VersionRecord record;
@@ -334,19 +337,22 @@ class Model : public std::enable_shared_from_this<Model> {
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
         const Options& options);
 
-  // A new track, with its memory reserved.
-  absl::StatusOr<TrackRef> MakeTrackLocked(const TrackConfig& config)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The tracks after `changes` to `before`.
+  // Of a track: the current one, one that is built, and those that readers hold.
+  int64_t version_count() const { return 2 + config_.max_pinned_versions; }
+  // Takes the memory of a new track, and it into the model.
+  absl::Status AdmitTrackLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // `tracks` after `changes`, of which `put` has the tracks that are put.
   absl::StatusOr<std::vector<TrackRef>> ChangedLocked(std::vector<TrackRef> tracks,
-                                                      const TrackChanges& changes)
+                                                      const TrackChanges& changes,
+                                                      absl::Span<const std::shared_ptr<Track>> put)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // INVALID_ARGUMENT, BAD_TIME: pushes with the units that the trainer reports would fail.
   absl::Status CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // As PushPlan.may_omit_frozen.
   bool MayOmitFrozenLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  void ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Returns what it has replaced, to be let go of without the lock.
+  [[nodiscard]] std::vector<TrackRef> ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // OK, or ALREADY_EXISTS: there is a track of that name, now or from the next commit on.
   absl::Status CheckNoTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -370,14 +376,14 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // While the result is held, or a copy of it.
+  SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or ABORTED, STEP_GIVEN_UP.
   absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Remembers it; of many, the latest ones.
   void NoteGivenUpLocked(int64_t step, GivenUp given_up) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // While the result is held, or a copy of it.
-  SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.
   std::deque<VersionRecord>::const_iterator FindRecordLocked(const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -417,15 +423,15 @@ class Model : public std::enable_shared_from_this<Model> {
   // A push by a run that is not the open one.
   absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
+  // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
+  // what a rollback has made that there is no room for another.
+  absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckNotRollingBackLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // FAILED_PRECONDITION, MODEL_DIFFERS: the model has no track of the version in the same form.
   absl::Status CheckHasTrackOfLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes the snapshot that a rollback has loaded the version after the current one. What is no
   // longer in it; to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
-  // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
-  // what a rollback has made that there is no room for another.
-  absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -26,21 +26,6 @@ absl::Status TrackGivenTwice(std::string_view name) {
                    absl::StrCat("track \"", std::string(name), "\" is given twice"));
 }
 
-int64_t ModelConfig::TrackMemoryBytes(const TrackConfig& track) const {
-  int64_t bytes = StorageLayout(*manifest, ActionsOf(track, *manifest)).total_bytes();
-  const int64_t copies = (track.compensated ? 2 : 1) * (2 + max_pinned_versions);
-  if (__builtin_mul_overflow(bytes, copies, &bytes)) bytes = INT64_MAX;
-  return bytes;
-}
-
-int64_t ModelConfig::MemoryBytes() const {
-  int64_t bytes = 0;
-  for (const TrackConfig& track : tracks) {
-    if (__builtin_add_overflow(bytes, TrackMemoryBytes(track), &bytes)) bytes = INT64_MAX;
-  }
-  return bytes;
-}
-
 absl::Status ModelConfig::Validate() const {
   constexpr int64_t kMaxPinnedVersions = 64;
   EMA_RETURN_IF_ERROR(ValidateName("model", name));

@@ -29,10 +29,7 @@ struct ModelConfig {
   int64_t max_pinned_versions = 2;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
 
-  // Device memory that a track can use at most: stored bytes times (current + building + kept).
-  int64_t TrackMemoryBytes(const TrackConfig& track) const;
-  // Of all tracks.
-  int64_t MemoryBytes() const;
+  // Finds what each rule of its tracks matches, which may take long.
   absl::Status Validate() const;
   // The first difference in words; empty if equal.
   std::string DifferenceFrom(const ModelConfig& there) const;

@@ -20,13 +20,8 @@ absl::Status Fenced(const std::string& message) {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
 }
 
-// True: the bytes of one mean the same in the other.
-bool IsSameForm(const Track& a, const Track& b) {
-  return a.name() == b.name() && a.actions() == b.actions() &&
-         a.schedule_indices() == b.schedule_indices() &&
-         SchedulesOf(a.config()).size() == SchedulesOf(b.config()).size() &&
-         a.config().compensated == b.config().compensated && a.block_count() == b.block_count();
-}
+// True: a value of one can be one of the other.
+bool IsSame(const Track& a, const Track& b) { return a.name() == b.name() && a.HasFormOf(b); }
 
 // Of a track that a rollback has brought back.
 TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
@@ -85,6 +80,11 @@ absl::Status Model::CheckNotRollingBackLocked() const {
   if (!is_rolling_back_) return absl::OkStatus();
   absl::Status status =
       MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                absl::StrCat("model \"", config_.name, "\" is being rolled back"));
+  SetRetryDelay(status, absl::Milliseconds(100));
+  return status;
+}
+
 absl::Status Model::CheckRoomForNextLocked() const {
   EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
   const auto pinned = static_cast<int64_t>(pins_.size());
@@ -94,11 +94,6 @@ absl::Status Model::CheckRoomForNextLocked() const {
       absl::StrCat("model \"", config_.name, "\": readers hold ", pinned - 1,
                    " versions, as many as max_pinned_versions allows, and what it was rolled back "
                    "to is being saved; no memory is reserved for another version meanwhile"));
-  SetRetryDelay(status, absl::Milliseconds(100));
-  return status;
-}
-
-                absl::StrCat("model \"", config_.name, "\" is being rolled back"));
   SetRetryDelay(status, absl::Milliseconds(100));
   return status;
 }
@@ -171,13 +166,14 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   if (fenced != nullptr) {
     DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
                                           config_.name, "\" is rolled back to ", target)));
-  SnapshotRef result;
     fenced.reset();
   }
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
   // Freed last, after everybody has been told.
   SnapshotRef evicted;
+  SnapshotRef result;
   std::vector<TrackSnapshot> dropped;
+  std::vector<TrackRef> replaced;
   std::vector<std::string> left_out;
   {
     absl::MutexLock lock(&mu_);
@@ -186,11 +182,11 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckHasTrackOfLocked(**loaded));
     left_out = NamesOf((*loaded)->record.tracks);
-    result = PinLocked(*loaded);
-    ApplyPendingLocked();
+    replaced = ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackRecord& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = PutInPlaceLocked(*loaded);
+    result = PinLocked(*loaded);
     last_commit_ = {};
     // What is kept from here on is kept anew.
     if (kept_time_.has_value() && !(*loaded)->record.time.CheckNotBefore(*kept_time_).ok()) {
@@ -213,7 +209,7 @@ absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
   const std::vector<TrackRef>& tracks = pending_tracks_.has_value() ? *pending_tracks_ : tracks_;
   for (const TrackSnapshot& of_version : version.tracks) {
     for (const TrackRef& track : tracks) {
-      if (IsSameForm(*of_version.track, *track)) return absl::OkStatus();
+      if (IsSame(*of_version.track, *track)) return absl::OkStatus();
     }
   }
   return MakeError(
@@ -235,7 +231,7 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
   for (const TrackRef& track : tracks_) {
     const auto found = std::find_if(
         loaded.tracks.begin(), loaded.tracks.end(),
-        [&](const TrackSnapshot& snapshot) { return IsSameForm(*snapshot.track, *track); });
+        [&](const TrackSnapshot& snapshot) { return IsSame(*snapshot.track, *track); });
     if (found == loaded.tracks.end()) continue;
     // It may have been configured otherwise since.
     found->track = track;

@@ -30,6 +30,8 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
 
 absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) {
   EMA_RETURN_IF_ERROR(config.Validate());
+  const std::vector<std::shared_ptr<Track>> tracks =
+      MakeTracks(config.tracks, *config.manifest, options_.model.block_bytes);
   absl::MutexLock lock(&mu_);
   if (draining_) return Draining();
   if (deleting_.contains(config.name)) {
@@ -71,7 +73,7 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) 
   model_options.host_budget = host_budget_;
   model_options.sessions = sessions_;
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
-                       Model::Create(std::move(config), device_, budget_, model_options));
+                       Model::Create(std::move(config), tracks, device_, budget_, model_options));
   ++next_incarnation_;
   models_.emplace(name, model);
   options_.model.observer->OnModelCreated(name);

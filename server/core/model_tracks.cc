@@ -67,18 +67,19 @@ std::vector<SnapshotRef>::iterator FindNamed(std::vector<SnapshotRef>& snapshots
 
 }  // namespace
 
-absl::StatusOr<TrackRef> Model::MakeTrackLocked(const TrackConfig& config) {
-  EMA_RETURN_IF_ERROR(CheckDataDir(config, options_.has_data_dir));
+absl::Status Model::AdmitTrackLocked(Track& track) {
+  EMA_RETURN_IF_ERROR(CheckDataDir(track.config(), options_.has_data_dir));
   EMA_ASSIGN_OR_RETURN(
-      std::shared_ptr<const MemoryBudget::Reservation> reservation,
-      budget_->Reserve(absl::StrCat("model \"", config_.name, "\", track \"", config.name, "\""),
-                       config_.TrackMemoryBytes(config)));
-  return std::make_shared<const Track>(++last_track_id_, config, manifest(), options_.block_bytes,
-                                       std::move(reservation));
+      auto reservation,
+      ReserveMemory(absl::StrCat("model \"", config_.name, "\", track \"", track.name(), "\""),
+                    track.MemoryBytes(version_count())));
+  track.BelongToModel(++last_track_id_, std::move(reservation));
+  return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef> tracks,
-                                                           const TrackChanges& changes) {
+absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(
+    std::vector<TrackRef> tracks, const TrackChanges& changes,
+    absl::Span<const std::shared_ptr<Track>> put) {
   const auto find = [&tracks](std::string_view name) {
     return std::find_if(tracks.begin(), tracks.end(),
                         [&](const TrackRef& track) { return track->name() == name; });
@@ -87,14 +88,14 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
     if (const auto it = find(name); it != tracks.end()) tracks.erase(it);
   }
   absl::flat_hash_set<std::string_view> put_names;
-  for (const TrackConfig& put : changes.put) {
-    if (!put_names.insert(put.name).second) return TrackGivenTwice(put.name);
-    TrackConfig config = put;
+  for (const std::shared_ptr<Track>& made : put) {
+    TrackConfig config = made->config();
+    if (!put_names.insert(made->name()).second) return TrackGivenTwice(config.name);
     const auto it = find(config.name);
     if (it == tracks.end()) {
       EMA_RETURN_IF_ERROR(CheckUnitsLocked(config, /*track_id=*/0));
-      EMA_ASSIGN_OR_RETURN(TrackRef made, MakeTrackLocked(config));
-      tracks.push_back(std::move(made));
+      EMA_RETURN_IF_ERROR(AdmitTrackLocked(*made));
+      tracks.push_back(made);
       continue;
     }
     const Track& before = **it;
@@ -102,10 +103,7 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(std::vector<TrackRef>
     // pause and resume are asked for by name.
     config.paused = before.config().paused;
     if (before.config() == config) continue;
-    if (before.actions() != ActionsOf(config, manifest()) ||
-        before.schedule_indices() != ScheduleIndicesOf(config, manifest()) ||
-        SchedulesOf(before.config()).size() != SchedulesOf(config).size() ||
-        before.config().compensated != config.compensated) {
+    if (!before.HasFormOf(*made)) {
       return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
                        absl::StrCat("track \"", config.name, "\" (", before.config_text(),
                                     "): tensor_rules (but their schedules), buffers, compensated "
@@ -145,11 +143,16 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   for (const TrackConfig& config : changes.put) {
     EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest()));
   }
-  std::vector<SnapshotRef> dropped;  // Freed after the lock is let go.
+  const std::vector<std::shared_ptr<Track>> put =
+      MakeTracks(changes.put, manifest(), options_.block_bytes);
+  // Freed, as what is not used of `put`, after the lock is let go.
+  std::vector<SnapshotRef> dropped;
+  std::vector<TrackRef> replaced;
+  std::optional<std::vector<TrackRef>> not_to_come;
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closed_);
   EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed,
-                       ChangedLocked(pending_tracks_.value_or(tracks_), changes));
+                       ChangedLocked(pending_tracks_.value_or(tracks_), changes, put));
   const auto drop = [&](std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const auto it = FindNamed(synthesized_, name);
     if (it == synthesized_.end()) return;
@@ -159,19 +162,19 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   // The tracks' names come first.
   for (const TrackRef& track : changed) drop(track->name());
   for (const std::string& name : changes.remove) drop(name);
-  pending_tracks_ = std::move(changed);
+  not_to_come = std::exchange(pending_tracks_, std::move(changed));
   if (*pending_tracks_ == tracks_) pending_tracks_.reset();
   const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
                                       [](const TrackRef& track) { return track->config().paused; });
   // Without a run, or an active track, there may never be a next commit.
-  if (run_ == nullptr || all_paused) ApplyPendingLocked();
+  if (run_ == nullptr || all_paused) replaced = ApplyPendingLocked();
   return absl::OkStatus();
 }
 
-void Model::ApplyPendingLocked() {
-  if (!pending_tracks_.has_value()) return;
-  tracks_ = *std::exchange(pending_tracks_, std::nullopt);
+std::vector<TrackRef> Model::ApplyPendingLocked() {
+  if (!pending_tracks_.has_value()) return {};
   ++plan_revision_;
+  return std::exchange(tracks_, *std::exchange(pending_tracks_, std::nullopt));
 }
 
 bool Model::MayOmitFrozenLocked() const {
@@ -258,15 +261,15 @@ absl::Status Model::CheckNoTrackLocked(std::string_view name) const {
 }
 
 absl::StatusOr<TrackRef> Model::MakeSynthesizedTrack(const TrackConfig& config) {
-  const int64_t bytes = StorageLayout(manifest(), ActionsOf(config, manifest())).total_bytes();
+  auto track = std::make_shared<Track>(config, manifest(), options_.block_bytes);
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closed_);
   EMA_RETURN_IF_ERROR(CheckNoTrackLocked(config.name));
-  EMA_ASSIGN_OR_RETURN(
-      std::shared_ptr<const MemoryBudget::Reservation> reservation,
-      budget_->Reserve(absl::StrCat("model \"", config_.name, "\", \"", config.name, "\""), bytes));
-  return std::make_shared<const Track>(++last_track_id_, config, manifest(), options_.block_bytes,
-                                       std::move(reservation));
+  EMA_ASSIGN_OR_RETURN(auto reservation, ReserveMemory(absl::StrCat("model \"", config_.name,
+                                                                    "\", \"", config.name, "\""),
+                                                       track->layout().total_bytes()));
+  track->BelongToModel(++last_track_id_, std::move(reservation));
+  return track;
 }
 
 absl::Status Model::AddSynthesized(SnapshotRef snapshot) {

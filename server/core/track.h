@@ -17,33 +17,46 @@
 
 namespace ema {
 
-// A track as its model made it. Immutable; shared by the model, its sessions and its snapshots. The
-// track's bytes are its StorageLayout cut into blocks of at most `block_bytes`; a large tensor has
-// blocks of its own, so that they can be shared by versions between which it does not change; an
-// element never straddles two. A compensated track has such blocks twice: the second ones hold the
-// low parts.
+// A track as its model made it. Immutable from BelongToModel() on; shared by the model, its
+// sessions and its snapshots. The track's bytes are its StorageLayout cut into blocks of at most
+// `block_bytes`; a large tensor has blocks of its own, so that they can be shared by versions
+// between which it does not change; an element never straddles two. A compensated track has such
+// blocks twice: the second ones hold the low parts.
 class Track {
  public:
-  // `id`: of no other track that the model ever had. `reservation` holds the memory of all its
-  // versions. REQUIRES: block_bytes is a positive multiple of 4 KiB.
-  Track(int64_t id, TrackConfig config, const Manifest& manifest, int64_t block_bytes,
-        std::shared_ptr<const MemoryBudget::Reservation> reservation)
-      : id_(id),
-        config_(std::move(config)),
+  // One that no model has yet. Every pattern of a rule is looked for in the manifest, which may
+  // take long: to be made without a lock. REQUIRES: ValidateTrack() is OK; block_bytes is a
+  // positive multiple of 4 KiB.
+  Track(TrackConfig config, const Manifest& manifest, int64_t block_bytes)
+      : config_(std::move(config)),
         config_text_(TrackText(config_)),
         actions_(ActionsOf(config_, manifest)),
         schedule_indices_(ScheduleIndicesOf(config_, manifest)),
         layout_(manifest, actions_),
         block_starts_(CutIntoBlocks(layout_, block_bytes)),
-        has_only_float32_(FindFloat32()),
-        reservation_(std::move(reservation)) {}
+        has_only_float32_(FindFloat32()) {}
 
-  // The same track with other schedules, or paused. REQUIRES: the same tensors in the same form.
+  // The same track with other schedules, or paused. REQUIRES: HasFormOf() one of that config.
   Track(const Track& before, TrackConfig config) : Track(before) {
     config_ = std::move(config);
     config_text_ = TrackText(config_);
   }
 
+  // `id`: of no other track that the model ever had. `reservation` holds the memory of all its
+  // versions. REQUIRES: called once, before anybody shares it.
+  void BelongToModel(int64_t id, std::shared_ptr<const MemoryBudget::Reservation> reservation) {
+    id_ = id;
+    reservation_ = std::move(reservation);
+  }
+
+  // Its bytes mean the same in the other. REQUIRES: both are of the same manifest.
+  bool HasFormOf(const Track& other) const {
+    return actions_ == other.actions_ && schedule_indices_ == other.schedule_indices_ &&
+           SchedulesOf(config_).size() == SchedulesOf(other.config_).size() &&
+           config_.compensated == other.config_.compensated && block_starts_ == other.block_starts_;
+  }
+
+  // -1: no model's.
   int64_t id() const { return id_; }
   const TrackConfig& config() const { return config_; }
   const std::string& name() const { return config_.name; }
@@ -55,6 +68,13 @@ class Track {
   int schedule_index(int64_t tensor_index) const { return schedule_indices_[tensor_index]; }
   const std::vector<int>& schedule_indices() const { return schedule_indices_; }
   const StorageLayout& layout() const { return layout_; }
+  // That so many versions take at most; INT64_MAX: more than that.
+  int64_t MemoryBytes(int64_t version_count) const {
+    int64_t bytes = 0;
+    const int64_t copies = (config_.compensated ? 2 : 1) * version_count;
+    return __builtin_mul_overflow(layout_.total_bytes(), copies, &bytes) ? INT64_MAX : bytes;
+  }
+  // REQUIRES: it is a model's.
   int64_t reserved_bytes() const { return reservation_->bytes(); }
 
   int64_t block_count() const { return static_cast<int64_t>(block_starts_.size()) - 1; }
@@ -101,7 +121,7 @@ class Track {
     return found;
   }
 
-  int64_t id_;
+  int64_t id_ = -1;
   TrackConfig config_;
   std::string config_text_;
   std::vector<TensorAction> actions_;
@@ -112,6 +132,18 @@ class Track {
   std::shared_ptr<const MemoryBudget::Reservation> reservation_;
 };
 using TrackRef = std::shared_ptr<const Track>;
+
+// One of each, that no model has yet.
+inline std::vector<std::shared_ptr<Track>> MakeTracks(const std::vector<TrackConfig>& configs,
+                                                      const Manifest& manifest,
+                                                      int64_t block_bytes) {
+  std::vector<std::shared_ptr<Track>> tracks;
+  tracks.reserve(configs.size());
+  for (const TrackConfig& config : configs) {
+    tracks.push_back(std::make_shared<Track>(config, manifest, block_bytes));
+  }
+  return tracks;
+}
 
 }  // namespace ema
 

@@ -113,7 +113,7 @@ absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(
           {{"model", made.name},
            {"tensors", made.manifest->tensors().size()},
            {"tracks", made.tracks.size()},
-           {"reserved_bytes", made.MemoryBytes()}});
+           {"reserved_bytes", created.model->reserved_bytes()}});
   }
   v1::CreateModelResponse response;
   *response.mutable_model() = ToProto(*created.model, /*with_manifest=*/true);

@@ -34,10 +34,12 @@ std::shared_ptr<Model> NewModel(const CoreTrainer::Options& options) {
                      .manifest = NewManifest(options),
                      .tracks = {options.track},
                      .max_pinned_versions = 1};
-  const auto budget = std::make_shared<MemoryBudget>(config.MemoryBytes());
+  const auto budget = std::make_shared<MemoryBudget>(std::numeric_limits<int64_t>::max());
   std::shared_ptr<Device> device = options.device;
   if (device == nullptr) device = MakeCpuDevice(std::numeric_limits<int64_t>::max());
-  return Must(Model::Create(std::move(config), std::move(device), budget, {}));
+  const Model::Options model_options;
+  const auto tracks = MakeTracks(config.tracks, *config.manifest, model_options.block_bytes);
+  return Must(Model::Create(std::move(config), tracks, std::move(device), budget, model_options));
 }
 
 }  // namespace

@@ -236,10 +236,11 @@ TEST_F(SynthesisTest, MemoryIsReservedAndGivenBack) {
   const int64_t stored =
       StorageLayout(*config.manifest, ActionsOf(config.tracks[0], *config.manifest)).total_bytes();
   // Room for one result while it is built, not for one beside another.
-  Start(config, config.MemoryBytes() + 2 * stored);
+  Start(config, MemoryBytesOf(config) + 2 * stored);
   PushAndSave({10, 20}, 20);
   EXPECT_THAT(Build(.07), IsOk());
-  EXPECT_EQ(models_->budget().reserved_bytes(), config.MemoryBytes() + stored);
+  EXPECT_EQ(models_->budget().reserved_bytes(), MemoryBytesOf(config) + stored);
+  EXPECT_EQ(model_->device().memory_use().kept_bytes, 0);
   const absl::Status status = Build(.08).status();
   EXPECT_THAT(status, StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("to build \"x\"")));
   EXPECT_EQ(GetErrorReason(status), ErrorReason::kMemoryBudget);

@@ -256,6 +256,7 @@ TEST_F(AveragingTest, ARemovedTrackGivesItsMemoryBackAndStaysInOlderVersions) {
   EXPECT_EQ(model_->reserved_bytes(), reserved_bytes / 2);
   OpenRun("next");  // The rank before still has the plan that it joined with.
   EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes / 2);
+  EXPECT_LE(TakenBytes(model_->device()), reserved_bytes / 2);
 
   // One of the same name begins anew.
   ASSERT_THAT(model_->UpdateTracks({.put = {Track("raw", "smoothing=0.5")}}), IsOk());

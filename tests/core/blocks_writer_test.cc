@@ -46,13 +46,11 @@ class BlocksWriterTest : public testing::Test {
 
   const std::shared_ptr<Device> device_ = NewTestDevice(int64_t{1} << 20);
   // Three blocks, the last one not full. The tensors' ends are no multiple of anything.
-  const Track track_{1,
-                     {.name = "ema", .schedule = MakeSchedule("10ba")},
+  const Track track_{{.name = "ema", .schedule = MakeSchedule("10ba")},
                      *MakeManifest({{"a", Dtype::kFloat32, {7}},
                                     {"b", Dtype::kFloat32, {1501}},
                                     {"c", Dtype::kFloat32, {1003}}}),
-                     kBlockBytes,
-                     nullptr};
+                     kBlockBytes};
 };
 
 TEST_F(BlocksWriterTest, WhatIsNeverWrittenIsZero) {

@@ -112,7 +112,7 @@ TEST_F(ManyReadersTest, OfADiskReadItOnce) {
 TEST_F(ManyReadersTest, OfADiskReadItEachIfThereIsNoMemory) {
   const TrackSnapshot& track = snapshot_->tracks[0];
   const auto disk = std::make_shared<FakeStoredTrack>(BytesOfBlocks(model_->device(), track));
-  const auto rest = model_->budget().Reserve(
+  const auto rest = model_->ReserveMemory(
       "all that there is", model_->budget().total_bytes() - model_->budget().reserved_bytes());
   ASSERT_THAT(rest, IsOk());
   ReadByMany([&] { return *model_->ReadStored(AsStored(*snapshot_, "ema", disk), {}); });

@@ -40,7 +40,7 @@ class StoredReadingTest : public testing::Test {
                        .non_finite = NonFinitePolicy::kAllow};
     config.tracks[2].tensor_rules = {{"b.*", TensorAction::kIgnore}};
     ModelStore::Options options = SmallBlocks();
-    if (!has_spare_memory) options.memory_bytes = config.MemoryBytes();
+    if (!has_spare_memory) options.memory_bytes = MemoryBytesOf(config);
     store_.emplace(TestDevice(), options);
     const auto created = store_->Create(config);
     EXPECT_THAT(created, IsOk());

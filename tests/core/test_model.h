@@ -175,6 +175,18 @@ inline ModelStore::Options SmallBlocks() {
   return options;
 }
 
+// What a store of SmallBlocks() reserves for it.
+inline int64_t MemoryBytesOf(const ModelConfig& config) {
+  ModelStore store(TestDevice(), SmallBlocks());
+  EXPECT_THAT(store.Create(config), IsOk());
+  return store.budget().reserved_bytes();
+}
+
+// What the device has taken, for blocks and for what it keeps of them.
+inline int64_t TakenBytes(const Device& device) {
+  return device.memory_use().block_bytes + device.memory_use().kept_bytes;
+}
+
 }  // namespace ema
 
 #endif  // EMA_TESTS_CORE_TEST_MODEL_H_
