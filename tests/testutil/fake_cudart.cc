@@ -118,8 +118,12 @@ cudaError_t CountMemory(size_t device_bytes) {
   const Lock lock(s.mu);
   const int64_t left = s.memory_bytes - DeviceBytes();
   const bool has_room = left >= 0 && device_bytes <= static_cast<size_t>(left);
-  if (++s.memory_calls != s.refuses_at && has_room) return cudaSuccess;
-  return last_error = cudaErrorMemoryAllocation;
+  return ++s.memory_calls != s.refuses_at && has_room ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+// As the runtime's calls do with what they return, and the driver's do not.
+cudaError_t Store(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
 }
 #define RETURN_IF_FAILED(error) \
   if (const cudaError_t failed = (error); failed != cudaSuccess) return failed
@@ -498,7 +502,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 // ---- Memory ------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** memory, size_t size_bytes) {
-  RETURN_IF_FAILED(CountMemory(size_bytes));
+  RETURN_IF_FAILED(Store(CountMemory(size_bytes)));
   std::byte* const address = ReserveDeviceAddresses(WholePages(size_bytes));
   if (address == nullptr) return last_error = cudaErrorMemoryAllocation;
   PutDeviceMemory(address, WholePages(size_bytes));
@@ -517,7 +521,7 @@ cudaError_t cudaFree(void* memory) {
 }
 
 cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
-  RETURN_IF_FAILED(CountMemory(0));
+  RETURN_IF_FAILED(Store(CountMemory(0)));
   if (flags != cudaHostAllocMapped) Die("pinned memory that kernels do not reach");
   *memory = ::operator new(size_bytes, kAlignment);
   state().pinned.Add(*memory, {size_bytes, kAnyDevice});
@@ -605,7 +609,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  RETURN_IF_FAILED(CountMemory(0));
+  RETURN_IF_FAILED(Store(CountMemory(0)));
   const auto made = std::make_shared<Event>(Event{.device = current_device});
   *event = reinterpret_cast<cudaEvent_t>(made.get());
   const Lock lock(state().mu);
