@@ -38,6 +38,12 @@ using Index = c10::DeviceIndex;
 
 std::string NameOf(Index index) { return absl::StrCat("cuda:", static_cast<int>(index)); }
 
+// What follows is advice to users of Python.
+std::string FirstLine(const c10::Error& error) {
+  const std::string text = error.what_without_backtrace();
+  return text.substr(0, text.find('\n'));
+}
+
 // Calls `work`, which may throw as LibTorch does, with the device as the thread's current one.
 template <typename Work>
 absl::Status Try(Index index, const Work& work) {
@@ -46,11 +52,8 @@ absl::Status Try(Index index, const Work& work) {
     work();
     return absl::OkStatus();
   } catch (const c10::Error& error) {
-    // The first line: what follows is advice to users of Python.
-    const std::string text = error.what_without_backtrace();
-    return MakeError(
-        absl::StatusCode::kInternal, ErrorReason::kDevice,
-        absl::StrCat("device \"", NameOf(index), "\": ", text.substr(0, text.find('\n'))));
+    return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
+                     absl::StrCat("device \"", NameOf(index), "\": ", FirstLine(error)));
   } catch (const std::exception& error) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
                      absl::StrCat("device \"", NameOf(index), "\": ", error.what()));
@@ -67,19 +70,26 @@ absl::Status NoMemory(Index index, std::string_view what) {
 // the GPU. Not for what is queued: whoever queued it would go on without it.
 template <typename Work>
 absl::Status TryToMake(Index index, std::string_view what, const Work& work) {
-  bool has_memory = true;
+  absl::Status no_memory;
   EMA_RETURN_IF_ERROR(Try(index, [&] {
     try {
       work();
     } catch (const c10::OutOfMemoryError&) {
-      has_memory = false;
+      no_memory = NoMemory(index, what);
     } catch (const c10::AcceleratorError& error) {
       if (error.get_error_code() != cudaErrorMemoryAllocation) throw;
       C10_CUDA_CLEAR_ERROR();
-      has_memory = false;
+      no_memory = NoMemory(index, what);
+    } catch (const c10::Error& error) {
+      // LibTorch, having found none, asks NVML who has it, and takes it for a mistake of its own to
+      // be refused that, as on a part (MIG) of a GPU. A broken GPU answers nothing.
+      size_t free_bytes = 0;
+      size_t total_bytes = 0;
+      if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) throw;
+      no_memory = NoMemory(index, absl::StrCat(std::string(what), ": ", FirstLine(error)));
     }
   }));
-  return has_memory ? absl::OkStatus() : NoMemory(index, what);
+  return no_memory;
 }
 
 class DeviceMemory : public BlockPool::Memory {

@@ -23,6 +23,7 @@
 #include "server/device/accelerator_device.h"
 #include "server/device/fold_table.h"
 #include "tests/testutil/fake_cudart.h"
+#include "tests/testutil/fake_nvml.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -133,13 +134,18 @@ TEST_F(CudaAcceleratorTest, APushWaitsForItsOwnWorkOnly) {
 
 TEST_F(CudaAcceleratorTest, WithoutMemoryNothingIsBroken) {
   EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Device> device, NewDevice());
-  ema_fake_cudart_set_memory(int64_t{64} << 20);  // Others have filled the GPU.
-  EXPECT_THAT(device->Allocate(int64_t{128} << 20),
-              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("no memory for")));
-  EXPECT_THAT(UseAll(*device), IsOk());
-  EXPECT_THAT(device->health(), IsOk());
-  ema_fake_cudart_set_memory(int64_t{8} << 30);
-  EXPECT_THAT(device->Allocate(int64_t{128} << 20), IsOk());
+  // Whether one may see who has it, or not.
+  for (const bool nvml_refuses : {false, true}) {
+    ema_fake_nvml_refuse(nvml_refuses);
+    ema_fake_cudart_set_memory(int64_t{64} << 20);  // Others have filled the GPU.
+    EXPECT_THAT(device->Allocate(int64_t{128} << 20),
+                StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("no memory for")));
+    EXPECT_THAT(UseAll(*device), IsOk());
+    EXPECT_THAT(device->health(), IsOk());
+    ema_fake_cudart_set_memory(int64_t{8} << 30);
+    EXPECT_THAT(device->Allocate(int64_t{128} << 20), IsOk());
+    device->Trim();
+  }
 }
 
 TEST_F(CudaAcceleratorTest, WhateverFindsNoMemoryNothingIsBroken) {
