@@ -165,8 +165,12 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   for (const std::shared_ptr<Model>& model : models.List()) {
     const SnapshotRef newest = model->NewestAfterDrain();
     if (newest == nullptr) continue;
-    const auto saved =
-        SaveSnapshot(*model, newest, {.keep = IsKeepDue(*newest, model->kept_time())});
+    const bool keep = IsKeepDue(*newest, model->kept_time());
+    auto saved = SaveSnapshot(*model, newest, {.keep = keep});
+    // There may still be room for one that is not kept.
+    if (keep && GetErrorReason(saved.status()) == ErrorReason::kDiskFull) {
+      saved = SaveSnapshot(*model, newest, {});
+    }
     result.Update(saved.status());
   }
   return result;

@@ -67,10 +67,12 @@ CheckpointScheduler::State& CheckpointScheduler::StateOf(const std::shared_ptr<M
 void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
   const VersionRecord& record = snapshot.record;
   const SavePolicy& policy = options_.policy;
-  const bool is_due = IsKeepDue(snapshot, model->kept_time()) ||
-                      IsSaveDue(policy, record, model->durable_version(), model->durable_step());
+  const bool is_keep_due = IsKeepDue(snapshot, model->kept_time());
+  const bool is_save_due =
+      IsSaveDue(policy, record, model->durable_version(), model->durable_step());
   SnapshotRef exact;
-  if (is_due && policy.step_multiple > 0 && record.step % policy.step_multiple == 0) {
+  if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
+      record.step % policy.step_multiple == 0) {
     if (auto pinned = model->PinVersion(record.version, record.incarnation); pinned.ok()) {
       exact = *std::move(pinned);
     }
@@ -85,6 +87,7 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
                      policy.every;
     must_look_ = true;
   }
+  const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
   if (!is_due || state.is_busy || now < state.retry_time) return;
   state.is_busy = true;
   work_.push_back({model, std::move(exact)});
@@ -171,11 +174,13 @@ void CheckpointScheduler::Run() {
 
 void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
   bool is_asked = false;
+  bool may_keep = true;
   absl::Status last_error;
   {
     absl::MutexLock lock(&mu_);
     if (const auto it = states_.find(model.config().name); it != states_.end()) {
       is_asked = std::exchange(it->second.is_asked, false);
+      may_keep = absl::Now() >= it->second.keep_retry_time;
       last_error = it->second.last_error;
     }
   }
@@ -185,46 +190,52 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     status = pinned.status();
     if (pinned.ok()) snapshot = *std::move(pinned);
   }
+  absl::Status keep_status;
+  bool is_due = is_asked;
   if (status.ok()) {
-    const bool keep = IsKeepDue(*snapshot, model.kept_time());
+    const bool keep = may_keep && IsKeepDue(*snapshot, model.kept_time());
     // A save by somebody else may have come first.
-    if (keep || is_asked ||
-        IsSaveDue(options_.policy, snapshot->record, model.durable_version(),
-                  model.durable_step())) {
-      status = options_.save(model, snapshot, keep);
+    is_due = is_due || IsSaveDue(options_.policy, snapshot->record, model.durable_version(),
+                                 model.durable_step());
+    if (keep || is_due) status = options_.save(model, snapshot, keep);
+    // There may still be room for one that is not kept.
+    if (keep && GetErrorReason(status) == ErrorReason::kDiskFull) {
+      keep_status = std::exchange(status, absl::OkStatus());
+      if (is_due) status = options_.save(model, snapshot, /*keep=*/false);
     }
   }
+  const absl::Status& error = status.ok() ? keep_status : status;
   // Of a model that has been deleted, nothing is missing.
-  const bool is_failed = !status.ok() && !absl::IsNotFound(status);
+  const bool is_gone = absl::IsNotFound(status);
   // Before it is idle.
-  if (is_failed && options_.on_error &&
-      (last_error.code() != status.code() ||
-       GetErrorReason(last_error) != GetErrorReason(status))) {
-    options_.on_error(model, snapshot, status);
+  if (!error.ok() && !is_gone && options_.on_error &&
+      (last_error.code() != error.code() || GetErrorReason(last_error) != GetErrorReason(error))) {
+    options_.on_error(model, snapshot, error);
   }
   const bool is_current = !HasUnsaved(model);
   absl::MutexLock lock(&mu_);
   const auto it = states_.find(model.config().name);
   if (it == states_.end() || it->second.model.lock().get() != &model) return;
-  State& state = it->second;
-  state.is_busy = false;
-  if (status.ok()) {
-    NoteSaved(is_current, state);
-    state.retry_time = absl::InfinitePast();
-    state.last_error = absl::OkStatus();
-    // SaveNow() came meanwhile: it may have meant a later version.
-    if (state.is_asked) Enqueue(state);
+  if (is_gone) {
+    states_.erase(it);
     return;
   }
-  if (!is_failed) {
-    states_.erase(it);
+  State& state = it->second;
+  state.is_busy = false;
+  // While none is to be kept, the error that says why stays.
+  if (may_keep || !error.ok()) state.last_error = error;
+  if (!keep_status.ok()) state.keep_retry_time = absl::Now() + options_.retry_delay;
+  if (status.ok()) {
+    if (is_due || keep_status.ok()) NoteSaved(is_current, state);
+    state.retry_time = absl::InfinitePast();
+    // SaveNow() came meanwhile: it may have meant a later version.
+    if (state.is_asked) Enqueue(state);
     return;
   }
   state.retry_time = absl::Now() + options_.retry_delay;
   // What was asked for is not forgotten.
   if (is_asked || state.is_asked) state.due_time = state.retry_time;
   must_look_ = true;
-  state.last_error = status;
 }
 
 void CheckpointScheduler::AwaitIdle() {

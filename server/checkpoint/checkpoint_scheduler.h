@@ -45,7 +45,8 @@ bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const Vers
 // commits never wait. While it saves one of a model, others of that model are passed over: what is
 // due then still is at the first commit after. After an error (readers may hold as many versions as
 // they may, too) the model's next try is `retry_delay` later: at a commit, or by SavePolicy::every.
-// Thread-safe.
+// Where the disk has no room for a version that is to be kept, only the next try to keep one is
+// that much later; one that is due all the same is saved without. Thread-safe.
 class CheckpointScheduler {
  public:
   struct Options {
@@ -53,8 +54,8 @@ class CheckpointScheduler {
     // Saves a version, so that it is kept for good if `keep`; sets Model::SetDurable(), and
     // SetKeptTime() if `keep`. Called on the scheduler's thread; may block for as long as it takes.
     std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
-    // Told of an error, once until its code or reason changes or a save succeeds, and what was to
-    // be saved; null: no version could be pinned. Called on the scheduler's thread.
+    // Told of an error, once until its code or reason changes or all that is due has been saved,
+    // and what was to be saved; null: no version could be pinned. Called on the scheduler's thread.
     std::function<void(const Model&, const SnapshotRef&, const absl::Status&)> on_error;
     absl::Duration retry_delay = absl::Seconds(10);
   };
@@ -87,6 +88,7 @@ class CheckpointScheduler {
     absl::Time due_time = absl::InfiniteFuture();
     absl::Time saved_time = absl::InfinitePast();
     absl::Time retry_time = absl::InfinitePast();
+    absl::Time keep_retry_time = absl::InfinitePast();  // The same of one that is to be kept.
     absl::Status last_error;
   };
   // That wait for their turn: only then is a version pinned, the newest. But a step that is itself

@@ -280,6 +280,24 @@ TEST_F(CheckpointManagerTest, DrainSavesTheNewest) {
   EXPECT_EQ(server.version(), 2);
 }
 
+TEST_F(CheckpointManagerTest, DrainSavesTheNewestWithoutRoomForOneThatIsKept) {
+  ModelConfig config = TwoTracks();
+  config.tracks = {{.name = "raw",
+                    .schedule = MakeSchedule("sigma_rel=0.05"),
+                    .snapshot_interval = *TrainingDuration::Parse("1000ba")}};
+  {
+    TestServer server(files_, {}, config);
+    server.PushTo(1);
+    EXPECT_THAT(server.Save(), IsOk());
+    files_.set_free_bytes((int64_t{1} << 20) + 1000);  // The weights take a few bytes.
+    server.PushStep(1000, 2);
+    server.models().Drain(absl::InfinitePast());
+    EXPECT_THAT(server.manager().Drain(server.models()), IsOk());
+  }
+  TestServer server(files_, {}, config);
+  EXPECT_EQ(server.version(), 2);
+}
+
 TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
   {
     TestServer server(files_);

@@ -325,6 +325,53 @@ TEST_F(CheckpointSchedulerTest, WhatIsAskedForDuringASaveIsSavedAfterIt) {
   scheduler_->Stop();
 }
 
+// Room for one checkpoint, but not for one that is kept, and another.
+constexpr int64_t kRoomForOne = (int64_t{1} << 20) + 1000;  // The weights take a few bytes.
+
+TEST_F(CheckpointSchedulerTest, WithoutRoomForOneThatIsKeptWhatIsDueIsSavedAllTheSame) {
+  policy_.every_commits = 2;
+  Start();
+  files_.set_free_bytes(kRoomForOne);
+  PushAndSettle({10, 20, 21, 22});
+  // Of each second version, the second try is not to keep it.
+  EXPECT_THAT(AwaitTried(1), ElementsAre(10, 20, 20, 21, 22, 22));
+  EXPECT_THAT(SavedSteps(files_), ElementsAre(22));
+  EXPECT_EQ(model_->durable_step(), 22);
+  EXPECT_FALSE(model_->kept_time().has_value());
+  // It is still due.
+  files_.set_free_bytes(int64_t{1} << 40);
+  PushAndSettle({23, 24});
+  scheduler_->Stop();
+  EXPECT_THAT(SavedSteps(files_), ElementsAre(22, -23));
+  ASSERT_EQ(errors_.size(), 1u);
+  EXPECT_EQ(GetErrorReason(errors_[0]), ErrorReason::kDiskFull);
+}
+
+TEST_F(CheckpointSchedulerTest, OneThatIsKeptIsTriedAgainLaterWhileOthersAreSaved) {
+  retry_delay_ = absl::Hours(1);
+  policy_.step_multiple = 4;
+  Start();
+  files_.set_free_bytes(kRoomForOne);
+  PushAndSettle({10, 11, 12, 13, 15, 16, 17});
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(1), ElementsAre(10, 10, 12, 16));
+  EXPECT_EQ(model_->durable_step(), 16);
+  EXPECT_EQ(errors_.size(), 1u);
+}
+
+TEST_F(CheckpointSchedulerTest, WithoutRoomForOneThatIsKeptWhatIsAskedForIsSaved) {
+  retry_delay_ = absl::Hours(1);
+  policy_.every = absl::Milliseconds(1);
+  Start();
+  files_.set_free_bytes(kRoomForOne);
+  Push(10);
+  EXPECT_THAT(AwaitTried(2), ElementsAre(10, 10));
+  scheduler_->AwaitIdle();
+  scheduler_->Stop();
+  EXPECT_EQ(model_->durable_step(), 10);
+  EXPECT_EQ(errors_.size(), 1u);
+}
+
 TEST(IsSaveDueTest, CountsFromWhatIsDurable) {
   const SavePolicy commits{.every_commits = 4};
   const SavePolicy steps{.step_multiple = 100};
@@ -389,7 +436,7 @@ TEST(KeepTest, WhatIsKeptLeavesRoomForWhatIsNot) {
   FakeFileSystem files;
   const auto store = OpenStore(files);
   const Versions versions({10, 20});
-  files.set_free_bytes((int64_t{1} << 20) + 1000);  // The weights take a few bytes.
+  files.set_free_bytes(kRoomForOne);
   EXPECT_THAT(store->Save(*versions.model, versions.snapshots[0], {.keep = true}),
               ReasonIs(ErrorReason::kDiskFull));
   EXPECT_THAT(store->Save(*versions.model, versions.snapshots[1]), IsOk());
