@@ -117,6 +117,7 @@ void CheckpointManager::Stop() {
   {
     absl::MutexLock lock(&mu_);
     is_stopping_ = true;
+    wait_.WakeAll();
   }
   scheduler_->Stop();
   if (queue_thread_.joinable()) queue_thread_.join();
@@ -320,6 +321,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   saving.model = model.shared_from_this();
   saving.tracks = request.tracks;
   queue_.push_back(key);
+  wait_.WakeAll();
   return saved;
 }
 
@@ -334,7 +336,7 @@ void CheckpointManager::RunQueue() {
     CheckpointStore::SaveOptions options;
     {
       absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&is_ready), options_.free_space_interval)) {
+      if (wait_.AwaitUntil(mu_, After(SteadyNow(), options_.free_space_interval), is_ready)) {
         if (queue_.empty()) return;  // What was asked for is done.
         key = queue_.front();
         const Saving& saving = saving_[key];

@@ -26,6 +26,7 @@
 #include "server/base/heartbeat.h"
 #include "server/base/log_event.h"
 #include "server/base/observer.h"
+#include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
@@ -246,6 +247,7 @@ class CheckpointManager final : public Checkpoints {
   // Of each model, those that could not be written, oldest first.
   std::map<std::string, std::deque<CheckpointInfo>, std::less<>> failed_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
+  SteadyWait wait_;  // Woken when there is more to do, or the end has begun.
   std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
 
   ModelStore* models_ = nullptr;  // Constant after LoadAll().

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "server/base/schedule_parts.h"
 
@@ -77,20 +76,19 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
       exact = *std::move(pinned);
     }
   }
-  const absl::Time now = absl::Now();
+  const SteadyTime now = SteadyNow();
   absl::MutexLock lock(&mu_);
   if (is_stopping_) return;
   State& state = StateOf(model);
-  if (policy.every > absl::ZeroDuration() && state.due_time == absl::InfiniteFuture()) {
-    state.due_time = std::max(state.saved_time == absl::InfinitePast() ? now : state.saved_time,
-                              now - policy.every) +
-                     policy.every;
-    must_look_ = true;
+  if (policy.every > absl::ZeroDuration() && state.due_time == SteadyTime::max()) {
+    state.due_time = std::max(now, After(state.saved_time.value_or(now), policy.every));
+    LookAgain();
   }
   const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
   if (!is_due || state.is_busy || now < state.retry_time) return;
   state.is_busy = true;
   work_.push_back({model, std::move(exact)});
+  wait_.WakeAll();
 }
 
 void CheckpointScheduler::OnSaved(const Model& model) {
@@ -101,11 +99,16 @@ void CheckpointScheduler::OnSaved(const Model& model) {
 }
 
 void CheckpointScheduler::NoteSaved(bool is_current, State& state) {
-  state.saved_time = absl::Now();
+  state.saved_time = SteadyNow();
   state.due_time = is_current || options_.policy.every == absl::ZeroDuration()
-                       ? absl::InfiniteFuture()
-                       : state.saved_time + options_.policy.every;
+                       ? SteadyTime::max()
+                       : After(*state.saved_time, options_.policy.every);
+  LookAgain();
+}
+
+void CheckpointScheduler::LookAgain() {
   must_look_ = true;
+  wait_.WakeAll();
 }
 
 void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
@@ -119,10 +122,11 @@ void CheckpointScheduler::Enqueue(State& state) {
   if (is_stopping_) return;
   state.is_busy = true;
   work_.push_back({state.model, nullptr});
+  wait_.WakeAll();
 }
 
-absl::Time CheckpointScheduler::NextDueTime() const {
-  absl::Time next = absl::InfiniteFuture();
+SteadyTime CheckpointScheduler::NextDueTime() const {
+  SteadyTime next = SteadyTime::max();
   for (const auto& [name, state] : states_) {
     if (!state.is_busy) next = std::min(next, std::max(state.due_time, state.retry_time));
   }
@@ -130,7 +134,7 @@ absl::Time CheckpointScheduler::NextDueTime() const {
 }
 
 void CheckpointScheduler::QueueDue() {
-  const absl::Time now = absl::Now();
+  const SteadyTime now = SteadyNow();
   for (auto it = states_.begin(); it != states_.end();) {
     State& state = it->second;
     if (state.is_busy || std::max(state.due_time, state.retry_time) > now) {
@@ -156,7 +160,7 @@ void CheckpointScheduler::Run() {
     SnapshotRef snapshot;
     {
       absl::MutexLock lock(&mu_);
-      mu_.AwaitWithDeadline(absl::Condition(&is_ready), NextDueTime());
+      wait_.AwaitUntil(mu_, NextDueTime(), is_ready);
       if (is_stopping_) return;
       must_look_ = false;
       QueueDue();
@@ -180,7 +184,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     absl::MutexLock lock(&mu_);
     if (const auto it = states_.find(model.config().name); it != states_.end()) {
       is_asked = std::exchange(it->second.is_asked, false);
-      may_keep = absl::Now() >= it->second.keep_retry_time;
+      may_keep = SteadyNow() >= it->second.keep_retry_time;
       last_error = it->second.last_error;
     }
   }
@@ -224,18 +228,18 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
   state.is_busy = false;
   // While none is to be kept, the error that says why stays.
   if (may_keep || !error.ok()) state.last_error = error;
-  if (!keep_status.ok()) state.keep_retry_time = absl::Now() + options_.retry_delay;
+  if (!keep_status.ok()) state.keep_retry_time = After(SteadyNow(), options_.retry_delay);
   if (status.ok()) {
     if (is_due || keep_status.ok()) NoteSaved(is_current, state);
-    state.retry_time = absl::InfinitePast();
+    state.retry_time = SteadyTime::min();
     // SaveNow() came meanwhile: it may have meant a later version.
     if (state.is_asked) Enqueue(state);
     return;
   }
-  state.retry_time = absl::Now() + options_.retry_delay;
+  state.retry_time = After(SteadyNow(), options_.retry_delay);
   // What was asked for is not forgotten.
   if (is_asked || state.is_asked) state.due_time = state.retry_time;
-  must_look_ = true;
+  LookAgain();
 }
 
 void CheckpointScheduler::AwaitIdle() {
@@ -252,6 +256,7 @@ void CheckpointScheduler::Stop() {
   {
     absl::MutexLock lock(&mu_);
     is_stopping_ = true;
+    wait_.WakeAll();
     dropped.swap(work_);
   }
   if (thread_.joinable()) thread_.join();

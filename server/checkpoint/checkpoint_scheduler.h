@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -17,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
 
@@ -84,11 +86,11 @@ class CheckpointScheduler {
     std::weak_ptr<Model> model;
     bool is_busy = false;   // Waiting or being saved.
     bool is_asked = false;  // SaveNow().
-    // When SavePolicy::every says so; infinite: nothing has been committed since the last save.
-    absl::Time due_time = absl::InfiniteFuture();
-    absl::Time saved_time = absl::InfinitePast();
-    absl::Time retry_time = absl::InfinitePast();
-    absl::Time keep_retry_time = absl::InfinitePast();  // The same of one that is to be kept.
+    // When SavePolicy::every says so; the last time: nothing has been committed since a save.
+    SteadyTime due_time = SteadyTime::max();
+    std::optional<SteadyTime> saved_time;
+    SteadyTime retry_time = SteadyTime::min();
+    SteadyTime keep_retry_time = SteadyTime::min();  // The same of one that is to be kept.
     absl::Status last_error;
   };
   // That wait for their turn: only then is a version pinned, the newest. But a step that is itself
@@ -100,7 +102,9 @@ class CheckpointScheduler {
 
   State& StateOf(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteSaved(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Time NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // To be called when a due time has changed.
+  void LookAgain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  SteadyTime NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Its newest version is saved when its turn comes. REQUIRES: it is not busy.
   void Enqueue(State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Queues the models whose time has come.
@@ -114,6 +118,7 @@ class CheckpointScheduler {
   std::map<std::string, State, std::less<>> states_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool must_look_ ABSL_GUARDED_BY(mu_) = false;  // A due time has changed.
+  SteadyWait wait_;     // Woken when one of these, or `work_`, has changed.
   std::thread thread_;  // Joined by Stop(), which only one thread calls at a time.
 };
 

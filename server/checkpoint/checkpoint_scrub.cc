@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The part of CheckpointManager that reads checkpoints again, and sets bad ones aside.
-#include "absl/time/clock.h"
+#include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/pacer.h"
 #include "server/checkpoint/restore.h"
@@ -41,7 +41,7 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
       while (store_->is_saving()) {
         if (!Rest(absl::Seconds(1))) return bad_count;
       }
-      const absl::Time begin = absl::Now();
+      const SteadyTime begin = SteadyNow();
       {
         const auto held = store_->Hold(model_name, stored.name);
         if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
@@ -57,7 +57,7 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
           ++bad_count;
         }
       }
-      if (!Rest((absl::Now() - begin) * kRestPerRead)) return bad_count;
+      if (!Rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return bad_count;
     }
   }
   return bad_count;
@@ -65,16 +65,18 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
 
 void CheckpointManager::RunScrub() {
   while (Rest(options_.scrub_interval)) {
-    const absl::Time begin = absl::Now();
+    const SteadyTime begin = SteadyNow();
     const int64_t bad_count = Scrub(*models_);
     LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
-          {{"bad", bad_count}, {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+          {{"bad", bad_count},
+           {"seconds", absl::ToDoubleSeconds(absl::FromChrono(SteadyNow() - begin))}});
   }
 }
 
 bool CheckpointManager::Rest(absl::Duration time) {
   absl::MutexLock lock(&mu_);
-  return !mu_.AwaitWithTimeout(absl::Condition(&is_stopping_), time);
+  return !wait_.AwaitUntil(mu_, After(SteadyNow(), time),
+                           [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopping_; });
 }
 
 }  // namespace ema

@@ -2,8 +2,8 @@
 #ifndef EMA_SERVER_CHECKPOINT_PACER_H_
 #define EMA_SERVER_CHECKPOINT_PACER_H_
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 #include "server/core/model.h"
 
 namespace ema {
@@ -20,10 +20,10 @@ class Pacer {
   // To be called after every few MiB: while pushes arrive, waits twice as long as has been worked
   // since the last call.
   void Rest() {
-    const absl::Duration worked = absl::Now() - rested_at_;
+    const absl::Duration worked = absl::FromChrono(SteadyNow() - rested_at_);
     if (worked < kLeast) return;
     model_.AwaitQuiet(kRestPerWork * worked);
-    rested_at_ = absl::Now();
+    rested_at_ = SteadyNow();
   }
 
  private:
@@ -31,7 +31,7 @@ class Pacer {
   static constexpr int kRestPerWork = 2;
 
   Model& model_;
-  absl::Time rested_at_ = absl::Now();
+  SteadyTime rested_at_ = SteadyNow();
 };
 
 }  // namespace ema

@@ -108,7 +108,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       begun_step_ = 0;
       given_up_.clear();
       replaced = ApplyPendingLocked();
-      fenced = std::exchange(session_, nullptr);
+      fenced = TakeSessionLocked();
       is_new = true;
     }
     result.run_epoch = run_epoch_;
@@ -319,7 +319,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
-    abandoned = std::exchange(session_, nullptr);
+    abandoned = TakeSessionLocked();
     run = run_;
     base = current_;
   }
@@ -346,6 +346,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   }
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
   session_ = session;
+  session_wait_.WakeAll();
   begun_step_ = session->plan().step;
   return session;
 }
@@ -373,9 +374,15 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
   return push;
 }
 
+std::shared_ptr<PushSession> Model::TakeSessionLocked() {
+  if (session_ != nullptr) session_ended_ = SteadyNow();
+  session_wait_.WakeAll();
+  return std::exchange(session_, nullptr);
+}
+
 bool Model::DetachLocked(const PushSession* session) {
   if (session_.get() != session) return false;
-  session_ = nullptr;
+  TakeSessionLocked();
   return true;
 }
 
@@ -452,7 +459,7 @@ void Model::ExpireSession(std::chrono::steady_clock::time_point now,
   {
     absl::MutexLock lock(&mu_);
     if (session_ == nullptr || now - session_->last_progress() < timeout) return;
-    session = std::exchange(session_, nullptr);
+    session = TakeSessionLocked();
   }
   DropStep(
       *session,
@@ -473,24 +480,23 @@ void Model::Drain(const absl::Status& status, absl::Time deadline) {
     absl::MutexLock lock(&mu_);
     closing_ = status;
     mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline);
-    session = std::exchange(session_, nullptr);
+    session = TakeSessionLocked();
   }
   if (session != nullptr) DropStep(*session, status);
 }
 
 void Model::AwaitQuiet(absl::Duration timeout) {
   // Longer than a trainer that pushes step after step takes to begin the next one.
-  constexpr absl::Duration kMoment = absl::Milliseconds(100);
-  const absl::Time begin = absl::Now();
-  const absl::Time deadline = begin + timeout;
+  constexpr std::chrono::milliseconds kMoment(100);
+  const SteadyTime deadline = After(SteadyNow(), timeout);
+  const PushSession* seen = nullptr;
+  SteadyTime until;
   absl::MutexLock lock(&mu_);
-  if (session_ == nullptr && (records_.empty() || begin - records_.back().commit_time > kMoment)) {
-    return;
-  }
-  while (mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline) &&
-         mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasSessionLocked),
-                               std::min(deadline, absl::Now() + kMoment))) {
-  }
+  const auto has_changed = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_.get() != seen; };
+  do {
+    seen = session_.get();
+    until = seen != nullptr ? deadline : std::min(deadline, session_ended_ + kMoment);
+  } while (session_wait_.AwaitUntil(mu_, until, has_changed));
 }
 
 void Model::Close(const absl::Status& status) {

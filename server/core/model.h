@@ -31,6 +31,7 @@
 #include "server/base/log_event.h"
 #include "server/base/observer.h"
 #include "server/base/place_limit.h"
+#include "server/base/steady_wait.h"
 #include "server/core/attached_files.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
@@ -413,9 +414,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // without the lock.
   SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Whoever has joined `run_` so far cannot do so again.
-  bool HasSessionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ != nullptr; }
   bool HasNoSessionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; }
+  // Whoever has joined `run_` so far cannot do so again.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // ABORTED, FENCED: a run of that launch_id has been fenced.
   absl::Status CheckNotFencedLocked(const std::string& launch_id) const
@@ -433,6 +433,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // longer in it; to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes the open session, which may be null, off the model. End() it without the lock.
+  std::shared_ptr<PushSession> TakeSessionLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
@@ -474,7 +476,9 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
-  int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;                // The newest of this run; 0: none.
+  SteadyWait session_wait_;                                    // Woken when `session_` changes.
+  SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
+  int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;  // The newest of this run; 0: none.
   // By step, of this run: those after current_.
   std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);

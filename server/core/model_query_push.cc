@@ -81,7 +81,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       return result;
     }
     session = session_;
-    if (abandon_if_unfinished) session_ = nullptr;
+    if (abandon_if_unfinished) TakeSessionLocked();
   }
   if (abandon_if_unfinished) {
     DropStep(*session, give_up_reason.empty()

@@ -158,7 +158,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     run_ = nullptr;
     begun_step_ = 0;
     given_up_.clear();
-    fenced = std::exchange(session_, nullptr);
+    fenced = TakeSessionLocked();
     const auto record = std::find_if(records_.begin(), records_.end(),
                                      [&](const VersionRecord& r) { return r.id() == from; });
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);

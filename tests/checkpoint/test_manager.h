@@ -49,6 +49,7 @@ class TestServer {
   CheckpointManager& manager() { return *manager_; }
   ModelStore& models() { return *models_; }
   Model& model() { return *model_; }
+  const std::shared_ptr<Model>& shared_model() { return model_; }
   int64_t version() const { return model_->latest().has_value() ? model_->latest()->version : 0; }
   std::vector<std::string> errors() {
     absl::MutexLock lock(&mu_);
