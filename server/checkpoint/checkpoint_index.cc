@@ -213,38 +213,41 @@ std::map<std::string, CheckpointStore::Counts> CheckpointStore::CountAll() {
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
     std::string_view model_name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
-  EMA_ASSIGN_OR_RETURN(const std::vector<Stored> names, ListNames(model_name));
-  for (const Stored& stored : names) {
-    if (stored.problem.ok() && !stored.details.has_value()) {
-      EMA_RETURN_IF_ERROR(ReadDetails(*folder, stored.name));
-    }
+  EMA_ASSIGN_OR_RETURN(std::vector<Stored> all, ListNames(model_name));
+  for (Stored& stored : all) {
+    if (!stored.problem.ok() || stored.details.has_value()) continue;
+    absl::StatusOr<Stored::Details> details = ReadDetails(*folder, stored.name);
+    if (absl::IsUnavailable(details.status())) return details.status();
+    if (details.ok()) stored.details = *std::move(details);
+    stored.unread = details.status();
   }
-  return ListNames(model_name);
+  std::erase_if(all, [](const Stored& stored) { return absl::IsNotFound(stored.unread); });
+  return all;
 }
 
-absl::Status CheckpointStore::ReadDetails(Folder& folder, const std::string& name) {
+absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
+    Folder& folder, const std::string& name) {
   const absl::StatusOr<CheckpointManifest> checkpoint =
       ReadCheckpointManifest(file_system_, JoinPath(folder.path, name));
   if (checkpoint.ok()) {
+    Stored::Details details = DetailsOf(*checkpoint);
     absl::MutexLock lock(&folder.state_mu);
     if (const auto it = folder.index.find(name); it != folder.index.end()) {
-      it->second.details = DetailsOf(*checkpoint);
+      it->second.details = details;
     }
-    return absl::OkStatus();
+    return details;
   }
-  // Written by a newer server: no fault of its.
-  if (absl::IsFailedPrecondition(checkpoint.status())) return absl::OkStatus();
   if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
   absl::MutexLock lock(&folder.mu);
   {
     absl::MutexLock state_lock(&folder.state_mu);
-    if (!folder.index.contains(name)) return absl::OkStatus();  // Removed meanwhile.
+    if (!folder.index.contains(name)) return absl::NotFoundError("");  // Removed meanwhile.
   }
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, name)));
-  if (exists) return SetAsideCorrupt(folder, name, checkpoint.status());
+  if (exists) return checkpoint.status();
   absl::MutexLock state_lock(&folder.state_mu);
   folder.index.erase(name);  // Somebody else has removed it.
-  return absl::OkStatus();
+  return absl::NotFoundError("");
 }
 
 absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name,

@@ -33,13 +33,14 @@ CheckpointInfo InfoOf(const std::string& name, const Snapshot& snapshot,
 }
 
 CheckpointInfo InfoOf(const CheckpointStore::Stored& stored) {
-  CheckpointInfo info{.name = stored.name,
-                      .state = stored.problem.ok() ? CheckpointInfo::State::kComplete
-                                                   : CheckpointInfo::State::kCorrupt,
-                      .id = {stored.id.version, stored.id.incarnation},
-                      .step = stored.id.step,
-                      .is_partial = stored.is_partial,
-                      .problem = std::string(stored.problem.message())};
+  CheckpointInfo info{
+      .name = stored.name,
+      .state =
+          stored.problem.ok() ? CheckpointInfo::State::kComplete : CheckpointInfo::State::kCorrupt,
+      .id = {stored.id.version, stored.id.incarnation},
+      .step = stored.id.step,
+      .is_partial = stored.is_partial,
+      .problem = std::string((stored.problem.ok() ? stored.unread : stored.problem).message())};
   if (stored.details.has_value()) {
     info.commit_time = stored.details->commit_time;
     info.tracks = stored.details->tracks;
@@ -414,9 +415,22 @@ std::map<std::string, CheckpointManager::Counts> CheckpointManager::CountAll() {
   return counts;
 }
 
+absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointManager::ListStored(Model& model) {
+  const std::string& model_name = model.config().name;
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> stored, store_->List(model_name));
+  bool is_any_bad = false;
+  for (const CheckpointStore::Stored& checkpoint : stored) {
+    if (!absl::IsDataLoss(checkpoint.unread)) continue;
+    StoredError(model, checkpoint.name, checkpoint.unread).IgnoreError();
+    is_any_bad = true;
+  }
+  if (!is_any_bad) return stored;
+  return store_->List(model_name);  // By their new names.
+}
+
 absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
   const std::string& model_name = model.config().name;
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored, store_->List(model_name));
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored, ListStored(model));
   Listing listing;
   EMA_ASSIGN_OR_RETURN(listing.labels, store_->Labels(model_name));
   std::map<std::string, CheckpointInfo> by_name;

@@ -177,6 +177,8 @@ class CheckpointManager final : public Checkpoints {
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // As that of the store; bad ones have been set aside.
+  absl::StatusOr<std::vector<CheckpointStore::Stored>> ListStored(Model& model);
   // As Get(); nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointInfo>> FindInfo(Model& model, std::string_view name)
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -170,13 +170,16 @@ class CheckpointStore {
     bool is_partial = false;
     // Not OK: it was set aside, because of this.
     absl::Status problem;
-    // From its manifest; absent if it was set aside, or nobody has asked.
+    // From its manifest; absent if it was set aside, nobody has asked, or that cannot be read.
     struct Details {
       absl::Time commit_time;
       std::vector<std::string> tracks;  // That have a value in it.
       int64_t total_bytes = 0;
     };
     std::optional<Details> details;
+    // Not OK: why List() could not read its manifest. DATA_LOSS, CHECKPOINT_CORRUPT.
+    // FAILED_PRECONDITION: it is of a newer server.
+    absl::Status unread;
   };
   // All of a model, newest first, with details. Manifests are read once. UNAVAILABLE: the disk
   // failed.
@@ -349,8 +352,9 @@ class CheckpointStore {
   absl::Status ReadLabelsLocked(Folder& folder, const std::vector<DirectoryEntry>& entries)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status EnsureIndexed(Folder& folder) ABSL_LOCKS_EXCLUDED(folder.mu);
-  // Reads the manifest of one that has no details yet.
-  absl::Status ReadDetails(Folder& folder, const std::string& name) ABSL_LOCKS_EXCLUDED(folder.mu);
+  // Reads the manifest of one that has no details yet. NOT_FOUND: it has gone meanwhile.
+  absl::StatusOr<Stored::Details> ReadDetails(Folder& folder, const std::string& name)
+      ABSL_LOCKS_EXCLUDED(folder.mu);
   absl::Status PutLabelLocked(Folder& folder, const CheckpointLabel& label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status WriteLabelsLocked(Folder& folder, LabelMap labels)

@@ -390,6 +390,28 @@ TEST_F(CheckpointManagerTest, WhatIsCorruptIsListedWithItsProblem) {
   EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", info.name)));
 }
 
+TEST_F(CheckpointManagerTest, WhatAListingFindsCorruptIsSetAsideAndSavedAnew) {
+  {
+    TestServer server(files_);
+    server.PushTo(2);
+    EXPECT_THAT(server.Save(), IsOk());
+  }
+  {
+    TestServer server(files_);
+    const std::string name = NameOf(*server.model().latest());
+    files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
+    EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+    ASSERT_THAT(listing.checkpoints,
+                Contains(testing::Field(&CheckpointInfo::state, State::kCorrupt)));
+    ASSERT_THAT(server.errors(), SizeIs(1));
+    EXPECT_THAT(server.errors()[0],
+                AllOf(HasSubstr("checkpoint set aside"), HasSubstr(name), HasSubstr("manifest")));
+    server.manager().AwaitIdle();
+    EXPECT_THAT(server.Complete(), ElementsAre(2));
+  }
+  EXPECT_EQ(TestServer(files_).version(), 2);
+}
+
 TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDeleted) {
   {
     TestServer server(files_);
