@@ -211,13 +211,13 @@ std::map<std::string, CheckpointStore::Counts> CheckpointStore::CountAll() {
 }
 
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
-    std::string_view model_name) {
+    std::string_view model_name, std::optional<std::string_view> name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   EMA_ASSIGN_OR_RETURN(std::vector<Stored> all, ListNames(model_name));
+  if (name.has_value()) std::erase_if(all, [&](const Stored& s) { return s.name != *name; });
   for (Stored& stored : all) {
     if (!stored.problem.ok() || stored.details.has_value()) continue;
     absl::StatusOr<Stored::Details> details = ReadDetails(*folder, stored.name);
-    if (absl::IsUnavailable(details.status())) return details.status();
     if (details.ok()) stored.details = *std::move(details);
     stored.unread = details.status();
   }

@@ -415,9 +415,10 @@ std::map<std::string, CheckpointManager::Counts> CheckpointManager::CountAll() {
   return counts;
 }
 
-absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointManager::ListStored(Model& model) {
+absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointManager::ListStored(
+    Model& model, std::optional<std::string_view> name) {
   const std::string& model_name = model.config().name;
-  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> stored, store_->List(model_name));
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> stored, store_->List(model_name, name));
   bool is_any_bad = false;
   for (const CheckpointStore::Stored& checkpoint : stored) {
     if (!absl::IsDataLoss(checkpoint.unread)) continue;
@@ -425,12 +426,14 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointManager::ListStor
     is_any_bad = true;
   }
   if (!is_any_bad) return stored;
-  return store_->List(model_name);  // By their new names.
+  return store_->List(model_name, name);  // By their new names.
 }
 
-absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
+absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model,
+                                                             std::optional<std::string_view> only) {
   const std::string& model_name = model.config().name;
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored, ListStored(model));
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored, ListStored(model, only));
+  const auto is_asked = [&](std::string_view of) { return !only.has_value() || of == *only; };
   Listing listing;
   EMA_ASSIGN_OR_RETURN(listing.labels, store_->Labels(model_name));
   std::map<std::string, CheckpointInfo> by_name;
@@ -441,13 +444,14 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
     absl::MutexLock lock(&mu_);
     if (const auto failed = failed_.find(model_name); failed != failed_.end()) {
       for (const CheckpointInfo& info : failed->second) {
+        if (!is_asked(info.name)) continue;
         const auto [it, is_new] = by_name.emplace(info.name, info);
         // It is there, but what was asked for with it is not, such as a label.
         if (!is_new && it->second.problem.empty()) it->second.problem = info.problem;
       }
     }
     for (const auto& [key, saving] : saving_) {
-      if (key.first == model_name) by_name[key.second] = saving.info;
+      if (key.first == model_name && is_asked(key.second)) by_name[key.second] = saving.info;
     }
   }
   for (auto& [name, info] : by_name) {
@@ -463,11 +467,9 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model) {
 
 absl::StatusOr<std::optional<CheckpointInfo>> CheckpointManager::FindInfo(Model& model,
                                                                           std::string_view name) {
-  EMA_ASSIGN_OR_RETURN(Listing listing, List(model));
-  for (CheckpointInfo& info : listing.checkpoints) {
-    if (info.name == name) return std::optional(std::move(info));
-  }
-  return std::optional<CheckpointInfo>();
+  EMA_ASSIGN_OR_RETURN(Listing listing, List(model, name));
+  if (listing.checkpoints.empty()) return std::optional<CheckpointInfo>();
+  return std::optional(std::move(listing.checkpoints[0]));
 }
 
 absl::StatusOr<CheckpointInfo> CheckpointManager::Get(Model& model, std::string_view name) {

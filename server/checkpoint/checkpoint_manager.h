@@ -114,7 +114,9 @@ class CheckpointManager final : public Checkpoints {
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<CheckpointInfo> Get(Model& model, std::string_view name) override
       ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<Listing> List(Model& model) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<Listing> List(Model& model) override ABSL_LOCKS_EXCLUDED(mu_) {
+    return List(model, std::nullopt);
+  }
   absl::Status Delete(Model& model, std::string_view name) override;
   absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
                                         std::string_view label) override;
@@ -178,7 +180,11 @@ class CheckpointManager final : public Checkpoints {
   void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // As that of the store; bad ones have been set aside.
-  absl::StatusOr<std::vector<CheckpointStore::Stored>> ListStored(Model& model);
+  absl::StatusOr<std::vector<CheckpointStore::Stored>> ListStored(
+      Model& model, std::optional<std::string_view> name);
+  // All, or the one of that name.
+  absl::StatusOr<Listing> List(Model& model, std::optional<std::string_view> only)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // As Get(); nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointInfo>> FindInfo(Model& model, std::string_view name)
       ABSL_LOCKS_EXCLUDED(mu_);

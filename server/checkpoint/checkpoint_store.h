@@ -178,12 +178,14 @@ class CheckpointStore {
     };
     std::optional<Details> details;
     // Not OK: why List() could not read its manifest. DATA_LOSS, CHECKPOINT_CORRUPT.
-    // FAILED_PRECONDITION: it is of a newer server.
+    // FAILED_PRECONDITION: it is of a newer server. UNAVAILABLE: the disk failed.
     absl::Status unread;
   };
-  // All of a model, newest first, with details. Manifests are read once. UNAVAILABLE: the disk
-  // failed.
-  absl::StatusOr<std::vector<Stored>> List(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
+  // All of a model, or the one of that name, newest first, with details. Manifests are read once.
+  // UNAVAILABLE: the disk failed.
+  absl::StatusOr<std::vector<Stored>> List(std::string_view model_name,
+                                           std::optional<std::string_view> name = std::nullopt)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // The same without details, and almost never waits for the disk: not for a running Save().
   absl::StatusOr<std::vector<Stored>> ListNames(std::string_view model_name)
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -412,6 +412,38 @@ TEST_F(CheckpointManagerTest, WhatAListingFindsCorruptIsSetAsideAndSavedAnew) {
   EXPECT_EQ(TestServer(files_).version(), 2);
 }
 
+TEST_F(CheckpointManagerTest, AManifestThatCannotBeReadHindersOnlyItsOwnCheckpoint) {
+  std::string bad;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    bad = server.Save()->name;
+    server.PushTo(2);
+    EXPECT_THAT(server.Save(), IsOk());
+  }
+  TestServer server(files_);
+  std::vector<std::string> opened;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation == "open") opened.push_back(path);
+    return operation == "open" && absl::StrContains(path, bad) ? DiskError() : absl::OkStatus();
+  });
+  // Asks for no others.
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved saved,
+                           server.manager().Save(server.model(), {.async = true}));
+  EXPECT_EQ(saved.state, State::kComplete);
+  EXPECT_THAT(opened, ElementsAre(HasSubstr(saved.name)));
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(CheckpointInfo info, server.manager().Get(server.model(), bad));
+  EXPECT_EQ(info.state, State::kComplete);
+  EXPECT_THAT(info.problem, HasSubstr("Input/output error"));
+  EXPECT_EQ(info.total_bytes, 0);
+  // It was only for a moment.
+  files_.set_hook(nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(info, server.manager().Get(server.model(), bad));
+  EXPECT_EQ(info.problem, "");
+  EXPECT_GT(info.total_bytes, 0);
+}
+
 TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDeleted) {
   {
     TestServer server(files_);
