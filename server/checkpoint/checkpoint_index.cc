@@ -288,12 +288,16 @@ absl::Status CheckpointStore::PutLabel(std::string_view model_name, const Checkp
 
 absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLabel& label) {
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
+  // A later one is there if its save failed before LATEST: a restart sets it aside.
+  absl::StatusOr<CheckpointId> latest = folder.latest;
+  if (!folder.is_durable) latest = FindLatest(folder);
+  EMA_RETURN_IF_ERROR(latest.status());
   LabelMap labels;
   {
     absl::MutexLock lock(&folder.state_mu);
     const auto is_it = [&](const auto& entry) {
       const Stored& stored = entry.second;
-      return stored.problem.ok() && !stored.is_partial &&
+      return stored.problem.ok() && !stored.is_partial && stored.id <= *latest &&
              VersionId{stored.id.version, stored.id.incarnation} == label.id;
     };
     if (std::none_of(folder.index.begin(), folder.index.end(), is_it)) {

@@ -224,7 +224,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
     options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
   }
   // Not after some tracks only, or what was there before: that puts no automatic save off.
-  if (saved.ok() && model.durable_version() > durable) scheduler_->OnSaved(model);
+  if (model.durable_version() > durable) scheduler_->OnSaved(model);
   {
     absl::MutexLock lock(&mu_);
     NoteEnd(key, saved.status());
@@ -276,6 +276,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
     if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
+    EMA_RETURN_IF_ERROR(
+        CheckIsDurable(model, {stored->id.version, stored->id.incarnation}, stored->is_partial));
     EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
     if (held == nullptr) return NotKept(model, request.id);
     EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
@@ -302,7 +304,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
       .record = snapshot->record, .name = key.second, .state = CheckpointInfo::State::kSaving};
   if (request.label.empty()) {
     EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
-    if (known.has_value() && known->state == CheckpointInfo::State::kComplete) {
+    if (known.has_value() && known->state == CheckpointInfo::State::kComplete &&
+        CheckIsDurable(model, known->id, known->is_partial).ok()) {
       saved.state = known->state;
       saved.total_bytes = known->total_bytes;
       return saved;
@@ -440,14 +443,22 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model,
   for (const CheckpointStore::Stored& checkpoint : stored) {
     by_name[checkpoint.name] = InfoOf(checkpoint);
   }
+  const VersionId durable = model.durable_version();
+  const bool is_healthy = store_->health().ok();
   {
     absl::MutexLock lock(&mu_);
     if (const auto failed = failed_.find(model_name); failed != failed_.end()) {
       for (const CheckpointInfo& info : failed->second) {
         if (!is_asked(info.name)) continue;
         const auto [it, is_new] = by_name.emplace(info.name, info);
+        if (is_new) continue;
+        // It has got its name, but a restart may not find it.
+        if (info.is_partial ? !is_healthy : info.id > durable) {
+          it->second.state = CheckpointInfo::State::kFailed;
+          it->second.problem = info.problem;
+        }
         // It is there, but what was asked for with it is not, such as a label.
-        if (!is_new && it->second.problem.empty()) it->second.problem = info.problem;
+        if (it->second.problem.empty()) it->second.problem = info.problem;
       }
     }
     for (const auto& [key, saving] : saving_) {
@@ -507,6 +518,15 @@ absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindSt
     }
   }
   return std::optional<CheckpointStore::Stored>();
+}
+
+absl::Status CheckpointManager::CheckIsDurable(const Model& model, const VersionId& id,
+                                               bool is_partial) const {
+  EMA_RETURN_IF_ERROR(store_->health());
+  if (is_partial || id <= model.durable_version()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("model \"", model.config().name,
+                                             "\": the save of version ", id.version,
+                                             " has not ended, or has failed"));
 }
 
 absl::StatusOr<CheckpointManifest> CheckpointManager::CheckIsOf(

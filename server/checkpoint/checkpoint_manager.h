@@ -192,6 +192,9 @@ class CheckpointManager final : public Checkpoints {
   // nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
                                                                     const VersionId& id);
+  // OK: a restart finds the checkpoint of that version, which is there. UNAVAILABLE: it may not:
+  // it has got its name, but its save has not ended well.
+  absl::Status CheckIsDurable(const Model& model, const VersionId& id, bool is_partial) const;
   // `checkpoint`, which was found as `stored`. DATA_LOSS, CHECKPOINT_CORRUPT: it is of another
   // model, or version.
   static absl::StatusOr<CheckpointManifest> CheckIsOf(const Model& model,

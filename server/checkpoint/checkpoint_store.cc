@@ -148,9 +148,6 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
     result = SaveLocked(model, *snapshot, options, *folder);
   }
   if (!result.ok()) return AsSaveError(result.status());
-  if (!options.tracks.empty()) return result;
-  model.SetDurable(snapshot->record.id(), snapshot->record.step);
-  if (options.keep) model.SetKeptTime(snapshot->record.time);
   return result;
 }
 
@@ -188,6 +185,11 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
       folder.latest = id;
       folder.latest_bytes = result.total_bytes;
     }
+  }
+  // Also if it then gets no label.
+  if (is_whole) {
+    model.SetDurable(snapshot.record.id(), snapshot.record.step);
+    if (options.keep) model.SetKeptTime(snapshot.record.time);
   }
   if (options.label.has_value()) {
     CheckpointLabel label = *options.label;

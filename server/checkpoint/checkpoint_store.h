@@ -144,11 +144,11 @@ class CheckpointStore {
   // The name that it will have.
   static std::string NameOf(const Snapshot& snapshot, const std::vector<std::string>& tracks);
 
-  // Writes `snapshot`, a version of `model`, and sets model.SetDurable(). OK: it is on the
-  // disk, and is what will be loaded unless a newer one is saved. Saving what is saved already is
-  // OK and writes nothing but what `options` ask for. Saves of one model wait for each other;
-  // commits and readers do not wait for them. While the model is being pushed it takes three times
-  // as long. Holds `snapshot` only while it runs.
+  // Writes `snapshot`, a version of `model`, and sets model.SetDurable(), also if then only the
+  // label cannot be put. OK: it is on the disk, and is what will be loaded unless a newer one is
+  // saved. Saving what is saved already is OK and writes nothing but what `options` ask for. Saves
+  // of one model wait for each other; commits and readers do not wait for them. While the model is
+  // being pushed it takes three times as long. Holds `snapshot` only while it runs.
   // RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space. UNAVAILABLE, STORE_READ_ONLY.
   // UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND,
   // MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE. After any of these the

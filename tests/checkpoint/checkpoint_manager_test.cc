@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/checkpoint_manager.h"
 
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -331,6 +332,84 @@ TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
   EXPECT_THAT(server.manager().health(), IsOk());
   server.PushTo(2);
   EXPECT_THAT(server.Save(), IsOk());
+}
+
+// A save that fails after its checkpoint has got its name.
+class HalfSavedTest : public CheckpointManagerTest {
+ protected:
+  // Saves version 1, and fails to save version 2: `operation` on a path with `part` fails once it
+  // has its name.
+  void Start(const std::string& operation, const std::string& part) {
+    server_ = std::make_unique<TestServer>(files_);
+    server_->PushTo(1);
+    ASSERT_THAT(server_->Save(), IsOk());
+    server_->PushTo(2);
+    files_.set_hook(
+        [=, is_renamed = false](const std::string& at, const std::string& path) mutable {
+          const bool fails = is_renamed && at == operation && absl::StrContains(path, part);
+          is_renamed |= at == "rename" && absl::StrContains(path, ".tmp-step-");
+          return fails ? DiskError() : absl::OkStatus();
+        });
+    ASSERT_THAT(server_->Save(), StatusIs(absl::StatusCode::kUnavailable, _));
+    files_.set_hook(nullptr);
+    ASSERT_THAT(files_.AllPaths(), Contains(JoinPath(kTestFolder, Name())));
+  }
+  std::string Name() { return NameOf(*server_->model().latest()); }
+  CheckpointInfo Get(const std::string& name) {
+    const auto info = server_->manager().Get(server_->model(), name);
+    EXPECT_THAT(info, IsOk());
+    return *info;
+  }
+  // Version 2 is only on the disk.
+  void ExpectRefused(ErrorReason reason) {
+    EXPECT_THAT(server_->Save(2),
+                AllOf(StatusIs(absl::StatusCode::kUnavailable, _), ReasonIs(reason)));
+    EXPECT_THAT(server_->manager().SetLabel(server_->model(), "best", {2, 0}), Not(IsOk()));
+    EXPECT_THAT(server_->manager().List(server_->model())->labels, IsEmpty());
+  }
+
+  std::unique_ptr<TestServer> server_;
+};
+
+TEST_F(HalfSavedTest, WithoutLatestItIsFailedUntilItIsSavedAgain) {
+  Start("rename", "LATEST");
+  EXPECT_EQ(Get(Name()).state, State::kFailed);
+  EXPECT_THAT(Get(Name()).problem, HasSubstr("Input/output error"));
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved saved,
+                           server_->manager().Save(server_->model(), {.async = true}));
+  EXPECT_EQ(saved.state, State::kSaving);
+  server_->manager().AwaitIdle();
+  EXPECT_EQ(Get(Name()).state, State::kComplete);
+  EXPECT_EQ(Get(Name()).problem, "");
+  server_ = nullptr;
+  EXPECT_EQ(TestServer(files_).version(), 2);
+}
+
+TEST_F(HalfSavedTest, WithoutLatestItIsNoLabelsVersionNorAnAnswer) {
+  Start("rename", "LATEST");
+  const std::string name = Name();
+  server_->PushTo(4);
+  ExpectRefused(ErrorReason::kUnspecified);
+  EXPECT_EQ(Get(name).state, State::kFailed);
+  // What comes after it makes it one that a restart leaves in its place.
+  ASSERT_THAT(server_->Save(), IsOk());
+  EXPECT_THAT(server_->Save(2), IsOk());
+  EXPECT_THAT(server_->manager().SetLabel(server_->model(), "best", {2, 0}), IsOk());
+}
+
+TEST_F(HalfSavedTest, WithoutItsFoldersSyncItIsFailedForGood) {
+  Start("syncdir", kTestFolder);
+  const std::string name = Name();
+  EXPECT_EQ(Get(name).state, State::kFailed);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved saved,
+                           server_->manager().Save(server_->model(), {.async = true}));
+  EXPECT_EQ(saved.state, State::kSaving);
+  server_->manager().AwaitIdle();
+  EXPECT_EQ(Get(name).state, State::kFailed);
+  server_->PushTo(4);
+  ExpectRefused(ErrorReason::kStoreReadOnly);
+  server_ = nullptr;
+  EXPECT_EQ(TestServer(files_).version(), 1);
 }
 
 // --- What there is ---
