@@ -2,6 +2,7 @@
 #include "server/checkpoint/synthesis.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis_plan.h"
 #include "server/checkpoint/tensor_reader.h"
+#include "server/core/known_versions.h"
 
 namespace ema {
 namespace {
@@ -98,18 +100,33 @@ class BlocksMixer {
   std::unique_ptr<DeviceStream> stream_;
 };
 
-// Which checkpoints there are, and what they say.
+// Which checkpoints there are on the branch of `latest`, newest first, and what they say.
 absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held, const Model& model,
     const VersionRecord& latest) {
+  std::vector<KnownVersion> on_disk;
+  on_disk.reserve(held.ids().size());
+  for (const CheckpointId& id : held.ids()) {
+    on_disk.push_back({.id = {id.version, id.incarnation}, .step = id.step});
+  }
   std::vector<StoredCheckpoint> checkpoints;
-  for (const CheckpointId& id : OnBranch(held.ids(), latest)) {
+  BranchWalk walk(latest);
+  // Those in memory, too: one of them may have been restored.
+  for (const KnownVersion& known : KnownVersions(model, on_disk)) {
+    const CheckpointId id{known.id.incarnation, known.id.version, known.step};
+    if (!std::binary_search(held.ids().begin(), held.ids().end(), id, std::greater<>())) {
+      walk.Takes(known.id, known.step, known.restored_from);
+      continue;
+    }
+    BranchWalk with_it = walk;
+    if (!with_it.Takes(known.id, known.step, std::nullopt)) continue;
     EMA_RETURN_IF_ERROR(model.closed());
     absl::StatusOr<CheckpointManifest> manifest =
         ReadCheckpointManifest(file_system, held.Path(id));
     if (!manifest.ok()) {
       return LocateError(manifest.status(), model.config().name, CheckpointName(id));
     }
+    walk.Takes(known.id, known.step, manifest->record.restored_from);
     if (manifest->manifest != model.manifest()) continue;
     // The largest parts, which are not needed: there may be hundreds of checkpoints.
     manifest->manifest = Manifest();

@@ -13,6 +13,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/post_hoc.h"
+#include "server/core/known_versions.h"
 
 namespace ema {
 namespace {
@@ -177,7 +178,7 @@ absl::StatusOr<std::vector<Candidate>> Choose(const Model& model, const Synthesi
 // Time at known steps.
 class Clock {
  public:
-  // `first` comes before what is known of the same step from others.
+  // Of a step, what is added first stays.
   void Add(int64_t step, const TrainingTime& time) { times_.emplace(step, time); }
 
   // In `unit`; between known steps it passes evenly. Absent: before the first or after the last, or
@@ -209,14 +210,20 @@ class Clock {
 Clock MakeClock(const Model& model, absl::Span<const StoredCheckpoint> checkpoints,
                 const std::vector<Candidate>& candidates) {
   Clock clock;
-  for (const Model::RecordEntry& entry : model.RecordsAfter(0, /*incarnation=*/0, INT64_MAX)) {
-    clock.Add(entry.record.step, entry.record.time);
+  for (const Candidate& candidate : candidates) {
+    clock.Add(candidate.step(), *candidate.source.track->state[0].last_update);
   }
   for (const StoredCheckpoint& checkpoint : checkpoints) {
     clock.Add(checkpoint.id.step, checkpoint.manifest.record.time);
   }
-  for (const Candidate& candidate : candidates) {
-    clock.Add(candidate.step(), *candidate.source.track->state[0].last_update);
+  const std::vector<Model::RecordEntry> records =
+      model.RecordsAfter(0, /*incarnation=*/0, INT64_MAX);
+  if (records.empty()) return clock;
+  BranchWalk walk(records.back().record);
+  for (auto entry = records.rbegin(); entry != records.rend(); ++entry) {
+    const VersionRecord& record = entry->record;
+    if (!walk.Takes(record.id(), record.step, record.restored_from)) continue;
+    clock.Add(record.step, record.time);
   }
   return clock;
 }
@@ -275,21 +282,6 @@ TrainingTime OneUnit(TimeUnit unit, double value) {
 }
 
 }  // namespace
-
-std::vector<CheckpointId> OnBranch(absl::Span<const CheckpointId> ids,
-                                   const VersionRecord& latest) {
-  // Along a branch both the version and the step grow with every commit.
-  std::vector<CheckpointId> branch;
-  int64_t version = latest.version + 1;
-  int64_t step = latest.step + 1;
-  for (const CheckpointId& id : ids) {
-    if (id > IdOf(latest) || id.version >= version || id.step >= step) continue;
-    branch.push_back(id);
-    version = id.version;
-    step = id.step;
-  }
-  return branch;
-}
 
 absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
                                             absl::Span<const StoredCheckpoint> checkpoints) {

@@ -39,11 +39,8 @@ struct SynthesisPlan {
   double residual = 0;
 };
 
-// The ids of the checkpoints that `latest`, the model's newest version, has come from, in their
-// order (newest first): not those of a future that was given up when an older one was restored.
-std::vector<CheckpointId> OnBranch(absl::Span<const CheckpointId> ids, const VersionRecord& latest);
-
-// Errors as Synthesize in ema_service.proto. `checkpoints`: newest first, of this manifest.
+// Errors as Synthesize in ema_service.proto. `checkpoints`: newest first, of this manifest, and on
+// the branch that the model is on (see BranchWalk).
 // REQUIRES: the model has a version. O(n^3) for n sources, of which there are at most 1024.
 absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
                                             absl::Span<const StoredCheckpoint> checkpoints);

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/checkpoint/synthesis_plan.h"
 #include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_manager.h"
 #include "tests/core/test_model.h"
 
 namespace ema {
@@ -342,13 +343,83 @@ TEST(SynthesisPlanTest, OfVeryManySnapshotsSomeAreLeftOut) {
   EXPECT_LT(plan.residual, 1e-3);
 }
 
-TEST(SynthesisPlanTest, AFutureThatWasGivenUpIsNotUsed) {
-  const VersionRecord latest{.incarnation = 9, .version = 30, .step = 300};
-  const std::vector<CheckpointId> ids = {{9, 40, 400}, {9, 29, 290}, {9, 25, 250}, {8, 28, 240},
-                                         {8, 24, 260}, {8, 20, 200}, {7, 10, 100}};
-  EXPECT_THAT(OnBranch(ids, latest),
-              testing::ElementsAre(CheckpointId{9, 29, 290}, CheckpointId{9, 25, 250},
-                                   CheckpointId{8, 20, 200}, CheckpointId{7, 10, 100}));
+// --- After restores ---
+
+// A server whose versions are all saved. Its training time is not the step, but what the test says.
+class SynthesisBranchTest : public testing::Test {
+ protected:
+  void Start() {
+    server_ = nullptr;
+    CheckpointManager::Options options;
+    options.store.keep_count = 100;
+    ModelConfig config;
+    config.name = "m";
+    config.manifest = MakeManifest({{"w", Dtype::kFloat32, {3}}});
+    config.tracks = {PowerTrack("p05", "sigma_rel=0.05")};
+    config.max_pinned_versions = 4;
+    server_ = std::make_unique<TestServer>(files_, std::move(options), config);
+  }
+
+  // One run: the version of each step is saved.
+  void PushAndSave(const std::vector<std::pair<int64_t, int64_t>>& steps_and_times) {
+    TestRank rank(server_->shared_model(), absl::StrCat("launch after ", server_->version()));
+    ASSERT_THAT(rank.Join(), IsOk());
+    for (const auto& [step, time] : steps_and_times) {
+      rank.SetTime([at = time](int64_t) { return AtBatch(at); });
+      ASSERT_THAT(rank.Push(step, BytesOf({1, 2, 3})), IsOk());
+      ASSERT_THAT(server_->Save(), IsOk());
+    }
+  }
+  void Restore(int64_t version) {
+    ASSERT_THAT(server_->manager().Restore(server_->model(), {version, 0}, ""), IsOk());
+  }
+
+  VersionRecord RecordAt(int64_t step) {
+    const auto synthesis = server_->manager().Synthesize(
+        server_->model(), {.name = "x", .profile = .07, .step = step});
+    EXPECT_THAT(synthesis, IsOk());
+    return synthesis->record;
+  }
+
+  FakeFileSystem files_;
+  std::unique_ptr<TestServer> server_;
+};
+
+TEST_F(SynthesisBranchTest, AFutureThatWasGivenUpIsNotUsed) {
+  Start();
+  PushAndSave({{10, 10}, {20, 20}, {30, 30}});
+  Restore(1);                         // Version 4.
+  PushAndSave({{20, 25}, {40, 45}});  // Versions 5 and 6.
+  EXPECT_EQ(RecordAt(20).version, 5);
+  EXPECT_EQ(RecordAt(20).time, AtBatch(25));
+  EXPECT_EQ(RecordAt(35).version, 5);
+}
+
+TEST_F(SynthesisBranchTest, NorIsItsTime) {
+  Start();
+  PushAndSave({{10, 10}, {20, 20}, {30, 30}});
+  Restore(1);
+  PushAndSave({{20, 50}, {30, 90}, {40, 130}});  // Versions 5 to 7.
+  // Only its record says when it was.
+  const CheckpointId id{server_->manager().incarnation(), 6, 30};
+  ASSERT_THAT(server_->manager().Delete(server_->model(), CheckpointName(id)), IsOk());
+  EXPECT_EQ(RecordAt(30).time, AtBatch(90));
+  EXPECT_EQ(RecordAt(30).version, 5);
+}
+
+TEST_F(SynthesisBranchTest, WhatWasRestoredLastIsUsedAlsoBehindAnotherRestore) {
+  Start();
+  PushAndSave({{10, 10}, {20, 20}, {30, 30}});
+  Restore(1);               // Version 4.
+  PushAndSave({{20, 25}});  // Version 5.
+  Restore(3);               // Version 6.
+  EXPECT_EQ(RecordAt(20).version, 2);
+  EXPECT_EQ(RecordAt(20).time, AtBatch(20));
+  // The manifests say it, too.
+  Start();
+  EXPECT_EQ(RecordAt(20).version, 2);
+  EXPECT_EQ(RecordAt(25).version, 2);
+  EXPECT_EQ(RecordAt(30).version, 6);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -80,6 +81,8 @@ class TestRank {
                          model_->JoinRun(launch_id_, rank_, world_size_, std::move(layout)));
     return absl::OkStatus();
   }
+  // What the next pushes say of the time at their step.
+  void SetTime(std::function<TrainingTime(int64_t step)> time) { time_ = std::move(time); }
   // What the next pushes say of frozen shards.
   void SetFrozen(FrozenTensors frozen) { frozen_ = frozen; }
   // The streams that are opened next push side by side.
@@ -95,7 +98,7 @@ class TestRank {
             .rank = rank_,
             .layout_digest = joined_.layout_digest,
             .step = step,
-            .time = AtBatch(step),
+            .time = time_(step),
             .frozen = frozen_,
             .stream_group = stream_group_,
             .stream_count = stream_count_};
@@ -141,6 +144,7 @@ class TestRank {
   const int64_t rank_;
   const int64_t world_size_;
   std::vector<Shard> shards_;
+  std::function<TrainingTime(int64_t)> time_ = [](int64_t step) { return AtBatch(step); };
   FrozenTensors frozen_ = FrozenTensors::kPushed;
   int64_t stream_group_ = 0;
   int64_t stream_count_ = 0;
