@@ -35,6 +35,15 @@ void CheckpointManager::LogLabelSet(const Model& model, std::string_view label, 
       {{"label", label}, {"version", version}, {"step", step}});
 }
 
+std::shared_ptr<absl::Mutex> CheckpointManager::LabelMutexOf(const Model& model) {
+  absl::MutexLock lock(&mu_);
+  std::erase_if(label_mutexes_, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<absl::Mutex>& known = label_mutexes_[model.config().name];
+  std::shared_ptr<absl::Mutex> mutex = known.lock();
+  if (mutex == nullptr) known = mutex = std::make_shared<absl::Mutex>();
+  return mutex;
+}
+
 absl::Status CheckpointManager::PutLabel(const Model& model, const CheckpointLabel& label) {
   EMA_RETURN_IF_ERROR(store_->PutLabel(model.config().name, label));
   LogLabelSet(model, label.name, label.id.version, label.step);
@@ -65,14 +74,16 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
 absl::StatusOr<CheckpointLabel> CheckpointManager::SetLabel(Model& model, const std::string& label,
                                                             const VersionId& id) {
   EMA_RETURN_IF_ERROR(ValidateName("label", label));
-  absl::MutexLock lock(&label_mu_);
+  const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
+  absl::MutexLock lock(label_mu.get());
   return Place(model, {.name = label}, id);
 }
 
 absl::Status CheckpointManager::RemoveLabel(Model& model, const std::string& label) {
   EMA_RETURN_IF_ERROR(ValidateName("label", label));
   EMA_RETURN_IF_ERROR(model.closed());
-  absl::MutexLock lock(&label_mu_);
+  const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
+  absl::MutexLock lock(label_mu.get());
   EMA_RETURN_IF_ERROR(store_->RemoveLabel(model.config().name, label));
   Log(LogLevel::kInfo, "label removed", model, {{"label", label}});
   return absl::OkStatus();
@@ -85,7 +96,8 @@ absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
   if (!score.metric.has_value() || !std::isfinite(*score.metric)) {
     return BadScore(model, score, "the score is no finite number");
   }
-  absl::MutexLock lock(&label_mu_);
+  const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
+  absl::MutexLock lock(label_mu.get());
   const absl::StatusOr<CheckpointStore::FoundLabel> found =
       store_->FindLabel(model.config().name, score.name);
   if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();

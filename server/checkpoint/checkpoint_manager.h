@@ -123,12 +123,11 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const std::string& launch_id,
                                                   const ResumePoint& point) override;
   absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
-                                           const VersionId& id) override
-      ABSL_LOCKS_EXCLUDED(label_mu_);
+                                           const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status RemoveLabel(Model& model, const std::string& label) override
-      ABSL_LOCKS_EXCLUDED(label_mu_);
+      ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override
-      ABSL_LOCKS_EXCLUDED(label_mu_);
+      ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
   absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status health() const override { return store_->health(); }
@@ -158,6 +157,9 @@ class CheckpointManager final : public Checkpoints {
   void Log(LogLevel level, std::string_view event, const Model& model,
            std::vector<LogField> fields) const;
 
+  // Serializes changes of a model's labels, which read before they write: held while the disk is
+  // waited for, and taken before mu_.
+  std::shared_ptr<absl::Mutex> LabelMutexOf(const Model& model) ABSL_LOCKS_EXCLUDED(mu_);
   void LogLabelSet(const Model& model, std::string_view label, int64_t version, int64_t step) const;
   // As that of the store, and tells the log.
   absl::Status PutLabel(const Model& model, const CheckpointLabel& label);
@@ -249,14 +251,14 @@ class CheckpointManager final : public Checkpoints {
   Heartbeat* const scheduler_heartbeat_;
   Heartbeat* const queue_heartbeat_;
   Heartbeat* const scrub_heartbeat_;
-  // Serializes changes of labels, which read before they write: held while the disk is waited for.
-  absl::Mutex label_mu_ ABSL_ACQUIRED_BEFORE(mu_);
 
   absl::Mutex mu_;  // Never held across a call of the store or a model.
   std::map<Key, Saving> saving_ ABSL_GUARDED_BY(mu_);
   std::deque<Key> queue_ ABSL_GUARDED_BY(mu_);
   // Of each model, those that could not be written, oldest first.
   std::map<std::string, std::deque<CheckpointInfo>, std::less<>> failed_ ABSL_GUARDED_BY(mu_);
+  // By model: those of LabelMutexOf() that somebody holds, and some that have gone.
+  std::map<std::string, std::weak_ptr<absl::Mutex>> label_mutexes_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   SteadyWait wait_;  // Woken when there is more to do, or the end has begun.
   std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);

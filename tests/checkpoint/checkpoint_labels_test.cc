@@ -4,8 +4,11 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
@@ -100,6 +103,36 @@ TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
   EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"), IsOk());
   EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"),
               ReasonIs(ErrorReason::kLabelNotFound));
+}
+
+TEST_F(CheckpointLabelsTest, ALabelOfOneModelDoesNotWaitForTheSaveOfAnother) {
+  TestServer server(files_);
+  ModelConfig config = TwoTracks();
+  config.name = "other";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto other, server.models().Create(config));
+  TestRank rank(other.model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(10, BytesOf({1, 2, 3})), IsOk());
+  ASSERT_THAT(server.manager().Save(*other.model, {}), IsOk());
+  server.PushTo(1);
+  absl::Notification is_saving;
+  absl::Notification is_labelled;
+  bool has_waited = false;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation == "append" && absl::StrContains(path, "/m/") && !is_saving.HasBeenNotified()) {
+      is_saving.Notify();
+      has_waited = !is_labelled.WaitForNotificationWithTimeout(absl::Seconds(20));
+    }
+    return absl::OkStatus();
+  });
+  {
+    std::jthread labelling(
+        [&] { EXPECT_THAT(server.manager().SetLabel(server.model(), "best", {}), IsOk()); });
+    is_saving.WaitForNotification();
+    EXPECT_THAT(server.manager().SetLabel(*other.model, "best", {}), IsOk());
+    is_labelled.Notify();
+  }
+  EXPECT_FALSE(has_waited);
 }
 
 TEST_F(CheckpointLabelsTest, AModelHasAtMost1024Labels) {
