@@ -10,19 +10,25 @@ new_results() {
   mkdir -p "$results"
 }
 
-# record passed|failed|skipped NAME
+# record passed|failed|skipped|"cut off" NAME
 record() { printf '%s\t%s\n' "$1" "$2" >>"$results/checks.tsv"; }
+
+# was_cut_off STATUS: true if `timeout` has ended the command, or had to kill it: that is no verdict.
+was_cut_off() { (($1 == 124 || $1 == 137)); }
 
 # check NAME COMMAND...: a check that counts as one test.
 check() {
-  local name=$1
+  local name=$1 status=0
   shift
-  if step "$name" "$results/${name// /-}.log" "$@"; then
+  step "$name" "$results/${name// /-}.log" "$@" || status=$?
+  if ((status == 0)); then
     record passed "$name"
+  elif was_cut_off "$status"; then
+    record "cut off" "$name"
   else
     record failed "$name"
-    return 1
   fi
+  return "$status"
 }
 
 # report NAME COMMAND...: tests that count themselves, in the JUnit report NAME.xml. True if all have
@@ -31,7 +37,9 @@ report() {
   local name=$1 status=0
   shift
   step "$name tests" "$results/$name.log" "$@" || status=$?
-  if [[ ! -f $results/$name.xml ]]; then
+  if was_cut_off "$status"; then
+    record "cut off" "$name tests"
+  elif [[ ! -f $results/$name.xml ]]; then
     record failed "$name tests wrote no report"
   elif ((status != 0)) && ! grep --quiet --extended-regexp '<(failure|error)\b' "$results/$name.xml"; then
     record failed "$name tests ended with status $status"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Sums the reports of one test run: `N passed, N failed, N skipped`, after what failed and why
-something was skipped.
+"""Sums the reports of one test run: `N passed, N failed, N skipped`, and `N cut off` if anything
+was, after what failed and why something was skipped.
 
 Usage: sum_results.py FOLDER, with the JUnit reports of ctest, GoogleTest and pytest, and checks.tsv,
 each line of which is the verdict and the name of one other check.
 
-Exits with 1 if anything failed, or nothing passed.
+Exits with 1 if anything failed or was cut off, or nothing passed.
 """
 
 import re
@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED, FAILED, SKIPPED, CUT_OFF = "passed", "failed", "skipped", "cut off"
 
 
 class Result(NamedTuple):
@@ -76,9 +76,10 @@ def main() -> int:
             print(
                 f"{result.verdict}: {result.name}" + (f": {result.reason}" if result.reason else "")
             )
-    counts = [sum(r.verdict == v for r in results) for v in (PASSED, FAILED, SKIPPED)]
-    print("{} passed, {} failed, {} skipped".format(*counts))
-    return 1 if counts[1] or not counts[0] else 0
+    verdicts = [result.verdict for result in results]
+    text = ", ".join(f"{verdicts.count(v)} {v}" for v in (PASSED, FAILED, SKIPPED))
+    print(text + (f", {verdicts.count(CUT_OFF)} {CUT_OFF}" if CUT_OFF in verdicts else ""))
+    return 1 if FAILED in verdicts or CUT_OFF in verdicts or PASSED not in verdicts else 0
 
 
 if __name__ == "__main__":
