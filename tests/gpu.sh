@@ -165,6 +165,14 @@ take_common_libraries() {
   done
 }
 
+# A GPU that nothing has open is shut down by its driver, and takes seconds to come back, for each
+# program. Keeps it open until the script ends; if that fails, things only take longer.
+hold_gpu() {
+  python3 -c 'import time, torch; held = torch.zeros(1, device="cuda"); time.sleep(36000)' \
+    </dev/null >"$results/hold_gpu.log" 2>&1 9>&- &
+  trap "kill $! 2>/dev/null" EXIT
+}
+
 # What the programs need and the machine has not.
 check_libraries() {
   local missing
@@ -354,6 +362,7 @@ found=$(look_around) || exit
 
 lock gpu
 new_results build/tests-gpu
+hold_gpu
 programs=$results/programs
 step "unpack $archive" "$results/unpack.log" python3 -m tarfile -e "$archive" "$programs" || exit
 take_common_libraries
