@@ -16,7 +16,8 @@
 #   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
 #           where there is a Python 3.12 with headers. Once more after each change of the sources.
 #           Needs NVIDIA's compiler; where CMake does not find it, CMAKE_CUDA_COMPILER names it
-#   PART    tests, training, bench or sanitizer: only those; the results' name says so
+#   PART    tests, training, bench or sanitizer: only those; the results' name says so. Or smoke:
+#           a little of each, in minutes, before time goes into the whole
 #
 #   EMA_GPU_SECONDS  what has not begun by then is skipped, what still runs is cut off; default: no limit
 #   OUT              a folder that gets the results, too, and the logs as logs.tgz
@@ -247,19 +248,21 @@ run_tests() {
     --rounds 1 --checkpoint-megabytes 4 --data-dir "$results/data"
 }
 
-run_training() {
+# train NAME SECONDS [TEST]: begun only if there is so much time, since cut off it leaves no report.
+train() {
   local client=$root/$programs/python
   if [[ ! -d $client ]]; then
-    record skipped "training: $archive has no Python client"
+    record skipped "$1: $archive has no Python client"
     return
   fi
-  # Cut off, it leaves no report.
-  has_time training 120 || return
+  has_time "$1" "$2" || return
   # The weights' GPU is what is tested; averages on a GPU have the tests above.
-  report training limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
+  report "$1" limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
     EMA_DEVICE=cpu python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
-    --junitxml "$root/$results/training.xml" tests/python/test_cuda_training.py
+    --junitxml "$root/$results/$1.xml" "tests/python/test_cuda_training.py${3-}"
 }
+
+run_training() { train training 120; }
 
 # under_tool TOOL: sets `sanitized`, the conformance suite under a tool of compute-sanitizer.
 # What CUDA refuses, such as too much memory, is what some tests are about. Every block is memory of
@@ -309,27 +312,22 @@ run_sanitizer() {
   done
 }
 
-# measure_row KEY. False also if there is no ratio: what is missing is in the report and the log.
+# measure_row KEY SECONDS. False also if there is no ratio: what is missing is in the report and the log.
 measure_row() {
   limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$1" \
-    >"$results/row.jsonl" || return
+    --seconds "$2" >"$results/row.jsonl" || return
   cat "$results/row.jsonl" >>"$results/rows.jsonl"
   grep --quiet '"ratio":[0-9]' "$results/row.jsonl"
 }
 
-# Ends by itself: what is cut off has failed.
-measure_training() {
-  PYTHONPATH=$root/$programs/python limited 300 python3 tests/bench/train_gpu_bench.py \
-    --server "$programs/ema-server" --seconds "$(($(at_most 300) - 20))" --output "$results/training.md"
-}
-
-run_bench() {
+# measure_rows SECONDS: of each row, at most; it has five rounds in any case.
+measure_rows() {
   local key keys
   keys=$("$programs/gpu_bench" --list 2>"$results/gpu_bench.log") ||
     record failed "gpu_bench lists no rows; see gpu_bench.log"
   for key in $keys; do
     has_time "benchmark $key" 30 || continue
-    check "benchmark $key" measure_row "$key"
+    check "benchmark $key" measure_row "$key" "$1"
     # Just after a row: at rest they are others.
     [[ -s $results/clocks.csv ]] ||
       nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
@@ -338,11 +336,34 @@ run_bench() {
       python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
     write_results
   done
+}
+
+# measure_training NAME SECONDS OPTION...: begins no round that may end too late.
+measure_training() {
   if [[ ! -d $programs/python ]]; then
-    record skipped "training benchmark: $archive has no Python client"
-  elif has_time "training benchmark" 120; then
-    check "training benchmark" measure_training
+    record skipped "$1: $archive has no Python client"
+  elif has_time "$1" 90; then
+    check "$1" limited "$2" env PYTHONPATH="$root/$programs/python" \
+      python3 tests/bench/train_gpu_bench.py --server "$programs/ema-server" \
+      --seconds "$(($(at_most "$2") - 20))" "${@:3}"
   fi
+}
+
+run_bench() {
+  measure_rows 5
+  measure_training "training benchmark" 200 --output "$results/training.md"
+}
+
+run_smoke() {
+  notes+=$'A smoke run: a little of each part, to see that it works. Its figures are of too few rounds to count.\n\n'
+  # One test of each kernel.
+  run_program device_conformance_test 60 \
+    'GpuTest.*:*.ManyTargetsAtOnce*/Cuda:*.ManyRunsAreOneSum/Cuda:*.AViewInAnotherDtype*/Cuda'
+  run_program rpc_test 60
+  try_sanitizer
+  measure_rows 1
+  train smoke-training 60 '::test_training[float32-foreach]'
+  measure_training "training benchmark in short" 120 --layers 1 --steps 2 --rounds 1
 }
 
 # What there is by now.
@@ -352,7 +373,7 @@ write_results() {
   mkdir -p tests/bench/results
   {
     printf '# %s, %s\n\n%s; built at revision %s\n\n' "$device" "$(date +%F)" "$versions" "$(<"$revision")"
-    printf '%s' "$notes"
+    printf 'Begun:%s%s. Not begun:%s.\n\n%s' "$begun" "$running" "${to_come:- nothing}" "$notes"
     [[ ! -s $results/clocks.csv ]] || printf 'Just after a row:\n\n```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
     printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
     [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
@@ -370,7 +391,7 @@ if [[ ${1-} == --pack ]]; then
   exit
 fi
 for part in "$@"; do
-  [[ $part =~ ^(tests|training|bench|sanitizer)$ ]] || fail "unknown part $part; see the top of $0"
+  [[ $part =~ ^(smoke|tests|training|bench|sanitizer)$ ]] || fail "unknown part $part; see the top of $0"
 done
 [[ -f $archive && -f $sources && -f $revision ]] ||
   fail "$archive is missing: tests/gpu.sh --pack makes it, on a machine that can build"
@@ -399,10 +420,13 @@ parts=("$@")
 output=${device// /-}-$(date +%F)
 for part in "$@"; do output+=-$part; done
 output=tests/bench/results/${output,,}
-notes= # What the report says of how things ran.
+# For the report: the parts, and how things ran.
+begun= running= to_come=" tests training bench sanitizer" notes=
 try_allocation
 for part in "${parts[@]}"; do
+  begun+=" $part" running=", not ended" to_come=${to_come/ $part/}
   "run_$part"
+  running=
   write_results
   say "wrote $output.md"
 done
