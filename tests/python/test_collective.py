@@ -20,7 +20,8 @@ dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, wo
 torch.manual_seed(0)
 """
 
-# Rank 1 has a parameter of another shape at the step at which all write the average back.
+# Rank 1 has a parameter of another shape at the step at which all write the average back. What failed
+# behind a step is raised before the next one.
 SWITCH = """
 net = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(4))})
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -31,7 +32,7 @@ preset = {
     "update_model_with_ema_every": 3,
 }
 ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=3)
-for step in range(1, 5):
+for step in range(1, 6):
     net["w"].grad = torch.ones_like(net["w"])
     if step == 4 and rank == 1:
         net["w"] = torch.nn.Parameter(torch.ones(5))
@@ -274,8 +275,8 @@ def run(program, world_size, url, folder):
 
 def test_a_rank_that_cannot_push_raises_after_all_have_met(server, model, tmp_path):
     first, second = run(SWITCH, 2, server.url(model), tmp_path)
-    assert second == ["4 InvalidArgumentError"]
-    assert len(first) == 1 and first[0].startswith("4 ")
+    assert second == ["5 InvalidArgumentError"]
+    assert len(first) == 1 and first[0].startswith("5 ")
 
 
 def test_all_ranks_evaluate_the_average_or_none_does(server, model, tmp_path):
