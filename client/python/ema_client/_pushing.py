@@ -177,8 +177,8 @@ class Pushing:
         if patience is not None and self._link.is_away and not patience.is_over:
             self._link.wait_back(patience.until)
             if self._link.is_away:
-                patience.is_over = True
                 self._note(self._step, self._link.error())
+                patience.is_over = True
         if self._link.is_away:
             return False
         self._find_lost()
@@ -215,8 +215,8 @@ class Pushing:
         push, _ = self._again
         self._link.wait_back(min(until, patience.until))
         if self._link.is_away or time.monotonic() >= min(until, patience.until):
-            patience.is_over = True
             self._lose()
+            patience.is_over = True
             return
         self._find_lost()
         if self._again is None:
@@ -403,7 +403,9 @@ class Pushing:
             self._note(push.step, error)
 
     def _note(self, step: int, error: EmaError) -> None:
-        if self._on_error == "raise" or (self._on_error == "wait" and is_worth_waiting(error)):
+        patience = self._patience
+        waited = patience is not None and not patience.is_over and is_worth_waiting(error)
+        if waited or self._on_error == "raise":
             self._error = error
         count = self._skips.count(error)
         _logger.log(
