@@ -51,7 +51,8 @@ def main():
     own = trainer.evaluate()["eval_loss"]
     with average.averaged():
         averages = trainer.evaluate()["eval_loss"]
-    print(f"step {trainer.state.global_step}: {own:.4f}, of the average {averages:.4f}")
+    if trainer.is_world_process_zero():
+        print(f"step {trainer.state.global_step}: {own:.4f}, of the average {averages:.4f}")
 
 
 if __name__ == "__main__":
