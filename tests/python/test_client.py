@@ -329,10 +329,15 @@ def test_ctrl_c_in_a_pull_that_tells_of_its_progress(server, model, rng):
         with client.open_run(model) as run:
             run.push(step=1, weights=weights)
         timer = threading.Timer(0.03, os.kill, [os.getpid(), signal.SIGINT])
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            client.pull(model, track="ema", on_progress=wait)
-            timer.join()
+        # A job in the background of a shell starts with Ctrl-C ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                client.pull(model, track="ema", on_progress=wait)
+                timer.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert_same_bits(weights, client.pull(model, track="ema", framework="numpy"))
 
 
