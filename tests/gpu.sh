@@ -212,19 +212,6 @@ run_gtest() {
 # run_program NAME SECONDS [FILTER]
 run_program() { run_gtest "$1" "$2" "${3-*}" "$programs/$1"; }
 
-# One test that allocates on the GPU.
-allocation='*.BlocksAreAlignedAndWritableToTheirLastByte/Cuda'
-
-# Where LibTorch's expandable segments, which we ask for, do not work, all else runs without them.
-try_allocation() {
-  local try=(30 "$allocation" "$programs/device_conformance_test")
-  run_gtest allocation "${try[@]}" && return
-  if PYTORCH_ALLOC_CONF=expandable_segments:False run_gtest plain-allocation "${try[@]}"; then
-    export PYTORCH_ALLOC_CONF=expandable_segments:False
-    notes+=$'Allocation as by default failed here; all that follows ran with PYTORCH_ALLOC_CONF=expandable_segments:False.\n\n'
-  fi
-}
-
 run_tests() {
   local program name seconds
   # First: nothing else works if this does not. Of the suite's devices only the GPU.
@@ -422,7 +409,6 @@ for part in "$@"; do output+=-$part; done
 output=tests/bench/results/${output,,}
 # For the report: the parts, and how things ran.
 begun= running= to_come=" tests training bench sanitizer" notes=
-try_allocation
 for part in "${parts[@]}"; do
   begun+=" $part" running=", not ended" to_come=${to_come/ $part/}
   "run_$part"

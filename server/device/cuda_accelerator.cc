@@ -266,10 +266,11 @@ class CudaAccelerator : public Accelerator {
 
 // LibTorch's allocator cuts what is less than 10 MiB from segments of 20 MiB, of which it wastes up
 // to a third; the memory formula knows nothing of that. Segments that grow page by page waste
-// almost nothing, where the GPU can map pages. What the user has asked for stands.
-void UseExpandableSegments(int index) {
+// almost nothing, where the GPU can map pages. What the user has asked for stands. True: they are
+// used now.
+bool UseExpandableSegments(int index) {
   for (const char* const name : {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}) {
-    if (std::getenv(name) != nullptr) return;
+    if (std::getenv(name) != nullptr) return false;
   }
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -282,9 +283,30 @@ void UseExpandableSegments(int index) {
           CUDA_SUCCESS ||
       can_map == 0) {
     C10_CUDA_CLEAR_ERROR();
-    return;
+    return false;
   }
   c10::CachingAllocator::setAllocatorSettings("expandable_segments:True");
+  return true;
+}
+
+// Throws as LibTorch does if there is no memory to be had.
+void TakeSomeMemory() {
+  using c10::cuda::CUDACachingAllocator::raw_alloc;
+  using c10::cuda::CUDACachingAllocator::raw_delete;
+  raw_delete(raw_alloc(1));
+}
+
+// A GPU whose memory cannot be used shows at the start, and not as one refused push after another.
+void TryMemory(bool is_expandable) {
+  try {
+    TakeSomeMemory();
+  } catch (const c10::Error&) {
+    if (!is_expandable) throw;
+    // There are drivers, such as WSL2's, that say they can map pages, and cannot.
+    C10_CUDA_CLEAR_ERROR();
+    c10::CachingAllocator::setAllocatorSettings("expandable_segments:False");
+    TakeSomeMemory();
+  }
 }
 
 // What libtorch_cuda.so, which we do without, does when it is loaded: says which GPUs have
@@ -329,7 +351,7 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
   size_t total_bytes = 0;
   cudaError_t loaded = cudaSuccess;
   EMA_RETURN_IF_ERROR(Try(static_cast<Index>(index), [&] {
-    UseExpandableSegments(index);
+    const bool is_expandable = UseExpandableSegments(index);
     c10::cuda::CUDACachingAllocator::init(static_cast<int>(list.gpus.size()));
     for (const auto load : {LoadFold, LoadSum, LoadCast}) {
       loaded = load();
@@ -342,6 +364,7 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
     // What an earlier one left in the cache is free, too.
     c10::cuda::CUDACachingAllocator::emptyCache();
     C10_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    TryMemory(is_expandable);
   }));
   if (IsMissingCode(loaded)) {
     return absl::FailedPreconditionError(absl::StrCat(

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -74,6 +75,7 @@ struct State {
   cudaError_t sticky = cudaSuccess;  // Once it is broken.
   int64_t memory_calls = 0;
   int64_t refuses_at = 0;
+  std::atomic<bool> refuses_mapped = false;
   std::minstd_rand random{20240607};
 };
 
@@ -291,6 +293,7 @@ CUresult MemMap(CUdeviceptr address, size_t size_bytes, size_t, CUmemGenericAllo
 CUresult MemSetAccess(CUdeviceptr address, size_t size_bytes, const CUmemAccessDesc*, size_t) {
   RETURN_IF_DRIVER_FAILED(Count());
   NeedMapped(ToAddress(address), size_bytes, "access to memory that is not mapped");
+  if (state().refuses_mapped) return CUDA_ERROR_UNKNOWN;
   PutDeviceMemory(ToAddress(address), size_bytes);
   return CUDA_SUCCESS;
 }
@@ -732,6 +735,8 @@ int64_t ema_fake_cudart_launches() {
   const Lock lock(state().mu);
   return state().launches;
 }
+
+void ema_fake_cudart_refuse_mapped(bool refuses) { state().refuses_mapped = refuses; }
 
 void ema_fake_cudart_set_memory(int64_t size_bytes) {
   const Lock lock(state().mu);

@@ -31,6 +31,8 @@ int64_t ema_fake_cudart_memory_calls();
 int64_t ema_fake_cudart_synchronizations();
 // Kernels that have been launched.
 int64_t ema_fake_cudart_launches();
+// From now on memory that is mapped cannot be used, whatever the GPUs say of themselves.
+void ema_fake_cudart_refuse_mapped(bool refuses);
 // Of each GPU from now on.
 void ema_fake_cudart_set_memory(int64_t size_bytes);
 // What there is now: device and pinned memory in bytes, streams and events.
