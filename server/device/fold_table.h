@@ -93,12 +93,20 @@ struct alignas(sizeof(T) * kFoldVector > 16 ? 16 : sizeof(T) * kFoldVector) Lane
   T lane[kFoldVector];
 };
 
+// Tells the compiler what it cannot see of an address that it has read from a table.
+EMA_HOST_DEVICE inline void AssumeGlobal([[maybe_unused]] const std::byte* address) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(address));
+#endif
+}
 template <typename T>
 EMA_HOST_DEVICE inline Lanes<T> LoadLanes(const std::byte* address) {
+  AssumeGlobal(address);
   return *reinterpret_cast<const Lanes<T>*>(address);
 }
 template <typename T>
 EMA_HOST_DEVICE inline void StoreLanes(const Lanes<T>& lanes, std::byte* address) {
+  AssumeGlobal(address);
   *reinterpret_cast<Lanes<T>*>(address) = lanes;
 }
 
@@ -235,6 +243,7 @@ EMA_HOST_DEVICE inline void CopyVectors(const FoldTable& table, const FoldTile& 
   constexpr int64_t kBytes = sizeof(T);
   Vectors<T, kVectors> pushed;
   pushed.Load(tile.source + lane * kBytes);
+  EMA_NO_UNROLL
   for (int t = 0; t < tile.target_count; ++t) {
     pushed.Store(table.targets[tile.first_target + t].next + (tile.target_offset + lane) * kBytes);
   }

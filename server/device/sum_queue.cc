@@ -32,8 +32,11 @@ int64_t WriteRuns(std::span<const SumRun> runs, std::byte* table) {
 
 absl::StatusOr<SquareSums> SumOnQueue(Accelerator::Queue& queue, std::span<const SumRun> runs,
                                       const SumMemory& tables, const SumMemory& sums) {
-  const int64_t block_count =
-      sums.size_bytes / (kSumThreads * static_cast<int64_t>(sizeof(SquareSums)));
+  // So many are at work at once on the smallest GPU that this is for (108 processors): of more, the
+  // last would run alone.
+  constexpr int64_t kMaxBlocks = 512;
+  const int64_t block_count = std::min(
+      kMaxBlocks, sums.size_bytes / (kSumThreads * static_cast<int64_t>(sizeof(SquareSums))));
   const int64_t place_count = block_count * kSumThreads;
   const int64_t places_bytes = place_count * static_cast<int64_t>(sizeof(SquareSums));
   const size_t most_runs = static_cast<size_t>(tables.size_bytes) / sizeof(DeviceSumRun);
