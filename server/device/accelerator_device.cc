@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -56,21 +55,6 @@ class AcceleratorStream : public DeviceStream {
     return InOrder([&](Queue& queue) { return queue.CopyOnDevice(to, from, size_bytes); });
   }
 
-  // Host memory that is not pinned goes by way of the slabs.
-  absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
-    for (int64_t done = 0; done < size_bytes;) {
-      const int64_t count = std::min(feeds_->options.slab_bytes, size_bytes - done);
-      EMA_RETURN_IF_ERROR(Launch());
-      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(*feed_));
-      std::byte* const pinned = ring->slabs[slab_].host;
-      EMA_RETURN_IF_ERROR(
-          feeds_->health.Check(feed_->queue->CopyToHost(pinned, device + done, count)));
-      arriving_.push_back({slab_, host + done, count});
-      EMA_RETURN_IF_ERROR(NextSlab());
-      done += count;
-    }
-    return absl::OkStatus();
-  }
   // As a fold: many small ones are one copy, and one launch.
   absl::Status CopyFromHost(std::byte* device, const std::byte* host, int64_t size_bytes) override {
     constexpr int64_t kWide = sizeof(int64_t);
@@ -87,7 +71,6 @@ class AcceleratorStream : public DeviceStream {
   absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() override {
     EMA_RETURN_IF_ERROR(Launch());
     EMA_RETURN_IF_ERROR(WaitForAll());
-    while (!arriving_.empty()) TakeArrived();
     if (feed_->ring != nullptr) {
       for (Ring::Slab& slab : feed_->ring->slabs) TakeNonFinite(slab.batch);
       std::array<uint32_t, Ring::kMaxFlags> flags;
@@ -105,13 +88,6 @@ class AcceleratorStream : public DeviceStream {
   }
 
  private:
-  // A copy to host memory that is still in a slab, or on its way there.
-  struct Arriving {
-    int slab;
-    std::byte* host;
-    int64_t size_bytes;
-  };
-
   // The GPU begins early, and then has larger pieces each time.
   int64_t FirstLaunchBytes() const { return feeds_->options.slab_bytes / 16; }
 
@@ -166,16 +142,8 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(feeds_->health.Check(feed_->queue->Mark(slab_)));
     slab_ = (slab_ + 1) % Queue::kSlots;
     EMA_RETURN_IF_ERROR(feeds_->health.Check(feed_->queue->Wait(slab_)));
-    if (!arriving_.empty() && arriving_.front().slab == slab_) TakeArrived();
     TakeNonFinite(batch());
     return absl::OkStatus();
-  }
-
-  void TakeArrived() {
-    const Arriving& first = arriving_.front();
-    std::memcpy(first.host, feed_->ring->slabs[first.slab].host,
-                static_cast<size_t>(first.size_bytes));
-    arriving_.pop_front();
   }
 
   // Empties a batch whose folds are done.
@@ -190,9 +158,8 @@ class AcceleratorStream : public DeviceStream {
   const std::shared_ptr<FeedPool> feeds_;
   std::unique_ptr<Feed> feed_;
   const std::string name_;
-  int slab_ = 0;                               // That is being filled.
-  int64_t launch_bytes_ = FirstLaunchBytes();  // It is on its way when it has so many.
-  std::deque<Arriving> arriving_;
+  int slab_ = 0;                                  // That is being filled.
+  int64_t launch_bytes_ = FirstLaunchBytes();     // It is on its way when it has so many.
   std::vector<std::atomic<bool>*> differs_;       // By their flags.
   absl::btree_map<int64_t, int64_t> non_finite_;  // The first element of each source.
 };
@@ -214,12 +181,12 @@ class AcceleratorDevice : public Device {
   }
   bool is_host() const override { return false; }
 
-  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return host_copies_.Get(block, SourceFormat::kNoFloat);
-  }
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
-                                                            Dtype dtype) override {
-    return host_copies_.Get(block, static_cast<SourceFormat>(dtype));
+                                                            std::optional<Dtype> cast) override {
+    return host_copies_.Get(block, FormatOf(cast));
+  }
+  bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) override {
+    return host_copies_.Has(block, FormatOf(cast));
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
     const auto memory = [&](const Ring::Slab& slab) {
@@ -248,8 +215,7 @@ class AcceleratorDevice : public Device {
             .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
             .host_bytes_per_reader = block_bytes,
-            // Copies that nobody reads, and memory of those that have gone.
-            .shared_host_bytes = 2 * options.kept_host_bytes + shared_bytes};
+            .shared_host_bytes = options.kept_host_bytes + shared_bytes};
   }
   void Trim() override {
     feeds_->blocks.Trim();
@@ -260,6 +226,10 @@ class AcceleratorDevice : public Device {
   absl::Status health() const override { return feeds_->health.status(); }
 
  private:
+  static SourceFormat FormatOf(std::optional<Dtype> cast) {
+    return cast.has_value() ? static_cast<SourceFormat>(*cast) : SourceFormat::kNoFloat;
+  }
+
   const std::shared_ptr<FeedPool> feeds_;
   HostCopies host_copies_;
 };

@@ -22,7 +22,8 @@ struct AcceleratorOptions {
   int64_t kept_free_bytes = 0;
   // Of one slab: larger ones cost fewer copies and launches, smaller ones overlap sooner.
   int64_t slab_bytes = int64_t{4} << 20;
-  // Host copies of blocks that nobody reads, kept for the next reader; the oldest go first.
+  // Pinned memory kept for the next readers: copies of blocks that nobody reads, the oldest of
+  // which go first, and memory of copies that have gone.
   int64_t kept_host_bytes = int64_t{1} << 30;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/device/block_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <map>
@@ -20,21 +21,26 @@ struct BlockPool::State {
     std::unique_ptr<Memory> memory;
   };
 
-  State(Allocator the_allocator, int64_t kept_bytes)
-      : allocator(std::move(the_allocator)), kept_free_bytes(kept_bytes) {}
+  State(Allocator the_allocator, int64_t free_bytes_kept, int64_t total_bytes_kept)
+      : allocator(std::move(the_allocator)),
+        kept_free_bytes(free_bytes_kept),
+        kept_total_bytes(total_bytes_kept) {}
 
   // Null if none of this size is kept. The one freed last: it may still be in a cache.
   std::unique_ptr<Memory> Take(int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
   // Keeps `memory`, or frees it if it alone is too large; frees what was kept longest to make room,
   // so that sizes nobody asks for any more do not fill the pool for ever.
   void Give(std::unique_ptr<Memory> memory, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
+  // Frees what is kept beyond the limits.
+  void Shrink() ABSL_LOCKS_EXCLUDED(mu);
   void Trim() ABSL_LOCKS_EXCLUDED(mu);
 
   std::unique_ptr<Memory> RemoveOldestLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
 
   const Allocator allocator;
   const int64_t kept_free_bytes;
-  std::atomic<int64_t> used_bytes = 0;  // Relaxed: a figure to report.
+  const int64_t kept_total_bytes;
+  std::atomic<int64_t> used_bytes = 0;  // Relaxed: nothing hangs on its moment.
 
   absl::Mutex mu;
   // By size; each in the order freed, and never empty.
@@ -56,11 +62,20 @@ std::unique_ptr<BlockPool::Memory> BlockPool::State::Take(int64_t size_bytes) {
 
 void BlockPool::State::Give(std::unique_ptr<Memory> memory, int64_t size_bytes) {
   if (size_bytes > kept_free_bytes) return;
+  {
+    absl::MutexLock lock(&mu);
+    free_by_size[size_bytes].push_back({next_freed_order++, std::move(memory)});
+    free_bytes += size_bytes;
+  }
+  Shrink();
+}
+
+void BlockPool::State::Shrink() {
   std::vector<std::unique_ptr<Memory>> freed;  // Destroyed after the lock.
   absl::MutexLock lock(&mu);
-  free_by_size[size_bytes].push_back({next_freed_order++, std::move(memory)});
-  free_bytes += size_bytes;
-  while (free_bytes > kept_free_bytes) freed.push_back(RemoveOldestLocked());
+  const int64_t beside_used = kept_total_bytes - used_bytes.load(std::memory_order_relaxed);
+  const int64_t most_bytes = std::max<int64_t>(std::min(kept_free_bytes, beside_used), 0);
+  while (free_bytes > most_bytes) freed.push_back(RemoveOldestLocked());
 }
 
 std::unique_ptr<BlockPool::Memory> BlockPool::State::RemoveOldestLocked() {
@@ -99,8 +114,8 @@ class BlockPool::PooledBlock : public Block {
   const std::weak_ptr<State> state_;  // Empty once the pool is gone.
 };
 
-BlockPool::BlockPool(Allocator allocator, int64_t kept_free_bytes)
-    : state_(std::make_shared<State>(std::move(allocator), kept_free_bytes)) {}
+BlockPool::BlockPool(Allocator allocator, int64_t kept_free_bytes, int64_t kept_total_bytes)
+    : state_(std::make_shared<State>(std::move(allocator), kept_free_bytes, kept_total_bytes)) {}
 
 absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
   std::unique_ptr<Memory> memory = state_->Take(size_bytes);
@@ -113,6 +128,7 @@ absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
     EMA_ASSIGN_OR_RETURN(memory, std::move(allocated));
   }
   state_->used_bytes.fetch_add(size_bytes, std::memory_order_relaxed);
+  state_->Shrink();
   return std::make_shared<PooledBlock>(std::move(memory), size_bytes, state_);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 
 #include "absl/status/statusor.h"
@@ -13,9 +14,8 @@
 
 namespace ema {
 
-// Hands out blocks; takes them back when their last reference goes, and keeps up to
-// `kept_free_bytes` of them, by exact size. Thread-safe. A block may outlive the pool; its memory
-// is then freed for good.
+// Hands out blocks; takes them back when their last reference goes, and keeps some of them, by
+// exact size. Thread-safe. A block may outlive the pool; its memory is then freed for good.
 class BlockPool {
  public:
   // Owns memory of one block; frees it when destroyed.
@@ -26,7 +26,10 @@ class BlockPool {
   };
   using Allocator = std::function<absl::StatusOr<std::unique_ptr<Memory>>(int64_t size_bytes)>;
 
-  BlockPool(Allocator allocator, int64_t kept_free_bytes);
+  // Keeps up to `kept_free_bytes` of blocks that came back, and fewer where they and the blocks
+  // that are out would be more than `kept_total_bytes`.
+  BlockPool(Allocator allocator, int64_t kept_free_bytes,
+            int64_t kept_total_bytes = std::numeric_limits<int64_t>::max());
 
   // A kept block of this size, or new memory. When the allocator has none, frees what is kept and
   // asks once more. RESOURCE_EXHAUSTED: from the allocator.

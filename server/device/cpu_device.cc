@@ -241,11 +241,6 @@ class CpuStream : public DeviceStream {
     return absl::OkStatus();
   }
 
-  absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
-    if (size_bytes > 0) std::memcpy(host, device, static_cast<size_t>(size_bytes));
-    return absl::OkStatus();
-  }
-
   absl::Status CopyFromHost(std::byte* device, const std::byte* host, int64_t size_bytes) override {
     if (size_bytes > 0) std::memcpy(device, host, static_cast<size_t>(size_bytes));
     return absl::OkStatus();
@@ -276,17 +271,15 @@ class CpuDevice : public Device {
 
   bool is_host() const override { return true; }
 
-  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return std::shared_ptr<const std::byte>(block, block->data());
-  }
-
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
-                                                            Dtype dtype) override {
+                                                            std::optional<Dtype> cast) override {
+    if (!cast.has_value()) return std::shared_ptr<const std::byte>(block, block->data());
     const int64_t element_count = block->size_bytes() / DtypeSize(Dtype::kFloat32);
-    std::shared_ptr<std::byte[]> bytes(new std::byte[element_count * DtypeSize(dtype)]);
-    CastOnCpu(Dtype::kFloat32, block->data(), dtype, bytes.get(), element_count);
+    std::shared_ptr<std::byte[]> bytes(new std::byte[element_count * DtypeSize(*cast)]);
+    CastOnCpu(Dtype::kFloat32, block->data(), *cast, bytes.get(), element_count);
     return std::shared_ptr<const std::byte>(bytes, bytes.get());
   }
+  bool HasHostView(const BlockRef&, std::optional<Dtype>) override { return true; }
 
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
     return SumSquaresOnCpu(runs);

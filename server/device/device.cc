@@ -31,7 +31,10 @@ namespace {
 
 absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(int index, int64_t kept_free_bytes) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Accelerator> accelerator, MakeCudaAccelerator(index));
-  return MakeAcceleratorDevice(std::move(accelerator), {.kept_free_bytes = kept_free_bytes});
+  // The second reader of a version finds all of it, if it is not larger.
+  const int64_t kept_host_bytes = MakeCpuDevice(0)->total_memory_bytes() / 4;
+  return MakeAcceleratorDevice(std::move(accelerator), {.kept_free_bytes = kept_free_bytes,
+                                                        .kept_host_bytes = kept_host_bytes});
 }
 
 absl::StatusOr<std::unique_ptr<Device>> MakeAnyDevice(int64_t kept_free_bytes) {

@@ -107,8 +107,8 @@ class DeviceStream {
   // finite, if that is known already. A device that learns it later reports it from Synchronize().
   // The double of a float64 source is checked before it is rounded to float32, and after.
   // INTERNAL, DEVICE: the device has failed; the targets hold anything. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET: there is no memory to begin with; only of a stream's first fold or copy to or
-  // from the host, of which nothing is done.
+  // MEMORY_BUDGET: there is no memory to begin with; only of a stream's first fold or copy from
+  // the host, of which nothing is done.
   virtual absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) = 0;
 
   // Sets `size_bytes` bytes of device memory to zero.
@@ -117,8 +117,6 @@ class DeviceStream {
   // Copies device memory to device memory; the ranges do not overlap.
   virtual absl::Status Copy(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;
 
-  // Copies device memory to host memory; complete after Synchronize().
-  virtual absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) = 0;
   // Copies host memory to device memory. When it returns, `host` has been read, as Fold()'s source.
   virtual absl::Status CopyFromHost(std::byte* device, const std::byte* host,
                                     int64_t size_bytes) = 0;
@@ -148,14 +146,16 @@ class Device {
   virtual bool is_host() const = 0;
 
   // Host memory with a block's bytes, valid while the result is held. On the CPU device that is the
-  // block itself; on a GPU a pinned copy, made once for all who ask. Blocks the caller. REQUIRES:
-  // the block is published (no writer).
-  virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) = 0;
-
-  // The same of a block of float32s all through, each cast to `dtype`: from a GPU, half the bytes
-  // are moved. REQUIRES: `dtype` is float16 or bfloat16.
+  // block itself; on a GPU a pinned copy, made once for all who ask. `cast`: of a block of float32s
+  // all through, each cast to that; from a GPU, half the bytes are moved. Blocks the caller.
+  // REQUIRES: the block is published (no writer); `cast` is float16 or bfloat16, if anything.
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
-                                                                    Dtype dtype) = 0;
+                                                                    std::optional<Dtype> cast) = 0;
+  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) {
+    return HostView(block, std::nullopt);
+  }
+  // False: HostView() waits for a copy. True may have become false when it is called.
+  virtual bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) = 0;
 
   // Of all elements of `runs` together, in float64: the same runs give the same bits. NaN and
   // infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes what is read.

@@ -10,33 +10,57 @@ namespace ema {
 absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef& block,
                                                                  SourceFormat format) {
   std::shared_ptr<Copy> copy;
-  std::list<Entry> dropped;  // Freed without the lock.
+  Entries dropped;  // Freed without the lock.
   {
     absl::MutexLock lock(&mu_);
-    int64_t idle_bytes = 0;
-    for (auto it = entries_.begin(); it != entries_.end();) {
-      const auto entry = it++;
-      if (entry->format == format && !entry->block.owner_before(block) &&
-          !block.owner_before(entry->block)) {
-        copy = entry->copy;
-        entries_.splice(entries_.begin(), entries_, entry);
-        continue;
-      }
-      // Its block has gone, or it has been idle for long.
-      const bool is_idle = entry->copy.use_count() == 1;
-      if (is_idle) idle_bytes += entry->size_bytes;
-      if (entry->block.expired() || (is_idle && idle_bytes > kept_bytes_)) {
-        dropped.splice(dropped.end(), entries_, entry);
-      }
-    }
-    if (copy == nullptr) {
+    const auto entry = FindLocked(block, format);
+    if (entry != entries_.end()) {
+      copy = entry->copy;
+      entries_.splice(entries_.begin(), entries_, entry);
+    } else {
+      dropped = DropLocked(kept_bytes_);
       copy = std::make_shared<Copy>();
-      entries_.push_front({block, format, copy, SizeBytes(*block, format)});
+      entries_.push_front({block, {block.get(), format}, copy, SizeBytes(*block, format)});
+      by_key_[entries_.front().key] = entries_.begin();
     }
   }
   absl::MutexLock lock(&copy->mu);
   if (copy->memory == nullptr) EMA_RETURN_IF_ERROR(Fill(*block, format, *copy));
   return std::shared_ptr<const std::byte>(copy, copy->memory->data());
+}
+
+bool HostCopies::Has(const BlockRef& block, SourceFormat format) {
+  std::shared_ptr<Copy> copy;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto entry = FindLocked(block, format);
+    if (entry == entries_.end()) return false;
+    copy = entry->copy;
+  }
+  if (!copy->mu.TryLock()) return false;
+  const bool is_made = copy->memory != nullptr;
+  copy->mu.Unlock();
+  return is_made;
+}
+
+HostCopies::Entries::iterator HostCopies::FindLocked(const BlockRef& block, SourceFormat format) {
+  const auto it = by_key_.find(Key(block.get(), format));
+  return it != by_key_.end() && !it->second->block.expired() ? it->second : entries_.end();
+}
+
+HostCopies::Entries HostCopies::DropLocked(int64_t kept_bytes) {
+  Entries dropped;
+  int64_t idle_bytes = 0;
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto entry = it++;
+    const bool is_idle = entry->copy.use_count() == 1;
+    if (is_idle) idle_bytes += entry->size_bytes;
+    if (entry->block.expired() || (is_idle && idle_bytes > kept_bytes)) {
+      by_key_.erase(entry->key);
+      dropped.splice(dropped.end(), entries_, entry);
+    }
+  }
+  return dropped;
 }
 
 absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& copy) {
@@ -75,12 +99,9 @@ absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std:
 
 void HostCopies::Clear() {
   {
-    std::list<Entry> dropped;  // Freed without the lock.
+    Entries dropped;  // Freed without the lock.
     absl::MutexLock lock(&mu_);
-    for (auto it = entries_.begin(); it != entries_.end();) {
-      const auto entry = it++;
-      if (entry->copy.use_count() == 1) dropped.splice(dropped.end(), entries_, entry);
-    }
+    dropped = DropLocked(0);
   }
   pinned_.Trim();
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/device/block_pool.h"
@@ -20,19 +21,23 @@
 
 namespace ema {
 
-// Copies of blocks in pinned host memory: each made once, shared by all readers, kept for a while.
+// Copies of blocks in pinned host memory: each made once, shared by all readers, and kept for the
+// next ones as long as its block is there and there is room. Thread-safe.
 class HostCopies {
  public:
+  // `kept_bytes`: of copies that nobody reads, and of memory for the next ones.
   HostCopies(std::shared_ptr<FeedPool> feeds, int64_t kept_bytes)
       : feeds_(std::move(feeds)),
         kept_bytes_(kept_bytes),
         pinned_([accelerator = feeds_->accelerator](
                     int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
-                kept_bytes) {}
+                kept_bytes, kept_bytes) {}
 
   // kNoFloat: as it is; else of float32s, cast.
   absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // True: Get() would not wait now.
+  bool Has(const BlockRef& block, SourceFormat format) ABSL_LOCKS_EXCLUDED(mu_);
   // Pinned now: of copies, and of memory kept for the next ones.
   int64_t size_bytes() const { return pinned_.used_bytes() + pinned_.free_bytes(); }
   // Frees what nobody reads.
@@ -43,17 +48,25 @@ class HostCopies {
     absl::Mutex mu;  // Held while it is made: others wait for it.
     std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
   };
+  // A block that has gone may have had the same address.
+  using Key = std::pair<const Block*, SourceFormat>;
   struct Entry {
     std::weak_ptr<const Block> block;
-    SourceFormat format = SourceFormat::kNoFloat;
+    Key key;
     std::shared_ptr<Copy> copy;
     int64_t size_bytes = 0;
   };
+  using Entries = std::list<Entry>;
 
   // Of the copy of a block.
   static int64_t SizeBytes(const Block& block, SourceFormat format) {
     return format == SourceFormat::kNoFloat ? block.size_bytes() : block.size_bytes() / 2;
   }
+  // entries_.end(): there is none.
+  Entries::iterator FindLocked(const BlockRef& block, SourceFormat format)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes out what is of a block that has gone, and of idle ones all beyond `kept_bytes`.
+  Entries DropLocked(int64_t kept_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
   absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
@@ -64,7 +77,8 @@ class HostCopies {
   // and freeing it waits for the whole device.
   BlockPool pinned_;
   absl::Mutex mu_;
-  std::list<Entry> entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
+  Entries entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
+  absl::flat_hash_map<Key, Entries::iterator> by_key_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

@@ -28,6 +28,7 @@
 #include "server/device/accelerator_device.h"
 #include "server/device/cuda_accelerator.h"
 #include "server/device/device.h"
+#include "tests/testutil/device_bytes.h"
 #include "tests/testutil/fake_accelerator.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -380,10 +381,9 @@ class Folder {
   }
 
   Bytes Read(size_t index, int64_t size_bytes) {
-    Bytes bytes(size_bytes);
-    EXPECT_THAT(stream_->CopyToHost(bytes.data(), Memory(index, 0), size_bytes), IsOk());
-    EXPECT_THAT(stream_->Synchronize(), IsOk());
-    return bytes;
+    const auto bytes = DeviceBytes(device_, *stream_, Memory(index, 0), size_bytes);
+    EXPECT_THAT(bytes, IsOk());
+    return bytes.ok() ? Bytes(bytes->get(), bytes->get() + size_bytes) : Bytes(size_bytes);
   }
 
   Device& device_;

@@ -40,12 +40,12 @@ class CountingDevice final : public Device {
     return device_->NewStream();
   }
   bool is_host() const override { return device_->is_host(); }
-  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) override {
-    return device_->HostView(block);
-  }
   absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
-                                                            Dtype dtype) override {
-    return device_->HostView(block, dtype);
+                                                            std::optional<Dtype> cast) override {
+    return device_->HostView(block, cast);
+  }
+  bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) override {
+    return device_->HasHostView(block, cast);
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
     return device_->SumSquares(runs);

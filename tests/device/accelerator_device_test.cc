@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ema/error_reason.h"
+#include "tests/testutil/device_bytes.h"
 #include "tests/testutil/fake_accelerator.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -74,12 +75,9 @@ TEST(AcceleratorDeviceTest, ManyStreamsAtOnceEachInItsOrder) {
         EXPECT_THAT(Assign(*stream, *block, -1), IsOk());
         EXPECT_THAT(stream->Zero(block->data(), kBytes), IsOk());
         EXPECT_THAT(Assign(*stream, *block, value), IsOk());
-        std::vector<float> got(kElements);
-        EXPECT_THAT(
-            stream->CopyToHost(reinterpret_cast<std::byte*>(got.data()), block->data(), kBytes),
-            IsOk());
-        EXPECT_THAT(stream->Synchronize(), IsOk());
-        EXPECT_THAT(got, Each(value));
+        const auto got = DeviceBytes(*harness.device, *stream, block->data(), kBytes);
+        ASSERT_THAT(got, IsOk());
+        EXPECT_THAT(ValuesOf(*got), Each(value));
       }
     });
   }
@@ -225,6 +223,49 @@ TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 2);
   { const auto view = *harness.device->HostView(block); }
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 3);
+}
+
+TEST(AcceleratorDeviceTest, WhetherAHostCopyIsThereIsKnown) {
+  Harness harness({});
+  const auto stream = *harness.device->NewStream();
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  ASSERT_THAT(Assign(*stream, *block, 5), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  EXPECT_FALSE(harness.device->HasHostView(block, std::nullopt));
+  ASSERT_THAT(harness.device->HostView(block), IsOk());
+  EXPECT_TRUE(harness.device->HasHostView(block, std::nullopt));
+  EXPECT_FALSE(harness.device->HasHostView(block, Dtype::kBFloat16));
+  harness.device->Trim();
+  EXPECT_FALSE(harness.device->HasHostView(block, std::nullopt));
+  // Nor is one that is on its way.
+  harness.accelerator->HoldCopiesToHost(true);
+  const int64_t copies = harness.accelerator->copies_to_host();
+  std::jthread reader([&] { EXPECT_THAT(harness.device->HostView(block), IsOk()); });
+  while (harness.accelerator->copies_to_host() == copies) std::this_thread::yield();
+  EXPECT_FALSE(harness.device->HasHostView(block, std::nullopt));
+  harness.accelerator->HoldCopiesToHost(false);
+}
+
+// As one version follows the other: their copies, and what is kept of those that have gone.
+TEST(AcceleratorDeviceTest, PinnedMemoryStaysWithinWhatIsKeptAndRead) {
+  constexpr int64_t kKept = 4 * kBytes;
+  Harness harness({}, /*kept_host_bytes=*/kKept);
+  const auto pinned_bytes = [&] { return harness.device->memory_use().host_copy_bytes; };
+  std::vector<std::shared_ptr<Block>> version;
+  for (int round = 0; round < 4; ++round) {
+    version.clear();
+    for (int i = 0; i < 3; ++i) version.push_back(*harness.device->Allocate(kBytes));
+    std::vector<std::shared_ptr<const std::byte>> read;
+    for (const auto& block : version) {
+      read.push_back(*harness.device->HostView(block));
+      EXPECT_LE(pinned_bytes(), kKept) << round;
+    }
+    read.clear();
+    for (const auto& block : version) {
+      ASSERT_THAT(harness.device->HostView(block, Dtype::kFloat16), IsOk());
+      EXPECT_LE(pinned_bytes(), kKept + kBytes / 2) << round;
+    }
+  }
 }
 
 TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {

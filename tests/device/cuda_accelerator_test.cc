@@ -63,9 +63,9 @@ absl::Status UseAll(Device& device) {
     EMA_RETURN_IF_ERROR(stream->Zero(block->data(), kBytes));
     EMA_RETURN_IF_ERROR(Assign(*stream, *block, 3));
     EMA_RETURN_IF_ERROR(stream->Copy(copy->data(), block->data(), kBytes));
-    EMA_RETURN_IF_ERROR(
-        stream->CopyToHost(reinterpret_cast<std::byte*>(values.data()), copy->data(), kBytes));
     EMA_RETURN_IF_ERROR(stream->Synchronize().status());
+    EMA_ASSIGN_OR_RETURN(const auto bytes, device.HostView(copy));
+    std::memcpy(values.data(), bytes.get(), kBytes);
     EXPECT_THAT(values, Each(3.0f));
     EMA_RETURN_IF_ERROR(stream->CopyFromHost(
         copy->data(), reinterpret_cast<const std::byte*>(values.data()), kBytes));
@@ -207,6 +207,27 @@ TEST(CudaAcceleratorDeathTest, AtAnyCallAFailureIsToldAndEndsNothing) {
   EXPECT_GT(told, 100);
   // What comes last frees memory.
   EXPECT_LT(not_told, told / 4);
+}
+
+// In a process of its own, as LibTorch keeps it for good.
+TEST(CudaAcceleratorDeathTest, MemoryThatCannotBeMappedIsTakenAsAWhole) {
+  const auto live = [] {
+    ema_fake_cudart_refuse_mapped(true);
+    EXPECT_THAT(LiveAndTrim(), IsOk());
+    // LibTorch keeps the page that it has tried to map.
+    EXPECT_LE(ema_fake_cudart_device_bytes(), 2 << 20);
+    std::_Exit(testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(live(), testing::ExitedWithCode(0), "");
+}
+
+TEST(CudaAcceleratorDeathTest, AGpuWithoutMemoryIsNotServedWith) {
+  const auto make = [] {
+    ema_fake_cudart_set_memory(0);
+    EXPECT_THAT(NewDevice(), StatusIs(absl::StatusCode::kInternal, HasSubstr("out of memory")));
+    std::_Exit(testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(make(), testing::ExitedWithCode(0), "");
 }
 
 // Of the runtime itself: it ends a process that does what a GPU does not take.

@@ -87,7 +87,10 @@ class FakeAccelerator::ThreadQueue : public Accelerator::Queue {
   absl::Status CopyToHost(std::byte* host, const std::byte* device, int64_t size_bytes) override {
     accelerator_.copies_to_host_.fetch_add(1);
     accelerator_.bytes_to_host_.fetch_add(size_bytes);
-    return Queue([=] { std::memcpy(host, device, static_cast<size_t>(size_bytes)); });
+    return Queue([this, host, device, size_bytes] {
+      accelerator_.WaitWhileHeld();
+      std::memcpy(host, device, static_cast<size_t>(size_bytes));
+    });
   }
   absl::Status CopyOnDevice(std::byte* to, const std::byte* from, int64_t size_bytes) override {
     return Queue([=] { std::memcpy(to, from, static_cast<size_t>(size_bytes)); });

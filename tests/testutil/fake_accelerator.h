@@ -10,6 +10,8 @@
 #include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "server/device/accelerator.h"
 
 namespace ema {
@@ -38,6 +40,11 @@ class FakeAccelerator : public Accelerator {
 
   // From now on everything fails.
   void Break() { is_broken_ = true; }
+  // From now on copies to the host wait until they are held no more. Not held at its end.
+  void HoldCopiesToHost(bool hold) ABSL_LOCKS_EXCLUDED(hold_mu_) {
+    absl::MutexLock lock(&hold_mu_);
+    holds_copies_ = hold;
+  }
 
   // In use now.
   int64_t device_bytes() const { return device_bytes_->load(); }
@@ -54,7 +61,15 @@ class FakeAccelerator : public Accelerator {
   class ThreadQueue;
   class HeapMemory;
 
+  void WaitWhileHeld() ABSL_LOCKS_EXCLUDED(hold_mu_) {
+    absl::MutexLock lock(&hold_mu_);
+    const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(hold_mu_) { return !holds_copies_; };
+    hold_mu_.Await(absl::Condition(&is_free));
+  }
+
   const Options options_;
+  absl::Mutex hold_mu_;
+  bool holds_copies_ ABSL_GUARDED_BY(hold_mu_) = false;
   std::atomic<bool> is_broken_ = false;
   std::atomic<uint32_t> queue_count_ = 0;
   std::atomic<int64_t> work_count_ = 0;
