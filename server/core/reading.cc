@@ -218,24 +218,28 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::ReadChunk(int64_t offs
   return std::shared_ptr<const std::byte>(bytes, bytes.get());
 }
 
-absl::StatusOr<std::vector<HostPiece>> Reading::CastOnDevice(const Run& run) const {
-  if (device_.is_host() || run.stored_dtype != Dtype::kFloat32 || DtypeSize(run.dtype) != 2) {
-    return std::vector<HostPiece>();
+std::optional<Dtype> Reading::CastOf(const Run& run) const {
+  if (device_.is_host() || run.stored_dtype != Dtype::kFloat32 || run.dtype == run.stored_dtype) {
+    return std::nullopt;
   }
-  return ReadBlocksCast(device_, *track_.track, track_.blocks, run.stored_offset,
-                        run.stored_bytes(), run.dtype);
+  const Track& track = *track_.track;
+  const int64_t last = track.FindBlock(run.stored_offset + run.stored_bytes() - 1);
+  for (int64_t block = track.FindBlock(run.stored_offset); block <= last; ++block) {
+    if (!track.has_only_float32(block)) return std::nullopt;
+  }
+  return run.dtype;
 }
 
 absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const {
   if (!is_stored()) {
     for (const Run& run : runs) {
-      EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> cast, CastOnDevice(run));
-      for (const HostPiece& piece : cast) visit(run, piece.bytes, run.dtype);
-      if (!cast.empty()) continue;
+      const std::optional<Dtype> cast = CastOf(run);
       // No element straddles two blocks.
       EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
-                           ReadTrack(device_, track_, run.stored_offset, run.stored_bytes()));
-      for (const HostPiece& piece : pieces) visit(run, piece.bytes, run.stored_dtype);
+                           ReadBlocks(device_, *track_.track, track_.blocks, run.stored_offset,
+                                      run.stored_bytes(), cast));
+      for (const HostPiece& piece : pieces)
+        visit(run, piece.bytes, cast.value_or(run.stored_dtype));
     }
     return absl::OkStatus();
   }
@@ -266,6 +270,16 @@ absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) co
   return absl::OkStatus();
 }
 
+bool Reading::AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const {
+  if (is_stored()) return false;
+  for (const Run& run : runs) {
+    if (std::exchange(offset, run.end()) != run.offset) return false;
+    if (run.end() - run.offset < kCopyBelowBytes) return false;
+    if (run.stored_dtype != run.dtype && !CastOf(run).has_value()) return false;
+  }
+  return offset == end;
+}
+
 absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
   if (is_as_stored() && made_chunks_ == nullptr) {
     return ReadTrack(device_, track_, offset, length_bytes);
@@ -273,39 +287,69 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
   const int64_t chunk = offset / kChunkBytes;
   const int64_t start = chunk * kChunkBytes;
   const int64_t end = ChunkEnd(offset);
-  const auto of_made = [&](std::shared_ptr<const std::byte> bytes) {
-    const std::span<const std::byte> range(bytes.get() + (offset - start), length_bytes);
-    return std::vector<HostPiece>{{std::move(bytes), range}};
-  };
-  if (made_chunks_ != nullptr) {
-    MadeChunk& made = made_chunks_[chunk];
-    absl::MutexLock lock(&made.mu);
-    if (made.bytes == nullptr) {
-      EMA_ASSIGN_OR_RETURN(made.bytes, is_as_stored() ? ReadChunk(start, end - start)
-                                                      : MakeChunk(chunk, RunsIn(start, end)));
-    }
-    return of_made(made.bytes);
+  MadeChunk not_kept;
+  MadeChunk& made = made_chunks_ != nullptr ? made_chunks_[chunk] : not_kept;
+  absl::MutexLock lock(&made.mu);
+  if (made.bytes == nullptr && is_as_stored()) {
+    EMA_ASSIGN_OR_RETURN(made.bytes, ReadChunk(start, end - start));
+  } else if (made.bytes == nullptr) {
+    const std::vector<Run> runs = RunsIn(start, end);
+    if (AreInPlace(runs, start, end)) return ReadInPlace(runs, offset, length_bytes);
+    EMA_ASSIGN_OR_RETURN(made.bytes, MakeChunk(chunk, runs));
   }
-  const std::vector<Run> runs = RunsIn(start, end);
-  int64_t filled = start;
-  const bool is_contiguous = std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
-    return run.stored_dtype == run.dtype && run.stored_bytes() >= kCopyBelowBytes &&
-           std::exchange(filled, run.end()) == run.offset;
-  });
-  if (!is_contiguous || filled != end) {
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> bytes, MakeChunk(chunk, runs));
-    return of_made(std::move(bytes));
-  }
+  const std::span<const std::byte> range(made.bytes.get() + (offset - start), length_bytes);
+  return std::vector<HostPiece>{{made.bytes, range}};
+}
+
+absl::StatusOr<std::vector<HostPiece>> Reading::ReadInPlace(absl::Span<const Run> runs,
+                                                            int64_t offset,
+                                                            int64_t length_bytes) const {
   std::vector<HostPiece> pieces;
+  int64_t at = runs.front().offset;
+  const auto take = [&](std::shared_ptr<const std::byte> owner, std::span<const std::byte> bytes) {
+    // A reader may go on in the middle of an element.
+    const int64_t begin = std::clamp<int64_t>(offset - at, 0, bytes.size());
+    const int64_t end = std::clamp<int64_t>(offset + length_bytes - at, 0, bytes.size());
+    at += static_cast<int64_t>(bytes.size());
+    if (begin < end) pieces.push_back({std::move(owner), bytes.subspan(begin, end - begin)});
+  };
   for (const Run& run : runs) {
-    const int64_t from = std::max(offset, run.offset);
-    const int64_t count = std::min(offset + length_bytes, run.end()) - from;
-    if (count <= 0) continue;
     EMA_ASSIGN_OR_RETURN(std::vector<HostPiece> found,
-                         ReadTrack(device_, track_, run.stored_offset + from - run.offset, count));
-    std::move(found.begin(), found.end(), std::back_inserter(pieces));
+                         ReadBlocks(device_, *track_.track, track_.blocks, run.stored_offset,
+                                    run.stored_bytes(), CastOf(run)));
+    for (HostPiece& piece : found) take(std::move(piece.owner), piece.bytes);
   }
   return pieces;
+}
+
+bool Reading::HaveHostViews(int64_t stored_offset, int64_t stored_bytes,
+                            std::optional<Dtype> cast) const {
+  const Track& track = *track_.track;
+  const int64_t last = track.FindBlock(stored_offset + stored_bytes - 1);
+  for (int64_t block = track.FindBlock(stored_offset); block <= last; ++block) {
+    if (!device_.HasHostView(track_.blocks[block], cast)) return false;
+  }
+  return true;
+}
+
+bool Reading::IsAtHand(int64_t offset) const {
+  if (is_stored()) return false;
+  if (device_.is_host()) return true;
+  const int64_t chunk = offset / kChunkBytes;
+  const int64_t start = chunk * kChunkBytes;
+  const int64_t end = ChunkEnd(offset);
+  if (is_as_stored()) return HaveHostViews(start, end - start, std::nullopt);
+  if (made_chunks_ != nullptr) {
+    MadeChunk& made = made_chunks_[chunk];
+    if (!made.mu.TryLock()) return false;
+    const bool is_made = made.bytes != nullptr;
+    made.mu.Unlock();
+    if (is_made) return true;
+  }
+  const std::vector<Run> runs = RunsIn(start, end);
+  return std::all_of(runs.begin(), runs.end(), [this](const Run& run) {
+    return HaveHostViews(run.stored_offset, run.stored_bytes(), CastOf(run));
+  });
 }
 
 uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -27,10 +28,10 @@
 namespace ema {
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Where that is how they are stored, the snapshot's own memory is given; what is cast, cut out, or
-// read from a StoredTrack is made on demand, a chunk at a time, and once for all who hold this
-// object, if the memory budget has room for all of it (else for each anew). Holds the snapshot, so
-// the version stays pinned. Thread-safe.
+// Where that is how they are stored, or an accelerator has cast them, its memory is given; what
+// else is cast, cut out, or read from a StoredTrack is made on demand, a chunk at a time, and once
+// for all who hold this object, if the memory budget has room for all of it (else for each anew).
+// Holds the snapshot, so the version stays pinned. Thread-safe.
 class Reading {
  public:
   // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
@@ -50,6 +51,9 @@ class Reading {
   const Selection& selection() const { return selection_; }
   // Read() blocks on the disk.
   bool is_stored() const { return track_.stored != nullptr; }
+  // False: Read() of the chunk that holds `offset` would wait, for the disk or for a copy from the
+  // device. REQUIRES: offset < total_bytes().
+  bool IsAtHand(int64_t offset) const;
 
   int64_t total_bytes() const { return layout().total_bytes(); }
   // What is read of one tensor, and where it lies in the bytes.
@@ -126,8 +130,15 @@ class Reading {
   using RunVisitor =
       absl::FunctionRef<void(const Run&, std::span<const std::byte> bytes, Dtype dtype)>;
   absl::Status VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const;
-  // The elements of a run that a GPU has cast; empty: it is not to do that.
-  absl::StatusOr<std::vector<HostPiece>> CastOnDevice(const Run& run) const;
+  // What an accelerator casts the elements of a run to; absent: it gives them as they are stored.
+  std::optional<Dtype> CastOf(const Run& run) const;
+  // True: the bytes [offset, end), whose runs these are, can be sent from where they lie, which
+  // ReadInPlace() says.
+  bool AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
+  absl::StatusOr<std::vector<HostPiece>> ReadInPlace(absl::Span<const Run> runs, int64_t offset,
+                                                     int64_t length_bytes) const;
+  // HostView() of these bytes, so cast, would not wait.
+  bool HaveHostViews(int64_t stored_offset, int64_t stored_bytes, std::optional<Dtype> cast) const;
 
   const SnapshotRef snapshot_;
   const TrackSnapshot& track_;

@@ -22,34 +22,15 @@ const TrackSnapshot* Snapshot::FindId(int64_t track_id) const {
 
 absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
                                                   const Blocks& blocks, int64_t offset,
-                                                  int64_t length_bytes) {
+                                                  int64_t length_bytes, std::optional<Dtype> cast) {
+  const int64_t ratio = cast.has_value() ? DtypeSize(Dtype::kFloat32) / DtypeSize(*cast) : 1;
   std::vector<HostPiece> pieces;
   while (length_bytes > 0) {
     const int64_t index = track.FindBlock(offset);
     const BlockRef& block = blocks[index];
     const int64_t in_block = offset - track.block_start(index);
     const int64_t n = std::min(length_bytes, block->size_bytes() - in_block);
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view, device.HostView(block));
-    const std::span<const std::byte> bytes(view.get() + in_block, n);
-    pieces.push_back({std::move(view), bytes});
-    offset += n;
-    length_bytes -= n;
-  }
-  return pieces;
-}
-
-absl::StatusOr<std::vector<HostPiece>> ReadBlocksCast(Device& device, const Track& track,
-                                                      const Blocks& blocks, int64_t offset,
-                                                      int64_t length_bytes, Dtype dtype) {
-  const int64_t ratio = DtypeSize(Dtype::kFloat32) / DtypeSize(dtype);
-  std::vector<HostPiece> pieces;
-  while (length_bytes > 0) {
-    const int64_t index = track.FindBlock(offset);
-    if (!track.has_only_float32(index)) return std::vector<HostPiece>();
-    const int64_t in_block = offset - track.block_start(index);
-    const int64_t n = std::min(length_bytes, track.block_size(index) - in_block);
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view,
-                         device.HostView(blocks[index], dtype));
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> view, device.HostView(block, cast));
     const std::span<const std::byte> bytes(view.get() + in_block / ratio, n / ratio);
     pieces.push_back({std::move(view), bytes});
     offset += n;

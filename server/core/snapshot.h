@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -75,18 +76,13 @@ struct Snapshot {
 using SnapshotRef = std::shared_ptr<const Snapshot>;
 
 // The bytes [offset, offset + length_bytes) of a track's `blocks`, in order, as pieces that need no
-// copy on the CPU device. REQUIRES: the range is inside track.layout().total_bytes(). INTERNAL,
-// DEVICE: the device has failed.
+// copy on the CPU device. `cast`: of blocks of float32s all through, each cast to float16 or
+// bfloat16 by the device. REQUIRES: the range is inside track.layout().total_bytes(), and cuts no
+// element that is cast. INTERNAL, DEVICE: the device has failed.
 absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
                                                   const Blocks& blocks, int64_t offset,
-                                                  int64_t length_bytes);
-
-// The same of float32s, each cast to `dtype` by the device, which is not the host's memory; in
-// blocks that are not float32s all through nothing is, and the result is empty. REQUIRES: `dtype`
-// is float16 or bfloat16, and no element is cut.
-absl::StatusOr<std::vector<HostPiece>> ReadBlocksCast(Device& device, const Track& track,
-                                                      const Blocks& blocks, int64_t offset,
-                                                      int64_t length_bytes, Dtype dtype);
+                                                  int64_t length_bytes,
+                                                  std::optional<Dtype> cast = std::nullopt);
 
 // The same of a track at one version, wherever its bytes are. Of a stored one: blocks on the disk,
 // and the errors of StoredTrack::Read().

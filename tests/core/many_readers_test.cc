@@ -36,6 +36,14 @@ class ManyReadersTest : public testing::Test {
     snapshot_ = *model_->PinVersion(0);
   }
 
+  static std::vector<std::byte> Joined(const std::vector<HostPiece>& pieces) {
+    std::vector<std::byte> bytes;
+    for (const HostPiece& piece : pieces) {
+      bytes.insert(bytes.end(), piece.bytes.begin(), piece.bytes.end());
+    }
+    return bytes;
+  }
+
   // Each reader has a thread, opens with `open`, and reads all. Every reader gets the same bytes.
   template <typename Open>
   void ReadByMany(const Open& open) {
@@ -49,9 +57,8 @@ class ManyReadersTest : public testing::Test {
         for (int64_t at = 0; at < reading->total_bytes(); at = reading->ChunkEnd(at)) {
           const auto pieces = reading->Read(at, reading->ChunkEnd(at) - at);
           ASSERT_THAT(pieces, IsOk());
-          for (const HostPiece& piece : *pieces) {
-            bytes.insert(bytes.end(), piece.bytes.begin(), piece.bytes.end());
-          }
+          const std::vector<std::byte> chunk = Joined(*pieces);
+          bytes.insert(bytes.end(), chunk.begin(), chunk.end());
         }
       });
     }
@@ -82,6 +89,23 @@ TEST_F(ManyReadersTest, OfHalvesCopyThemOnce) {
       [this] { return *model_->OpenReading("ema", 0, 0, Selection{.dtype = Dtype::kBFloat16}); });
   EXPECT_EQ(accelerator_->bytes_to_host() - before,
             snapshot_->tracks[0].track->layout().total_bytes() / 2);
+}
+
+TEST_F(ManyReadersTest, OfHalvesAreSentFromTheCopyThatTheyShare) {
+  const Selection halves{.tensors = {"b"}, .dtype = Dtype::kBFloat16};
+  const std::shared_ptr<Reading> reading = *model_->OpenReading("ema", 0, 0, halves);
+  const int64_t end = reading->ChunkEnd(0);
+  EXPECT_FALSE(reading->IsAtHand(0));
+  const std::vector<HostPiece> all = *reading->Read(0, end);
+  EXPECT_TRUE(reading->IsAtHand(0));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto view, model_->device().HostView(snapshot_->tracks[0].blocks[1], Dtype::kBFloat16));
+  const auto is_of_view = [&](const HostPiece& piece) { return piece.owner == view; };
+  EXPECT_TRUE(std::any_of(all.begin(), all.end(), is_of_view));
+  // A reader may go on in the middle of an element.
+  const std::vector<HostPiece> rest = *reading->Read(3, end - 5);
+  const std::vector<std::byte> expected = Joined(all);
+  EXPECT_EQ(Joined(rest), std::vector(expected.begin() + 3, expected.end() - 2));
 }
 
 TEST_F(ManyReadersTest, OfADiskReadItOnce) {
