@@ -110,8 +110,10 @@ struct RpcContext {
   Checkpoints* checkpoints = nullptr;      // Outlives this. Never null in a server.
   Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
   ServerObserver* observer = nullptr;      // Outlives this. Never null.
-  // Runs a function on the thread that reads what pulls need of the disk: a chunk each, in turn.
+  // Run a function on the thread that reads what pulls need of the disk, or waits for what they
+  // need of an accelerator: a chunk each, in turn.
   Executor disk_reader;
+  Executor device_reader;
 
  private:
   // To the log, but not as many lines as there may be calls.

@@ -46,8 +46,17 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   if (request.has_base() && base <= record_.id() &&
       model_->RemembersVersion(base.version, base.incarnation)) {
     base_version_ = base.version;
+    SkipUnchanged();
   }
   return absl::OkStatus();
+}
+
+void PullHandler::SkipUnchanged() {
+  if (!base_version_.has_value()) return;
+  while (position_ < reading_->total_bytes() &&
+         !reading_->ChunkChangedSince(*base_version_, position_)) {
+    position_ = reading_->ChunkEnd(position_);
+  }
 }
 
 absl::Status PullHandler::OpenStored() {
@@ -172,20 +181,14 @@ v1::PullHeader PullHandler::Header() const {
 }
 
 absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next() {
-  if (reading_ == nullptr) return std::nullopt;
-  if (base_version_.has_value()) {
-    while (position_ < reading_->total_bytes() &&
-           !reading_->ChunkChangedSince(*base_version_, position_)) {
-      position_ = reading_->ChunkEnd(position_);
-    }
-  }
-  if (position_ == reading_->total_bytes()) return std::nullopt;
+  if (reading_ == nullptr || position_ == reading_->total_bytes()) return std::nullopt;
   Chunk chunk{
       .offset = position_, .length_bytes = reading_->ChunkEnd(position_) - position_, .pieces = {}};
   EMA_ASSIGN_OR_RETURN(chunk.pieces, reading_->Read(chunk.offset, chunk.length_bytes));
   position_ += chunk.length_bytes;
   sent_bytes_ += chunk.length_bytes;
   ++chunk_count_;
+  SkipUnchanged();
   return chunk;
 }
 

@@ -39,6 +39,11 @@ class PullHandler {
   bool needs_disk() const {
     return on_disk_.has_value() || (reading_ != nullptr && reading_->is_stored());
   }
+  // True: Next() waits until a copy has come from the device.
+  bool needs_device() const {
+    return reading_ != nullptr && position_ < reading_->total_bytes() &&
+           !reading_->IsAtHand(position_);
+  }
 
   v1::PullHeader Header() const;
   struct Chunk {
@@ -79,6 +84,8 @@ class PullHandler {
   absl::Status OpenFromDisk(Wanted wanted);
   // Goes on once `reading_` is known.
   absl::Status Begin();
+  // Passes over chunks that the reader has.
+  void SkipUnchanged();
 
   ModelStore* const store_;
   Checkpoints* const checkpoints_;
@@ -88,7 +95,7 @@ class PullHandler {
   std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
   std::optional<int64_t> base_version_;  // The reader has what was the same then.
   int64_t offset_ = 0;                   // Where the reader wants to begin.
-  int64_t position_ = 0;                 // In the reading's bytes.
+  int64_t position_ = 0;                 // In the reading's bytes: what is sent next.
   int64_t sent_bytes_ = 0;
   int64_t chunk_count_ = 0;
 };

@@ -116,6 +116,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   for (const auto& [worker, need] : {std::pair(&rpc->quick_calls_, Need::kCheckpoints),
                                      std::pair(&rpc->saving_calls_, Need::kCheckpoints),
                                      std::pair(&rpc->disk_reader_, Need::kCheckpoints),
+                                     std::pair(&rpc->device_reader_, Need::kServing),
                                      // These may go on for minutes.
                                      std::pair(&rpc->restoring_calls_, Need::kNeither),
                                      std::pair(&rpc->computing_calls_, Need::kNeither)}) {
@@ -157,12 +158,14 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .observer = options.observer,
-           .disk_reader = [this](auto read) { return disk_reader_.Run(std::move(read)); }},
+           .disk_reader = disk_reader_.executor(),
+           .device_reader = device_reader_.executor()},
       admin_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
       connections_(options.connections),
-      disk_reader_("disk-reader", std::max(kMaxWaitingCalls, options.max_pull_streams)) {}
+      disk_reader_("disk-reader", options.max_pull_streams),
+      device_reader_("device-reader", options.max_pull_streams) {}
 
 RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
 
@@ -286,8 +289,8 @@ void RpcServer::Shutdown(absl::Time deadline) {
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
   }
-  for (Worker* const worker :
-       {&quick_calls_, &saving_calls_, &restoring_calls_, &computing_calls_, &disk_reader_}) {
+  for (Worker* const worker : {&quick_calls_, &saving_calls_, &restoring_calls_, &computing_calls_,
+                               &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();

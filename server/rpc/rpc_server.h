@@ -175,7 +175,9 @@ class RpcServer {
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls};
-  Worker disk_reader_;  // A pull has at most one function there.
+  // A pull has at most one function in either.
+  Worker disk_reader_;
+  Worker device_reader_;
 };
 
 }  // namespace ema
