@@ -19,13 +19,17 @@ namespace ema {
 namespace {
 
 constexpr int64_t kMemoryBytes = 2 * SharedRing::kBytes;
-constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
+// How long a wait may last before `stop` is asked again, and how long it need not be asked while
+// frames flow: asking may be dear, as of Python. Both together are what the header promises.
+constexpr absl::Duration kPollInterval = absl::Milliseconds(25);
 // What a label's kind says.
 enum Kind : int32_t { kMessage = 1, kMessagePart = 2, kChunk = 3 };
 
 absl::Status SystemError(const char* what) {
   return absl::UnavailableError(absl::StrCat("same-host lane: ", what, ": ", std::strerror(errno)));
 }
+
+absl::Status WaitEnded() { return absl::CancelledError("same-host lane: the wait was ended"); }
 
 // The address of an abstract socket, and its length.
 std::pair<sockaddr_un, socklen_t> AbstractAddress(const std::string& name) {
@@ -167,7 +171,15 @@ absl::Status LanePipe::CheckPeer(const Stop& stop) const {
   if (out_.broken() || in_.broken() || PeerHasGone()) {
     return absl::UnavailableError("same-host lane: the peer has gone");
   }
-  if (stop && stop()) return absl::CancelledError("same-host lane: the wait was ended");
+  if (stop && stop()) return WaitEnded();
+  return absl::OkStatus();
+}
+
+absl::Status LanePipe::AskNowAndThen(const Stop& stop) {
+  const SteadyTime now = SteadyNow();
+  if (now < ask_at_) return absl::OkStatus();
+  if (stop && stop()) return WaitEnded();
+  ask_at_ = After(now, kPollInterval);
   return absl::OkStatus();
 }
 
@@ -181,12 +193,13 @@ absl::StatusOr<std::span<std::byte>> LanePipe::WaitForFree(const Stop& stop) {
 
 absl::StatusOr<SharedRing::Filled> LanePipe::WaitForFilled(const Stop& stop) {
   while (true) {
+    EMA_RETURN_IF_ERROR(AskNowAndThen(stop));
     const std::optional<SharedRing::Filled> filled = in_.WaitForFilled(kPollInterval);
     if (filled.has_value()) {
       holds_incoming_ = true;
       return *filled;
     }
-    EMA_RETURN_IF_ERROR(CheckPeer(stop));
+    EMA_RETURN_IF_ERROR(CheckPeer(nullptr));
   }
 }
 
@@ -208,6 +221,7 @@ absl::Status LanePipe::SendMessage(const std::string& message, const Stop& stop)
 }
 
 absl::StatusOr<std::byte*> LanePipe::ReserveChunk(const Stop& stop) {
+  EMA_RETURN_IF_ERROR(AskNowAndThen(stop));
   EMA_ASSIGN_OR_RETURN(const std::span<std::byte> slot, WaitForFree(stop));
   return slot.data();
 }

@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/shared_ring.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 
@@ -25,7 +26,9 @@ std::string HostId();
 absl::StatusOr<int> ListenForLanes(const std::string& socket_name);
 
 // One end. For one thread at a time. Functions that wait ask `stop` at least every 50 ms, and end
-// with CANCELLED when it is true. UNAVAILABLE: the peer has gone, or has not kept to the rules.
+// with CANCELLED when it is true: ReserveChunk() and Receive() also while frames flow,
+// SendMessage() only while it waits, so that why a call has ended can still be said. UNAVAILABLE:
+// the peer has gone, or has not kept to the rules.
 class LanePipe {
  public:
   using Stop = std::function<bool()>;
@@ -72,6 +75,8 @@ class LanePipe {
         out_(memory_->data() + (is_client ? 0 : SharedRing::kBytes), /*may_move=*/!is_client),
         in_(memory_->data() + (is_client ? SharedRing::kBytes : 0), /*may_move=*/!is_client) {}
 
+  // CANCELLED: it is time to ask `stop`, and it is true.
+  absl::Status AskNowAndThen(const Stop& stop);
   absl::StatusOr<std::span<std::byte>> WaitForFree(const Stop& stop);
   absl::StatusOr<SharedRing::Filled> WaitForFilled(const Stop& stop);
   void ReleaseIncoming();
@@ -82,6 +87,7 @@ class LanePipe {
   SharedRing out_;
   SharedRing in_;
   bool holds_incoming_ = false;
+  SteadyTime ask_at_;  // When `stop` is to be asked next.
 };
 
 }  // namespace ema

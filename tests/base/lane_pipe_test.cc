@@ -104,6 +104,43 @@ TEST_F(LanePipeTest, AWaitEndsWhenItIsToldTo) {
               StatusIs(absl::StatusCode::kCancelled, HasSubstr("")));
 }
 
+// Nobody waits here: each frame is there when it is asked for.
+TEST_F(LanePipeTest, FramesThatFlowEndWhenTheyAreToldTo) {
+  const absl::Time start = absl::Now();
+  int asked = 0;
+  int received = 0;
+  absl::Status status;
+  while (status.ok() && absl::Now() < start + absl::Seconds(5)) {
+    ASSERT_THAT(SendBytes(*client_, 0, "bytes"), IsOk());
+    status = server_
+                 ->Receive([&] {
+                   ++asked;
+                   return absl::Now() > start + absl::Milliseconds(200);
+                 })
+                 .status();
+    ++received;
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
+  // Not for each.
+  EXPECT_LT(asked, received / 2);
+}
+
+TEST_F(LanePipeTest, AWriterWhoseFramesFlowEndsWhenItIsToldTo) {
+  const absl::Time start = absl::Now();
+  absl::Status status;
+  while (absl::Now() < start + absl::Seconds(5)) {
+    status = client_->ReserveChunk([&] { return absl::Now() > start + absl::Milliseconds(200); })
+                 .status();
+    if (!status.ok()) break;
+    client_->SendChunk(0, 1, 0);
+    ASSERT_THAT(server_->Receive(nullptr), IsOk());
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
+  // It can still say why.
+  EXPECT_THAT(client_->SendMessage("why", [] { return true; }), IsOk());
+  EXPECT_EQ(server_->Receive(nullptr)->message, "why");
+}
+
 TEST_F(LanePipeTest, WhoPassesNoMemoryIsRefused) {
   int ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
