@@ -40,8 +40,9 @@ std::pair<sockaddr_un, socklen_t> AbstractAddress(const std::string& name) {
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size)};
 }
 
-absl::StatusOr<int> NewSocket() {
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+// `flags`: 0 or SOCK_NONBLOCK.
+absl::StatusOr<int> NewSocket(int flags) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
   if (fd < 0) return SystemError("socket");
   return fd;
 }
@@ -130,7 +131,7 @@ std::string HostId() {
 }
 
 absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
-  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket());
+  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket(0));
   const auto [address, size] = AbstractAddress(socket_name);
   if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0 || listen(fd, 64) != 0) {
     absl::Status status = SystemError("listen");
@@ -141,7 +142,8 @@ absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
 }
 
 absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Connect(const std::string& socket_name) {
-  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket());
+  // A server that hangs accepts nobody, and connect() would wait for it.
+  EMA_ASSIGN_OR_RETURN(const int fd, NewSocket(SOCK_NONBLOCK));
   absl::StatusOr<std::unique_ptr<SharedMemory>> memory = OfferMemory(fd, socket_name);
   if (!memory.ok()) {
     close(fd);

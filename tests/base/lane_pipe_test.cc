@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -139,6 +140,18 @@ TEST_F(LanePipeTest, AWriterWhoseFramesFlowEndsWhenItIsToldTo) {
   // It can still say why.
   EXPECT_THAT(client_->SendMessage("why", [] { return true; }), IsOk());
   EXPECT_EQ(server_->Receive(nullptr)->message, "why");
+}
+
+TEST_F(LanePipeTest, NobodyIsWaitedForWhoDoesNotAccept) {
+  // Until no more may wait to be accepted; a wait for that would never end.
+  absl::Status status;
+  std::vector<std::unique_ptr<LanePipe>> waiting;
+  while (status.ok() && waiting.size() < 1000) {
+    absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(name_);
+    status = lane.status();
+    if (lane.ok()) waiting.push_back(*std::move(lane));
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
 }
 
 TEST_F(LanePipeTest, WhoPassesNoMemoryIsRefused) {
