@@ -168,6 +168,10 @@ absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
   if (proto.has_latest()) info.latest = FromProto(proto.latest());
   info.run_epoch = proto.run_epoch();
   for (const v1::AttachedFile& file : proto.attached_files()) {
+    // Callers make files of these names: none may lead out of its folder.
+    if (const absl::Status name = ValidateName("file", file.name()); !name.ok()) {
+      return Malformed("an attached file", name);
+    }
     info.attached_files.push_back({file.name(), file.total_bytes()});
   }
   return info;

@@ -62,7 +62,7 @@ struct ModelInfo {
   std::optional<Version> latest;
   int64_t run_epoch = 0;
   struct AttachedFile {
-    std::string name;
+    std::string name;  // As ValidateName() has it, so it may name a file in a folder.
     int64_t total_bytes = 0;
   };
   std::vector<AttachedFile> attached_files;  // By name.

@@ -117,6 +117,14 @@ TEST_F(ClientTest, RefusesAModelOnSeveralServers) {
   EXPECT_THAT(client_->ListModels(), IsOk());
 }
 
+TEST_F(ClientTest, RefusesAFileThatLeadsOutOfItsFolder) {
+  server_.edit_model = [](v1::Model& model) {
+    model.add_attached_files()->set_name("../../.ssh/authorized_keys");
+  };
+  EXPECT_THAT(client_->GetModel("m"),
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("authorized_keys")));
+}
+
 TEST_F(ClientTest, FindsARestartedServerSoon) {
   ASSERT_THAT(client_->GetModel("m"), IsOk());
   server_.Stop();

@@ -162,6 +162,18 @@ TEST(ConvertTest, MalformedModelsAreTheServersFault) {
   EXPECT_THAT(FromProto(dtype), StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("77")));
 }
 
+TEST(ConvertTest, NoAttachedFileLeadsOutOfItsFolder) {
+  for (const char* name : {"../x", "/etc/x", "a/b", "..", ".x", "", "a\nb"}) {
+    v1::Model model = TestModel();
+    model.add_attached_files()->set_name(name);
+    EXPECT_THAT(FromProto(model), StatusIs(absl::StatusCode::kInternal, HasSubstr("attached file")))
+        << name;
+  }
+  v1::Model model = TestModel();
+  model.add_attached_files()->set_name("config.json");
+  EXPECT_THAT(FromProto(model), IsOk());
+}
+
 TEST(ConvertTest, PullHeadersMustFitTheirBytes) {
   v1::PullHeader header;
   header.set_total_bytes(100);
