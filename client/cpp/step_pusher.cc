@@ -207,8 +207,8 @@ bool StepPusher::Impl::IsBack() {
   if (waits() && run_ == nullptr && !patience_.is_over()) {
     ComeBack(patience_.until());
     if (run_ == nullptr) {
-      patience_.GiveUp();
       Note(step_, AwayError());
+      patience_.GiveUp();
     }
   }
   return run_ != nullptr;
@@ -368,8 +368,8 @@ void StepPusher::Impl::PushAgain(absl::Time until) {
   ComeBack(until);
   if (!again_.has_value()) return;
   if (run_ == nullptr || absl::Now() >= until) {
-    patience_.GiveUp();
-    return Lose();
+    Lose();
+    return patience_.GiveUp();
   }
   Push push = *std::move(again_);
   again_.reset();
@@ -438,9 +438,10 @@ void StepPusher::Impl::Skip(int64_t step, const absl::Status& error,
 
 void StepPusher::Impl::Note(int64_t step, const absl::Status& error) {
   stats_.last_error = error;
-  if (options_.on_error == OnError::kRaise || (waits() && client_internal::IsWorthWaiting(error))) {
-    error_ = error;
-  }
+  // An outage that is over has been told of: the ranks may find the server at different steps, and
+  // an error that not all of them give would keep them apart.
+  const bool is_waited = waits() && !patience_.is_over() && client_internal::IsWorthWaiting(error);
+  if (is_waited || options_.on_error == OnError::kRaise) error_ = error;
   if (options_.on_skip) options_.on_skip(step, error);
 }
 

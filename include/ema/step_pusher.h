@@ -124,7 +124,9 @@ class StepPusher {
   void AfterStep(const ReadWeights& read);
 
   // With kRaise and kWait: why a step was lost since the last call, the last of several; then it is
-  // over. The training may go on, or end for it. OK: none was; with kSkip always.
+  // over. The training may go on, or end for it. OK: none was, or only steps of an outage that has
+  // been told of: those that are skipped until the server is back, and with kWait until a push has
+  // succeeded; with kSkip always.
   absl::Status TakeError();
 
   // Waits for the end of the running push, at most `timeout`; zero: the options'; with kWait an

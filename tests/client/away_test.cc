@@ -170,6 +170,36 @@ TEST_F(AwayTest, WaitEndsWithTheOutagesTime) {
   EXPECT_EQ(Pulled(), Weights());
 }
 
+TEST_F(AwayTest, AnOutageThatIsOverIsToldOnceUntilAPushHasSucceeded) {
+  Attach(OnError::kWait, absl::Milliseconds(200));
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  Step();
+  pusher_->WaitReleased();
+  EXPECT_THAT(pusher_->TakeError(), Not(IsOk()));
+  Restart();
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (pusher_->stats().is_away && absl::Now() < give_up) absl::SleepFor(absl::Milliseconds(5));
+  // It has come back, but no push has succeeded.
+  Kill();
+  Step();
+  pusher_->WaitReleased();
+  EXPECT_THAT(told_, ElementsAre(2, 3));
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  Restart();
+  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+    Step();
+    ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  }
+  // The next one is told of again.
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  Kill();
+  Step();
+  pusher_->WaitReleased();
+  EXPECT_THAT(pusher_->TakeError(), Not(IsOk()));
+}
+
 TEST_F(AwayTest, RaiseGivesTheErrorOnceAndGoesOn) {
   Attach(OnError::kRaise);
   Step();
