@@ -7,6 +7,7 @@
 #define EMA_TORCH_H_
 
 #include <ATen/Context.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -314,8 +315,9 @@ class Attachment {
   const Manifest manifest_;
   const std::set<int64_t> frozen_;  // Those that are sent.
   torch_internal::KnownSums known_sums_;
-  const std::unique_ptr<StepPusher> pusher_;
   std::set<int> gpus_;  // Those that weights have been pushed from.
+  // The last one: its end may push a step again, which reads all of the above.
+  const std::unique_ptr<StepPusher> pusher_;
 };
 
 struct PullIntoOptions {
@@ -393,7 +395,8 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 // Puts one version of a track into a module's parameters and buffers, cast to their dtypes, on
 // their devices; they stay the same tensors. Returns the version. INVALID_ARGUMENT, BAD_LAYOUT:
 // names, shapes or dtypes do not fit; the message lists them all. Other errors as Client::Pull(),
-// and INTERNAL: LibTorch fails. On any error the module is as it was.
+// and INTERNAL: LibTorch fails, as of a tensor that expand() has made. On an error the module is as
+// it was, unless a device has failed while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
                                         const PullIntoOptions& options = {}) {
@@ -417,13 +420,14 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
     pull_options.step = options.step;
     EMA_ASSIGN_OR_RETURN(const PullInfo info,
                          client.Pull(model, options.track, pull_options, target, options.timeout));
-    // Cast here, so that nothing is left that can fail when the first tensor changes.
+    // Cast and looked at here, so that nothing is left to be refused when the first tensor changes.
     std::vector<at::Tensor> values;
     for (const auto& [from, to] : pairs) {
       const PulledTensor& pulled = info.tensors[from];
       values.push_back(at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
                                      pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype))
                            .to(own.tensors[to].scalar_type()));
+      at::assert_no_internal_overlap(own.tensors[to]);
     }
     for (size_t i = 0; i < pairs.size(); ++i) {
       at::Tensor tensor = own.tensors[pairs[i].second];

@@ -44,6 +44,32 @@ TEST_F(TorchTest, TensorsThatEveryTrackIgnoresAreNotSent) {
   EXPECT_TRUE(torch::equal(net.hidden->weight, reference.average().at("hidden.weight")));
 }
 
+// LibTorch does not write to a tensor whose elements share memory: no other may have been written.
+TEST_F(TorchTest, AModuleThatCannotBeWrittenStaysAsItWas) {
+  // By name, size or place, another one comes before the one that is refused.
+  struct Expanded : torch::nn::Module {
+    explicit Expanded(bool is_expanded) {
+      const torch::Tensor one = torch::ones({1});
+      register_buffer("a", torch::ones({1}));
+      register_buffer("m", is_expanded ? one.expand({4}) : one.repeat({4}));
+      register_buffer("z", torch::ones({100}));
+    }
+  };
+  Expanded pushed(/*is_expanded=*/false);
+  const auto ema = Attach(pushed);
+  ema->WaitReleased();
+  for (at::Tensor buffer : pushed.buffers()) buffer.fill_(2);
+  ema->AfterStep();
+  ema->Close();
+  Expanded module(/*is_expanded=*/true);
+  EXPECT_THAT(PullInto(*client_, "m", module),
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("memory")));
+  for (const at::Tensor& buffer : module.buffers()) {
+    EXPECT_TRUE(torch::equal(buffer, torch::ones_like(buffer)));
+  }
+  ASSERT_THAT(PullInto(*client_, "m", pushed), IsOk());
+}
+
 TEST_F(TorchTest, ModulesOfAnotherDtypeAreAveragedInFloat32AndPulledInTheirOwn) {
   Trainer trainer;
   trainer.net.to(torch::kBFloat16);
