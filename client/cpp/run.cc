@@ -15,6 +15,14 @@ namespace ema {
 
 using client_internal::RunCore;
 
+namespace {
+
+absl::Status BadShards(std::string_view message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
+}
+
+}  // namespace
+
 class Run::Impl {
  public:
   explicit Impl(std::shared_ptr<RunCore> core) : core_(std::move(core)) {}
@@ -45,12 +53,9 @@ class Run::Impl {
 absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>>& shards,
                                     bool omits_frozen) const {
   const RankLayout& layout = core_->layout();
-  const auto error = [](std::string_view message) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
-  };
   if (shards.size() != layout.shards().size()) {
-    return error(absl::StrCat("rank ", core_->rank(), " has ", layout.shards().size(),
-                              " shards, but ", shards.size(), " were given"));
+    return BadShards(absl::StrCat("rank ", core_->rank(), " has ", layout.shards().size(),
+                                  " shards, but ", shards.size(), " were given"));
   }
   const size_t frozen_begin = shards.size() - layout.frozen_shards().size();
   for (size_t i = 0; i < shards.size(); ++i) {
@@ -59,27 +64,25 @@ absl::Status Run::Impl::CheckShards(const std::vector<std::span<const std::byte>
     const TensorSpec& tensor = core_->manifest().tensor(shard.tensor_index);
     const int64_t expected_bytes = shard.element_count() * DtypeSize(tensor.dtype);
     if (static_cast<int64_t>(shards[i].size()) != expected_bytes) {
-      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
-                                tensor.TypeString(), ") has ", expected_bytes, " bytes, but ",
-                                shards[i].size(), " were given"));
+      return BadShards(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
+                                    tensor.TypeString(), ") has ", expected_bytes, " bytes, but ",
+                                    shards[i].size(), " were given"));
     }
   }
   return absl::OkStatus();
 }
 
 absl::Status Run::Impl::CheckGpuWeights(const GpuWeights& weights) const {
-  const auto error = [](std::string_view message) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
-  };
   const size_t shard_count = core_->layout().shards().size();
   if (!weights.devices.empty() && weights.devices.size() != shard_count) {
-    return error(absl::StrCat("rank ", core_->rank(), " has ", shard_count, " shards, but ",
-                              weights.devices.size(), " devices were given"));
+    return BadShards(absl::StrCat("rank ", core_->rank(), " has ", shard_count, " shards, but ",
+                                  weights.devices.size(), " devices were given"));
   }
   for (const int device : weights.devices) {
     const auto is_of_device = [device](const GpuStream& stream) { return stream.device == device; };
     if (device >= 0 && std::none_of(weights.streams.begin(), weights.streams.end(), is_of_device)) {
-      return error(absl::StrCat("shards are on GPU ", device, ", but no stream of it was given"));
+      return BadShards(
+          absl::StrCat("shards are on GPU ", device, ", but no stream of it was given"));
     }
   }
   return absl::OkStatus();
@@ -87,25 +90,23 @@ absl::Status Run::Impl::CheckGpuWeights(const GpuWeights& weights) const {
 
 absl::Status Run::Impl::CheckStrides(const std::vector<Strides>& strides,
                                      const GpuWeights& gpu_weights) const {
-  const auto error = [](std::string_view message) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout, message);
-  };
   const absl::Span<const Shard> shards = core_->layout().shards();
   if (!strides.empty() && strides.size() != shards.size()) {
-    return error(absl::StrCat("rank ", core_->rank(), " has ", shards.size(),
-                              " shards, but strides of ", strides.size(), " were given"));
+    return BadShards(absl::StrCat("rank ", core_->rank(), " has ", shards.size(),
+                                  " shards, but strides of ", strides.size(), " were given"));
   }
   for (size_t i = 0; i < strides.size(); ++i) {
     if (strides[i].empty()) continue;
     const TensorSpec& tensor = core_->manifest().tensor(shards[i].tensor_index);
     if (strides[i].size() != shards[i].extents.size()) {
-      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
-                                tensor.TypeString(), ") was given with ", strides[i].size(),
-                                " strides"));
+      return BadShards(absl::StrCat("shard ", i, " of tensor \"", tensor.name, "\" (",
+                                    tensor.TypeString(), ") was given with ", strides[i].size(),
+                                    " strides"));
     }
     if (!gpu_weights.devices.empty() && gpu_weights.devices[i] >= 0) {
-      return error(absl::StrCat("shard ", i, " of tensor \"", tensor.name,
-                                "\" was given with strides, and on GPU ", gpu_weights.devices[i]));
+      return BadShards(absl::StrCat("shard ", i, " of tensor \"", tensor.name,
+                                    "\" was given with strides, and on GPU ",
+                                    gpu_weights.devices[i]));
     }
   }
   return absl::OkStatus();
@@ -228,6 +229,7 @@ absl::StatusOr<Version> Run::Push(int64_t step, const TrainingTime& time,
 absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfinished,
                                             absl::Duration timeout) {
   Client::Impl& client = impl_->core().client();
+  EMA_RETURN_IF_ERROR(client.fork_guard().Check());
   client_internal::Interrupt interrupt(&client.options().is_interrupted);
   return impl_->core().QueryPush(step, abandon_if_unfinished, client.Deadline(timeout), &interrupt,
                                  /*retry=*/true);
@@ -236,6 +238,7 @@ absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfini
 absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
                                          absl::Duration timeout) {
   Client::Impl& client = impl_->core().client();
+  EMA_RETURN_IF_ERROR(client.fork_guard().Check());
   client_internal::Interrupt interrupt(&client.options().is_interrupted);
   return impl_->core().GiveUp(step, why, client.Deadline(timeout), &interrupt);
 }

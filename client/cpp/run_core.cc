@@ -166,13 +166,14 @@ void RunCore::Rejoin() {
 
 absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
                                                 absl::Time deadline, Interrupt* interrupt,
-                                                bool retry) {
+                                                bool retry, std::string_view give_up_reason) {
   v1::QueryPushRequest request;
   request.set_model(model());
   request.set_run_epoch(run_epoch());
   request.set_step(step);
   request.set_rank(rank());
   request.set_abandon_if_unfinished(abandon_if_unfinished);
+  request.set_give_up_reason(std::string(give_up_reason));
   v1::QueryPushResponse response;
   const auto query = [&](Call& call) {
     return Client::Impl::UnaryOnce(&v1::EmaService::Stub::PrepareAsyncQueryPush, request, &response,
@@ -189,19 +190,8 @@ absl::StatusOr<PushProgress> RunCore::GiveUp(int64_t step, std::string_view why,
   // Not in the middle of a character.
   size_t length = std::min(why.size(), kMaxBytes);
   while (length < why.size() && length > 0 && (why[length] & 0xC0) == 0x80) --length;
-  v1::QueryPushRequest request;
-  request.set_model(model());
-  request.set_run_epoch(run_epoch());
-  request.set_step(step);
-  request.set_rank(rank());
-  request.set_abandon_if_unfinished(true);
-  request.set_give_up_reason(std::string(why.substr(0, length)));
-  v1::QueryPushResponse response;
-  EMA_RETURN_IF_ERROR(client_->Try(deadline, interrupt, [&](Call& call) {
-    return Client::Impl::UnaryOnce(&v1::EmaService::Stub::PrepareAsyncQueryPush, request, &response,
-                                   call);
-  }));
-  return FromProto(response);
+  return QueryPush(step, /*abandon_if_unfinished=*/true, deadline, interrupt, /*retry=*/false,
+                   why.substr(0, length));
 }
 
 int64_t RunCore::connection_count() const {

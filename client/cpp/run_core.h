@@ -61,9 +61,10 @@ class RunCore {
   // Makes the next WaitReady() ask the server: it does not know the run (any more).
   void Rejoin() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // With `retry`, as Client's other calls; else one try.
+  // With `retry`, as Client's other calls; else one try. `give_up_reason`: as the request's.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
-                                         absl::Time deadline, Interrupt* interrupt, bool retry);
+                                         absl::Time deadline, Interrupt* interrupt, bool retry,
+                                         std::string_view give_up_reason = {});
 
   // Tries once to drop the step for good, because of `why`.
   absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Time deadline,
