@@ -29,14 +29,21 @@ Json ToJsonList(const std::vector<Item>& items) {
 
 }  // namespace
 
-absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text) {
-  VersionOrLabel result;
-  if (absl::SimpleAtoi(absl::string_view(text.data(), text.size()), &result.version)) {
-    if (result.version > 0) return result;
+absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_t incarnation) {
+  VersionOrLabel result{.id = {.version = 0, .incarnation = incarnation}, .label = {}};
+  int64_t& version = result.id.version;
+  if (absl::SimpleAtoi(absl::string_view(text.data(), text.size()), &version)) {
+    if (version > 0) return result;
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("version ", result.version, ": must be 1 or more, or a label"));
+                     absl::StrCat("version ", version, ": must be 1 or more, or a label"));
   }
   EMA_RETURN_IF_ERROR(ValidateName("label", text));
+  if (incarnation != 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+                     absl::StrCat("--incarnation ", incarnation,
+                                  ": goes with a version's number, and not with label \"",
+                                  std::string(text), "\""));
+  }
   result.label = std::string(text);
   return result;
 }
@@ -96,11 +103,11 @@ absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& o
 }
 
 absl::Status Rollback(const Session& session, const RollbackOptions& options) {
-  EMA_ASSIGN_OR_RETURN(const VersionOrLabel to, ParseVersionOrLabel(options.to));
+  EMA_ASSIGN_OR_RETURN(const VersionOrLabel to,
+                       ParseVersionOrLabel(options.to, options.incarnation));
   const absl::StatusOr<Version> version =
       to.label.empty()
-          ? session.client->RestoreCheckpoint(options.model, VersionId{.version = to.version},
-                                              session.disk_timeout())
+          ? session.client->RestoreCheckpoint(options.model, to.id, session.disk_timeout())
           : session.client->RestoreCheckpoint(options.model, to.label, session.disk_timeout());
   EMA_RETURN_IF_ERROR(version.status());
   if (session.json) {

@@ -17,11 +17,12 @@ namespace ema::cli {
 
 // Which version the user means.
 struct VersionOrLabel {
-  int64_t version = 0;
+  VersionId id;
   std::string label;  // If not empty: the one that has it.
 };
-// A number above 0 is a version, anything else a label. INVALID_ARGUMENT, BAD_NAME: neither.
-absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text);
+// A number above 0 is a version, counted in `incarnation` (0: any), anything else a label.
+// INVALID_ARGUMENT, BAD_NAME: neither. INVALID_ARGUMENT, BAD_REQUEST: a label, of an incarnation.
+absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_t incarnation = 0);
 
 struct CheckpointOptions {
   std::string model;
@@ -36,6 +37,7 @@ absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& o
 struct RollbackOptions {
   std::string model;
   std::string to;  // As ParseVersionOrLabel() reads it.
+  int64_t incarnation = 0;
 };
 absl::Status Rollback(const Session& session, const RollbackOptions& options);
 

@@ -2,6 +2,7 @@
 #include "client/cli/commands.h"
 
 #include <cstdio>
+#include <optional>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -112,7 +113,9 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
     }
     return options.count == 0 || --left > 0;
   };
-  return session.client->Watch(options.model, options.after, on_version,
+  std::optional<VersionId> after;
+  if (options.after.has_value()) after = {*options.after, options.incarnation};
+  return session.client->Watch(options.model, after, on_version,
                                session.has_timeout ? session.timeout : absl::InfiniteDuration());
 }
 

@@ -53,7 +53,8 @@ absl::Status Versions(const Session& session, const std::string& model);
 struct WatchOptions {
   std::string model;
   std::optional<int64_t> after;
-  int64_t count = 0;  // 0: no end.
+  int64_t incarnation = 0;  // Of `after`.
+  int64_t count = 0;        // 0: no end.
 };
 // Waits for ever, or as long as the user's time-out for each commit.
 absl::Status Watch(const Session& session, const WatchOptions& options);

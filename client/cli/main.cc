@@ -94,7 +94,6 @@ struct Options {
   ema::cli::PullOptions pull;
   ema::cli::StatisticsOptions statistics;
   ema::cli::SynthesizeOptions synthesize;
-  std::string pull_version;
   ema::cli::CheckpointOptions checkpoint;
   std::string directory;  // Of `checkpoint verify` and `copy`.
   std::string to;         // Of `checkpoint copy`.
@@ -149,6 +148,22 @@ void AddModel(CLI::App* sub, std::string& model) {
   sub->add_option("model", model, "Name of the model")->required();
 }
 
+// Behind `version`, the option of a version's number.
+void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
+  sub->add_option("--incarnation", incarnation,
+                  "Life of the server in which that number was counted, as --json shows it "
+                  "(default: any)")
+      ->check(CLI::PositiveNumber)
+      ->needs(version);
+}
+
+CLI::Option* AddVersion(CLI::App* sub, int64_t& version, int64_t& incarnation, const char* help) {
+  CLI::Option* const option =
+      sub->add_option("--version", version, help)->check(CLI::PositiveNumber);
+  AddIncarnation(sub, option, incarnation);
+  return option;
+}
+
 // A command that is a family of others.
 CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
   CLI::App* const family = app.add_subcommand(name, help);
@@ -170,8 +185,8 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
       Add(family, chosen, "create", "Save a version, by default the newest, and wait for the disk",
           [&](const Session& session) { return CreateCheckpoint(session, checkpoint); });
   AddModel(sub, checkpoint.model);
-  sub->add_option("--version", checkpoint.request.version, "Version (default: the newest)")
-      ->check(CLI::PositiveNumber);
+  AddVersion(sub, checkpoint.request.version, checkpoint.request.incarnation,
+             "Version (default: the newest)");
   sub->add_option("--track", checkpoint.request.tracks,
                   "Only this track, repeatable: for serving, not for a server to start from "
                   "(default: all)")
@@ -225,9 +240,11 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
             "Make a new version that is what an earlier one was; the run that pushes ends",
             [&](const Session& session) { return Rollback(session, options.rollback); });
   AddModel(sub, options.rollback.model);
-  sub->add_option("--to", options.rollback.to, "A version's number, or a label")
-      ->required()
-      ->check(CheckVersionOrLabel);
+  CLI::Option* const to =
+      sub->add_option("--to", options.rollback.to, "A version's number, or a label")
+          ->required()
+          ->check(CheckVersionOrLabel);
+  AddIncarnation(sub, to, options.rollback.incarnation);
   sub->add_flag("--yes", options.yes, "Really")->required();
 
   ema::cli::LabelOptions& label = options.label;
@@ -239,8 +256,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
             [&](const Session& session) { return SetLabel(session, label); });
   add_label(sub);
-  sub->add_option("--version", label.id.version, "Version (default: the newest)")
-      ->check(CLI::PositiveNumber);
+  AddVersion(sub, label.id.version, label.id.incarnation, "Version (default: the newest)");
   add_label(Add(labels, chosen, "remove", "Take a name away",
                 [&](const Session& session) { return RemoveLabel(session, label); }));
   AddModel(Add(labels, chosen, "list", "List a model's labels",
@@ -251,9 +267,8 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(app, chosen, "metric", "Report a score for a version; the best one gets the label",
             [&](const Session& session) { return ReportMetric(session, options.metric); });
   AddModel(sub, options.metric.model);
-  sub->add_option("--version", metric.id.version, "Version that was evaluated")
-      ->required()
-      ->check(CLI::PositiveNumber);
+  AddVersion(sub, metric.id.version, metric.id.incarnation, "Version that was evaluated")
+      ->required();
   sub->add_option("--value", metric.value, "The score")->required();
   sub->add_flag("--lower-is-better", metric.lower_is_better, "As for a loss");
   sub->add_option("--label", metric.label, "Which label (default: best)");
@@ -374,9 +389,8 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
       "statistics", "Show the norms of a version's averages and their distances from the weights",
       [&](const Session& session) { return ema::cli::Statistics(session, options.statistics); });
   add_model(sub, options.statistics.model);
-  sub->add_option("--version", options.statistics.request.id.version,
-                  "Version (default: the newest)")
-      ->check(CLI::PositiveNumber);
+  AddVersion(sub, options.statistics.request.id.version, options.statistics.request.id.incarnation,
+             "Version (default: the newest)");
   sub->add_option("--track", options.statistics.request.tracks,
                   "Only this track, repeatable (default: all that average a tensor)")
       ->take_all();
@@ -384,27 +398,23 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = add("watch", "Print every commit as it happens",
             [&](const Session& session) { return ema::cli::Watch(session, options.watch); });
   add_model(sub, options.watch.model);
-  sub->add_option("--after", options.watch.after,
-                  "Begin after this version; 0: with the oldest (default: now)")
-      ->check(CLI::NonNegativeNumber);
+  CLI::Option* const after =
+      sub->add_option("--after", options.watch.after,
+                      "Begin after this version; 0: with the oldest (default: now)")
+          ->check(CLI::NonNegativeNumber);
+  AddIncarnation(sub, after, options.watch.incarnation);
   sub->add_option("--count", options.watch.count, "End after so many commits")
       ->check(CLI::PositiveNumber);
 
   sub = add("pull", "Write the weights of a track to a safetensors file, or a Hugging Face folder",
-            [&](const Session& session) {
-              if (!options.pull_version.empty()) {
-                const auto version = *ema::cli::ParseVersionOrLabel(options.pull_version);
-                options.pull.request.version = version.version;
-                options.pull.request.label = version.label;
-              }
-              return ema::cli::Pull(session, options.pull);
-            });
+            [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
   add_model(sub, options.pull.model);
   sub->add_option("--track", options.pull.track, "Name of the track")->required();
   CLI::Option* const pull_version =
-      sub->add_option("--version", options.pull_version,
+      sub->add_option("--version", options.pull.version,
                       "A version's number, or a label (default: the newest)")
           ->check(CheckVersionOrLabel);
+  AddIncarnation(sub, pull_version, options.pull.request.incarnation);
   sub->add_option("--step", options.pull.request.step,
                   "Instead: the version of this step of the trainer")
       ->check(CLI::NonNegativeNumber)

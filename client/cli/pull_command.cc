@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/attached_files.h"
+#include "client/cli/checkpoint_commands.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/pulled_file.h"
@@ -130,6 +131,12 @@ absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& ma
 
 absl::Status Pull(const Session& session, const PullOptions& options) {
   Client::PullOptions request = options.request;
+  if (!options.version.empty()) {
+    EMA_ASSIGN_OR_RETURN(const VersionOrLabel wanted,
+                         ParseVersionOrLabel(options.version, request.incarnation));
+    request.version = wanted.id.version;
+    request.label = wanted.label;
+  }
   if (!options.dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
   }

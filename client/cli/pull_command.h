@@ -26,7 +26,8 @@ struct PullOptions {
   std::string model;
   std::string track;
   Client::PullOptions request;
-  std::string dtype;                // Empty: as the server keeps them.
+  std::string version;  // As ParseVersionOrLabel() reads it, into `request`. Empty: not given.
+  std::string dtype;    // Empty: as the server keeps them.
   std::vector<std::string> slices;  // As ParseSlice() reads them.
   // A file, or a folder if it is one or ends in "/".
   std::string output;

@@ -91,7 +91,7 @@ absl::Status Watcher::OnMessage(grpc::ByteBuffer& message) {
 
 }  // namespace
 
-absl::Status Client::Watch(std::string_view model, std::optional<int64_t> after,
+absl::Status Client::Watch(std::string_view model, std::optional<VersionId> after,
                            const std::function<bool(const Version&, int64_t skipped)>& on_version,
                            absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = impl_->options().timeout;
@@ -100,7 +100,8 @@ absl::Status Client::Watch(std::string_view model, std::optional<int64_t> after,
   v1::WatchRequest request;
   request.set_model(std::string(model));
   if (after.has_value()) {
-    request.set_after_version(*after);
+    request.set_after_version(after->version);
+    request.set_incarnation(after->incarnation);
   } else {
     // "From now on" is fixed here, so that what is committed while a connection is broken is not
     // lost.

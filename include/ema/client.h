@@ -431,11 +431,11 @@ class Client {
                                 absl::Duration timeout,
                                 const std::function<void(int64_t)>& on_progress = nullptr);
 
-  // Calls `on_version` for each commit after version `after` (absent: from now on), in this thread,
-  // until it returns false (OK), an error, or `timeout` without any commit (DEADLINE_EXCEEDED).
-  // Reconnects by itself and goes on where it was. `skipped` counts versions whose records were
-  // gone.
-  absl::Status Watch(std::string_view model, std::optional<int64_t> after,
+  // Calls `on_version` for each commit after version `after` (absent: from now on; incarnation 0:
+  // that number, in whichever server life), in this thread, until it returns false (OK), an error,
+  // or `timeout` without any commit (DEADLINE_EXCEEDED). Reconnects by itself and goes on where it
+  // was. `skipped` counts versions whose records were gone.
+  absl::Status Watch(std::string_view model, std::optional<VersionId> after,
                      const std::function<bool(const Version&, int64_t skipped)>& on_version,
                      absl::Duration timeout = absl::InfiniteDuration());
 

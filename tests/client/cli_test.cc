@@ -261,17 +261,19 @@ TEST(SliceTest, IsReadAsNumPyWritesIt) {
 }
 
 TEST(VersionOrLabelTest, NumbersAreVersionsAndNamesAreLabels) {
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionOrLabel number, ParseVersionOrLabel("12"));
-  EXPECT_EQ(number.version, 12);
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionOrLabel number, ParseVersionOrLabel("12", 3));
+  EXPECT_EQ(number.id, (VersionId{.version = 12, .incarnation = 3}));
   EXPECT_EQ(number.label, "");
   EMA_ASSERT_OK_AND_ASSIGN(const VersionOrLabel label, ParseVersionOrLabel("resume-12"));
-  EXPECT_EQ(label.version, 0);
+  EXPECT_EQ(label.id, VersionId());
   EXPECT_EQ(label.label, "resume-12");
   for (const char* text : {"0", "-3", "", "a b", "../best"}) {
     EXPECT_THAT(ParseVersionOrLabel(text),
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("must be")))
         << text;
   }
+  EXPECT_THAT(ParseVersionOrLabel("best", 3),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("--incarnation 3")));
 }
 
 Client::CheckpointInfo SomeCheckpoint() {

@@ -121,7 +121,7 @@ TEST_F(ForkTest, AChildLeavesItsParentsObjectsAlone) {
               const bool is_right =
                   is_refused(client->GetModel("m").status()) &&
                   is_refused(client->OpenRun("m", {}).status()) &&
-                  is_refused(client->Watch("m", 1, nullptr)) &&
+                  is_refused(client->Watch("m", VersionId{.version = 1}, nullptr)) &&
                   is_refused(run->Push(2, time, {weights}, absl::Seconds(1)).status()) &&
                   is_refused(run->QueryPush(1, true).status()) &&
                   is_refused(run->GiveUp(1, "why", absl::Seconds(1)).status()) &&

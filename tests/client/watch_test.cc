@@ -28,7 +28,7 @@ class WatchTest : public testing::Test {
  protected:
   void SetUp() override { EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address())); }
 
-  absl::Status Watch(std::optional<int64_t> after, size_t count,
+  absl::Status Watch(std::optional<VersionId> after, size_t count,
                      absl::Duration timeout = absl::Seconds(20)) {
     return client_->Watch(
         "m", after,
@@ -46,7 +46,7 @@ class WatchTest : public testing::Test {
 
 TEST_F(WatchTest, GivesEveryCommitUntilToldToStop) {
   server_.watch_scripts = {{.versions = {Record(1, 4), Record(1, 5), Record(1, 6)}, .hold = true}};
-  EXPECT_THAT(Watch(3, 2), IsOk());
+  EXPECT_THAT(Watch(VersionId{.version = 3}, 2), IsOk());
   EXPECT_THAT(seen_, ElementsAre(4, 5));
   EXPECT_EQ(server_.watches()[0].after_version(), 3);
   EXPECT_EQ(server_.watches()[0].incarnation(), 0);
@@ -57,7 +57,7 @@ TEST_F(WatchTest, GoesOnWhereItWas) {
       {.versions = {Record(1, 4)}},
       {.end = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "x")},
       {.versions = {Record(1, 5)}, .hold = true}};
-  EXPECT_THAT(Watch(3, 2), IsOk());
+  EXPECT_THAT(Watch(VersionId{.version = 3}, 2), IsOk());
   EXPECT_THAT(seen_, ElementsAre(4, 5));
   EXPECT_EQ(server_.watches()[2].after_version(), 4);
   EXPECT_EQ(server_.watches()[2].incarnation(), 1);
@@ -66,8 +66,17 @@ TEST_F(WatchTest, GoesOnWhereItWas) {
 TEST_F(WatchTest, SkipsWhatItHasSeenBeforeARestart) {
   server_.watch_scripts = {{.versions = {Record(1, 4), Record(1, 5)}},
                            {.versions = {Record(1, 4), Record(1, 5), Record(2, 6)}, .hold = true}};
-  EXPECT_THAT(Watch(3, 3), IsOk());
+  EXPECT_THAT(Watch(VersionId{.version = 3}, 3), IsOk());
   EXPECT_THAT(seen_, ElementsAre(4, 5, 6));
+}
+
+TEST_F(WatchTest, KnowsTheLivesOfAServerApart) {
+  // It has gone back to version 4.
+  server_.watch_scripts = {{.versions = {Record(1, 4), Record(2, 5), Record(2, 6)}, .hold = true}};
+  EXPECT_THAT(Watch(VersionId{.version = 9, .incarnation = 1}, 2), IsOk());
+  EXPECT_THAT(seen_, ElementsAre(5, 6));
+  EXPECT_EQ(server_.watches()[0].after_version(), 9);
+  EXPECT_EQ(server_.watches()[0].incarnation(), 1);
 }
 
 TEST_F(WatchTest, FromNowOnMeansFromTheCall) {
@@ -89,7 +98,7 @@ TEST_F(WatchTest, FromNowOnBeforeTheFirstCommitMissesNone) {
 TEST_F(WatchTest, EndsWithoutCommitsAfterTheTimeOut) {
   server_.watch_scripts = {{.hold = true}};
   const absl::Time start = absl::Now();
-  EXPECT_THAT(Watch(1, 1, absl::Milliseconds(150)),
+  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Milliseconds(150)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for 150ms")));
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
   EXPECT_THAT(seen_, IsEmpty());
@@ -97,7 +106,7 @@ TEST_F(WatchTest, EndsWithoutCommitsAfterTheTimeOut) {
 
 TEST_F(WatchTest, TheTimeOutCountsWhileTheServerIsAway) {
   server_.Stop();
-  EXPECT_THAT(Watch(1, 1, absl::Milliseconds(150)),
+  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Milliseconds(150)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("refused")));
 }
 
@@ -105,7 +114,7 @@ TEST_F(WatchTest, EndsWithTheModel) {
   server_.watch_scripts = {
       {.versions = {Record(1, 2)},
        .end = MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound, "deleted")}};
-  EXPECT_THAT(Watch(1, 5), ReasonIs(ErrorReason::kModelNotFound));
+  EXPECT_THAT(Watch(VersionId{.version = 1}, 5), ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(seen_, ElementsAre(2));
 }
 
@@ -116,8 +125,9 @@ TEST_F(WatchTest, AnInterruptEndsIt) {
                                        return absl::Now() - start > absl::Milliseconds(100);
                                      }});
   ASSERT_THAT(client, IsOk());
-  EXPECT_THAT((*client)->Watch("m", 1, [](const Version&, int64_t) { return true; }),
-              StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EXPECT_THAT(
+      (*client)->Watch("m", VersionId{.version = 1}, [](const Version&, int64_t) { return true; }),
+      StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
   EXPECT_LT(absl::Now() - start, absl::Seconds(5));
 }
 

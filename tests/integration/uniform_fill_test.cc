@@ -92,7 +92,7 @@ class UniformFillTest : public testing::Test {
     options.same_host_lane = false;
     const auto client = *Client::Create(proxy_->address(), options);
     const absl::Status status =
-        client->Watch(kFillModel, 0, [this](const Version& version, int64_t skipped) {
+        client->Watch(kFillModel, VersionId(), [this](const Version& version, int64_t skipped) {
           history_.OnVersion(version, skipped);
           return true;
         });

@@ -38,8 +38,10 @@ Watcher::~Watcher() {
 
 void Watcher::Watch(const std::string& model, std::optional<int64_t> after,
                     absl::Duration timeout) {
+  std::optional<VersionId> id;
+  if (after.has_value()) id = VersionId{.version = *after};
   const absl::Status end = client_->Watch(
-      model, after,
+      model, id,
       [this](const Version& version, int64_t skipped) {
         absl::MutexLock lock(&mu_);
         items_.push_back({version, skipped});
