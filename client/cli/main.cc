@@ -533,7 +533,10 @@ int main(int argc, char** argv) {
            "File of a bearer token, for a server that asks for one; or EMA_TOKEN has the token");
   app.add_flag("--json", options.json, "Print JSON");
   const CLI::Option* const timeout =
-      app.add_option("--timeout", options.timeout, "How long a call may take")
+      app.add_option(
+             "--timeout", options.timeout,
+             "How long a call may take; if not given, 10m for one that waits for the server's "
+             "disk or moves a whole version")
           ->check(CheckDuration)
           ->capture_default_str();
   AddCommands(app, options, command);

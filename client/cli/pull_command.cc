@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/pull_command.h"
 
-#include <unistd.h>
-
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -44,10 +42,10 @@ std::optional<int64_t> ParseBound(absl::string_view text, int64_t otherwise) {
 // A file that takes its name when it is whole.
 absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   FileSystem& files = PosixFileSystem();
-  const std::string temporary_path = absl::StrCat(path, ".tmp-", getpid());
+  const std::string temporary_path = TemporaryPath(path);
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                       files.NewWritableFile(temporary_path));
   const auto write = [&]() -> absl::Status {
-    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                         files.NewWritableFile(temporary_path));
     EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(bytes))));
     EMA_RETURN_IF_ERROR(file->Sync());
     EMA_RETURN_IF_ERROR(file->Close());
@@ -59,12 +57,11 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   return status;
 }
 
-absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& options) {
+absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& options,
+                                  const ModelInfo& model) {
   if (!options.config_from.empty()) return ReadDescribingFiles({options.config_from});
-  EMA_ASSIGN_OR_RETURN(const ModelInfo info,
-                       session.client->GetModel(options.model, session.timeout));
   Files files;
-  for (const ModelInfo::AttachedFile& file : info.attached_files) {
+  for (const ModelInfo::AttachedFile& file : model.attached_files) {
     EMA_ASSIGN_OR_RETURN(files[file.name], session.client->GetAttachedFile(options.model, file.name,
                                                                            session.timeout));
   }
@@ -80,13 +77,10 @@ absl::Status CheckFolder(const std::string& folder) {
       absl::StrCat(index, ": the folder has weights in pieces; take another, or remove them"));
 }
 
-absl::Status WriteFolder(const std::string& folder, const Files& files) {
+absl::Status MakeFolder(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) return absl::UnknownError(absl::StrCat(folder, ": ", error.message()));
-  for (const auto& [name, bytes] : files) {
-    EMA_RETURN_IF_ERROR(WriteFile(JoinPath(folder, name), bytes));
-  }
   return absl::OkStatus();
 }
 
@@ -140,13 +134,11 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   if (!options.dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
   }
-  if (!options.slices.empty()) {
-    EMA_ASSIGN_OR_RETURN(const ModelInfo model,
-                         session.client->GetModel(options.model, session.timeout));
-    for (const std::string& text : options.slices) {
-      EMA_ASSIGN_OR_RETURN(request.selection.slices.emplace_back(),
-                           ParseSlice(text, model.manifest));
-    }
+  // The pull itself waits long, also for a server: that there is one now shows here.
+  EMA_ASSIGN_OR_RETURN(const ModelInfo model,
+                       session.client->GetModel(options.model, session.timeout));
+  for (const std::string& text : options.slices) {
+    EMA_ASSIGN_OR_RETURN(request.selection.slices.emplace_back(), ParseSlice(text, model.manifest));
   }
   std::error_code ignored;
   const bool is_folder =
@@ -158,7 +150,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   Files files;
   if (is_folder) {
     EMA_RETURN_IF_ERROR(CheckFolder(options.output));
-    EMA_ASSIGN_OR_RETURN(files, FilesBeside(session, options));
+    EMA_ASSIGN_OR_RETURN(files, FilesBeside(session, options, model));
   } else if (const auto there = std::filesystem::status(options.output, ignored);
              exists(there) && !is_regular_file(there)) {
     // A rename would put a file in its place: of /dev/null, too.
@@ -173,7 +165,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
     info = session.client->Pull(
         options.model, options.track, request,
         [&](const PullInfo& coming) -> absl::StatusOr<std::span<std::byte>> {
-          if (is_folder) EMA_RETURN_IF_ERROR(WriteFolder(options.output, files));
+          if (is_folder) EMA_RETURN_IF_ERROR(MakeFolder(options.output));
           total_bytes = coming.total_bytes;
           // transformers insists on "format".
           return file.Reserve(coming, {{"format", "pt"},
@@ -182,9 +174,13 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
                                        {"step", absl::StrCat(coming.version.step)},
                                        {"version", absl::StrCat(coming.version.number)}});
         },
-        session.timeout, [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
+        session.disk_timeout(), [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
   }
   EMA_RETURN_IF_ERROR(info.status());
+  // Not before all weights are there: a pull that fails leaves the folder as it was.
+  for (const auto& [name, bytes] : files) {
+    EMA_RETURN_IF_ERROR(WriteFile(JoinPath(options.output, name), bytes));
+  }
   EMA_RETURN_IF_ERROR(file.Commit());
   std::vector<std::string> beside;
   for (const auto& entry : files) beside.push_back(entry.first);

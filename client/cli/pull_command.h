@@ -35,8 +35,9 @@ struct PullOptions {
   // Empty: those that are attached to the model.
   std::string config_from;
 };
-// Makes the folder if it is not there; its weights, one file, come last. FAILED_PRECONDITION: it
-// has weights in pieces, which would be read in place of ours.
+// Makes the folder if it is not there; its small files are written when all weights have come, and
+// these, one file, take their place last. FAILED_PRECONDITION: it has weights in pieces, which
+// would be read in place of ours.
 absl::Status Pull(const Session& session, const PullOptions& options);
 
 }  // namespace ema::cli

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,12 @@ std::string ParentOf(const std::string& path) {
 }
 
 }  // namespace
+
+std::string TemporaryPath(const std::string& path) {
+  std::random_device random;
+  return absl::StrCat(path, ".tmp-", absl::Hex(random(), absl::kZeroPad8),
+                      absl::Hex(random(), absl::kZeroPad8));
+}
 
 PulledFile::~PulledFile() { Discard(); }
 
@@ -55,9 +62,9 @@ absl::StatusOr<std::span<std::byte>> PulledFile::Reserve(
   file_bytes_ = header_bytes_ + data_bytes;
   tensors_ = info.tensors;
 
-  const std::string temporary_path = absl::StrCat(path_, ".tmp-", getpid());
+  const std::string temporary_path = TemporaryPath(path_);
   fd_ = open(temporary_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd_ < 0) return SystemError("make a file beside");
+  if (fd_ < 0) return SystemError(absl::StrCat("make ", temporary_path, " beside"));
   temporary_path_ = temporary_path;
   const int64_t reserved_bytes = header_bytes_ + info.total_bytes;
   // Blocks, not a hole: a full disk shows here and not as a SIGBUS later.

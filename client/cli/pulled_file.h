@@ -17,7 +17,11 @@
 
 namespace ema::cli {
 
-// Grows as "<path>.tmp-<pid>" beside its target, and takes its place when it is complete: a reader
+// A name beside `path` that nothing has: what a process left behind that was killed does not stand
+// in the way of the next one, which in a container has the same number.
+std::string TemporaryPath(const std::string& path);
+
+// Grows as TemporaryPath() beside its target, and takes its place when it is complete: a reader
 // sees the old file, or the new one. The pulled bytes land in the mapped file, so a model of any
 // size fits. Not thread-safe.
 class PulledFile {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -25,6 +26,7 @@
 namespace ema::cli {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -231,7 +233,21 @@ TEST_F(PulledFileTest, APullMayStartOver) {
 TEST_F(PulledFileTest, ReportsAFolderThatIsNotThere) {
   PulledFile file(Path("none/out"));
   EXPECT_THAT(file.Reserve(info_, {}),
-              StatusIs(absl::StatusCode::kUnknown, HasSubstr("No such file")));
+              StatusIs(absl::StatusCode::kUnknown,
+                       AllOf(HasSubstr("No such file"), HasSubstr("none/out.tmp-"))));
+}
+
+// As in a container, where each process is number 1.
+TEST_F(PulledFileTest, WhatAKilledProcessOfTheSameNumberLeftIsNotInTheWay) {
+  std::ofstream(Path("out.tmp-") + std::to_string(getpid())) << "left";
+  PulledFile file(Path("out"));
+  ASSERT_THAT(file.Reserve(info_, {}), IsOk());
+  ASSERT_THAT(file.Commit(), IsOk());
+  EXPECT_EQ(FileCount(), 2U);
+  const mode_t mask = umask(0);
+  umask(mask);
+  EXPECT_EQ(std::filesystem::status(Path("out")).permissions(),
+            static_cast<std::filesystem::perms>(0666 & ~mask));
 }
 
 TEST(SliceTest, IsReadAsNumPyWritesIt) {

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/pull_command.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "tests/client/fake_server.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::cli {
+namespace {
+
+using ::testing::UnorderedElementsAre;
+
+class PullCommandTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    char path[] = "/tmp/ema_pull_test.XXXXXX";
+    ASSERT_NE(mkdtemp(path), nullptr);
+    folder_ = path;
+    for (const char* name : {"out", "from"}) std::filesystem::create_directory(folder_ / name);
+    server_.pulled_bytes.assign(5500, 'x');
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address()));
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  absl::Status PullIntoFolder() {
+    return Pull({.client = client_.get(), .json = true}, {.model = "m",
+                                                          .track = "ema",
+                                                          .output = folder_ / "out/",
+                                                          .config_from = folder_ / "from"});
+  }
+  std::string Read(const char* name) const {
+    std::ostringstream text;
+    text << std::ifstream(folder_ / name).rdbuf();
+    return text.str();
+  }
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_ / "out")) {
+      names.push_back(entry.path().filename());
+    }
+    return names;
+  }
+
+  std::filesystem::path folder_;
+  FakeServer server_{*Manifest::Create({{.name = "w", .shape = {4}}})};
+  std::unique_ptr<Client> client_;
+};
+
+TEST_F(PullCommandTest, AFailedPullLeavesTheFolderAsItWas) {
+  std::ofstream(folder_ / "out/config.json") << "old";
+  std::ofstream(folder_ / "from/config.json") << "new";
+  server_.pull_scripts = {{.wrong_digest = true}};
+  EXPECT_THAT(PullIntoFolder(), ReasonIs(ErrorReason::kDigestMismatch));
+  EXPECT_EQ(Read("out/config.json"), "old");
+  EXPECT_THAT(Names(), UnorderedElementsAre("config.json"));
+  ASSERT_THAT(PullIntoFolder(), IsOk());
+  EXPECT_EQ(Read("out/config.json"), "new");
+  EXPECT_THAT(Names(), UnorderedElementsAre("config.json", "model.safetensors"));
+}
+
+}  // namespace
+}  // namespace ema::cli
