@@ -62,6 +62,25 @@ std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
 }
 
+Json ToJson(const Schedule& schedule) {
+  Json fields = Json::object();
+  for (const auto& [field, value] : schedule.ToFields()) fields[field] = value;
+  return fields;
+}
+
+// As the Python package has them.
+const char* NonFiniteName(NonFinitePolicy policy) {
+  switch (policy) {
+    case NonFinitePolicy::kReject:
+      return "reject";
+    case NonFinitePolicy::kSkipTensor:
+      return "skip";
+    case NonFinitePolicy::kAllow:
+      return "allow";
+  }
+  return "unknown";
+}
+
 Json ToJson(const VersionId& id) {
   return {{"version", id.version}, {"incarnation", id.incarnation}};
 }
@@ -112,6 +131,7 @@ Json ToJson(const Version& version) {
           {"tracks", std::move(tracks)},
           {"skipped_tensor_count", version.skipped_tensor_count},
           {"skipped_tensors", version.skipped_tensors},
+          {"wire_dtype", std::string(WireDtypeName(version.wire_dtype))},
           {"restored_from",
            version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()},
           {"statistics", std::move(statistics)}};
@@ -153,17 +173,16 @@ Json ToJson(const TensorSpec& spec) {
 }
 
 Json ToJson(const TrackConfig& track) {
-  Json schedule = Json::object();
-  for (const auto& [field, value] : track.schedule.ToFields()) schedule[field] = value;
   Json rules = Json::array();
   for (const TensorRule& rule : track.tensor_rules) {
-    rules.push_back(
-        {{"pattern", rule.pattern}, {"action", std::string(TensorActionName(rule.action))}});
+    rules.push_back({{"pattern", rule.pattern},
+                     {"action", std::string(TensorActionName(rule.action))},
+                     {"schedule", rule.schedule.has_value() ? ToJson(*rule.schedule) : Json()}});
   }
   const TrainingDuration interval = track.schedule.update_interval();
   return {
       {"name", track.name},
-      {"schedule", std::move(schedule)},
+      {"schedule", ToJson(track.schedule)},
       {"update_interval", interval.value > 0 ? Json(interval.ToString()) : Json()},
       {"tensor_rules", std::move(rules)},
       {"buffers", std::string(TensorActionName(track.buffers))},
@@ -186,6 +205,7 @@ Json ToJson(const ModelInfo& model) {
                {"pending_tracks", std::move(pending)},
                {"plan_revision", model.plan_revision},
                {"max_pinned_versions", model.max_pinned_versions},
+               {"non_finite", NonFiniteName(model.non_finite)},
                {"reserved_bytes", model.reserved_bytes},
                {"run_epoch", model.run_epoch},
                {"latest", model.latest.has_value() ? ToJson(*model.latest) : Json()}};
@@ -228,12 +248,16 @@ std::string DescribeUpdates(const Version& version) {
 }
 
 std::string DescribeVersion(const Version& version) {
-  return absl::StrCat(LocalTime(version.commit_time), "  version ", version.number, "  step ",
-                      version.step, "  ", version.time.ToString(), "  ",
-                      version.restored_from.has_value()
-                          ? absl::StrCat("rolled back to version ", version.restored_from->version)
-                          : absl::StrCat("updated ", DescribeUpdates(version)),
-                      "\n");
+  return absl::StrCat(
+      LocalTime(version.commit_time), "  version ", version.number, "  step ", version.step, "  ",
+      version.time.ToString(), "  ",
+      version.restored_from.has_value()
+          ? absl::StrCat("rolled back to version ", version.restored_from->version)
+          : absl::StrCat("updated ", DescribeUpdates(version)),
+      version.wire_dtype == WireDtype::kAsPushed
+          ? ""
+          : absl::StrCat("  sent as ", std::string(WireDtypeName(version.wire_dtype))),
+      "\n");
 }
 
 std::string StatisticsTable(const std::vector<TrackStatistics>& statistics) {
@@ -301,7 +325,8 @@ std::string DescribeModel(const ModelInfo& model) {
   std::string text = absl::StrCat(
       "model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
       FormatBytes(model.manifest.total_bytes()), " as pushed; ", FormatBytes(model.reserved_bytes),
-      " reserved; at most ", model.max_pinned_versions, " versions pinned\n");
+      " reserved; at most ", model.max_pinned_versions,
+      " versions pinned; of floats that are not finite: ", NonFiniteName(model.non_finite), "\n");
   if (model.latest.has_value()) {
     absl::StrAppend(&text, "latest: ", DescribeVersion(*model.latest));
   } else {

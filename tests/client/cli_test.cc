@@ -359,6 +359,25 @@ TEST(StatisticsOutputTest, SaysWhatThereIs) {
             R"({"track":"alone","norm":15000000000.0,"distance":null}])");
 }
 
+TEST(ModelOutputTest, SaysEverythingInJson) {
+  ModelInfo model;
+  model.name = "m";
+  model.non_finite = NonFinitePolicy::kSkipTensor;
+  model.latest.emplace().wire_dtype = WireDtype::kBFloat16;
+  model.tracks = {{.name = "ema", .schedule = *Schedule::Parse("half_life=200ba")}};
+  model.tracks[0].tensor_rules = {
+      {.pattern = "stem.*", .schedule = *Schedule::Parse("smoothing=0.5")},
+      {.pattern = "head.*", .action = TensorAction::kIgnore}};
+  const Json json = ToJson(model);
+  EXPECT_EQ(json["non_finite"], "skip");
+  EXPECT_EQ(json["latest"]["wire_dtype"], "bfloat16");
+  EXPECT_EQ(json["tracks"][0]["tensor_rules"].dump(),
+            R"([{"pattern":"stem.*","action":"average","schedule":{"smoothing":"0.5"}},)"
+            R"({"pattern":"head.*","action":"ignore","schedule":null}])");
+  EXPECT_THAT(DescribeModel(model),
+              AllOf(HasSubstr("not finite: skip\n"), HasSubstr("sent as bfloat16\n")));
+}
+
 class WeightsFileTest : public testing::Test {
  protected:
   void SetUp() override {
