@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -277,9 +276,11 @@ absl::Status Explain(const ExplainOptions& options, bool json) {
     total = *parsed;
   }
   EMA_ASSIGN_OR_RETURN(const Explanation explanation, ExplainSchedule(schedule, total));
-  const std::string text = json ? ToJson(explanation).dump(2) + "\n" : ExplanationText(explanation);
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
+  if (json) {
+    PrintJson(ToJson(explanation));
+  } else {
+    Print(ExplanationText(explanation));
+  }
   return absl::OkStatus();
 }
 
