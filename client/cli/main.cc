@@ -44,7 +44,7 @@ constexpr char kFooter[] =
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
     "with ,update_interval=10ba and the like behind it (emactl explain --help lists them; "
-    "besides, with sigma_rel: snapshot_interval=1000ba); repeatable";
+    "besides, with sigma_rel: snapshot_interval=1000ba)";
 
 volatile sig_atomic_t interrupted = 0;
 void OnSignal(int) { interrupted = 1; }
@@ -58,17 +58,24 @@ void CatchSignals() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-// A check for CLI11: its error, or "".
-std::string CheckTrack(const std::string& text) {
-  const auto track = ema::cli::ParseTrackOption(text);
-  return track.ok() ? "" : std::string(track.status().message());
-}
-
-std::string CheckVersionOrLabel(const std::string& text) {
-  const auto parsed = ema::cli::ParseVersionOrLabel(text);
+// Checks for CLI11: an error, or "".
+template <typename Parsed>
+std::string ErrorOf(const absl::StatusOr<Parsed>& parsed) {
   return parsed.ok() ? "" : std::string(parsed.status().message());
 }
-
+std::string CheckTrack(const std::string& text) {
+  return ErrorOf(ema::cli::ParseTrackOption(text));
+}
+std::string CheckVersionOrLabel(const std::string& text) {
+  return ErrorOf(ema::cli::ParseVersionOrLabel(text));
+}
+// Of a label that is given: --version and --to take one that is a number for a version's.
+std::string CheckLabel(const std::string& text) {
+  const auto parsed = ema::cli::ParseVersionOrLabel(text);
+  return parsed.ok() && parsed->label.empty()
+             ? "must not be a number: --version would take it for a version's"
+             : ErrorOf(parsed);
+}
 std::string CheckDuration(const std::string& text) {
   absl::Duration duration;
   return absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()
@@ -148,6 +155,12 @@ void AddModel(CLI::App* sub, std::string& model) {
   sub->add_option("model", model, "Name of the model")->required();
 }
 
+// Can be given several times, each with one value: what comes behind that is not its.
+CLI::Option* AddRepeatable(CLI::App* sub, const char* name, std::vector<std::string>& values,
+                           const std::string& help) {
+  return sub->add_option(name, values, help + ", repeatable")->take_all()->allow_extra_args(false);
+}
+
 // Behind `version`, the option of a version's number.
 void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
   sub->add_option("--incarnation", incarnation,
@@ -187,11 +200,10 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   AddModel(sub, checkpoint.model);
   AddVersion(sub, checkpoint.request.version, checkpoint.request.incarnation,
              "Version (default: the newest)");
-  sub->add_option("--track", checkpoint.request.tracks,
-                  "Only this track, repeatable: for serving, not for a server to start from "
-                  "(default: all)")
-      ->take_all();
-  sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it");
+  AddRepeatable(sub, "--track", checkpoint.request.tracks,
+                "Only this track, for serving, not for a server to start from (default: all)");
+  sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it")
+      ->check(CheckLabel);
   sub->add_flag("--no-wait", checkpoint.request.async, "Return before it is on the disk");
 
   sub = Add(family, chosen, "list", "List what is on the disk, being saved, or could not be",
@@ -251,11 +263,11 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& labels = AddFamily(app, "label", "Names for versions, which retention keeps");
   const auto add_label = [&](CLI::App* command) {
     AddModel(command, label.model);
-    command->add_option("label", label.label, "Name, such as stable")->required();
+    return command->add_option("label", label.label, "Name, such as stable")->required();
   };
   sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
             [&](const Session& session) { return SetLabel(session, label); });
-  add_label(sub);
+  add_label(sub)->check(CheckLabel);
   AddVersion(sub, label.id.version, label.id.incarnation, "Version (default: the newest)");
   add_label(Add(labels, chosen, "remove", "Take a name away",
                 [&](const Session& session) { return RemoveLabel(session, label); }));
@@ -271,7 +283,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
       ->required();
   sub->add_option("--value", metric.value, "The score")->required();
   sub->add_flag("--lower-is-better", metric.lower_is_better, "As for a loss");
-  sub->add_option("--label", metric.label, "Which label (default: best)");
+  sub->add_option("--label", metric.label, "Which label (default: best)")->check(CheckLabel);
 }
 
 // Declares what is about the server itself.
@@ -333,7 +345,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Safetensors file, or Hugging Face folder, with tensors of the model's names, "
                   "dtypes and shapes")
       ->required();
-  sub->add_option("--track", options.tracks, kTrackHelp)->required()->take_all()->check(CheckTrack);
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
   sub->add_option("--max-pinned", options.create.model_options.max_pinned_versions,
                   "Versions that readers may hold at once (default: the server's)")
       ->check(CLI::Range(1, 64));
@@ -348,7 +360,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   add_model(sub, options.import.model);
   sub->add_option("--from", options.import.from, "Safetensors file, or Hugging Face folder")
       ->required();
-  sub->add_option("--track", options.tracks, kTrackHelp)->required()->take_all()->check(CheckTrack);
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
   sub->add_option("--step", options.import.step,
                   "Step of the weights, after which training goes on (default: 0)")
       ->check(CLI::NonNegativeNumber);
@@ -363,13 +375,11 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
     return ema::cli::Update(session, options.update);
   });
   add_model(sub, options.update.model);
-  sub->add_option("--track", options.tracks, kTrackHelp)->take_all()->check(CheckTrack);
-  sub->add_option("--remove", options.update.changes.remove, "Name of a track to forget")
-      ->take_all();
-  sub->add_option("--pause", options.update.changes.pause, "Name of a track to leave as it is")
-      ->take_all();
-  sub->add_option("--resume", options.update.changes.resume, "Name of a paused track to go on with")
-      ->take_all();
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(CheckTrack);
+  AddRepeatable(sub, "--remove", options.update.changes.remove, "Name of a track to forget");
+  AddRepeatable(sub, "--pause", options.update.changes.pause, "Name of a track to leave as it is");
+  AddRepeatable(sub, "--resume", options.update.changes.resume,
+                "Name of a paused track to go on with");
 
   add("list", "List the models", [](const Session& session) { return ema::cli::List(session); });
 
@@ -391,9 +401,8 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   add_model(sub, options.statistics.model);
   AddVersion(sub, options.statistics.request.id.version, options.statistics.request.id.incarnation,
              "Version (default: the newest)");
-  sub->add_option("--track", options.statistics.request.tracks,
-                  "Only this track, repeatable (default: all that average a tensor)")
-      ->take_all();
+  AddRepeatable(sub, "--track", options.statistics.request.tracks,
+                "Only this track (default: all that average a tensor)");
 
   sub = add("watch", "Print every commit as it happens",
             [&](const Session& session) { return ema::cli::Watch(session, options.watch); });
@@ -419,16 +428,13 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Instead: the version of this step of the trainer")
       ->check(CLI::NonNegativeNumber)
       ->excludes(pull_version);
-  sub->add_option("--tensors", options.pull.request.selection.tensors,
-                  "Only these: names, or patterns such as 'encoder.*' (default: all)");
-  sub->add_option(
-      "--dtype", options.pull.dtype,
-      "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
-  sub->add_option(
-         "--slice", options.pull.slices,
-         "A box of a tensor, such as 'head.weight[0:10,5:]', repeatable; besides, only what "
-         "--tensors says")
-      ->take_all();
+  AddRepeatable(sub, "--tensors", options.pull.request.selection.tensors,
+                "Only this: a name, or a pattern such as 'encoder.*' (default: all)");
+  sub->add_option("--dtype", options.pull.dtype,
+                  "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
+  AddRepeatable(sub, "--slice", options.pull.slices,
+                "A box of a tensor, such as 'head.weight[0:10,5:]'; besides, only what --tensors "
+                "says");
   sub->add_option("-o,--output", options.pull.output,
                   "File to write, or folder/: model.safetensors and the model's attached files")
       ->required()
@@ -453,9 +459,8 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("--step", request.step,
                   "Step at which the average stands (default: the newest that is stored)")
       ->check(CLI::PositiveNumber);
-  sub->add_option("--track", request.tracks,
-                  "Track to build from, repeatable (default: all that fit together)")
-      ->take_all();
+  AddRepeatable(sub, "--track", request.tracks,
+                "Track to build from (default: all that fit together)");
 
   sub = add("delete", "Forget a model; its checkpoints stay on the disk, unless purged",
             [&](const Session& session) { return ema::cli::Delete(session, options.remove); });
