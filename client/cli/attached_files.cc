@@ -37,7 +37,7 @@ absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& path) {
       files.push_back(it->path().string());
     }
   }
-  if (error) return absl::UnavailableError(absl::StrCat(path, ": ", error.message()));
+  if (error) return absl::UnknownError(absl::StrCat(path, ": ", error.message()));
   std::sort(files.begin(), files.end());
   return files;
 }

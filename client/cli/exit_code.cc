@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/exit_code.h"
 
+#include "ema/error_reason.h"
+
 namespace ema::cli {
 
 int ExitCode(const absl::Status& status) {
@@ -19,6 +21,9 @@ int ExitCode(const absl::Status& status) {
     case absl::StatusCode::kUnauthenticated:
       return kExitRefused;
     case absl::StatusCode::kUnavailable:
+      // A server that is there, and cannot write to its disk.
+      if (GetErrorReason(status) == ErrorReason::kStoreReadOnly) return kExitRefused;
+      return kExitNoServer;
     case absl::StatusCode::kDeadlineExceeded:
       return kExitNoServer;
     case absl::StatusCode::kCancelled:
@@ -26,6 +31,10 @@ int ExitCode(const absl::Status& status) {
     default:
       return kExitOther;
   }
+}
+
+int LocalExitCode(const absl::Status& status) {
+  return absl::IsUnavailable(status) ? kExitOther : ExitCode(status);
 }
 
 }  // namespace ema::cli

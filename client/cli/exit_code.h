@@ -18,6 +18,8 @@ inline constexpr int kExitNoServer = 5;
 inline constexpr int kExitInterrupted = 130;
 
 int ExitCode(const absl::Status& status);
+// Of a command that asks no server: what is unavailable there is a disk.
+int LocalExitCode(const absl::Status& status);
 
 }  // namespace ema::cli
 

@@ -35,11 +35,10 @@ using ema::Schedule;
 using ema::cli::Session;
 
 constexpr char kFooter[] =
-    "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track or version; 4 "
-    "refused\n"
-    "(invalid, exists otherwise, not in this state, no room); 5 no server, or no answer in time; "
-    "130\n"
-    "interrupted. An error goes to stderr; with --json as {\"error\": {code, reason, message}}.\n";
+    "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track, version or file;\n"
+    "4 refused (invalid, exists otherwise, not in this state, no room); 5 no server, or no answer\n"
+    "in time; 130 interrupted. An error goes to stderr; with --json as {\"error\": {code, reason,\n"
+    "message}}.\n";
 
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
@@ -66,6 +65,7 @@ std::string ErrorOf(const absl::StatusOr<Parsed>& parsed) {
 std::string CheckTrack(const std::string& text) {
   return ErrorOf(ema::cli::ParseTrackOption(text));
 }
+std::string CheckDtype(const std::string& text) { return ErrorOf(ema::ParseDtype(text)); }
 std::string CheckVersionOrLabel(const std::string& text) {
   return ErrorOf(ema::cli::ParseVersionOrLabel(text));
 }
@@ -146,7 +146,9 @@ CLI::App* Add(CLI::App& app, Command& chosen, const char* name, const char* help
               std::function<absl::Status(const Session&)> run, bool needs_server = true) {
   CLI::App* const sub = app.add_subcommand(name, help);
   sub->callback([&chosen, run = std::move(run), needs_server] {
-    chosen = {.run = run, .needs_server = needs_server};
+    chosen = {.run = run,
+              .needs_server = needs_server,
+              .exit_code = needs_server ? &ema::cli::ExitCode : &ema::cli::LocalExitCode};
   });
   return sub;
 }
@@ -431,7 +433,8 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   AddRepeatable(sub, "--tensors", options.pull.request.selection.tensors,
                 "Only this: a name, or a pattern such as 'encoder.*' (default: all)");
   sub->add_option("--dtype", options.pull.dtype,
-                  "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)");
+                  "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)")
+      ->check(CheckDtype);
   AddRepeatable(sub, "--slice", options.pull.slices,
                 "A box of a tensor, such as 'head.weight[0:10,5:]'; besides, only what --tensors "
                 "says");

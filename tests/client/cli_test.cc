@@ -20,6 +20,7 @@
 #include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
 #include "client/cli/weights_file.h"
+#include "ema/error_reason.h"
 #include "server/checkpoint/safetensors.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -94,6 +95,10 @@ TEST(ExitCodeTest, FollowsTheHelp) {
   EXPECT_EQ(ExitCode(absl::InvalidArgumentError("")), 4);
   EXPECT_EQ(ExitCode(absl::UnavailableError("")), 5);
   EXPECT_EQ(ExitCode(absl::DeadlineExceededError("")), 5);
+  EXPECT_EQ(ExitCode(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "")),
+            4);
+  EXPECT_EQ(LocalExitCode(absl::UnavailableError("")), 1);
+  EXPECT_EQ(LocalExitCode(absl::NotFoundError("")), 3);
 }
 
 TEST(BenchTest, SpeedsHaveTheirMedianAndRange) {
