@@ -140,7 +140,36 @@ def test_exit_codes(emactl, pushed, tmp_path):
     assert not out.exists()
     weights = tmp_path / "weights.safetensors"
     assert emactl("create", pushed, "--from", weights, "--track", "fast=21ba").returncode == 4
+    assert emactl("create", "m", "--from", tmp_path / "none", "--track", "f=1ba").returncode == 3
+    assert emactl("pull", pushed, "--track", "raw", "--dtype", "f", "-o", out).returncode == 2
     assert emactl("list", address="127.0.0.1:1").returncode == 5
+
+
+def test_a_repeatable_option_takes_one_value(emactl, pushed, tmp_path):
+    out = tmp_path / "x.safetensors"
+    result = emactl("pull", "--tensors", "a", "--tensors", "b", pushed, "--track", "raw", "-o", out)
+    assert result.returncode == 0, result.stderr
+    assert set(load_file(out)) == {"a", "b"}
+
+
+def test_a_number_is_no_label(emactl, pushed):
+    refused = emactl("label", "set", pushed, "7")
+    assert refused.returncode == 2 and "must not be a number" in refused.stderr
+
+
+def test_versions_of_another_life(emactl, client, pushed, tmp_path):
+    mine = client.model(pushed).latest.incarnation
+    of = ["--version", "1", "--incarnation"]
+    assert emactl("statistics", pushed, *of, str(mine)).returncode == 0
+    assert emactl("statistics", pushed, *of, str(mine + 1)).returncode == 3
+    out = tmp_path / "x.safetensors"
+    assert emactl("pull", pushed, "--track", "raw", *of, str(mine), "-o", out).returncode == 0
+    watched = emactl(
+        "watch", pushed, "--after", "99", "--incarnation", str(mine - 1), "--count", "1"
+    )
+    assert "version 1 " in watched.stdout, watched.stderr
+    of = ["--version", "best", "--incarnation", str(mine)]
+    assert emactl("pull", pushed, "--track", "raw", *of, "-o", out).returncode == 4
 
 
 @pytest.mark.parametrize(
