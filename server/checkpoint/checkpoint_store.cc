@@ -110,15 +110,15 @@ absl::Status CheckpointStore::Start(absl::Time now) {
 absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
   // The clock keeps it growing when the directory is lost, the names of the checkpoints when the
   // file is.
-  EMA_ASSIGN_OR_RETURN(const int64_t highest, HighestIncarnation());
-  int64_t incarnation = std::max(highest + 1, IncarnationWithoutStore(now));
+  EMA_ASSIGN_OR_RETURN(int64_t before, HighestIncarnation());
   const absl::StatusOr<std::string> text =
       file_system_.ReadSmallFile(JoinPath(options_.data_dir, kIncarnationFileName), 64);
   if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
   int64_t stored = 0;
-  if (text.ok() && absl::SimpleAtoi(*text, &stored) && stored < INT64_MAX) {
-    incarnation = std::max(incarnation, stored + 1);
+  if (text.ok() && absl::SimpleAtoi(*text, &stored) && stored <= INT64_MAX - kIncarnationsPerLife) {
+    before = std::max(before, stored);
   }
+  const int64_t incarnation = std::max(before + kIncarnationsPerLife, IncarnationWithoutStore(now));
   EMA_RETURN_IF_ERROR(
       ReplaceFile(options_.data_dir, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
   incarnation_ = incarnation;

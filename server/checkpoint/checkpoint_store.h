@@ -92,8 +92,15 @@ class CheckpointStore {
   // Frees the lock. REQUIRES: no call is running.
   ~CheckpointStore() = default;
 
-  // Of this life of the server; above that of every earlier one. Constant.
+  // Of this life of the server; above all that an earlier one's models and runs have taken.
+  // Constant.
   int64_t incarnation() const { return incarnation_; }
+  // So many from incarnation() on are this life's: each model that is created takes one, each run
+  // that is opened an epoch. Only the first is on the disk, and the clock may be set back: so the
+  // next life begins after the last of them. Enough for 124 days of 100 runs a second; and from
+  // the microseconds since 1970 it takes more than 6 million starts to reach 2^53, from where on
+  // a double, as JavaScript's numbers are, does not tell one from the next.
+  static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 30;
 
   struct Loaded {
     std::string model;

@@ -568,12 +568,45 @@ TEST(CheckpointStoreTest, OptionsAreChecked) {
 
 TEST(IncarnationTest, GrowsWithEveryStart) {
   FakeFileSystem files;
-  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(100))->incarnation(), 100);
-  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(100))->incarnation(), 101);
+  constexpr int64_t kLife = CheckpointStore::kIncarnationsPerLife;
+  const int64_t first = IncarnationWithoutStore(kNow);
+  const auto start_at = [&](int64_t micros) {
+    return OpenStore(files, kNow + absl::Microseconds(micros))->incarnation() - first;
+  };
+  EXPECT_EQ(start_at(0), 0);
+  EXPECT_EQ(start_at(0), kLife);
   // Also when the clock goes back.
-  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(50))->incarnation(), 102);
-  EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(500))->incarnation(), 500);
+  EXPECT_EQ(start_at(-50), 2 * kLife);
+  EXPECT_EQ(start_at(3 * kLife + 1), 3 * kLife + 1);
   EXPECT_EQ(IncarnationWithoutStore(absl::FromUnixMicros(500)), 500);
+}
+
+TEST(IncarnationTest, NoneOfALifesModelsAndRunsIsUsedAgainAfterTheClockWasSetBack) {
+  FakeFileSystem files;
+  const auto create = [](Restarted& server, const std::string& name) {
+    ModelConfig config;
+    config.name = name;
+    config.manifest = MakeManifest({{"w", Dtype::kFloat32, {3}}});
+    config.tracks = {{"raw", MakeSchedule("copy")}};
+    return server.models.Create(config)->model;
+  };
+  const auto push = [](const std::shared_ptr<Model>& model) {
+    TestRank rank(model, "launch");
+    EXPECT_THAT(rank.Join(), IsOk());
+    EXPECT_THAT(rank.Push(10, BytesOf({1, 1, 1})), IsOk());
+    return *model->latest();
+  };
+  VersionRecord first;
+  {
+    Restarted server(files, kNow + absl::Hours(1));
+    create(server, "a");
+    first = push(create(server, "b"));
+  }
+  // Nothing has been saved.
+  Restarted server(files, kNow);
+  const VersionRecord second = push(create(server, "b"));
+  EXPECT_GT(second.id(), first.id());
+  EXPECT_GT(second.run_epoch, first.run_epoch);
 }
 
 TEST(SyncLatchTest, LatchesOnAFailedFsyncAndOnNothingElse) {
@@ -598,7 +631,8 @@ TEST(IncarnationTest, GrowsWhenItsFileIsLost) {
   EXPECT_THAT(OpenStore(files)->Save(*versions.model, versions[1]), IsOk());
   for (const char* bad : {"", "x", "-5\n", "99999999999999999999\n", "9223372036854775807\n"}) {
     files.FileBytes("/data/INCARNATION") = bad;
-    EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(3))->incarnation(), kTestIncarnation + 1)
+    EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(3))->incarnation(),
+              kTestIncarnation + CheckpointStore::kIncarnationsPerLife)
         << bad;
   }
 }
