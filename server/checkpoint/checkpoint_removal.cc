@@ -31,7 +31,7 @@ absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::s
   }
   const absl::Status status =
       file_system_.Rename(JoinPath(folder.path, name),
-                          JoinPath(folder.path, std::string(kTemporaryPrefix) + std::string(name)));
+                          JoinPath(folder.path, std::string(kTemporaryPrefix).append(name)));
   if (status.ok() || absl::IsNotFound(status)) return true;
   absl::MutexLock lock(&folder.state_mu);
   folder.is_indexed = false;  // It is still there, perhaps.

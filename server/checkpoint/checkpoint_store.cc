@@ -23,14 +23,6 @@ constexpr std::string_view kIncarnationFileName = "INCARNATION";
 // For what a checkpoint holds besides the weights.
 constexpr int64_t kSpareBytes = int64_t{1} << 20;
 
-bool HasPrefix(std::string_view text, std::string_view prefix) {
-  return text.substr(0, prefix.size()) == prefix;
-}
-
-std::string WithPrefix(std::string_view prefix, std::string_view name) {
-  return std::string(prefix) + std::string(name);
-}
-
 absl::Status IgnoreAlreadyExists(const absl::Status& status) {
   return absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
 }
@@ -248,7 +240,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
                                   keep ? "to be kept, and room for one more, take " : "takes ",
                                   needed_bytes, " bytes, the disk has ", free_bytes, " left"));
   }
-  const std::string temporary = JoinPath(folder.path, WithPrefix(kTemporaryPrefix, name));
+  const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   EMA_RETURN_IF_ERROR(file_system_.RemoveTree(temporary));
   absl::StatusOr<CheckpointManifest> written =
       WriteCheckpoint(file_system_, latch_, temporary, model, snapshot, write_options);
@@ -343,7 +335,7 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
 
 absl::Status CheckpointStore::ReplaceFile(const std::string& directory, std::string_view name,
                                           const std::string& text) {
-  const std::string temporary = JoinPath(directory, WithPrefix(kTemporaryPrefix, name));
+  const std::string temporary = JoinPath(directory, std::string(kTemporaryPrefix).append(name));
   if (const absl::Status status = file_system_.RemoveFile(temporary); !absl::IsNotFound(status)) {
     EMA_RETURN_IF_ERROR(status);
   }
@@ -361,7 +353,7 @@ absl::Status CheckpointStore::ClearTemporary(const std::string& directory) {
                        file_system_.ListDirectory(directory));
   bool is_synced = false;
   for (const DirectoryEntry& entry : entries) {
-    if (!HasPrefix(entry.name, kTemporaryPrefix)) continue;
+    if (!entry.name.starts_with(kTemporaryPrefix)) continue;
     // Or a power failure could bring a half-removed checkpoint back under its old name.
     if (!is_synced) EMA_RETURN_IF_ERROR(Sync(directory));
     is_synced = true;
