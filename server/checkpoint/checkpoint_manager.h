@@ -104,9 +104,13 @@ class CheckpointManager final : public Checkpoints {
   // Waits until all that was asked for with SaveRequest::async has ended, and what is due by
   // itself. For tests.
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
-  // Reads every checkpoint of all models again; sets bad ones aside. How many these were. Blocks
-  // for as long as that takes; ends early when Drain() begins.
-  int64_t Scrub(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
+  struct ScrubReport {
+    int64_t bad_count = 0;    // Set aside.
+    bool is_complete = true;  // False: Drain() has begun.
+  };
+  // Reads every checkpoint of all models again; sets bad ones aside. Blocks for as long as that
+  // takes; ends within a few MiB when Drain() begins.
+  ScrubReport Scrub(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Checkpoints ---
 

@@ -28,10 +28,11 @@ void CheckpointManager::SetAside(Model& model, const std::string& name,
   if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
 }
 
-int64_t CheckpointManager::Scrub(ModelStore& models) {
+CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   // Of the disk's time, readers and savers get the rest.
   constexpr int kRestPerRead = 9;
-  int64_t bad_count = 0;
+  ScrubReport report;
+  const auto rest = [&](absl::Duration time) { return report.is_complete = Rest(time); };
   for (const std::shared_ptr<Model>& model : models.List()) {
     const std::string& model_name = model->config().name;
     const auto all = store_->ListNames(model_name);
@@ -39,7 +40,7 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
     for (const CheckpointStore::Stored& stored : *all) {
       if (!stored.problem.ok()) continue;
       while (store_->is_saving()) {
-        if (!Rest(absl::Seconds(1))) return bad_count;
+        if (!rest(absl::Seconds(1))) return report;
       }
       const SteadyTime begin = SteadyNow();
       {
@@ -49,26 +50,31 @@ int64_t CheckpointManager::Scrub(ModelStore& models) {
         Pacer pacer(*model);
         const absl::Status status =
             VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,
-                             [&pacer] { pacer.Rest(); })
+                             [&] {
+                               pacer.Rest();
+                               const bool goes_on = Rest(absl::ZeroDuration());
+                               return goes_on ? absl::OkStatus() : absl::CancelledError();
+                             })
                 .status();
         // Of a deleted model the files go, which is no fault of theirs.
         if (absl::IsDataLoss(status) && model->closed().ok()) {
           SetAside(*model, stored.name, status);
-          ++bad_count;
+          ++report.bad_count;
         }
       }
-      if (!Rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return bad_count;
+      if (!rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return report;
     }
   }
-  return bad_count;
+  return report;
 }
 
 void CheckpointManager::RunScrub() {
   while (Rest(options_.scrub_interval)) {
     const SteadyTime begin = SteadyNow();
-    const int64_t bad_count = Scrub(*models_);
+    const ScrubReport report = Scrub(*models_);
+    if (!report.is_complete) return;
     LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
-          {{"bad", bad_count},
+          {{"bad", report.bad_count},
            {"seconds", absl::ToDoubleSeconds(absl::FromChrono(SteadyNow() - begin))}});
   }
 }

@@ -247,7 +247,10 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   // What is answered for has been read back.
   Pacer pacer(model);
   if (written.ok()) {
-    written = VerifyCheckpoint(file_system_, temporary, nullptr, [&pacer] { pacer.Rest(); });
+    written = VerifyCheckpoint(file_system_, temporary, nullptr, [&pacer] {
+      pacer.Rest();
+      return absl::OkStatus();
+    });
   }
   if (const absl::Status kept = keep && written.ok() ? Keep(temporary) : absl::OkStatus();
       !kept.ok()) {

@@ -81,13 +81,12 @@ absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string
 absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_path, TensorKind kind,
                            const TensorFiles& files, const Manifest& manifest,
                            absl::Span<const TensorAction> actions, const StorageLayout& layout,
-                           const std::function<void()>& rest) {
+                           const RestBetweenReads& rest) {
   EMA_ASSIGN_OR_RETURN(
       const std::unique_ptr<TensorReader> reader,
       TensorReader::Open(file_system, track_path, kind, files, manifest, actions, layout));
   return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
-    if (rest != nullptr) rest();
-    return absl::OkStatus();
+    return rest != nullptr ? rest() : absl::OkStatus();
   });
 }
 
@@ -164,7 +163,7 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
 
 absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
                          const CheckpointManifest& checkpoint, const CheckpointTrack& track,
-                         const std::function<void()>& rest) {
+                         const RestBetweenReads& rest) {
   EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
   const Manifest& manifest = checkpoint.manifest;
@@ -249,7 +248,7 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track,
-                                                    const std::function<void()>& rest) {
+                                                    const RestBetweenReads& rest) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
   if (!exists) return absl::NotFoundError("there is no such checkpoint");
   EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));

@@ -41,17 +41,20 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
                                         const CheckpointTrack& track, const absl::Status& status)>;
 
+using RestBetweenReads = std::function<absl::Status()>;
+
 // Reads every byte of the checkpoint at `path`, from the disk where it can, and compares it with
 // the checksums. Returns its manifest. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing,
 // or the folder has the name of another version's checkpoint; the message names track, and file or
 // tensor. FAILED_PRECONDITION: written by a newer server. NOT_FOUND: there is nothing at `path`.
 // UNAVAILABLE: the disk failed. Of several problems it is the first; with `on_track`, which may be
-// empty, tracks after that are still read. Calls `rest`, if it is given, after every few MiB.
-// Blocks on the disk for as long as it takes to read all.
+// empty, tracks after that are still read. Calls `rest`, if it is given, after every few MiB; an
+// error of it ends the reading and is returned. Blocks on the disk for as long as it takes to read
+// all.
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track = nullptr,
-                                                    const std::function<void()>& rest = nullptr);
+                                                    const RestBetweenReads& rest = nullptr);
 
 // FAILED_PRECONDITION: there is a file in the folders of `checkpoint` that is no part of it, so
 // that VerifyCheckpoint() says nothing of it; the message names it. Other errors as

@@ -209,7 +209,7 @@ TEST_F(CheckpointLabelsTest, ALabelOfWhatHasGoneBadStaysAndSaysSo) {
   }
   files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
   TestServer server(files_);
-  EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 1);
   EXPECT_THAT(server.manager().FindLabel(server.model(), "best"),
               AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
                     StatusIs(absl::StatusCode::kDataLoss, HasSubstr("label \"best\": version 1"))));

@@ -678,20 +678,39 @@ TEST_F(CheckpointManagerTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
   TestServer server(files_);
   server.PushTo(1);
   EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
-  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 0);
   files_.FileBytes(absl::StrCat(kTestFolder, "/", saved.name, "/tracks/raw/model.safetensors"))
       .back() ^= 1;
-  EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 1);
   server.manager().AwaitIdle();
   EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
   EXPECT_THAT(listing.checkpoints, SizeIs(2));
   EXPECT_THAT(server.Complete(), ElementsAre(1));
   ASSERT_THAT(server.errors(), SizeIs(1));
   EXPECT_THAT(server.errors()[0], HasSubstr("track \\\"raw\\\""));
-  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 0);
   const auto after = files_.AfterCrash(PowerLoss::kNothing);
   TestServer next(*after);
   EXPECT_EQ(next.version(), 1);
+}
+
+TEST_F(CheckpointManagerTest, AScrubEndsInTheMiddleOfACheckpointWhenTheDrainBegins) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  server.PushTo(2);
+  const std::string tracks = absl::StrCat(kTestFolder, "/", saved.name, "/tracks/");
+  server.models().Drain(absl::InfinitePast());
+  std::vector<std::string> read;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation != "read" || !path.starts_with(tracks)) return absl::OkStatus();
+    read.push_back(path.substr(tracks.size()));
+    return read.size() == 1 ? server.manager().Drain(server.models()) : absl::OkStatus();
+  });
+  EXPECT_FALSE(server.manager().Scrub(server.models()).is_complete);
+  EXPECT_THAT(read, Not(Contains("raw/model.safetensors")));
+  EXPECT_THAT(server.errors(), IsEmpty());
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
 }
 
 TEST_F(CheckpointManagerTest, WhatWasLoadedInTheNewestsPlaceIsSavedAnewWhenItGoesBad) {
@@ -712,7 +731,7 @@ TEST_F(CheckpointManagerTest, WhatWasLoadedInTheNewestsPlaceIsSavedAnewWhenItGoe
     TestServer server(files_);
     EXPECT_EQ(server.version(), 2);
     damage(names[1]);
-    EXPECT_EQ(server.manager().Scrub(server.models()), 1);
+    EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 1);
     server.manager().AwaitIdle();
     EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
   }

@@ -115,7 +115,7 @@ TEST_F(RollbackTest, AFileThatAPersonHasPutBesideTheWeightsIsNoDamage) {
                     absl::StrCat(kTestFolder, "/", info.name, "/tracks/ema/config.json")),
                 IsOk());
   }
-  EXPECT_EQ(server.manager().Scrub(server.models()), 0);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 0);
   EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
   EXPECT_EQ(server.RawValue(), 1);
 }
