@@ -90,8 +90,10 @@ ServerState Server::State(bool with_history) const {
     state.is_store_read_only =
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
     state.data_dir_free_bytes = checkpoints_->free_bytes();
+    state.scrub_time = checkpoints_->scrub_time();
     for (const auto& [name, counts] : checkpoints_->CountAll()) {
       state.checkpoints[name] = {.complete = counts.stored.complete,
+                                 .unreadable = counts.stored.unreadable,
                                  .failed = counts.failed,
                                  .corrupt = counts.stored.corrupt,
                                  .abandoned = counts.stored.abandoned};

@@ -177,6 +177,29 @@ absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, st
   return CheckpointName(latest) == name;
 }
 
+absl::StatusOr<bool> CheckpointStore::NoteRead(std::string_view model_name, std::string_view name,
+                                               const absl::Status& status) {
+  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  {
+    absl::MutexLock lock(&folder->state_mu);
+    const auto it = folder->index.find(name);
+    if (it == folder->index.end() || !it->second.problem.ok()) return false;
+    it->second.unread = status;
+  }
+  if (status.ok()) return false;
+  absl::MutexLock lock(&folder->mu);
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
+  if (CheckpointName(latest) != name) return false;
+  folder->latest_bytes = 0;
+  return true;
+}
+
+absl::Status CheckpointStore::UnreadProblem(Folder& folder, const std::string& name) {
+  absl::MutexLock lock(&folder.state_mu);
+  const auto it = folder.index.find(name);
+  return it != folder.index.end() ? it->second.unread : absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
     std::string_view model_name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
@@ -202,7 +225,8 @@ std::map<std::string, CheckpointStore::Counts> CheckpointStore::CountAll() {
     absl::MutexLock lock(&folder->state_mu);
     for (const auto& [name, stored] : folder->index) {
       Counts& counts = all[model];
-      ++(stored.problem.ok()                  ? counts.complete
+      ++(!stored.unread.ok()                  ? counts.unreadable
+         : stored.problem.ok()                ? counts.complete
          : name.starts_with(kAbandonedPrefix) ? counts.abandoned
                                               : counts.corrupt);
     }
@@ -218,8 +242,8 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
   for (Stored& stored : all) {
     if (!stored.problem.ok() || stored.details.has_value()) continue;
     absl::StatusOr<Stored::Details> details = ReadDetails(*folder, stored.name);
+    stored.unread.Update(details.status());
     if (details.ok()) stored.details = *std::move(details);
-    stored.unread = details.status();
   }
   std::erase_if(all, [](const Stored& stored) { return absl::IsNotFound(stored.unread); });
   return all;

@@ -90,6 +90,8 @@ class CheckpointManager final : public Checkpoints {
   };
   // Of every model that has any. Never blocks on the disk.
   std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
+  // When the last complete scrub ended; LoadAll() counts as one. Absent: there are none.
+  std::optional<absl::Time> scrub_time() ABSL_LOCKS_EXCLUDED(mu_);
 
   // As Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
@@ -105,11 +107,13 @@ class CheckpointManager final : public Checkpoints {
   // itself. For tests.
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
   struct ScrubReport {
-    int64_t bad_count = 0;    // Set aside.
-    bool is_complete = true;  // False: Drain() has begun.
+    int64_t bad_count = 0;         // Set aside.
+    int64_t unreadable_count = 0;  // The disk failed. Read again by the next scrub.
+    bool is_complete = true;       // False: Drain() has begun.
   };
-  // Reads every checkpoint of all models again; sets bad ones aside. Blocks for as long as that
-  // takes; ends within a few MiB when Drain() begins.
+  // Reads every checkpoint of all models again; sets bad ones aside. If the newest is bad or cannot
+  // be read, the newest version is saved anew. Blocks for as long as that takes; ends within a few
+  // MiB when Drain() begins.
   ScrubReport Scrub(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Checkpoints ---
@@ -241,6 +245,8 @@ class CheckpointManager final : public Checkpoints {
   absl::Status StoredError(Model& model, const std::string& name, const absl::Status& status);
   // Sets a bad checkpoint aside; has the newest version saved if it was that.
   void SetAside(Model& model, const std::string& name, const absl::Status& problem);
+  // Tells the log; has the newest version saved, in its place if need be, if it was the newest.
+  void NoteUnreadable(Model& model, const std::string& name, const absl::Status& problem);
   void RunScrub() ABSL_LOCKS_EXCLUDED(mu_);
   // Waits for so long. False: Drain() has begun.
   bool Rest(absl::Duration time) ABSL_LOCKS_EXCLUDED(mu_);
@@ -266,6 +272,7 @@ class CheckpointManager final : public Checkpoints {
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   SteadyWait wait_;  // Woken when there is more to do, or the end has begun.
   std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
+  std::optional<absl::Time> scrub_time_ ABSL_GUARDED_BY(mu_);
 
   ModelStore* models_ = nullptr;  // Constant after LoadAll().
   std::unique_ptr<CheckpointScheduler> scheduler_;

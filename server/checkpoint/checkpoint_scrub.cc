@@ -28,6 +28,16 @@ void CheckpointManager::SetAside(Model& model, const std::string& name,
   if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
 }
 
+void CheckpointManager::NoteUnreadable(Model& model, const std::string& name,
+                                       const absl::Status& problem) {
+  Log(LogLevel::kError, "checkpoint not readable", model,
+      {{"checkpoint", name}, {"error", problem}});
+  // If that is not known, the next scrub asks again.
+  if (store_->NoteRead(model.config().name, name, problem).value_or(false)) {
+    scheduler_->SaveNow(model.shared_from_this());
+  }
+}
+
 CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   // Of the disk's time, readers and savers get the rest.
   constexpr int kRestPerRead = 9;
@@ -36,7 +46,11 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   for (const std::shared_ptr<Model>& model : models.List()) {
     const std::string& model_name = model->config().name;
     const auto all = store_->ListNames(model_name);
-    if (!all.ok()) continue;
+    if (!all.ok()) {
+      Log(LogLevel::kError, "checkpoints not listed", *model, {{"error", all.status()}});
+      ++report.unreadable_count;
+      continue;
+    }
     for (const CheckpointStore::Stored& stored : *all) {
       if (!stored.problem.ok()) continue;
       while (store_->is_saving()) {
@@ -57,9 +71,16 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
                              })
                 .status();
         // Of a deleted model the files go, which is no fault of theirs.
-        if (absl::IsDataLoss(status) && model->closed().ok()) {
+        if (absl::IsCancelled(status) || absl::IsNotFound(status) || !model->closed().ok()) {
+          // It says nothing of the checkpoint.
+        } else if (status.ok()) {
+          store_->NoteRead(model_name, stored.name, status).status().IgnoreError();
+        } else if (absl::IsDataLoss(status)) {
           SetAside(*model, stored.name, status);
           ++report.bad_count;
+        } else {
+          NoteUnreadable(*model, stored.name, status);
+          ++report.unreadable_count;
         }
       }
       if (!rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return report;
@@ -68,13 +89,25 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   return report;
 }
 
+std::optional<absl::Time> CheckpointManager::scrub_time() {
+  absl::MutexLock lock(&mu_);
+  return scrub_time_;
+}
+
 void CheckpointManager::RunScrub() {
+  const auto note_time = [this] {
+    absl::MutexLock lock(&mu_);
+    scrub_time_ = absl::Now();
+  };
+  note_time();
   while (Rest(options_.scrub_interval)) {
     const SteadyTime begin = SteadyNow();
     const ScrubReport report = Scrub(*models_);
     if (!report.is_complete) return;
+    note_time();
     LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
           {{"bad", report.bad_count},
+           {"unreadable", report.unreadable_count},
            {"seconds", absl::ToDoubleSeconds(absl::FromChrono(SteadyNow() - begin))}});
   }
 }

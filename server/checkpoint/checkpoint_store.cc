@@ -215,7 +215,7 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(Folder& fol
                                                                      const std::string& name) {
   const std::string path = JoinPath(folder.path, name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
-  if (!exists) return std::nullopt;
+  if (!exists || !UnreadProblem(folder, name).ok()) return std::nullopt;
   // It got its name when it was complete, so this fails only if somebody has changed it since.
   const absl::StatusOr<CheckpointManifest> checkpoint = ReadCheckpointManifest(file_system_, path);
   if (checkpoint.ok()) return checkpoint->total_bytes;
@@ -260,6 +260,10 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
     // Best effort: the start-up clears it, too.
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
+  }
+  // Not before there is another: it may be readable after all.
+  if (const absl::Status unread = UnreadProblem(folder, name); !unread.ok()) {
+    EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
   }
   absl::Status renamed = file_system_.Rename(temporary, JoinPath(folder.path, name));
   if (renamed.ok()) renamed = Sync(folder.path);

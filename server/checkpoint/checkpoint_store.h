@@ -184,8 +184,9 @@ class CheckpointStore {
       int64_t total_bytes = 0;
     };
     std::optional<Details> details;
-    // Not OK: why List() could not read its manifest. DATA_LOSS, CHECKPOINT_CORRUPT.
-    // FAILED_PRECONDITION: it is of a newer server. UNAVAILABLE: the disk failed.
+    // Not OK: why List() could not read its manifest, or as NoteRead() was told. DATA_LOSS,
+    // CHECKPOINT_CORRUPT. FAILED_PRECONDITION: it is of a newer server. UNAVAILABLE: the disk
+    // failed.
     absl::Status unread;
   };
   // All of a model, or the one of that name, newest first, with details. Manifests are read once.
@@ -198,9 +199,10 @@ class CheckpointStore {
       ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Counts {
-    int64_t complete = 0;   // Those of some tracks, too.
-    int64_t corrupt = 0;    // Set aside because a byte is wrong or missing.
-    int64_t abandoned = 0;  // Set aside because a crash had left them newer than LATEST.
+    int64_t complete = 0;    // Those of some tracks, too.
+    int64_t unreadable = 0;  // The same, but NoteRead() was told that it cannot be read.
+    int64_t corrupt = 0;     // Set aside because a byte is wrong or missing.
+    int64_t abandoned = 0;   // Set aside because a crash had left them newer than LATEST.
   };
   // As ListNames() would count what was last seen, of every model that has any. Never waits for the
   // disk.
@@ -216,6 +218,12 @@ class CheckpointStore {
   // so that a restart would load an older one. Waits for a running Save().
   absl::StatusOr<bool> Quarantine(std::string_view model_name, std::string_view name,
                                   const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
+  // Keeps in mind how reading a checkpoint has ended, for List() and CountAll(); nothing if it is
+  // not there. After an error, which is neither DATA_LOSS nor NOT_FOUND, the next Save() of its
+  // version writes it anew, and then sets this one aside. True: that is due, for it is the newest.
+  // After an error, waits for a running Save().
+  absl::StatusOr<bool> NoteRead(std::string_view model_name, std::string_view name,
+                                const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Labels ---
 
@@ -356,6 +364,8 @@ class CheckpointStore {
   // used, and before the next save.
   void Forget(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   static Stored::Details DetailsOf(const CheckpointManifest& checkpoint);
+  // Why the checkpoint of that name is to be written anew; OK: it is not.
+  static absl::Status UnreadProblem(Folder& folder, const std::string& name);
   // Reads what there is, and the labels, if that has not been done.
   absl::Status IndexLocked(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status ReadLabelsLocked(Folder& folder, const std::vector<DirectoryEntry>& entries)
@@ -375,7 +385,8 @@ class CheckpointStore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status MakeDurable(const std::string& model_name, Folder& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  // The bytes of a checkpoint that is complete; nullopt: there is none of that name.
+  // The bytes of a checkpoint that is complete; nullopt: there is none of that name, or it is to be
+  // written anew.
   absl::StatusOr<std::optional<int64_t>> FindComplete(Folder& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,

@@ -51,6 +51,7 @@ struct ServerState {
   // How many checkpoints a model has.
   struct Checkpoints {
     int64_t complete = 0;
+    int64_t unreadable = 0;
     int64_t failed = 0;
     int64_t corrupt = 0;
     int64_t abandoned = 0;
@@ -71,6 +72,9 @@ struct ServerState {
   absl::Status checkpoints_health;  // OK without a data directory.
   bool is_store_read_only = false;
   std::optional<int64_t> data_dir_free_bytes;
+  // When all checkpoints were last read, or those that were loaded. Absent: they are not read
+  // again.
+  std::optional<absl::Time> scrub_time;
   // Of all models, and of those of which only bad ones are left. Empty without a data directory.
   std::map<std::string, Checkpoints> checkpoints;
   std::string device;

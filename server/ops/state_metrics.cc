@@ -148,10 +148,12 @@ void AddServer(const ServerState& state, Families& families) {
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
   FamilyBuilder checkpoints =
       Gauge("ema_checkpoints",
-            "Checkpoints of a model that are on the disk, complete or set aside (corrupt, "
-            "abandoned), and those that could not be saved and have not been since (failed).");
+            "Checkpoints of a model that are on the disk, complete, complete but found unreadable, "
+            "or set aside (corrupt, abandoned), and those that could not be saved and have not "
+            "been since (failed).");
   for (const auto& [model, counts] : state.checkpoints) {
     checkpoints.Add(counts.complete, {{"model", model}, {"state", "complete"}})
+        .Add(counts.unreadable, {{"model", model}, {"state", "unreadable"}})
         .Add(counts.failed, {{"model", model}, {"state", "failed"}})
         .Add(counts.corrupt, {{"model", model}, {"state", "corrupt"}})
         .Add(counts.abandoned, {{"model", model}, {"state", "abandoned"}});
@@ -162,6 +164,11 @@ void AddServer(const ServerState& state, Families& families) {
                  "What the disk of the checkpoints has left for the server, every ten seconds and "
                  "after each save that was waiting.",
                  *state.data_dir_free_bytes);
+  }
+  if (state.scrub_time.has_value()) {
+    families.Add("ema_checkpoints_last_scrub_timestamp_seconds",
+                 "When all checkpoints were last read again, or the server began to do so.",
+                 Seconds(*state.scrub_time));
   }
   families.Add("ema_checkpoint_store_read_only",
                "1: after a failed fsync nothing can be saved until the server is started again.",

@@ -694,6 +694,48 @@ TEST_F(CheckpointManagerTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
   EXPECT_EQ(next.version(), 1);
 }
 
+TEST_F(CheckpointManagerTest, AScrubHasTheNewestSavedAnewIfTheDiskCannotReadIt) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, server.Save());
+  server.PushTo(2);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto newest, server.Save(0, "best"));
+  const auto fail_reading = [&](const std::string& name) {
+    files_.set_hook([name](const std::string& operation, const std::string& path) {
+      const bool is_bad =
+          operation == "read" && absl::StrContains(path, "/" + name + "/tracks/raw");
+      return is_bad ? DiskError() : absl::OkStatus();
+    });
+  };
+  fail_reading(newest.name);
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0],
+              AllOf(HasSubstr("checkpoint not readable"), HasSubstr(newest.name)));
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 2);
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 1);
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionId best,
+                           server.manager().FindLabel(server.model(), "best"));
+  EXPECT_EQ(best.version, 2);
+  // Another is not in memory any more.
+  fail_reading(first.name);
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, server.manager().Get(server.model(), first.name));
+  EXPECT_THAT(info.problem, HasSubstr("Input/output error"));
+  files_.set_hook(nullptr);
+  const CheckpointManager::ScrubReport report = server.manager().Scrub(server.models());
+  EXPECT_TRUE(report.is_complete);
+  EXPECT_EQ(report.unreadable_count + report.bad_count, 0);
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
+  const auto after = files_.AfterCrash(PowerLoss::kNothing);
+  TestServer next(*after);
+  EXPECT_EQ(next.version(), 2);
+}
+
 TEST_F(CheckpointManagerTest, AScrubEndsInTheMiddleOfACheckpointWhenTheDrainBegins) {
   TestServer server(files_);
   server.PushTo(1);

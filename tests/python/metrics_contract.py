@@ -45,6 +45,7 @@ METRICS: dict[str, set[str]] = {
     "ema_checkpoint_last_success_timestamp_seconds": {"model"},
     "ema_checkpoint_store_read_only": set(),
     "ema_checkpoints": {"model", "state"},
+    "ema_checkpoints_last_scrub_timestamp_seconds": set(),
     "ema_data_dir_free_bytes": set(),
     "ema_track_norm": {"model", "track"},
     "ema_track_distance": {"model", "track"},
