@@ -479,7 +479,9 @@ void Model::Drain(const absl::Status& status, absl::Time deadline) {
   {
     absl::MutexLock lock(&mu_);
     closing_ = status;
-    mu_.AwaitWithDeadline(absl::Condition(this, &Model::HasNoSessionLocked), deadline);
+    session_wait_.AwaitUntil(mu_, After(SteadyNow(), deadline - absl::Now()),
+                             [this]()
+                                 ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; });
     session = TakeSessionLocked();
   }
   if (session != nullptr) DropStep(*session, status);

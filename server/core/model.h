@@ -414,7 +414,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // without the lock.
   SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool HasNoSessionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; }
   // Whoever has joined `run_` so far cannot do so again.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // ABORTED, FENCED: a run of that launch_id has been fenced.

@@ -19,11 +19,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "server/base/log_event.h"
 #include "server/base/log_throttle.h"
 #include "server/base/observer.h"
+#include "server/base/steady_wait.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
@@ -68,18 +70,20 @@ class CallsInFlight {
     return std::shared_ptr<void>(nullptr, [this](void*) {
       absl::MutexLock leave(&mu_);
       --count_;
+      wait_.WakeAll();
     });
   }
   // Waits until there is none, at most until `deadline`.
   void AwaitNone(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return count_ == 0; };
-    mu_.AwaitWithDeadline(absl::Condition(&none), deadline);
+    wait_.AwaitUntil(mu_, After(SteadyNow(), deadline - absl::Now()), none);
   }
 
  private:
   absl::Mutex mu_;
   int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
+  SteadyWait wait_;  // Woken when it changes.
 };
 
 // What calls need of their server; outlives them.

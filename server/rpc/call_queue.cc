@@ -6,6 +6,13 @@
 #include <utility>
 
 namespace ema {
+namespace {
+
+// An alarm that is over goes into its queue at once. Any other, be it for this moment, waits for
+// gRPC's timers, which stand still for as long as the system's clock has been set back.
+gpr_timespec AtOnce() { return gpr_inf_past(GPR_CLOCK_MONOTONIC); }
+
+}  // namespace
 
 void CallQueue::Run() {
   // So many completions before the next piece of what can wait: the end of the last piece, and a
@@ -35,12 +42,11 @@ void CallQueue::Run() {
 void CallQueue::Ping() {
   if (heartbeat_->is_busy()) return;
   heartbeat_->Begin();
-  ping_alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC),
-                  static_cast<CompletionTag*>(&ping_tag_));
+  ping_alarm_.Set(queue_.get(), AtOnce(), static_cast<CompletionTag*>(&ping_tag_));
 }
 
 void CallQueue::Stop() {
-  alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC), static_cast<CompletionTag*>(&stop_tag_));
+  alarm_.Set(queue_.get(), AtOnce(), static_cast<CompletionTag*>(&stop_tag_));
 }
 
 }  // namespace ema

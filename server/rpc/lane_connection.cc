@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/steady_wait.h"
 #include "server/base/stream_copy.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/grpc_status.h"
@@ -30,23 +31,24 @@ class PushEnding {
   void Set(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     result_ = result;
+    wait_.WakeAll();
   }
   bool is_set() const ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     return result_.has_value();
   }
   // Absent: it has not ended after `max_wait`.
-  std::optional<absl::StatusOr<PushResult>> Wait(absl::Duration max_wait) const
-      ABSL_LOCKS_EXCLUDED(mu_) {
+  std::optional<absl::StatusOr<PushResult>> Wait(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto has_ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
-    mu_.AwaitWithTimeout(absl::Condition(&has_ended), max_wait);
+    wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_ended);
     return result_;
   }
 
  private:
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<PushResult>> result_ ABSL_GUARDED_BY(mu_);
+  SteadyWait wait_;  // Woken when it is set.
 };
 
 }  // namespace
@@ -61,8 +63,8 @@ std::string PeerName(int fd) {
 void LaneConnection::Run(int fd) {
   // A client that passes no memory is not waited for for long.
   peer_ = PeerName(fd);
-  const absl::Time give_up = absl::Now() + absl::Seconds(5);
-  const auto is_late = [&] { return is_stopping_.load() || absl::Now() > give_up; };
+  const SteadyTime give_up = After(SteadyNow(), absl::Seconds(5));
+  const auto is_late = [&] { return is_stopping_.load() || SteadyNow() > give_up; };
   absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);

@@ -283,6 +283,7 @@ void RpcServer::Shutdown(absl::Time deadline) {
     // Not before: calls that go on until the deadline need these threads.
     absl::MutexLock lock(&mu_);
     stopping_ = true;
+    stop_wait_.WakeAll();
   }
   // Nothing may start an operation on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
@@ -316,7 +317,8 @@ void RpcServer::ServeQueue(CallQueue* queue) {
 
 bool RpcServer::MustStopWithin(absl::Duration interval) {
   absl::MutexLock lock(&mu_);
-  return mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval);
+  return stop_wait_.AwaitUntil(mu_, After(SteadyNow(), interval),
+                               [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_; });
 }
 
 void RpcServer::CheckStalled() {

@@ -21,6 +21,7 @@
 #include "grpc/health/v1/health.pb.h"
 #include "server/base/heartbeat.h"
 #include "server/base/observer.h"
+#include "server/base/steady_wait.h"
 #include "server/core/model_store.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/call.h"
@@ -169,6 +170,7 @@ class RpcServer {
   absl::Mutex mu_;
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both end.
+  SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
   // Calls that wait there refer to what is above.
   Worker quick_calls_{"quick-calls", kMaxWaitingCalls};

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Saves while somebody sets the system's clock. A program of its own, since that clock is.
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <ctime>
 #include <memory>
 #include <utility>
 
@@ -13,20 +8,7 @@
 #include "server/checkpoint/pacer.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
-
-namespace {
-
-// Relaxed: the tests set it while no other thread waits for it.
-std::atomic<int64_t> step_seconds = 0;
-
-}  // namespace
-
-// In the place of the C library's.
-extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
-  const auto result = static_cast<int>(syscall(SYS_clock_gettime, clock, time));
-  if (clock == CLOCK_REALTIME) time->tv_sec += step_seconds.load(std::memory_order_relaxed);
-  return result;
-}
+#include "tests/testutil/stepped_clock.h"
 
 namespace ema {
 namespace {

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A server's own threads while somebody sets the system's clock. A program of its own, since that
+// clock is.
+#include "absl/time/clock.h"
+#include "server/base/steady_wait.h"
+#include "tests/rpc/rpc_fixture.h"
+#include "tests/testutil/stepped_clock.h"
+
+namespace ema {
+namespace {
+
+class ClockStepTest : public RpcFixture {
+ protected:
+  ClockStepTest() { options_.worker_timeout = absl::Milliseconds(600); }
+  ~ClockStepTest() override { step_seconds = 0; }
+
+  // Waits until the watchdog looks again.
+  bool AwaitLook() const {
+    const SteadyTime begin = SteadyNow();
+    const SteadyTime give_up = After(begin, absl::Seconds(10));
+    while (SteadyNow() < give_up) {
+      absl::SleepFor(absl::Milliseconds(5));
+      const SteadyTime now = SteadyNow();
+      const auto ages = options_.heartbeats->Ages(now);
+      if (!ages.empty() && now - ages[0].silent_time > begin) return true;
+    }
+    return false;
+  }
+
+  RpcServer::Options options_;
+};
+
+TEST_F(ClockStepTest, TheServerGetsOnAfterItWasSetBack) {
+  ASSERT_NO_FATAL_FAILURE(StartServer(options_));
+  ASSERT_TRUE(AwaitLook());
+  step_seconds = 3600;
+  ASSERT_TRUE(AwaitLook());
+  // By the system's clock, a wait that has begun now ends in an hour.
+  step_seconds = 0;
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_TRUE(AwaitLook());
+    EXPECT_THAT(server_->health(), IsOk());
+  }
+}
+
+}  // namespace
+}  // namespace ema
