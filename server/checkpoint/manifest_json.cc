@@ -85,10 +85,11 @@ absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t format_
     EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
     return absl::OkStatus();
   }));
-  const size_t schedule_count = SchedulesOf(track.config).size();
-  if (!track.state.empty() && track.state.size() != schedule_count) {
-    return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ", schedule_count,
-                                        " schedules and ", track.state.size(), " states"));
+  // As above.
+  const size_t state_count = fields.Has("weights") ? SchedulesOf(track.config).size() : 0;
+  if (track.state.size() != state_count) {
+    return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ",
+                                        track.state.size(), " states, expected ", state_count));
   }
   return ParseFiles(fields, format_version, manifest, std::move(track));
 }

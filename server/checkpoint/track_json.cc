@@ -128,6 +128,9 @@ absl::StatusOr<Schedule::State> ParseState(const Fields& fields) {
     EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("started"));
     EMA_ASSIGN_OR_RETURN(state.started, ParseTime(time));
   }
+  if (!state.last_update.has_value() && (state.started.has_value() || state.update_count > 0)) {
+    return fields.Bad(absl::InvalidArgumentError("updates without a last_update"));
+  }
   return state;
 }
 

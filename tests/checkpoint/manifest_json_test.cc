@@ -30,6 +30,8 @@ CheckpointTrack MakeTrack(const std::string& name, const Schedule::Fields& sched
   track.weights = TensorFiles{.files = {{"model.safetensors", 12, 34}},
                               .tensor_crc32c = {0, 0xffffffffu},
                               .piece_crc32c = {{}, {}}};
+  track.state.emplace_back();
+  track.last_steps.emplace_back();
   return track;
 }
 
@@ -56,7 +58,7 @@ CheckpointManifest MakeCheckpoint() {
                        MakeTrack("constant", {{"smoothing", "0.99999999999999989"}}),
                        MakeTrack("raw", {{"copy", "true"}})};
   checkpoint.tracks[3].config.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
-  checkpoint.tracks[4].weights.reset();
+  checkpoint.tracks[4] = {.config = checkpoint.tracks[4].config};
   checkpoint.created_tracks = {checkpoint.tracks[1].config};
   TrackConfig& config = checkpoint.tracks[0].config;
   config.tensor_rules = {{"conv.*", TensorAction::kCopy},
@@ -246,6 +248,16 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"BatchIsNegative", "\"ba\":40.0", "\"ba\":-40.0", "version.time"},
         BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"", "schedule"},
         BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"", "schedule"},
+        BadCase{"NoStates",
+                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
+                "\"states\":[]", "0 states, expected 1"},
+        BadCase{"StatesWithoutWeights", "\"states\":[]",
+                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
+                "1 states, expected 0"},
+        BadCase{"UpdatesWithoutALast", "\"averaged_count\":0,\"last_step\":0,\"update_count\":0",
+                "\"averaged_count\":0,\"last_step\":0,\"update_count\":1", "last_update"},
+        BadCase{"StartedWithoutALast", "\"averaged_count\":0,\"last_step\":0,",
+                "\"averaged_count\":0,\"last_step\":0,\"started\":{\"ba\":1.0},", "last_update"},
         BadCase{"RuleIsUnknown", "{\"copy\":\"true\"}", "{\"best\":\"true\"}", "best"},
         BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "no text"},
         BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"", "action"},
