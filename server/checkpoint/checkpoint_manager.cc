@@ -583,7 +583,10 @@ absl::Status CheckpointManager::NotKept(const Model& model, const VersionId& id)
 absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
                                                         const SynthesisRequest& request) {
   const absl::Time begin = absl::Now();
-  EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*store_, model, request));
+  const auto on_error = [&](const std::string& checkpoint, const absl::Status& status) {
+    return StoredError(model, checkpoint, status);
+  };
+  EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(*store_, model, request, on_error));
   Log(LogLevel::kInfo, "average synthesized", model,
       {{"track", request.name},
        {"step", result.record.step},

@@ -103,7 +103,7 @@ class BlocksMixer {
 // Which checkpoints there are on the branch of `latest`, newest first, and what they say.
 absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held, const Model& model,
-    const VersionRecord& latest) {
+    const VersionRecord& latest, ReadErrorHandler on_error) {
   std::vector<KnownVersion> on_disk;
   on_disk.reserve(held.ids().size());
   for (const CheckpointId& id : held.ids()) {
@@ -123,9 +123,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     EMA_RETURN_IF_ERROR(model.closed());
     absl::StatusOr<CheckpointManifest> manifest =
         ReadCheckpointManifest(file_system, held.Path(id));
-    if (!manifest.ok()) {
-      return LocateError(manifest.status(), model.config().name, CheckpointName(id));
-    }
+    if (!manifest.ok()) return on_error(CheckpointName(id), manifest.status());
     walk.Takes(known.id, known.step, manifest->record.restored_from);
     if (manifest->manifest != model.manifest()) continue;
     // The largest parts, which are not needed: there may be hundreds of checkpoints.
@@ -141,7 +139,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
 // averages; 0: they are not wanted.
 absl::Status FoldSource(FileSystem& file_system, const std::string& path, const Model& model,
                         const Track& track, const SynthesisPlan::Source& source, double share,
-                        bool gives_rest, BlocksMixer& mixer) {
+                        bool gives_rest, BlocksMixer& mixer, ReadErrorHandler on_error) {
   const StorageLayout& layout = track.layout();
   const auto is_mixed = [&](int64_t i) {
     return track.action(i) == TensorAction::kAverage && !model.manifest().tensor(i).is_buffer;
@@ -160,13 +158,14 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
                          *source.track->weights, model.manifest(), track.actions(), layout);
   absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
   if (!absl::IsDataLoss(status)) return status;
-  return LocateError(WithPlace(status, absl::StrCat("track \"", name, "\": ")), model.config().name,
-                     CheckpointName(source.checkpoint->id));
+  return on_error(CheckpointName(source.checkpoint->id),
+                  WithPlace(status, absl::StrCat("track \"", name, "\": ")));
 }
 
 // All of the plan's sources in `track`'s blocks.
 absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held,
-                           const Model& model, const SynthesisPlan& plan, const Track& track) {
+                           const Model& model, const SynthesisPlan& plan, const Track& track,
+                           ReadErrorHandler on_error) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksMixer> mixer,
                        BlocksMixer::Create(model.device(), track));
   // The positive weights first, the largest first: then every sum on the way is positive, and the
@@ -186,14 +185,15 @@ absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldC
     sum += source.weight;
     const double share = &source == &sources.front() ? 1 : source.weight / sum;
     EMA_RETURN_IF_ERROR(FoldSource(file_system, held.Path(source.checkpoint->id), model, track,
-                                   source, share, gives_rest(source), *mixer));
+                                   source, share, gives_rest(source), *mixer, on_error));
     EMA_RETURN_IF_ERROR(mixer->EndSource());
   }
   return mixer->Finish();
 }
 
 absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
-                                         const SynthesisRequest& request) {
+                                         const SynthesisRequest& request,
+                                         ReadErrorHandler on_error) {
   EMA_RETURN_IF_ERROR(model.closed());
   EMA_RETURN_IF_ERROR(ValidateName("name", request.name));
   const std::optional<VersionRecord> latest = model.latest();
@@ -215,7 +215,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   }
   EMA_ASSIGN_OR_RETURN(const auto held, store.HoldCheckpoints(model.config().name));
   EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,
-                       ReadManifests(store.file_system(), *held, model, *latest));
+                       ReadManifests(store.file_system(), *held, model, *latest, on_error));
   EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
 
   EMA_ASSIGN_OR_RETURN(TrackRef track, model.MakeSynthesizedTrack(plan.config));
@@ -231,7 +231,8 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   result.last_steps = {plan.record.step};
   // Another call may have made another of that name and version.
   result.block_versions.assign(track->block_count(), INT64_MAX);
-  EMA_ASSIGN_OR_RETURN(result.blocks, Mix(store.file_system(), *held, model, plan, *track));
+  EMA_ASSIGN_OR_RETURN(result.blocks,
+                       Mix(store.file_system(), *held, model, plan, *track, on_error));
   EMA_RETURN_IF_ERROR(model.AddSynthesized(std::move(snapshot)));
 
   Synthesis synthesis{.record = plan.record, .residual = plan.residual};
@@ -245,8 +246,8 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
 }  // namespace
 
 absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
-                                     const SynthesisRequest& request) {
-  absl::StatusOr<Synthesis> result = SynthesizeOpen(store, model, request);
+                                     const SynthesisRequest& request, ReadErrorHandler on_error) {
+  absl::StatusOr<Synthesis> result = SynthesizeOpen(store, model, request, on_error);
   if (result.ok()) return result;
   // Of a deleted model the files go, which is no fault of theirs.
   EMA_RETURN_IF_ERROR(model.closed());

@@ -4,12 +4,20 @@
 #ifndef EMA_SERVER_CHECKPOINT_SYNTHESIS_H_
 #define EMA_SERVER_CHECKPOINT_SYNTHESIS_H_
 
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model.h"
 #include "server/core/synthesis.h"
 
 namespace ema {
+
+// What a call ends with after reading `checkpoint` has given `status`.
+using ReadErrorHandler =
+    absl::FunctionRef<absl::Status(const std::string& checkpoint, const absl::Status& status)>;
 
 // As Synthesize in ema_service.proto: reads and verifies each checkpoint that has a weight, once,
 // and gives the result to model.AddSynthesized(). Only float32 values are read: of a compensated
@@ -19,7 +27,7 @@ namespace ema {
 // that is closed. What it needs besides the result and as much again is small: a few MiB, and the
 // checkpoints' manifests.
 absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
-                                     const SynthesisRequest& request);
+                                     const SynthesisRequest& request, ReadErrorHandler on_error);
 
 }  // namespace ema
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis_plan.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
@@ -91,10 +92,15 @@ class SynthesisTest : public testing::Test {
     step_ = last;
   }
 
+  absl::StatusOr<Synthesis> Build(const SynthesisRequest& request) {
+    return Synthesize(*store_, *model_, request,
+                      [](const std::string& checkpoint, const absl::Status& status) {
+                        return LocateError(status, "m", checkpoint);
+                      });
+  }
   absl::StatusOr<Synthesis> Build(double sigma_rel, int64_t step = 0,
                                   std::vector<std::string> tracks = {}) {
-    return Synthesize(*store_, *model_,
-                      {.name = "x", .profile = sigma_rel, .step = step, .tracks = tracks});
+    return Build({.name = "x", .profile = sigma_rel, .step = step, .tracks = tracks});
   }
 
   std::vector<std::byte> BytesOfResult(const std::string& name = "x") {
@@ -191,11 +197,11 @@ TEST_F(SynthesisTest, AHalfLifeIsBuiltToo) {
   Start();
   PushAndSave({5, 10, 15, 20, 25}, 27);
   const SynthesisRequest request{.name = "x", .profile = TrainingDuration{3, TimeUnit::kBatch}};
-  EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Synthesize(*store_, *model_, request));
+  EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(request));
   EXPECT_LT(synthesis.residual, .3);
   EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("half_life=3ba"));
   const SynthesisRequest epochs{.name = "x", .profile = TrainingDuration{3, TimeUnit::kEpoch}};
-  EXPECT_THAT(Synthesize(*store_, *model_, epochs),
+  EXPECT_THAT(Build(epochs),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("half_life \"3ep\"")));
 }
 
@@ -384,6 +390,19 @@ class SynthesisBranchTest : public testing::Test {
   FakeFileSystem files_;
   std::unique_ptr<TestServer> server_;
 };
+
+TEST_F(SynthesisBranchTest, ACorruptCheckpointIsSetAside) {
+  Start();
+  PushAndSave({{10, 10}, {20, 20}, {30, 30}});
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server_->manager().List(server_->model()));
+  const std::string& name = listing.checkpoints[1].name;
+  files_.FileBytes(absl::StrCat(kFolder, "/", name, "/manifest.json"))[40] ^= 1;
+  EXPECT_THAT(server_->manager().Synthesize(server_->model(), {.name = "x", .profile = .07}),
+              AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(name)),
+                    ReasonIs(ErrorReason::kCheckpointCorrupt)));
+  EXPECT_EQ(server_->manager().CountAll()["m"].stored.corrupt, 1);
+  EXPECT_EQ(RecordAt(30).version, 3);
+}
 
 TEST_F(SynthesisBranchTest, AFutureThatWasGivenUpIsNotUsed) {
   Start();
