@@ -3,15 +3,11 @@
 
 #include <toml++/toml.h>
 
-#include <cerrno>
-#include <cstring>
-#include <fstream>
-#include <ios>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "ema/internal/status_macros.h"
+#include "server/base/small_file.h"
 
 namespace ema {
 namespace {
@@ -39,27 +35,15 @@ void Convert(const toml::node& node, ConfigEntry& entry) {
   }
 }
 
-absl::StatusOr<std::string> ReadText(const std::string& path) {
-  constexpr std::streamsize kMaxBytes = 1 << 20;
-  std::ifstream file(path, std::ios::binary);
-  std::string content(kMaxBytes + 1, '\0');
-  // A folder can be opened, but not read.
-  if (!file.is_open() || (file.read(content.data(), kMaxBytes + 1), file.bad())) {
-    return absl::NotFoundError(absl::StrCat(path, ": cannot be read: ", std::strerror(errno)));
-  }
-  if (file.gcount() > kMaxBytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": longer than the ", kMaxBytes, " bytes that it may have"));
-  }
-  content.resize(file.gcount());
-  return content;
-}
-
 }  // namespace
 
 absl::StatusOr<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
-  EMA_ASSIGN_OR_RETURN(const std::string content, ReadText(path));
-  const toml::parse_result parsed = toml::parse(content, path);
+  constexpr int64_t kMaxBytes = 1 << 20;
+  const absl::StatusOr<std::string> content = ReadSmallFile(path, kMaxBytes);
+  if (!content.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": ", content.status().message()));
+  }
+  const toml::parse_result parsed = toml::parse(*content, path);
   if (!parsed) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ":", parsed.error().source().begin.line,

@@ -21,9 +21,8 @@ struct ConfigEntry {
   std::string problem;  // Not empty: this is no value that an option can have, and says why.
 };
 
-// The keys and values of a file, in no particular order. NOT_FOUND: it cannot be read.
-// INVALID_ARGUMENT: it is longer than 1 MiB, or not TOML 1.0, with the line. Messages begin with
-// `path`.
+// The keys and values of a file, in no particular order. INVALID_ARGUMENT: it cannot be read, is no
+// regular file, is longer than 1 MiB, or not TOML 1.0, with the line. Messages begin with `path`.
 absl::StatusOr<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path);
 
 // `text` as a TOML string, with its quotes.
