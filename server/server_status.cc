@@ -121,6 +121,7 @@ ServerState Server::State(bool with_history) const {
       state.connections.limit = options_.max_connections;
     }
   }
+  state.has_rejected_tokens = tokens_ != nullptr && !tokens_->problem().ok();
   for (const Heartbeats::Age& age : heartbeats_->Ages(Heartbeats::Clock::now())) {
     state.workers.push_back({age.name, NeedName(age.need), absl::FromChrono(age.silent_time)});
   }

@@ -92,6 +92,7 @@ struct ServerState {
   int64_t max_sessions = 0;          // Of all models together.
   int64_t max_calls_per_second = 0;  // Of one address; 0: any number.
   std::optional<Tls> tls;            // Absent: the server does not speak TLS, or not yet.
+  bool has_rejected_tokens = false;  // The token file is not what is in use: it is wrong, or gone.
   std::vector<Worker> workers;
   std::vector<Model> models;  // By name.
 };

@@ -186,6 +186,9 @@ void AddServer(const ServerState& state, Families& families) {
   families.Add("ema_tls_files_rejected",
                "1: the TLS files are not what is in use, for they are wrong.",
                state.tls.has_value() && state.tls->has_rejected_files ? 1 : 0);
+  families.Add("ema_token_file_rejected",
+               "1: the token file is not what is in use, for it is wrong, or gone.",
+               state.has_rejected_tokens ? 1 : 0);
   FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
                                 "How long a thread has been at work without progress; 0: idle.");
   for (const ServerState::Worker& worker : state.workers) {

@@ -138,6 +138,19 @@ absl::StatusOr<TokenFile::Stamp> TokenFile::StampOf(const std::string& path) {
                .change_time = absl::TimeFromTimespec(about.st_ctim)};
 }
 
+absl::Status TokenFile::problem() const {
+  absl::MutexLock lock(&mu_);
+  return problem_;
+}
+
+void TokenFile::Tell(const absl::Status& problem) {
+  {
+    absl::MutexLock lock(&mu_);
+    problem_ = problem;
+  }
+  if (on_change != nullptr) on_change(problem);
+}
+
 bool TokenFile::Refresh() {
   const absl::StatusOr<Stamp> stamp = StampOf(path_);
   if (stamp.ok() && settled_ == *stamp) return false;
@@ -146,12 +159,14 @@ bool TokenFile::Refresh() {
   settled_.reset();
   const bool was_lost = std::exchange(is_lost_, !text.ok());
   if (!text.ok()) {
-    if (!was_lost && on_change != nullptr) on_change(text.status());
+    if (!was_lost) Tell(text.status());
     return false;
   }
   // What is written within a tick of the file system's clock may leave the same time.
   constexpr absl::Duration kTick = absl::Seconds(2);
   if (*text == text_) {
+    // It was lost, and is there again.
+    if (problem() != text_problem_) Tell(text_problem_);
     if (absl::Now() - stamp->change_time > kTick) settled_ = *stamp;
     found_.reset();
     return false;
@@ -162,7 +177,8 @@ bool TokenFile::Refresh() {
   }
   text_ = *std::exchange(found_, std::nullopt);
   absl::StatusOr<std::vector<Entry>> entries = Parse(text_);
-  if (on_change != nullptr) on_change(entries.status());
+  text_problem_ = entries.status();
+  Tell(text_problem_);
   if (!entries.ok()) return false;
   absl::MutexLock lock(&mu_);
   entries_ = *std::move(entries);

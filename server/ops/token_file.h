@@ -41,7 +41,11 @@ class TokenFile final : public Authenticator {
   // `on_change` says so, once.
   bool Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Is told of changes: OK, or why one was not taken over. Set before the first Refresh().
+  // OK: what the file has is in use; or why not.
+  absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Is told of problem() when it has changed, and of each file that was taken over. Set before the
+  // first Refresh().
   std::function<void(const absl::Status&)> on_change;
 
  private:
@@ -62,14 +66,18 @@ class TokenFile final : public Authenticator {
   };
   static absl::StatusOr<Stamp> StampOf(const std::string& path);
 
+  void Tell(const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
+
   const std::string path_;
   // Refresh()'s own.
   std::string text_;                  // As it was taken over, or was wrong.
   std::optional<std::string> found_;  // By the look before, if it was another.
   std::optional<Stamp> settled_;      // Whose file has text_, and will until it has another stamp.
+  absl::Status text_problem_;         // What is wrong with text_.
   bool is_lost_ = false;              // The file cannot be read.
   mutable absl::Mutex mu_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
+  absl::Status problem_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

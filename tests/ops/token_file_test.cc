@@ -182,12 +182,15 @@ TEST_F(TokenFileTest, AFileThatDisappearsIsToldOfOnce) {
   for (int times = 1; times <= 2; ++times) {
     std::remove(path_.c_str());
     LookTwice(**file);
-    ASSERT_EQ(told.size(), times);
+    ASSERT_EQ(told.size(), 2 * times - 1);
+    EXPECT_EQ((*file)->problem(), told.back());
     EXPECT_THAT(told.back(), StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(path_)));
     EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
     Write(std::string("admin ") + kTrainer);
     LookTwice(**file);
-    EXPECT_EQ(told.size(), times);
+    ASSERT_EQ(told.size(), 2 * times);
+    EXPECT_THAT(told.back(), IsOk());
+    EXPECT_THAT((*file)->problem(), IsOk());
   }
 }
 

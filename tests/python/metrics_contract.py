@@ -56,6 +56,7 @@ METRICS: dict[str, set[str]] = {
     "ema_worker_heartbeat_age_seconds": {"worker", "need"},
     "ema_tls_certificate_expiry_timestamp_seconds": set(),
     "ema_tls_files_rejected": set(),
+    "ema_token_file_rejected": set(),
     "ema_build_info": {"version", "device", "cuda"},
     "process_resident_memory_bytes": set(),
     "process_open_fds": set(),
