@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
+#include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 #include "client/python/src/watcher.h"
 #include "ema/error_reason.h"
@@ -129,7 +130,7 @@ class PyClient {
   void Close() {
     // Taken out under the GIL: from then on other threads find the client closed.
     std::shared_ptr<Client> client = std::move(client_);
-    nb::gil_scoped_release release;
+    const GilReleased released;
     client.reset();
   }
 
@@ -391,12 +392,13 @@ class PyClient {
     if (on_progress.has_value()) {
       progress = [&](int64_t byte_count) {
         if (has_raised) return;
-        nb::gil_scoped_acquire acquire;
+        const GilHeld held;
         // A signal that has come before the pull has noticed.
         has_raised = PyErr_Occurred() != nullptr;
         if (has_raised) return;
-        const nb::object result = nb::steal(
-            PyObject_CallFunction(on_progress->ptr(), "L", static_cast<long long>(byte_count)));
+        const nb::object result = nb::steal(OrForever([&] {
+          return PyObject_CallFunction(on_progress->ptr(), "L", static_cast<long long>(byte_count));
+        }));
         has_raised = !result.is_valid();
       };
     }
@@ -459,7 +461,7 @@ nb::tuple Next(Watcher& watcher) {
 void BindClient(nb::module_& module) {
   nb::class_<Watcher>(module, "Watcher")
       .def("next", &Next)
-      .def("stop", &Watcher::Stop, nb::call_guard<nb::gil_scoped_release>());
+      .def("stop", &Watcher::Stop, nb::call_guard<GilReleased>());
 
   nb::class_<Pulled>(module, "Pulled")
       .def_prop_ro("version", [](const Pulled& pulled) { return FromVersion(pulled.info.version); })

@@ -22,6 +22,7 @@
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/dlpack_exchange.h"
+#include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -334,7 +335,7 @@ void FoldMany(const nb::object& emas, const nb::object& params, double update_we
     compensation_list.emplace("compensations", compensations, /*is_written=*/true);
   }
   const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list, compensation_list));
-  nb::gil_scoped_release release;
+  const GilReleased released;
   Folder(updates, update_weight)
       .Run(threads > 0 ? threads : static_cast<int64_t>(std::thread::hardware_concurrency()));
 }

@@ -17,6 +17,7 @@
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
+#include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 
 namespace nb = nanobind;
@@ -51,7 +52,7 @@ class PyPendingPush {
       (void)push_.release();
       return;
     }
-    nb::gil_scoped_release release;
+    const GilReleased released;
     push_.reset();
   }
 
@@ -125,7 +126,7 @@ class PyRun {
   PyRun& operator=(const PyRun&) = delete;
 
   ~PyRun() {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     run_.reset();
     client_.reset();
   }

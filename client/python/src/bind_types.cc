@@ -13,6 +13,7 @@
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
+#include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 #include "ema/error_reason.h"
 #include "ema/schedule.h"
@@ -195,7 +196,7 @@ void BindTypes(nb::module_& module) {
       .def_ro("gpu", &Array::gpu)
       .def_prop_ro("crc32c", [](const Array& array) {
         ThrowIfError(array.CheckOnHost());
-        nb::gil_scoped_release release;
+        const GilReleased released;
         return Crc32c(0, array.bytes);
       });
 

@@ -24,7 +24,7 @@ void ThrowStatus(const absl::Status& status) {
 }
 
 bool SignalRaised() {
-  nb::gil_scoped_acquire acquire;
+  const GilHeld held;
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 

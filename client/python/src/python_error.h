@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/python/src/gil.h"
 
 namespace ema::python {
 
@@ -39,7 +40,7 @@ bool SignalRaised();
 template <class Call>
 auto CallWithoutGil(Call&& call) {
   auto result = [&] {
-    nanobind::gil_scoped_release release;
+    const GilReleased released;
     return call();
   }();
   if (PyErr_Occurred() != nullptr) throw nanobind::python_error();

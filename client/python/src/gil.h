@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Python's global lock, let go and taken by scopes. In place of nanobind's, which end the process
+// in a daemon thread whose call outlives the interpreter.
+#ifndef EMA_CLIENT_PYTHON_SRC_GIL_H_
+#define EMA_CLIENT_PYTHON_SRC_GIL_H_
+
+#include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace ema::python {
+
+// Calls `call`, which runs Python or waits for its lock. Does not return where the interpreter has
+// ended meanwhile: Python then unwinds the thread's stack, which ends the process at the first
+// destructor or noexcept function that this is to leave, as it does where somebody catches it and
+// goes on.
+template <class Call>
+auto OrForever(Call&& call) {
+  try {
+    return call();
+  } catch (const abi::__forced_unwind&) {
+    while (true) pause();
+  }
+}
+
+// Lets the lock go. To be made with it held.
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+  ~GilReleased() {
+    OrForever([this] { PyEval_RestoreThread(state_); });
+  }
+
+ private:
+  PyThreadState* const state_;
+};
+
+// Takes the lock, from any thread, whether it has it or not.
+class GilHeld {
+ public:
+  GilHeld() : state_(OrForever([] { return PyGILState_Ensure(); })) {}
+  GilHeld(const GilHeld&) = delete;
+  GilHeld& operator=(const GilHeld&) = delete;
+  ~GilHeld() { PyGILState_Release(state_); }
+
+ private:
+  const PyGILState_STATE state_;
+};
+
+}  // namespace ema::python
+
+#endif  // EMA_CLIENT_PYTHON_SRC_GIL_H_

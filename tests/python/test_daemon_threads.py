@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that daemon threads are in when Python ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+# Each waits, with the lock let go, until the interpreter has ended.
+CALLS = {
+    "watch": "for _ in client.watch(name): pass",
+    "wait_for": "client.wait_for(name, step=100)",
+    "pull": "while True: client.pull(name, track='raw', on_progress=lambda received: None)",
+    "run": "while True:\n        with client.open_run(name) as run: run.wait_ready()",
+    "fold": "while True: ema_client._ema.fold_many([ema], [weights], 0.5)",
+}
+PROGRAM = """
+import sys, threading
+import ema_client
+import numpy as np
+
+address, name = sys.argv[1:]
+client = ema_client.Client(address)
+ema, weights = np.zeros(1 << 20, np.float32), np.ones(1 << 20, np.float32)
+started = threading.Event()
+
+def call():
+    started.set()
+    {call}
+
+threading.Thread(target=call, daemon=True).start()
+started.wait()
+threading.Event().wait(0.3)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_do_not_change_how_the_program_ends(server, client, model, call):
+    weights = {"a": np.zeros(1 << 16, np.float32)}
+    client.create_model(model, weights, tracks={"raw": "copy"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    program = PROGRAM.format(call=CALLS[call])
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", program, server.address, model],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (ended.stdout, ended.stderr, ended.returncode) == ("trained\n", "", 0)
