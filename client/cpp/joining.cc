@@ -63,6 +63,10 @@ absl::StatusOr<std::unique_ptr<Joining>> Joining::Make(Client& client, std::stri
                                                        const Manifest& manifest, TensorSet frozen,
                                                        const StepPusher::Options& options) {
   EMA_RETURN_IF_ERROR(CheckOptions(options, frozen, manifest));
+  for (const TrackConfig& track : options.tracks) {
+    // Of what all ignore the server does not hear, so it cannot tell a misspelled rule.
+    EMA_RETURN_IF_ERROR(CheckRulesMatch(track, manifest));
+  }
   std::unique_ptr<Joining> joining(new Joining(client, model));
   const std::vector<bool> ignored = IgnoredByAll(manifest, options.tracks);
   std::vector<TensorSpec> specs;

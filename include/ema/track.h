@@ -56,8 +56,13 @@ enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 // copy track that is compensated, more than 256 patterns with wildcards, a rule with a schedule
 // that copies, or has no use (it does not average, or the track copies), more than 16 of these, a
 // snapshot_interval of no length, without a power function, or beside rules with schedules, or
-// (BAD_SCHEDULE) a rule that matches no tensor of `manifest`.
+// (BAD_SCHEDULE) a rule that matches no tensor of `manifest`, but for one that ignores: what all
+// tracks ignore a model need not have, and readers learn from the rule that the track has not.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
+
+// BAD_SCHEDULE: a rule, also one that ignores, matches no tensor. `manifest`: of all tensors that
+// there are, whether a track has them or not.
+absl::Status CheckRulesMatch(const TrackConfig& track, const Manifest& manifest);
 
 // What the track does with each tensor of the manifest. A copy track copies what it does not
 // ignore; only floats are averaged.
@@ -87,7 +92,7 @@ bool IsDue(absl::Span<const Schedule::Update> updates);
 TrackState NextState(const TrackConfig& track, const TrackState& state,
                      absl::Span<const Schedule::Update> updates, const TrainingTime& now);
 
-// The track without the rules that match no tensor of the manifest, which ValidateTrack() refuses.
+// The track without the rules that ValidateTrack() refuses as they match no tensor of the manifest.
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest);
 
 // Such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore; stem.*

@@ -9,12 +9,25 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
 #include "server/base/nearest_name.h"
 
 namespace ema {
 
 bool IsGlob(const std::string& pattern) {
   return pattern.find_first_of("*?[\\") != std::string::npos;
+}
+
+absl::Status ValidatePattern(const std::string& pattern) {
+  const int64_t bytes = static_cast<int64_t>(pattern.size());
+  // fnmatch(3) would take a zero byte for the end.
+  if (bytes > 0 && bytes <= kMaxTensorNameBytes && pattern.find('\0') == std::string::npos) {
+    return absl::OkStatus();
+  }
+  constexpr size_t kMaxQuotedBytes = 64;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "pattern \"", absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)), "\": must be 1 to ",
+      kMaxTensorNameBytes, " bytes without a zero, such as \"head.*\""));
 }
 
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest) {
@@ -40,14 +53,7 @@ std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest&
 
 absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
                                                  const Manifest& manifest) {
-  const int64_t bytes = static_cast<int64_t>(pattern.size());
-  // fnmatch(3) would take a zero byte for the end.
-  if (bytes == 0 || bytes > kMaxTensorNameBytes || pattern.find('\0') != std::string::npos) {
-    constexpr size_t kMaxQuotedBytes = 64;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "pattern \"", absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)), "\": must be 1 to ",
-        kMaxTensorNameBytes, " bytes without a zero, such as \"head.*\""));
-  }
+  EMA_RETURN_IF_ERROR(ValidatePattern(pattern));
   std::vector<int64_t> matches = MatchingTensors(pattern, manifest);
   if (!matches.empty()) return matches;
   const std::string_view nearest = NearestName(

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 
@@ -16,12 +17,14 @@ namespace ema {
 // Costs a comparison with every name of a manifest; other patterns only match themselves.
 bool IsGlob(const std::string& pattern);
 
+// INVALID_ARGUMENT: `pattern` is no pattern; the message names it.
+absl::Status ValidatePattern(const std::string& pattern);
+
 // By ascending index; empty: none. A glob is compared with names and aliases.
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest);
 
-// The same, of which there must be some. INVALID_ARGUMENT: there are none, or `pattern` is no
-// pattern; the message names it, such as `pattern "haed.*" matches no tensor; the nearest name is
-// "head.weight"`.
+// The same, of which there must be some. INVALID_ARGUMENT: as ValidatePattern(), or there are none:
+// `pattern "haed.*" matches no tensor; the nearest name is "head.weight"`.
 absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
                                                  const Manifest& manifest);
 

@@ -30,6 +30,17 @@ std::vector<int> RuleIndicesOf(const TrackConfig& track, const Manifest& manifes
   return indices;
 }
 
+// Of a rule's pattern, `status` as an error of the track.
+absl::Status AsRuleError(const TrackConfig& track, const absl::Status& status) {
+  if (status.ok()) return status;
+  return BadTrack(track, absl::StrCat("tensor_rules: ", status.message()));
+}
+
+absl::Status CheckMatches(const TrackConfig& track, const TensorRule& rule,
+                          const Manifest& manifest) {
+  return AsRuleError(track, FindTensors(rule.pattern, manifest).status());
+}
+
 absl::Status CheckRuleSchedules(const TrackConfig& track) {
   constexpr size_t kMaxSchedules = 16;
   for (const TensorRule& rule : track.tensor_rules) {
@@ -112,8 +123,11 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
                                  " are allowed, such as \"head.*\" ignore"));
   }
   for (const TensorRule& rule : track.tensor_rules) {
-    const absl::Status found = FindTensors(rule.pattern, manifest).status();
-    if (!found.ok()) return BadTrack(track, absl::StrCat("tensor_rules: ", found.message()));
+    if (rule.action == TensorAction::kIgnore) {
+      EMA_RETURN_IF_ERROR(AsRuleError(track, ValidatePattern(rule.pattern)));
+    } else {
+      EMA_RETURN_IF_ERROR(CheckMatches(track, rule, manifest));
+    }
   }
   EMA_RETURN_IF_ERROR(CheckRuleSchedules(track));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);
@@ -122,6 +136,13 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
     return BadTrack(track,
                     "tensor_rules: every tensor is ignored; average or copy one, such as by "
                     "\"head.* average\" before the others");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRulesMatch(const TrackConfig& track, const Manifest& manifest) {
+  for (const TensorRule& rule : track.tensor_rules) {
+    EMA_RETURN_IF_ERROR(CheckMatches(track, rule, manifest));
   }
   return absl::OkStatus();
 }
@@ -200,7 +221,7 @@ TrackState NextState(const TrackConfig& track, const TrackState& state,
 
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest) {
   std::erase_if(track.tensor_rules, [&manifest](const TensorRule& rule) {
-    return MatchingTensors(rule.pattern, manifest).empty();
+    return rule.action != TensorAction::kIgnore && MatchingTensors(rule.pattern, manifest).empty();
   });
   return track;
 }

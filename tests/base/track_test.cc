@@ -195,9 +195,11 @@ TEST(ValidateTrackTest, NamesTheNearestTensor) {
 TEST(ValidateTrackTest, RefusesPatternsThatAreNone) {
   for (const std::string& pattern :
        {std::string(), std::string("*\0x", 3), std::string(1025, '*')}) {
-    EXPECT_THAT(ValidateTrack(Track("200ba", {{pattern, kCopy}}), TestManifest()),
-                StatusIs(kInvalid, AllOf(HasSubstr("tensor_rules: pattern \""),
-                                         HasSubstr("such as \"head.*\""))));
+    for (const TensorAction action : {kCopy, kIgnore}) {
+      EXPECT_THAT(ValidateTrack(Track("200ba", {{pattern, action}}), TestManifest()),
+                  StatusIs(kInvalid, AllOf(HasSubstr("tensor_rules: pattern \""),
+                                           HasSubstr("such as \"head.*\""))));
+    }
   }
   EXPECT_THAT(ValidateTrack(Track("200ba", {{std::string(1024, '*'), kCopy}}), TestManifest()),
               IsOk());
@@ -258,8 +260,11 @@ TEST(ValidateTrackTest, ManyRulesAndHardPatternsAreQuick) {
   const Manifest manifest = *Manifest::Create(tensors);
   EXPECT_THAT(ValidateTrack(Track("200ba", rules), manifest), IsOk());
   EXPECT_THAT(
-      ValidateTrack(Track("200ba", {{"*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*b", kIgnore}}), manifest),
+      ValidateTrack(Track("200ba", {{"*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*a*b", kCopy}}), manifest),
       StatusIs(kInvalid, HasSubstr("matches no tensor")));
+  // What the model has not.
+  for (TensorRule& rule : rules) rule.pattern += ".gone";
+  EXPECT_THAT(ValidateTrack(Track("200ba", rules), manifest), IsOk());
 }
 
 TEST(TrackTextTest, SaysTheScheduleAndWhatIsNotAtItsDefault) {
@@ -279,14 +284,23 @@ TEST(TrackTextTest, SaysTheScheduleAndWhatIsNotAtItsDefault) {
   EXPECT_EQ(TrackText(track), "sigma_rel=0.05; snapshot_interval 50ep");
 }
 
-TEST(TrackTest, RulesThatMatchNothingCanBeDropped) {
+TEST(TrackTest, RulesThatMatchNothingCanBeDroppedIfTheyDoNotIgnore) {
   const Manifest manifest = *Manifest::Create({{.name = "a", .shape = {1}}});
-  TrackConfig track{.name = "t", .schedule = *Schedule::Parse("200ba")};
-  track.tensor_rules = {{"b*", TensorAction::kIgnore}, {"a", TensorAction::kCopy}};
+  const TrackConfig track = Track("200ba", {{"b*", kIgnore}, {"c", kAverage}, {"a", kCopy}});
   EXPECT_FALSE(ValidateTrack(track, manifest).ok());
   const TrackConfig kept = WithoutIdleRules(track, manifest);
-  EXPECT_EQ(kept.tensor_rules, (std::vector<TensorRule>{{"a", TensorAction::kCopy}}));
+  EXPECT_EQ(kept.tensor_rules, (std::vector<TensorRule>{{"b*", kIgnore}, {"a", kCopy}}));
   EXPECT_THAT(ValidateTrack(kept, manifest), IsOk());
+}
+
+TEST(CheckRulesMatchTest, NamesARuleThatIgnoresNothing) {
+  EXPECT_THAT(CheckRulesMatch(Track("200ba", {{"head.*", kIgnore}}), TestManifest()), IsOk());
+  const TrackConfig misspelled = Track("200ba", {{"head.*", kIgnore}, {"haed.*", kIgnore}});
+  EXPECT_THAT(ValidateTrack(misspelled, TestManifest()), IsOk());
+  const absl::Status status = CheckRulesMatch(misspelled, TestManifest());
+  EXPECT_THAT(status, StatusIs(kInvalid, HasSubstr("track \"t\": tensor_rules: pattern \"haed.*\" "
+                                                   "matches no tensor; the nearest name")));
+  EXPECT_THAT(status, ReasonIs(ErrorReason::kBadSchedule));
 }
 
 TEST(TrackTest, OfManyRulesTheTextSaysHowMany) {

@@ -34,6 +34,9 @@ TEST_F(TorchTest, TensorsThatEveryTrackIgnoresAreNotSent) {
     reference.Step(step, trainer.net);
   }
   ema->Close();
+  // Readers learn from it that no track has them.
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, client_->GetModel("m"));
+  EXPECT_EQ(info.tracks[0].tensor_rules, options.tracks[0].tensor_rules);
   Net net;
   const std::map<std::string, torch::Tensor> before = CopyOf(net);
   EXPECT_THAT(PullInto(*client_, "m", net),
@@ -68,6 +71,14 @@ TEST_F(TorchTest, AModuleThatCannotBeWrittenStaysAsItWas) {
     EXPECT_TRUE(torch::equal(buffer, torch::ones_like(buffer)));
   }
   ASSERT_THAT(PullInto(*client_, "m", pushed), IsOk());
+}
+
+TEST_F(TorchTest, ARuleThatIgnoresNothingIsRefused) {
+  Attachment::Options options = WithEma();
+  options.tracks[0].tensor_rules = {{"encodre.*", TensorAction::kIgnore}};
+  EXPECT_THAT(Attachment::Create(*client_, "m", Net(), options).status(),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("pattern \"encodre.*\" matches no tensor")));
 }
 
 TEST_F(TorchTest, ModulesOfAnotherDtypeAreAveragedInFloat32AndPulledInTheirOwn) {

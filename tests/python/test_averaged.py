@@ -8,6 +8,7 @@ import copy
 import ema_client
 import pytest
 import torch
+from ema_client._callbacks import averaged_or_own
 from testing import assert_same_bits
 
 TRACKS = {"fast": "4ba", "raw": "copy"}
@@ -107,6 +108,45 @@ def test_which_track_must_be_clear(server, client, model):
             raise AssertionError("not reached")
     with ema_client.averaged(net, server.url(model), track="b"):
         pass
+
+
+IGNORING = {
+    "rules": {"tracks": {"body": {"half_life": "2ba", "tensor_rules": {"head.*": "ignore"}}}},
+    "preset": {"preset": "ema_pytorch", "update_every": 1, "ignore_startswith_names": ["head."]},
+}
+
+
+@pytest.mark.parametrize("arguments", IGNORING.values(), ids=IGNORING)
+def test_what_every_track_ignores_keeps_its_values(server, client, model, arguments):
+    net, url = network(), server.url(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):  # The second trainer goes on with the model.
+        with ema_client.attach(net, optimizer, url, **arguments):
+            for _ in range(3):
+                net(torch.randn(4, 4)).sum().backward()
+                optimizer.step()
+    own = state_of(net)
+    [track] = client.model(model).tracks
+    average = client.pull(model, track=track)
+    assert "head.weight" not in average
+    with ema_client.averaged(net, url):
+        assert_same_bits({**average, "head.weight": own["head.weight"]}, net.state_dict())
+    assert_same_bits(own, net.state_dict())
+    with averaged_or_own(net, url, None, {}, track=None) as version:
+        assert version is not None
+
+
+def test_a_part_of_a_model_that_a_track_ignores_altogether(server, client, model):
+    """A stage of a pipeline, of which no rule of the track has the others' tensors."""
+    net, url = network(), server.url(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rules = {"head.*": "ignore", "1.*": "copy"}
+    tracks = {"body": {"half_life": "2ba", "tensor_rules": rules}, "raw": "copy"}
+    with ema_client.attach(net, optimizer, url, tracks=tracks):
+        optimizer.step()
+    own = state_of(net)
+    with ema_client.averaged(net.head, url, rename=lambda name: f"head.{name}"):
+        assert_same_bits(own, net.state_dict())
 
 
 def test_in_the_training_loop(server, client, model):

@@ -194,6 +194,18 @@ def test_attach_goes_on_from_an_import(server, client, model, tmp_path):
         ema_client.attach(net, optimizer, server.url(model), half_life="11ba")
 
 
+def test_attach_goes_on_from_an_import_without_what_is_ignored(server, client, model, tmp_path):
+    net = make_net()
+    body = {name: tensor for name, tensor in net.state_dict().items() if not name.startswith("2.")}
+    save_file(body, tmp_path / "body.safetensors")
+    tracks = {"ema": ema_client.Track(half_life="10ba", tensor_rules={"2.*": "ignore"})}
+    client.import_weights(model, tmp_path / "body.safetensors", tracks=tracks, step=100)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), tracks=tracks) as ema:
+        optimizer.step()
+    assert ema.version.step == 101
+
+
 # --- Other libraries' states ---
 
 

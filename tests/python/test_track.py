@@ -178,4 +178,4 @@ def test_actions():
     with pytest.raises(
         ema_client.InvalidArgumentError, match='"hed.*" matches no tensor.*"head.w"'
     ):
-        track_of("ema", Track(tensor_rules={"hed.*": "ignore"})).actions(specs)
+        track_of("ema", Track(tensor_rules={"hed.*": "ignore"})).check(specs)

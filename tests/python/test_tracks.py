@@ -145,6 +145,7 @@ def test_the_composer_defaults_need_no_argument(server, client, model):
         ({"smoothing": 1.5}, "smoothing 1.5"),
         ({"tracks": {"a": {"sigma_rel": 0.5}}}, "sigma_rel 0.5"),
         ({"tracks": {"a": {"half_life": "5ba", "tensor_rules": {"haed.*": "copy"}}}}, "haed"),
+        ({"tracks": {"a": {"half_life": "5ba", "tensor_rules": {"haed.*": "ignore"}}}}, "haed"),
         ({"half_life": "0.5dur"}, "dur"),
         ({"ema_start": "100"}, "ema_start"),
     ],
@@ -156,6 +157,15 @@ def test_what_is_wrong_is_named_and_makes_no_model(server, client, model, argume
         ema_client.attach(module, optimizer, server.url(model), **arguments)
     with pytest.raises(ema_client.NotFoundError):
         client.model(model)
+
+
+def test_a_misspelled_rule_of_a_new_model_is_named(client, model):
+    weights = {"head.weight": floats(0), "body": floats(0)}
+    for action in ("ignore", "copy", "average"):
+        track = {"half_life": "5ba", "tensor_rules": {"haed.*": action}}
+        with pytest.raises(ema_client.InvalidArgumentError, match="haed.*head.weight") as raised:
+            client.create_model(model, weights, tracks={"ema": track})
+        assert raised.value.reason == "BAD_SCHEDULE"
 
 
 def test_what_is_not_finite_is_rejected_skipped_or_allowed(client, model):

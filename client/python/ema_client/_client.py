@@ -133,18 +133,27 @@ class Client(EvaluatorCalls):
             timeout_s: seconds.
 
         Raises:
-            InvalidArgumentError: a name, tensor or track is refused.
+            InvalidArgumentError: a name, tensor or track is refused, or a tensor rule matches nothing.
             AlreadyExistsError: the model exists and differs; the message says in what.
             ResourceExhaustedError: it does not fit the server's memory budget.
         """
         specs = [_arrays.spec_of(tensor, value) for tensor, value in weights.items()]
+        made = [track_of(track, rule) for track, rule in tracks.items()]
+        for track in made:
+            track.check(specs)
+        return self._create_model(name, specs, made, max_pinned_versions, non_finite, timeout_s)
+
+    def _create_model(
+        self,
+        name: str,
+        specs: list[_ema.Spec],
+        tracks: list[_ema.Track],
+        max_pinned_versions: int,
+        non_finite: NonFinite,
+        timeout_s: float | None,
+    ) -> ModelInfo:
         fields, _ = self._client.create_model(
-            name,
-            specs,
-            [track_of(track, rule) for track, rule in tracks.items()],
-            max_pinned_versions,
-            non_finite,
-            self._timeout(timeout_s),
+            name, specs, tracks, max_pinned_versions, non_finite, self._timeout(timeout_s)
         )
         return model_from(fields)
 
@@ -190,16 +199,18 @@ class Client(EvaluatorCalls):
             EmaError: as `create_model` and `Run.push`.
         """
         now = time_dict(time, step=step)
-        for track, rule in tracks.items():
-            track_of(track, rule).check_keeps_first_value(now, updates)
+        made = [track_of(track, rule) for track, rule in tracks.items()]
+        for track in made:
+            track.check_keeps_first_value(now, updates)
         stored = _safetensors.open_weights(path)
-        info = self.create_model(
+        # A rule may ignore what the file has not: `attach` must find the tracks that it has itself.
+        info = self._create_model(
             name,
-            {tensor.spec.name: tensor.spec for tensor in stored},
-            tracks=tracks,
-            max_pinned_versions=max_pinned_versions,
-            non_finite=non_finite,
-            timeout_s=timeout_s,
+            [_arrays.spec_of(tensor.spec.name, tensor.spec) for tensor in stored],
+            made,
+            max_pinned_versions,
+            non_finite,
+            timeout_s,
         )
         if info.latest is not None:
             raise AlreadyExistsError(

@@ -208,12 +208,15 @@ class Plan:
 
 
 def _ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
-    """Tensors that no track has."""
+    """Tensors that no track has. InvalidArgumentError: a track or a rule is wrong: of what all ignore
+    the server does not hear, so it cannot tell a misspelled one."""
     # What is ignored may have any dtype.
     specs = [
         (name, dtype if dtype in _arrays.DTYPES else "float32", shape, is_buffer, aliases)
         for name, dtype, shape, is_buffer, aliases in specs
     ]
+    for track in tracks:
+        track.check(specs)
     actions = [track.actions(specs) for track in tracks]
     return {
         spec[0]

@@ -126,6 +126,7 @@ class _Track:
 
     @classmethod
     def of(cls, track: _ema.Track, specs: list[_ema.Spec]) -> _Track:
+        track.check(specs)
         names = [spec[0] for spec in specs]
         actions = track.actions(specs)
         return cls(

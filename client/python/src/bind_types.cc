@@ -130,7 +130,6 @@ std::vector<RuleTuple> TensorRules(const TrackConfig& track) {
 std::vector<std::tuple<std::string, int>> Actions(const TrackConfig& track,
                                                   const std::vector<SpecTuple>& specs) {
   const Manifest manifest = ToManifest(specs);
-  ThrowIfError(ValidateTrack(track, manifest));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);
   const std::vector<int> schedules = ScheduleIndicesOf(track, manifest);
   std::vector<std::tuple<std::string, int>> result;
@@ -262,6 +261,14 @@ void BindTypes(nb::module_& module) {
                      if (!track.snapshot_interval.has_value()) return std::nullopt;
                      return track.snapshot_interval->ToString();
                    })
+      .def(
+          "check",
+          [](const TrackConfig& track, const std::vector<SpecTuple>& specs) {
+            const Manifest manifest = ToManifest(specs);
+            ThrowIfError(ValidateTrack(track, manifest));
+            ThrowIfError(CheckRulesMatch(track, manifest));
+          },
+          "specs"_a)
       .def(
           "without_idle_rules",
           [](const TrackConfig& track, const std::vector<SpecTuple>& specs) {
