@@ -167,6 +167,57 @@ def test_a_name_too_many_is_refused_even_if_its_array_is_another_ones(client, mo
     assert (a == 1).all()
 
 
+@pytest.fixture
+def tied(server, client, model):
+    """What is pushed of a model with a tied tensor."""
+    net = Tied()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), tracks={"raw": "copy"}):
+        optimizer.step()
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_numpy", [False, True], ids=["torch", "numpy"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_other_names_of_a_tensor_are_written_too(client, model, tied, is_numpy, is_tied):
+    out = {name: torch.zeros_like(value) for name, value in tied.items()}
+    if is_tied:
+        out["last.weight"] = out["first.weight"].view(2, 3)
+    if is_numpy:
+        out = {name: value.numpy() for name, value in out.items()}
+    pulled = client.pull(model, track="raw", out=out)
+    assert pulled.keys() == tied.keys()
+    for name, value in tied.items():
+        assert pulled[name] is out[name]
+        assert torch.equal(torch.as_tensor(out[name]), value), name
+
+
+@pytest.mark.parametrize(
+    "other, problem",
+    [
+        (torch.zeros(3, 2), "wrong shapes: last.weight"),
+        (torch.zeros(2, 1).expand(2, 3), "last.weight: several"),
+        (torch.zeros(2, 3, device="meta"), "last.weight: on the meta"),
+        (np.zeros((2, 3), np.float32), "not a numpy.ndarray"),
+    ],
+    ids=["shape", "expanded", "meta", "framework"],
+)
+def test_another_name_that_does_not_fit_is_refused(client, model, tied, other, problem):
+    out = {name: torch.zeros_like(value) for name, value in tied.items()}
+    with pytest.raises(ema_client.InvalidArgumentError, match=problem):
+        client.pull(model, track="raw", out={**out, "last.weight": other})
+    assert all((value == 0).all() for value in out.values())
+
+
+def test_another_name_that_shares_memory_otherwise_is_refused(client, model, tied):
+    memory = torch.zeros(9)
+    out = {name: torch.zeros_like(value) for name, value in tied.items()}
+    out |= {"first.weight": memory[:6].view(2, 3), "last.weight": memory[3:].view(2, 3)}
+    with pytest.raises(ema_client.InvalidArgumentError, match="share memory.*last.weight"):
+        client.pull(model, track="raw", out=out)
+    assert (memory == 0).all()
+
+
 @pytest.mark.parametrize("out", [[np.ones(4)], 5])
 def test_what_is_no_mapping_or_module_is_named(client, model, pushed, out):
     with pytest.raises(ema_client.InvalidArgumentError, match="out of type (list|int): must be"):

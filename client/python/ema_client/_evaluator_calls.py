@@ -81,8 +81,9 @@ class EvaluatorCalls(CheckpointCalls):
             dtype: what the server casts floats to before it sends them: "float32", "float16",
                 "bfloat16", or PyTorch's, NumPy's or JAX's dtype of that name. None: as it keeps them.
             out: what is to be written in place, in place of new memory, with the values cast to its
-                dtypes: torch tensors or NumPy arrays by name, exactly the names that are pulled, of
-                which no two share memory; or a module, for its parameters and buffers (tied ones
+                dtypes: torch tensors or NumPy arrays by name, exactly the names that are pulled (of
+                tied tensors the first, and any others), no two of which share memory but for those
+                that are tied; or a module, for its parameters and buffers (tied ones
                 once, by whichever of their names the model has). With DTensors among them these say
                 what is pulled: of each just the piece that is on this rank, however trainers have
                 sharded the model; ranks that shall get one version must name it. A rank that has
@@ -170,11 +171,9 @@ class EvaluatorCalls(CheckpointCalls):
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
-        # A tied tensor may be there under its other names, too.
-        named = {tensor: targets[tensor] for tensor in targets if tensor not in aliases}
         _wait_released(targets.values())
-        copy_into(named, arrays)
-        arrays = {tensor: given[tensor] for tensor in arrays}
+        copy_into(targets, arrays, aliases)
+        arrays = {tensor: given[tensor] for tensor in targets}
         return Weights(arrays, version=record, track=track, aliases=aliases)
 
     def refresh(self, weights: Weights, *, timeout_s: float | None = None) -> bool:

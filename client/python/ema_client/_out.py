@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ema_client._arrays import check_names, is_instance
@@ -28,35 +28,52 @@ def check_writable(out: Mapping[str, Any]) -> None:
         _refuse(f"cannot be written: {'; '.join(problems)}")
 
 
-def copy_into(out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+def copy_into(
+    out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
+) -> None:
     """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting
     to their dtypes.
 
     Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array shares
-    memory with another.
+    memory with another, unless it is the same under another name.
+
+    Args:
+        aliases: further names, by which `out` may have a tensor, too, and the first ones.
     """
-    check_names("out", expected=tensors, given=out)
+    check_names("out", expected=tensors, given=[name for name in out if name not in aliases])
     is_torch = all(is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
     kind = ("torch", "Tensor") if is_torch else ("numpy", "ndarray")
-    wrong = [name for name in tensors if not is_instance(out[name], *kind)]
+    wrong = [name for name in out if not is_instance(out[name], *kind)]
     if wrong:
         _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
+    values = {name: tensors[aliases.get(name, name)] for name in out}
     wrong = [
         f"{name}: {tuple(out[name].shape)} for {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
+        for name, tensor in values.items()
         if tuple(out[name].shape) != tuple(tensor.shape)
     ]
     if wrong:
         _refuse(f"wrong shapes: {'; '.join(wrong)}")
     wrong = [
         f"{name}: {out[name].dtype} for {tensor.dtype}"
-        for name, tensor in tensors.items()
+        for name, tensor in values.items()
         if not _can_cast(tensor, out[name])
     ]
     if wrong:
         _refuse(f"wrong dtypes: {'; '.join(wrong)}")
-    _check_apart(out)
-    for name, tensor in tensors.items():
+    # Names that are tied in `out`, too, once.
+    apart = {
+        (
+            aliases.get(name, name),
+            *_place("", target)[:3],
+            str(target.dtype),
+            _strides(target),
+        ): name
+        for name, target in out.items()
+    }
+    _check_apart({name: out[name] for name in apart.values()})
+    for name in apart.values():
+        tensor = values[name]
         if is_torch:
             import torch
 
@@ -150,15 +167,21 @@ def _place(name: str, target: Any) -> _Place:
     if is_instance(target, "torch", "Tensor"):
         size = target.element_size()
         address, device = target.data_ptr(), str(target.device)
-        strides: Iterable[int] = [stride * size for stride in target.stride()]
     else:
         size = target.itemsize
         address, device = target.ctypes.data, "cpu"
-        strides = target.strides
+    strides = _strides(target)
     reach = [stride * (extent - 1) for stride, extent in zip(strides, target.shape)]
     begin = address + sum(step for step in reach if step < 0)
     end = address + sum(step for step in reach if step > 0) + size
     return _Place(device, begin, end, name, target)
+
+
+def _strides(target: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if is_instance(target, "torch", "Tensor"):
+        return tuple(stride * target.element_size() for stride in target.stride())
+    return tuple(target.strides)
 
 
 def _share(one: Any, other: Any) -> bool:

@@ -403,7 +403,7 @@ class Weights(dict[str, Any]):
         # Whose memory the tensors are.
         self._pulled = pulled
         for alias, name in self.aliases.items():
-            self[alias] = self[name]
+            self.setdefault(alias, self[name])
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has memory of its own.
