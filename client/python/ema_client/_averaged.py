@@ -16,7 +16,6 @@ from ema_client._client import Client
 from ema_client._errors import (
     AbortedError,
     InvalidArgumentError,
-    NotFoundError,
     OutOfRangeError,
 )
 from ema_client._pieces import Piece, pieces_of, selected, selection_of
@@ -29,8 +28,9 @@ from ema_client._torch_model import (
     shard_again,
     specs_of,
     unwrap,
+    write,
 )
-from ema_client._track import track_of
+from ema_client._track import only_average, track_of
 from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
 
@@ -96,7 +96,8 @@ def averaged(
     """
     read = _read(model, url, track, version, step, rename, process_group, timeout_s)
     record = read.version
-    swap = swapped(model, read.model_name, read.weights, ignored=read.ignored, rename=rename)
+    what = f'model "{read.model_name}"'
+    swap = swapped(model, what, read.weights, ignored=read.ignored, rename=rename)
     del read  # As large as the model.
     with swap:
         with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
@@ -122,11 +123,11 @@ def copy_average(
     failure: Exception | None = None
     try:
         read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-        targets = _targets(model, read.model_name, read.weights, read.ignored, rename)
+        targets = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
     except Exception as raised:
         failure = raised
     ranks.gather_or_raise(failure, None)
-    _write(targets, read.weights)
+    write((tensor, read.weights[name]) for name, tensor in targets.items())
     return read.version
 
 
@@ -159,7 +160,7 @@ def _read(
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             if track is None:
-                track = only_average(info)
+                track = only_average_of(info)
             ignored = _ignored(info, track, named)
             pieces = pieces_of(_without(named, ignored)) if is_part else {}
             _check_pieces(info, pieces)
@@ -181,29 +182,41 @@ def _read(
 @contextlib.contextmanager
 def swapped(
     model: torch.nn.Module,
-    model_name: str,
+    what: str,
     weights: Mapping[str, torch.Tensor],
     *,
     ignored: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
 ) -> Iterator[None]:
-    """`averaged` with weights that have been pulled; the model keeps its own of `ignored`."""
-    tensors = _targets(model, model_name, weights, ignored, rename)
-    own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`."""
+    tensors = _targets(model, what, weights, ignored, rename)
+    own = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
     try:
-        _write(tensors, weights)
+        write((tensor, weights[name]) for name, tensor in tensors.items())
         del weights
         yield
     finally:
         try:
             shard_again(unwrap(model))
         finally:
-            _write(tensors, own)
+            write(own)
+
+
+def copy_into(
+    model: torch.nn.Module,
+    what: str,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    ignored: Collection[str] = (),
+) -> None:
+    """As `swapped`, for good."""
+    targets = _targets(model, what, weights, ignored, None)
+    write((tensor, weights[name]) for name, tensor in targets.items())
 
 
 def _targets(
     model: torch.nn.Module,
-    model_name: str,
+    what: str,
     weights: Mapping[str, torch.Tensor],
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
@@ -214,7 +227,7 @@ def _targets(
     tensors = selected(pieces_of(named))
     aliases = weights.aliases if isinstance(weights, Weights) else {}
     expected = [name for name in weights if name not in aliases]
-    _arrays.check_names(f'model "{model_name}"', expected=expected, given=tensors)
+    _arrays.check_names(what, expected=expected, given=tensors)
     wrong = [
         f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
         for name, tensor in tensors.items()
@@ -222,7 +235,7 @@ def _targets(
     ]
     if wrong:
         raise InvalidArgumentError(
-            f'model "{model_name}": shapes do not match; {"; ".join(wrong)}', reason="BAD_LAYOUT"
+            f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
     release(named.values())
     return tensors
@@ -335,23 +348,10 @@ def version_alone(
     ).version
 
 
-def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    import torch
-
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(values[name])
-
-
-def only_average(info: ModelInfo) -> str:
-    averages = [name for name, track in info.tracks.items() if not track.is_copy]
-    if len(averages) == 1:
-        return averages[0]
-    if "ema" in averages:
-        return "ema"
-    raise NotFoundError(
-        f'model "{info.name}": which track? There are {", ".join(info.tracks)}',
-        reason="TRACK_NOT_FOUND",
+def only_average_of(info: ModelInfo) -> str:
+    """See `only_average`."""
+    return only_average(
+        f'model "{info.name}": ', {name: track.is_copy for name, track in info.tracks.items()}
     )
 
 

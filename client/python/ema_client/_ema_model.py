@@ -16,9 +16,9 @@ from ema_client._errors import (
     EmaError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
 )
 from ema_client._torch_model import check_whole, named_tensors
+from ema_client._track import only_average
 from ema_client._types import Version, Weights, version_id
 
 if TYPE_CHECKING:
@@ -237,13 +237,9 @@ class WithEmaModel:
             )
 
     def _average_name(self) -> str:
-        names = [track.name for track in self._due.tracks if not track.schedule.is_copy]
-        if len(names) == 1 or "ema" in names:
-            return names[0] if len(names) == 1 else "ema"
-        raise NotFoundError(
-            f'model "{self._model_name}": which track? There are '
-            f'{", ".join(track.name for track in self._due.tracks)}',
-            reason="TRACK_NOT_FOUND",
+        return only_average(
+            f'model "{self._model_name}": ',
+            {track.name: track.schedule.is_copy for track in self._due.tracks},
         )
 
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:

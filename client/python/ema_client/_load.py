@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import only_average, pull_pieces, release, version_alone
+from ema_client._averaged import only_average_of, pull_pieces, release, version_alone
 from ema_client._client import Client
 from ema_client._ema_model import half_of
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import pieces_of
 from ema_client._ranks import Ranks
-from ema_client._torch_model import NamedTensors, has_pieces, named_tensors, shard_again, unwrap
+from ema_client._torch_model import (
+    NamedTensors,
+    has_pieces,
+    named_tensors,
+    shard_again,
+    unwrap,
+    write,
+)
 from ema_client._track import track_of
 from ema_client._types import ModelInfo, Version, VersionLike
 from ema_client._url import split_url
@@ -106,7 +113,7 @@ def load_into(
             named = named_tensors(module, rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
-            track = only_average(info) if track is None else track
+            track = only_average_of(info) if track is None else track
             match = _match(info, track, named)
             match.check(info.name, strict, may_be_part)
             wanted = {match.names[name]: named.all()[name] for name in match.names}
@@ -267,9 +274,8 @@ def _write(
     names: Mapping[str, str],
     values: Mapping[str, torch.Tensor],
 ) -> None:
-    import torch
-
-    with torch.no_grad():
-        for name, piece in pieces_of(tensors).items():
-            if names[name] in values and not piece.is_empty:
-                piece.local.copy_(values[names[name]])
+    write(
+        (piece.local, values[names[name]])
+        for name, piece in pieces_of(tensors).items()
+        if names[name] in values and not piece.is_empty
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._torch_model import unwrap
+from ema_client._torch_model import unwrap, write
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,7 @@ def recalibrated(model: torch.nn.Module, how: Recalibration) -> Iterator[None]:
                 swa_utils.update_bn(_at_least_one(how), unwrap(model), _device_of(model))
         yield
     finally:
-        with torch.no_grad():
-            for buffer, values in own:
-                buffer.copy_(values)
+        write(own)
 
 
 @contextlib.contextmanager

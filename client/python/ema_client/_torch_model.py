@@ -177,6 +177,15 @@ def shard_again(module: torch.nn.Module) -> None:
         module.state_dict()
 
 
+def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Into the first of each pair the values of the second, cast to its dtype."""
+    import torch
+
+    with torch.no_grad():
+        for tensor, values in pairs:
+            tensor.copy_(values)
+
+
 def has_pieces(module: torch.nn.Module) -> bool:
     """Whether some of its tensors are DTensors, of which this rank may have a part. Of ranks that have
     parts of one model, all find the same."""

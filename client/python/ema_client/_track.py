@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
 from ema_client import _ema
-from ema_client._errors import InvalidArgumentError
+from ema_client._errors import InvalidArgumentError, NotFoundError
 
 #: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
 #: one ("smoothing=0.9"), or a Track's fields as a dict.
@@ -322,6 +322,21 @@ _EXAMPLES = {
     "age_offset": "1.0",
     "interval_phase": "1",
 }
+
+
+def only_average(where: str, are_copies: Mapping[str, bool]) -> str:
+    """The track that is meant where none is named, of all by name: the only average, else "ema".
+
+    NotFoundError: there is neither; the message begins with `where`.
+    """
+    averages = [name for name, is_copy in are_copies.items() if not is_copy]
+    if len(averages) == 1:
+        return averages[0]
+    if "ema" in averages:
+        return "ema"
+    raise NotFoundError(
+        f'{where}which track? There are {", ".join(are_copies)}', reason="TRACK_NOT_FOUND"
+    )
 
 
 def tracks_of(

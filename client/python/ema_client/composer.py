@@ -251,7 +251,7 @@ class EMA(Algorithm):
         with contextlib.ExitStack() as stack:
             failure: EmaError | None = None
             try:
-                stack.enter_context(swapped(state.model, self._model_name, weights))
+                stack.enter_context(swapped(state.model, f'model "{self._model_name}"', weights))
             except Exception as raised:
                 failure = failure_of(raised)
             self._ranks().gather_or_raise(failure, None)

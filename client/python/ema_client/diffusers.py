@@ -24,6 +24,7 @@ from ema_client._optimizers import parameter_ids, unwrap_optimizers
 from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
 from ema_client._read import pull
 from ema_client._resume import State
+from ema_client._torch_model import write
 from ema_client._types import VersionLike
 from ema_client._url import split_url
 
@@ -384,9 +385,5 @@ class EMAModel:
 
 
 def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    import torch
-
     release(targets)
-    with torch.no_grad():
-        for target, value in zip(targets, values):
-            target.copy_(value)
+    write(zip(targets, values))
