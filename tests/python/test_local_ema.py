@@ -206,6 +206,26 @@ def test_averaged_and_back():
         ema.copy_to(torch.nn.Linear(3, 3))
 
 
+@pytest.mark.parametrize("how", ["averaged", "copy_to", "compute_ema"])
+def test_weights_that_a_push_reads_are_waited_for(server, model, monkeypatch, how):
+    module = torch.nn.Linear(3, 2)
+    local = LocalEMA(module)
+    local.update()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="5ba") as ema:
+        waited = []
+        monkeypatch.setattr(ema, "wait_released", lambda: waited.append(module.weight.tolist()))
+        own = module.weight.tolist()
+        if how == "averaged":
+            with local.averaged():
+                assert waited == [own]
+        elif how == "copy_to":
+            local.copy_to(module)
+        else:
+            compute_ema(torch.nn.Linear(3, 2), module, smoothing=0.5)
+        assert waited == [own]
+
+
 def test_weights_load_into_a_model():
     model = Net()
     ema = LocalEMA(model)
@@ -281,7 +301,7 @@ def test_tracks_that_are_not_there():
     ema = LocalEMA(Net(), tracks={"a": "5ba", "b": "6ba", "raw": "copy"})
     with pytest.raises(ema_client.FailedPreconditionError, match='"a".*no weights yet'):
         ema.weights("a")
-    with pytest.raises(ema_client.NotFoundError, match='"ema".*a, b, raw'):
+    with pytest.raises(ema_client.NotFoundError, match="which track.*a, b, raw"):
         ema.weights()
     with pytest.raises(ema_client.InvalidArgumentError, match='track "e".*half_lif'):
         LocalEMA(Net(), tracks={"e": {"half_lif": "5ba"}})

@@ -11,16 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
+from ema_client._averaged import copy_into, release, swapped
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._preset_arguments import Rule
-from ema_client._torch_model import (
-    NamedTensors,
-    check_whole,
-    named_tensors,
-    specs_of,
-    unwrap,
-)
-from ema_client._track import TrackLike
+from ema_client._torch_model import check_whole, named_tensors, specs_of, unwrap
+from ema_client._track import TrackLike, only_average
 from ema_client._types import TimeLike, TrackVersion, time_dict
 
 if TYPE_CHECKING:
@@ -75,6 +70,7 @@ def compute_ema(
             f"ema_model: tensors do not match: {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
 
+    release(target.values())
     # By the tensor: tied ones once.
     pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
     averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]
@@ -141,6 +137,10 @@ class _Track:
             for name, done in self.actions.items()
             if done == action and schedule in (None, self.schedules[name])
         ]
+
+    def absent(self) -> list[str]:
+        """Tensors that it ignores, or whose schedule has not begun."""
+        return [name for name in self.actions if name not in self.tensors]
 
 
 class LocalEMA:
@@ -314,9 +314,10 @@ class LocalEMA:
         )
 
     def _get(self, name: str | None) -> _Track:
-        averages = [key for key, track in self._tracks.items() if not track.track.schedule.is_copy]
         if name is None:
-            name = averages[0] if len(averages) == 1 else "ema"
+            name = only_average(
+                "", {key: track.track.schedule.is_copy for key, track in self._tracks.items()}
+            )
         if name not in self._tracks:
             raise NotFoundError(
                 f'no track "{name}"; there are {", ".join(self._tracks)}', reason="TRACK_NOT_FOUND"
@@ -353,29 +354,8 @@ class LocalEMA:
         Raises:
             InvalidArgumentError: names or shapes do not match; nothing was changed.
         """
-        import torch
-
         values = self._get(track)
-        tensors = named_tensors(unwrap(model))
-        targets = self._targets(tensors, values)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(values.tensors[name])
-
-    def _targets(self, tensors: NamedTensors, track: _Track) -> dict[str, torch.Tensor]:
-        """The tensors that the track's values go into."""
-        named = tensors.all()
-        _arrays.check_names("model", expected=track.actions, given=named)
-        wrong = [
-            f"{name}: {tuple(named[name].shape)} here, {tuple(value.shape)} in the track"
-            for name, value in track.tensors.items()
-            if named[name].shape != value.shape
-        ]
-        if wrong:
-            raise InvalidArgumentError(
-                f"model: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
-            )
-        return {name: named[name] for name in track.tensors}
+        copy_into(model, "model", values.tensors, ignored=values.absent())
 
     @contextlib.contextmanager
     def averaged(
@@ -390,18 +370,10 @@ class LocalEMA:
         Raises:
             InvalidArgumentError: names or shapes do not match; nothing was changed.
         """
-        import torch
-
         target = self._module if model is None else model
-        targets = self._targets(named_tensors(unwrap(target)), self._get(track))
-        own = {name: tensor.detach().clone() for name, tensor in targets.items()}
-        try:
-            self.copy_to(target, track)
+        values = self._get(track)
+        with swapped(target, "model", values.tensors, ignored=values.absent()):
             yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in targets.items():
-                    tensor.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs to go on; its tensors are the averages themselves."""
