@@ -76,6 +76,44 @@ def test_close_says_what_check_finds_in_the_last_push(server, model, caplog):
     assert MOVED in caplog.text
 
 
+@pytest.mark.parametrize("what", ["hook", "options"])
+def test_nothing_is_left_of_an_attach_that_fails(server, client, model, monkeypatch, what):
+    net, optimizer = trainer_of()
+    owner, name = {
+        "hook": (torch.nn.Module, "register_load_state_dict_pre_hook"),
+        "options": (_switch.Options, "apply"),
+    }[what]
+
+    def fail(*_):
+        raise RuntimeError("no hook")
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="no hook"):
+        ema_client.attach(net, optimizer, server.url(model), half_life="3ba", on_error="raise")
+    monkeypatch.undo()
+    for _ in range(3):
+        optimizer.step()
+    assert client.model(model).latest is None
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        optimizer.step()
+    assert ema.version.step == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+def test_a_module_with_a_scripted_part(server, client, model):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.jit.script(torch.nn.BatchNorm1d(2)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        ema.wait_pushed()
+        assert client.pull(model, track="raw").keys() == net.state_dict().keys()
+        waits = []
+        ema.wait_released = lambda: waits.append(True)
+        net.load_state_dict(net.state_dict())
+        assert waits
+
+
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
 def test_a_time_that_raises_costs_the_step(server, client, model, caplog, on_error):
     net, optimizer = trainer_of()

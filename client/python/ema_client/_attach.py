@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -255,30 +256,36 @@ def attach(
     assert plan is not None
     if start_step is not None:
         joined = dataclasses.replace(joined, step=start_step)
-    attachment = Attachment(
-        client=plan.client,
-        joined=joined,
-        join_at=functools.partial(join, ranks, plan, None, timeout_s=timeout_s),
-        model_name=plan.model_name,
-        module=module,
-        tensors_of=tensors_of,
-        optimizers=optimizers,
-        is_alone=ranks.world_size == 1,
-        time_of=time,
-        max_wait_s=max_wait_s,
-        timeout_s=timeout_s,
-        on_error=on_error,
-        max_outage_s=max_outage_s,
-        frozen=FrozenTensors(
-            plan.layout.frozen,
-            tensors_of(),
-            {own.name: own.checksum for own in held},
-            always_reads=check,
-        ),
-        keep_resumable=keep_resumable,
-        check=check,
-    )
-    options.apply(attachment, ranks)
+    # Should the rest fail, nothing is left of it.
+    with contextlib.ExitStack() as undo:
+        undo.callback(plan.client.close)
+        undo.callback(joined.run.close)
+        attachment = Attachment(
+            client=plan.client,
+            joined=joined,
+            join_at=functools.partial(join, ranks, plan, None, timeout_s=timeout_s),
+            model_name=plan.model_name,
+            module=module,
+            tensors_of=tensors_of,
+            optimizers=optimizers,
+            is_alone=ranks.world_size == 1,
+            time_of=time,
+            max_wait_s=max_wait_s,
+            timeout_s=timeout_s,
+            on_error=on_error,
+            max_outage_s=max_outage_s,
+            frozen=FrozenTensors(
+                plan.layout.frozen,
+                tensors_of(),
+                {own.name: own.checksum for own in held},
+                always_reads=check,
+            ),
+            keep_resumable=keep_resumable,
+            check=check,
+        )
+        undo.callback(attachment._detach)
+        options.apply(attachment, ranks)
+        undo.pop_all()
     if optimizers is not None and hold_none_of(optimizers, module.parameters()):
         _logger.warning(
             'model "%s": no optimizer that was given holds a parameter of the model; was it made for '

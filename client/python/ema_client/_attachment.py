@@ -107,22 +107,29 @@ class Attachment(Pushing, WithEmaModel, WithState):
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
-        self._counting = [
-            optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers or ()
-        ]
-        self._hooks: list[Any] = [
-            *(
-                optimizer.register_step_pre_hook(self._before_step)
-                for optimizer in optimizers or ()
-            ),
-            *self._counting,
-        ]
-        for part in module.modules():
-            hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                BeforeLoad(self._before_load)
-            )
-            self._hooks.append(hook)
+        self._counting: list[Any] = []
+        self._hooks: list[Any] = []
+        try:
+            self._hook(optimizers or [])
+        except BaseException:
+            self._detach()
+            raise
         live.add(self)
+
+    def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        import torch
+
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._counting.append(optimizer.register_step_post_hook(self._after_step))
+            self._hooks.append(self._counting[-1])
+        for part in self._module.modules():
+            # Those take no hooks, but what they are in has one, which comes first.
+            if not isinstance(part, torch.jit.ScriptModule):
+                hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    BeforeLoad(self._before_load)
+                )
+                self._hooks.append(hook)
 
     def __enter__(self) -> Attachment:
         return self
