@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, get_args
 
 from ema_client._away import OnError
 from ema_client._errors import InvalidArgumentError
+from ema_client._timeouts import check_seconds, check_timeout
 from ema_client._types import NonFinite, WireDtype
 
 
@@ -28,24 +27,6 @@ def check_module(model: object) -> None:
 
     if not isinstance(model, torch.nn.Module):
         _refuse("model", f"of type {_type_name(model)}", "a torch.nn.Module")
-
-
-def check_timeout(name: str, value: object) -> None:
-    """InvalidArgumentError: it is no number of seconds that a call could take."""
-    if not _number(value) > 0:
-        _refuse(name, repr(value), "seconds, above 0")
-
-
-def _seconds(name: str, value: object) -> None:
-    if not _number(value) >= 0:
-        _refuse(name, repr(value), "seconds, 0 or more")
-
-
-def _number(value: object) -> float:
-    """NaN: it is none."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
-    return math.nan
 
 
 def _count(least: int) -> Callable[[str, object], None]:
@@ -110,8 +91,8 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "time": _or_none(_function),
     "rename": _or_none(_function),
     "max_pinned_versions": _count(0),
-    "max_wait_s": _seconds,
-    "max_outage_s": _seconds,
+    "max_wait_s": check_seconds,
+    "max_outage_s": check_seconds,
     "on_error": _one_of(get_args(OnError)),
     "timeout_s": check_timeout,
     "keep_resumable": _count(1),

@@ -21,6 +21,7 @@ from ema_client._errors import (
 from ema_client._pieces import Piece, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
+from ema_client._timeouts import CALL_TIMEOUT_S
 from ema_client._torch_model import (
     NamedTensors,
     has_pieces,
@@ -55,7 +56,7 @@ def averaged(
     recalibrate: Recalibration | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> Iterator[Version]:
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
 
@@ -81,7 +82,7 @@ def averaged(
         rename: gives the name that a tensor has on the server, as for `attach`.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the default
             one, if the model is of DTensors or `rename` is given; else this rank is alone.
-        timeout_s: seconds for each call.
+        timeout_s: seconds for each call. None: 600 for what moves weights, 60 for others.
 
     Yields:
         The version that is in the model.
@@ -113,7 +114,7 @@ def copy_average(
     step: int | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     ranks: Ranks,
 ) -> Version:
     """Puts averaged values into a model's parameters and buffers for good. As `averaged` else.
@@ -147,7 +148,7 @@ def _read(
     step: int | None,
     rename: Callable[[str], str] | None,
     process_group: Any,
-    timeout_s: float,
+    timeout_s: float | None,
 ) -> _Read:
     """The averages of what this rank has of a model."""
     is_part = rename is not None or process_group is not None or has_pieces(unwrap(model))
@@ -157,7 +158,7 @@ def _read(
         try:
             address, model_name = split_url(url)
             named = named_tensors(unwrap(model), rename)
-            client = stack.enter_context(Client(address, timeout_s=timeout_s))
+            client = stack.enter_context(client_of(address, timeout_s))
             info = client.model(model_name)
             if track is None:
                 track = only_average_of(info)
@@ -170,13 +171,25 @@ def _read(
         assert track is not None
         weights: Mapping[str, torch.Tensor]
         if is_part:
-            weights, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
+            weights, pulled = pull_pieces(
+                client, ranks, info, track, version, step, pieces, timeout_s
+            )
         else:
             whole = client.pull(
-                model_name, track=track, version=version, step=step, framework="torch"
+                model_name,
+                track=track,
+                version=version,
+                step=step,
+                framework="torch",
+                timeout_s=timeout_s,
             )
             weights, pulled = whole, whole.version
     return _Read(model_name, weights, ignored, pulled)
+
+
+def client_of(address: str, timeout_s: float | None) -> Client:
+    """For calls that move no weights."""
+    return Client(address, timeout_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s)
 
 
 @contextlib.contextmanager
@@ -275,6 +288,7 @@ def pull_pieces(
     version: VersionLike,
     step: int | None,
     pieces: Mapping[str, Piece],
+    timeout_s: float | None,
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Each rank its pieces, all of them of one version. Collective."""
     whole, boxes = selection_of(pieces)
@@ -300,6 +314,7 @@ def pull_pieces(
                     tensors=whole,
                     slices=boxes,
                     framework="torch",
+                    timeout_s=timeout_s,
                 )
         except Exception as raised:
             failure = raised
@@ -314,7 +329,7 @@ def pull_pieces(
         if not pulled:  # No rank has anything of it.
             record: Version | None = None
             try:
-                record = version_alone(client, info, track, chosen, step)
+                record = version_alone(client, info, track, chosen, step, timeout_s)
             except Exception as raised:
                 failure = raised
             record = ranks.gather_or_raise(failure, record)[0]
@@ -333,7 +348,12 @@ def _pause_s(attempt: int) -> float:
 
 
 def version_alone(
-    client: Client, info: ModelInfo, track: str, version: VersionLike, step: int | None
+    client: Client,
+    info: ModelInfo,
+    track: str,
+    version: VersionLike,
+    step: int | None,
+    timeout_s: float | None,
 ) -> Version:
     """The record of what a pull would give. A pull that names nothing is of everything."""
     ignored: set[str] = set()
@@ -344,7 +364,12 @@ def version_alone(
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
     smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
     return client.pull(
-        info.name, track=track, version=version, step=step, tensors=smallest or None
+        info.name,
+        track=track,
+        version=version,
+        step=step,
+        tensors=smallest or None,
+        timeout_s=timeout_s,
     ).version
 
 

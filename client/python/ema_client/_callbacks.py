@@ -85,6 +85,12 @@ def patience_s(options: Mapping[str, Any]) -> float:
     return max(timeout_s, float(options.get("max_outage_s", MAX_OUTAGE_S)))
 
 
+def _pull_patience_s(options: Mapping[str, Any]) -> float | None:
+    """The same for a pull. None: what a pull has by itself, which is more."""
+    says = "timeout_s" in options or options.get("on_error") == "wait"
+    return patience_s(options) if says else None
+
+
 def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
     """The average's entry in a trainer's checkpoint. None: there is none, and a warning says why.
 
@@ -139,7 +145,7 @@ def averaged_or_own(
                         version=version,
                         rename=options.get("rename"),
                         process_group=options.get("process_group"),
-                        timeout_s=patience_s(options),
+                        timeout_s=_pull_patience_s(options),
                     )
                     record = stack.enter_context(swap)
                 except Exception as raised:  # No memory, for example.
@@ -172,7 +178,7 @@ def copy_average_or_own(
             version=_newest(url, attachment, options, ranks),
             rename=options.get("rename"),
             process_group=options.get("process_group"),
-            timeout_s=patience_s(options),
+            timeout_s=_pull_patience_s(options),
             ranks=ranks,
         )
     except EmaError as error:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from ema_client import _ema
 from ema_client._files import FilesLike, small_files
 from ema_client._errors import InvalidArgumentError
+from ema_client._timeouts import TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._types import (
     Checkpoint,
     CheckpointInfo,
@@ -25,8 +26,12 @@ class CheckpointCalls:
     _client: _ema.Client
     _timeout_s: float
 
-    def _timeout(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s
+    def _timeout(self, timeout_s: float | None, *, least_s: float = 0.0) -> float:
+        """A call's, which has at least `least_s` if it is not given. InvalidArgumentError: it is none."""
+        if timeout_s is None:
+            return max(self._timeout_s, least_s)
+        check_timeout("timeout_s", timeout_s)
+        return timeout_s
 
     def attach_files(
         self, name: str, files: FilesLike, *, timeout_s: float | None = None
@@ -83,7 +88,7 @@ class CheckpointCalls:
         tracks: Collection[str] | None = None,
         label: str | None = None,
         wait: bool = True,
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Checkpoint:
         """Saves a version. When it returns, that is on the server's disk, unless `wait` is False.
 
@@ -112,7 +117,13 @@ class CheckpointCalls:
         """
         number, incarnation = version_id(version)
         record, checkpoint, total_bytes, state = self._client.create_checkpoint(
-            name, number, incarnation, list(tracks or ()), label or "", wait, timeout_s
+            name,
+            number,
+            incarnation,
+            list(tracks or ()),
+            label or "",
+            wait,
+            self._timeout(timeout_s),
         )
         return Checkpoint(
             version_from(record),
@@ -158,7 +169,7 @@ class CheckpointCalls:
         label: str,
         *,
         version: int | Version | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Label:
         """Gives a version a name, which it takes from any other, and saves it if need be.
 
@@ -174,7 +185,8 @@ class CheckpointCalls:
             EmaError: as `create_checkpoint`.
         """
         number, incarnation = version_id(version)
-        return Label(**self._client.set_label(name, label, number, incarnation, timeout_s))
+        timeout = self._timeout(timeout_s)
+        return Label(**self._client.set_label(name, label, number, incarnation, timeout))
 
     def remove_label(self, name: str, label: str, *, timeout_s: float | None = None) -> None:
         """Takes a name away; one that is not there is OK. Its checkpoint falls to retention."""
@@ -188,7 +200,7 @@ class CheckpointCalls:
         *,
         lower_is_better: bool = False,
         label: str = "best",
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> MetricResult:
         """An evaluator's score for a version: the first and each better one moves `label` to it.
 
@@ -213,7 +225,7 @@ class CheckpointCalls:
         """
         number, incarnation = version_id(version)
         fields, moved = self._client.report_metric(
-            name, number, incarnation, value, lower_is_better, label, timeout_s
+            name, number, incarnation, value, lower_is_better, label, self._timeout(timeout_s)
         )
         return MetricResult(Label(**fields), moved)
 
@@ -223,7 +235,7 @@ class CheckpointCalls:
         *,
         version: int | Version | None = None,
         label: str | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Version:
         """Rolls a model back: makes a new version that is what an earlier one was.
 
@@ -253,6 +265,7 @@ class CheckpointCalls:
                 reason="BAD_REQUEST",
             )
         number, incarnation = version_id(version)
+        timeout = self._timeout(timeout_s)
         return version_from(
-            self._client.restore_checkpoint(name, number, incarnation, label or "", timeout_s)
+            self._client.restore_checkpoint(name, number, incarnation, label or "", timeout)
         )

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
-from ema_client._arguments import check_timeout
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
 from ema_client._run import Run
 from ema_client._server_info import ServerInfo, server_info_from
+from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._track import TrackLike, track_of
 from ema_client._types import (
     ListedVersion,
@@ -45,7 +45,8 @@ class Client(EvaluatorCalls):
 
     Args:
         address: "host:port", "emas://host:port" over TLS, "unix:/path".
-        timeout_s: seconds for every call that is not given its own.
+        timeout_s: seconds for every call that is not given its own. One that moves weights has 600 then,
+            if that is more.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
             same user, and offers it. gRPC stands in when there is none.
         max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
@@ -69,7 +70,7 @@ class Client(EvaluatorCalls):
         self,
         address: str,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = CALL_TIMEOUT_S,
         same_host_lane: bool = True,
         max_connections: int = 0,
         report_timing: bool = False,
@@ -168,7 +169,7 @@ class Client(EvaluatorCalls):
         updates: int = 0,
         max_pinned_versions: int = 0,
         non_finite: NonFinite = "reject",
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Version:
         """Makes a model whose averages begin with the weights of a file.
 
@@ -198,6 +199,7 @@ class Client(EvaluatorCalls):
             AlreadyExistsError: the model has a version, or other tensors or tracks.
             EmaError: as `create_model` and `Run.push`.
         """
+        check_timeout("timeout_s", timeout_s)
         now = time_dict(time, step=step)
         made = [track_of(track, rule) for track, rule in tracks.items()]
         for track in made:
@@ -328,7 +330,7 @@ class Client(EvaluatorCalls):
         *,
         version: int | Version | None = None,
         tracks: Collection[str] = (),
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Version:
         """Norms of a version's averages, and their distances from the raw weights: what people plot.
 
@@ -359,7 +361,9 @@ class Client(EvaluatorCalls):
         """
         number, incarnation = version_id(version)
         return version_from(
-            self._client.get_statistics(name, number, incarnation, list(tracks), timeout_s)
+            self._client.get_statistics(
+                name, number, incarnation, list(tracks), self._timeout(timeout_s)
+            )
         )
 
     def synthesize(
@@ -371,7 +375,7 @@ class Client(EvaluatorCalls):
         half_life: str | None = None,
         step: int = 0,
         tracks: Collection[str] = (),
-        timeout_s: float = 600.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> Synthesis:
         """Builds the average of another length, at any past step, from kept snapshots.
 
@@ -410,7 +414,7 @@ class Client(EvaluatorCalls):
             "" if half_life is None else str(half_life),
             step,
             list(tracks),
-            timeout_s,
+            self._timeout(timeout_s),
         )
         return Synthesis(
             version_from(version),

@@ -32,6 +32,7 @@ from ema_client._pull_arguments import (
     selection_from,
     targets_of,
 )
+from ema_client._timeouts import TRANSFER_TIMEOUT_S, check_seconds
 from ema_client._types import (
     ModelInfo,
     Shard,
@@ -94,7 +95,7 @@ class EvaluatorCalls(CheckpointCalls):
             device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
                 None: in host memory.
             on_progress: called with the bytes so far.
-            timeout_s: seconds.
+            timeout_s: seconds. None: 600, or the client's if that is more.
 
         Returns:
             Tensors by name, which share one buffer that is theirs alone; its `version` says what was
@@ -152,7 +153,7 @@ class EvaluatorCalls(CheckpointCalls):
             names,
             [(box.name, box.offsets, box.extents) for box in boxes],
             cast_to,
-            self._timeout(timeout_s),
+            self._timeout(timeout_s, least_s=TRANSFER_TIMEOUT_S),
             on_progress,
         )
         record = version_from(pulled.version)
@@ -180,14 +181,15 @@ class EvaluatorCalls(CheckpointCalls):
         """Brings pulled weights to the newest version, in place: only what has changed is sent.
 
         Args:
-            weights: what `pull` of any client of this server has given, without `out`.
-            timeout_s: seconds.
+            weights: what `pull` of any client of this server has given, without `out` or `device`.
+            timeout_s: as for `pull`.
 
         Returns:
             False: they are the newest version.
 
         Raises:
-            InvalidArgumentError: the weights were pulled into `out`, or are of several tracks.
+            InvalidArgumentError: the weights were pulled into `out` or to a `device`, or are of several
+                tracks.
             FailedPreconditionError: the model has been made anew with other tensors.
             EmaError: as `pull`. Some of the values may be the newer version's already; once a call
                 succeeds, all are.
@@ -201,9 +203,11 @@ class EvaluatorCalls(CheckpointCalls):
         pulled = weights._pulled
         if pulled is None:
             raise InvalidArgumentError(
-                "weights: not the memory of one pull; pull without `out`", reason="BAD_REQUEST"
+                "weights: not the memory of one pull; pull without `out` and `device`",
+                reason="BAD_REQUEST",
             )
-        is_newer = self._client.refresh(pulled, self._timeout(timeout_s))
+        timeout = self._timeout(timeout_s, least_s=TRANSFER_TIMEOUT_S)
+        is_newer = self._client.refresh(pulled, timeout)
         if is_newer:
             weights.version = version_from(pulled.version)
             weights.received_bytes = pulled.received_bytes
@@ -229,7 +233,7 @@ class EvaluatorCalls(CheckpointCalls):
             tracks: which averages, in the order of the first dimension; they must have the same tensors.
             version, step: as for `pull`.
             framework: as for `pull`.
-            timeout_s: seconds for each track.
+            timeout_s: for each track, as for `pull`.
 
         Returns:
             Tensors of shape [len(tracks), ...] by name, in the first track's dtypes; its `track` is all
@@ -292,8 +296,8 @@ class EvaluatorCalls(CheckpointCalls):
         Raises:
             NotFoundError: no such model, or it was deleted.
         """
-        watcher = self._client.watch(name, after, math.inf if timeout_s is None else timeout_s)
-        return _iterate(watcher)
+        timeout = math.inf if timeout_s is None else self._timeout(timeout_s)
+        return _iterate(self._client.watch(name, after, timeout))
 
     def wait_for(self, name: str, *, step: int, timeout_s: float | None = None) -> Version:
         """Waits until the model has come to a step.
@@ -301,7 +305,7 @@ class EvaluatorCalls(CheckpointCalls):
         Args:
             name: the model.
             step: of the trainer.
-            timeout_s: seconds in all. None: waits for ever. 0: only looks.
+            timeout_s: seconds in all. None: waits for ever. 0: only looks, for the client's time at most.
 
         Returns:
             The newest version, if its step is not before `step`; else the first commit that is not.
@@ -315,8 +319,11 @@ class EvaluatorCalls(CheckpointCalls):
             >>> version = client.wait_for("m", step=10_000)
             >>> weights = client.pull("m", track="ema", version=version)
         """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        latest = self.model(name).latest
+        # To look takes some time, too.
+        latest = self.model(name, timeout_s=timeout_s or None).latest
         while latest is None or latest.step < step:
             left = None if deadline is None else deadline - time.monotonic()
             after = 0 if latest is None else latest.number
@@ -369,7 +376,7 @@ class EvaluatorCalls(CheckpointCalls):
             version, step, tensors, slices, dtype: as for `pull`.
             files: of a folder: contents by name, or a folder of which is taken what describes a model,
                 as for `attach_files`. None: those that are attached to the model.
-            timeout_s: seconds for each call.
+            timeout_s: for each call, as for `pull`.
 
         Returns:
             The version that is in the file. Of a tied tensor only the first name is.

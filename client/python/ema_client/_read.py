@@ -25,7 +25,7 @@ def pull(
     out: OutLike | None = None,
     framework: Framework = "auto",
     device: Any = None,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> Weights:
     """Reads one track of one version of the model at `url`, or a part of it; see `Client.pull`.
 
@@ -34,7 +34,7 @@ def pull(
         >>> model.load_state_dict(weights, strict=False)
     """
     address, model_name = split_url(url)
-    with Client(address, timeout_s=timeout_s) as client:
+    with Client(address) as client:
         return client.pull(
             model_name,
             track=track,
@@ -46,6 +46,7 @@ def pull(
             out=out,
             framework=framework,
             device=device,
+            timeout_s=timeout_s,
         )
 
 

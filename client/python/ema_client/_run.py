@@ -11,6 +11,7 @@ from typing import Any
 from ema_client import _arrays, _ema, _gpu
 from ema_client._errors import FailedPreconditionError
 from ema_client._pieces import Boxes
+from ema_client._timeouts import check_timeout
 from ema_client._types import (
     PushStats,
     Shard,
@@ -110,6 +111,12 @@ class Run:
         """Lets the run go. A push that is running ends as by `PendingPush.abandon`."""
         self._run = None
 
+    def _timeout(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self._timeout_s
+        check_timeout("timeout_s", timeout_s)
+        return timeout_s
+
     def _get(self) -> _ema.Run:
         if self._run is None:
             raise FailedPreconditionError("the run is closed", reason="BAD_REQUEST")
@@ -164,15 +171,15 @@ class Run:
 
     def refresh_plan(self, *, timeout_s: float | None = None) -> None:
         """Asks the server for the plan, as a trainer must whose tracks are all paused."""
-        self._get().refresh_plan(self._timeout_s if timeout_s is None else timeout_s)
+        self._get().refresh_plan(self._timeout(timeout_s))
 
     def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Waits until all ranks have joined. DeadlineExceededError names those that have not."""
-        self._get().wait_ready(self._timeout_s if timeout_s is None else timeout_s)
+        self._get().wait_ready(self._timeout(timeout_s))
 
     def committed_as(self, step: int, *, timeout_s: float | None = None) -> Version | None:
         """The version that a step of this run has become; None: it has not."""
-        fields = self._get().committed_as(step, self._timeout_s if timeout_s is None else timeout_s)
+        fields = self._get().committed_as(step, self._timeout(timeout_s))
         return None if fields is None else version_from(fields)
 
     def give_up(self, step: int, why: str, *, timeout_s: float | None = None) -> None:
@@ -181,7 +188,7 @@ class Run:
         Other ranks that push it, now or later, get AbortedError, STEP_GIVEN_UP, with this rank's number
         and the first KiB of `why`, in place of waiting. Tries once.
         """
-        self._get().give_up(step, why, self._timeout_s if timeout_s is None else timeout_s)
+        self._get().give_up(step, why, self._timeout(timeout_s))
 
     def is_due(self, time: TimeLike = None, *, step: int = 0) -> bool:
         """True if a push at `time` would update a track; the same on all ranks."""
@@ -221,7 +228,7 @@ class Run:
             step,
             time_dict(time, step=step),
             arrays,
-            self._timeout_s if timeout_s is None else timeout_s,
+            self._timeout(timeout_s),
             frozen_changed,
             _gpu.current_streams(gpus),
         )
