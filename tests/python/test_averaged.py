@@ -8,7 +8,9 @@ import copy
 import ema_client
 import pytest
 import torch
+from ema_client._averaged import copy_average
 from ema_client._callbacks import averaged_or_own
+from ema_client._ranks import Ranks
 from testing import assert_same_bits
 
 TRACKS = {"fast": "4ba", "raw": "copy"}
@@ -72,6 +74,30 @@ def test_values_are_cast_to_the_modules_dtype(server, model, pushed):
         assert half[0].weight.dtype == torch.bfloat16
         assert torch.equal(half[0].weight, average["0.weight"].to(torch.bfloat16))
     assert all(torch.equal(own[name], tensor) for name, tensor in half.state_dict().items())
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_model_of_half_the_bytes_pulls_half_of_them(
+    server, client, model, pushed, monkeypatch, dtype, is_part
+):
+    net = pushed[0].to(dtype)
+    pulled = []
+    pull = ema_client.Client.pull
+
+    def spy(self, name, **given):
+        pulled.append(pull(self, name, **given))
+        return pulled[-1]
+
+    monkeypatch.setattr(ema_client.Client, "pull", spy)
+    rename = (lambda name: name) if is_part else None
+    with ema_client.averaged(net, server.url(model), track="fast", rename=rename):
+        assert_same_bits(
+            {name: value.to(net.state_dict()[name].dtype) for name, value in pushed[1].items()},
+            net.state_dict(),
+        )
+    copy_average(net, server.url(model), track="fast", rename=rename, ranks=Ranks.alone())
+    assert [weights["head.weight"].dtype for weights in pulled] == [dtype, dtype]
 
 
 def test_a_wrapped_model(server, model, pushed):

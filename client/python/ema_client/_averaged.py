@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _attachment
 from ema_client._client import Client
+from ema_client._ema_model import half_of
 from ema_client._errors import (
     AbortedError,
     InvalidArgumentError,
@@ -163,7 +164,8 @@ def _read(
             if track is None:
                 track = only_average_of(info)
             ignored = _ignored(info, track, named)
-            pieces = pieces_of(_without(named, ignored)) if is_part else {}
+            wanted = _without(named, ignored)
+            pieces = pieces_of(wanted) if is_part else {}
             _check_pieces(info, pieces)
         except Exception as raised:
             failure = raised
@@ -180,6 +182,7 @@ def _read(
                 track=track,
                 version=version,
                 step=step,
+                dtype=half_of(wanted),
                 framework="torch",
                 timeout_s=timeout_s,
             )
@@ -292,6 +295,7 @@ def pull_pieces(
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Each rank its pieces, all of them of one version. Collective."""
     whole, boxes = selection_of(pieces)
+    dtype = half_of({name: piece.local for name, piece in pieces.items()})
     for attempt in range(1, _ATTEMPTS + 1):
         weights: Weights | None = None
         failure: Exception | None = None
@@ -313,6 +317,7 @@ def pull_pieces(
                     step=step,
                     tensors=whole,
                     slices=boxes,
+                    dtype=dtype,
                     framework="torch",
                     timeout_s=timeout_s,
                 )
