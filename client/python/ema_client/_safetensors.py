@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -192,16 +193,18 @@ def replaceable(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Writes a file that takes its name when it is on the disk."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
+    # Not of the process's number: containers that share a folder have the same ones.
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+    with temporary.open("xb") as file:
+        try:
             for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _malformed(path: pathlib.Path, problem: str) -> InvalidArgumentError:
