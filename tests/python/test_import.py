@@ -338,11 +338,19 @@ def test_what_is_no_state_is_refused(tmp_path, capsys):
         ({}, [], "no tensors"),
         ({"a": 1}, ["--key", "b"], 'no key "b"'),
         ([1], [], "a list, not a dict"),
+        ({0: torch.zeros(1)}, [], "0 is no name"),
+        ({"state": {0: {"a": torch.zeros(1)}}}, ["--key", "state"], "0 is no name"),
+        ({"shadow_params": 3}, [], "no list of tensors"),
+        ({"a": torch.zeros(1, dtype=torch.complex64)}, [], "complex64"),
     ]:
         torch.save(state, tmp_path / "from.pt")
         command = [str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors"), *arguments]
         assert convert.main(command) == 1
         assert problem in capsys.readouterr().err
+    for content in (b"", b"PK\3\4 damaged", b"words"):
+        (tmp_path / "from.pt").write_bytes(content)
+        assert convert.main([str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors")]) == 1
+        assert "not a file of torch.save" in capsys.readouterr().err
     assert convert.main([str(tmp_path / "none.pt"), str(tmp_path / "to.safetensors")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from.pt"]
 

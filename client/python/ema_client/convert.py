@@ -54,6 +54,8 @@ def averages_of(state: Mapping[str, Any], *, names: Sequence[str] | None = None)
     Raises:
         InvalidArgumentError: no known state, or names that do not fit it.
     """
+    if wrong := [name for name in state if not isinstance(name, str)]:
+        raise _refused(f"{wrong[0]!r} is no name: is the average under another --key?")
     if "shadow_params" in state:
         return [_of_diffusers(state, names)]
     if "n_averaged" in state:
@@ -76,13 +78,22 @@ def _of_ema_pytorch(state: Mapping[str, Any]) -> Average:
 
 
 def _of_diffusers(state: Mapping[str, Any], names: Sequence[str] | None) -> Average:
-    values = state["shadow_params"]
+    values = _shadow_params(state)
     if names is None:
         raise _refused("a diffusers state has no names: give them with --names")
     if len(names) != len(values):
         raise _refused(f"{len(values)} shadow_params, but {len(names)} names")
     step = _number(state.get("optimization_step", ""))
     return Average("diffusers", step, _checked(dict(zip(names, values))))
+
+
+def _shadow_params(state: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    import torch
+
+    values = state.get("shadow_params", ())
+    if isinstance(values, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in values):
+        return values
+    raise _refused('"shadow_params" is no list of tensors')
 
 
 def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
@@ -98,7 +109,7 @@ def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
                 r'"\n".join(name for name, _ in model.named_parameters())'
             )
         by_shape[tensor.spec.shape] = tensor.spec.name
-    shapes = [tuple(value.shape) for value in state.get("shadow_params", ())]
+    shapes = [tuple(value.shape) for value in _shadow_params(state)]
     if unknown := [shape for shape in shapes if shape not in by_shape]:
         raise _refused(f"{path}: no tensor of shape {unknown[0]}")
     return [by_shape[shape] for shape in shapes]
@@ -157,7 +168,12 @@ def convert(
     """Writes the averages in `source`; which file has which. Arguments as of the command."""
     import torch
 
-    state = torch.load(source, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(source, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InvalidArgumentError(
+            f"{source}: not a file of torch.save: {error}", reason="BAD_REQUEST"
+        ) from None
     for part in key.split(".") if key else ():
         if not isinstance(state, Mapping) or part not in state:
             raise _refused(f'there is no key "{part}"')
@@ -191,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         written = convert(options.source, options.target, key=options.key, names=options.names)
-    except (EmaError, OSError, pickle.UnpicklingError) as error:
+    except (EmaError, OSError) as error:
         sys.stderr.write(f"convert: {error}\n")
         return 1
     for path, average in written:
