@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with tensors that no track can have: complex numbers, float8, unsigned integers."""
+"""Models with tensors that no track can have: complex numbers, float8, unsigned integers, sparse ones."""
 
 from __future__ import annotations
 
@@ -55,3 +55,40 @@ def test_where_all_tracks_ignore_them_the_rest_is_averaged(server, client, model
     loaded = ema_client.load_into(other, url)
     assert (loaded.missing_keys, loaded.unexpected_keys) == ((), ())
     assert torch.equal(other.weight, average["weight"])
+
+
+def sparse_net(of_parameter: bool) -> torch.nn.Module:
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.ones(3))
+    mask = torch.eye(3).to_sparse()
+    if of_parameter:
+        net.mask = torch.nn.Parameter(mask, requires_grad=False)
+    else:
+        net.register_buffer("mask", mask)
+    return net
+
+
+@pytest.mark.parametrize("of_parameter", [False, True], ids=["buffer", "parameter"])
+def test_sparse_ones_are_named_or_ignored(server, client, model, of_parameter):
+    net = sparse_net(of_parameter)
+    optimizer = torch.optim.SGD([net.weight], lr=0.1)
+    url = server.url(model)
+    with pytest.raises(ema_client.InvalidArgumentError, match="averaged: mask: sparse_coo; must"):
+        ema_client.attach(net, optimizer, url, half_life="3ba")
+    with pytest.raises(ema_client.InvalidArgumentError, match='"mask": dtype "sparse_coo"'):
+        client.create_model(model, net.state_dict(), tracks={"ema": "3ba"})
+    track = {"half_life": "3ba", "tensor_rules": {"mask": "ignore"}}
+    with ema_client.attach(net, optimizer, url, tracks={"ema": track}, check=True) as ema:
+        for _ in range(3):
+            net.weight.grad = torch.ones(3)
+            optimizer.step()
+            if not of_parameter:  # Which PyTorch cannot copy.
+                assert torch.equal(ema.ema_model.mask.to_dense(), torch.eye(3))
+        ema.wait_pushed()
+        assert ema.stats.pushes == 3
+    average = client.pull(model, track="ema")
+    assert list(average) == ["weight"]
+    with ema_client.averaged(net, url):
+        assert torch.equal(net.weight, average["weight"])
+    loaded = ema_client.load_into(sparse_net(of_parameter), url)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ((), ())

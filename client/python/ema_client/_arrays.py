@@ -82,14 +82,20 @@ def spec_of(
     if isinstance(value, TensorSpec):
         return name, value.dtype, value.shape, value.is_buffer, value.aliases
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return name, dtype, tuple(value.shape), is_buffer, aliases
+        return name, _dtype_of(value), tuple(value.shape), is_buffer, aliases
     return (*read(name, value).spec[:3], is_buffer, aliases)
 
 
 def has_other_dtype(value: Any) -> bool:
-    """Whether no server can hold it: complex numbers, float8, unsigned integers of more than a byte."""
-    return str(value.dtype).removeprefix("torch.") not in DTYPES
+    """Whether no server can hold it: complex numbers, float8, unsigned integers of more than a byte,
+    sparse tensors."""
+    return _dtype_of(value) not in DTYPES
+
+
+def _dtype_of(value: Any) -> str:
+    """Its name; of a sparse tensor the layout's, which is among no dtypes."""
+    is_sparse = is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
+    return str(value.layout if is_sparse else value.dtype).removeprefix("torch.")
 
 
 def stack_like(value: Any, count: int) -> Any:

@@ -98,7 +98,7 @@ class AveragedCopy:
             for name, tensor in named_tensors(self.module).all().items():
                 # Tensors that the track ignores have the model's own values.
                 value = self._weights.get(name, trained[name].detach())
-                if tensor.data_ptr() != value.data_ptr():
+                if tensor.layout != torch.strided or tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
 
 

@@ -52,8 +52,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     waiting: list[tuple[int, torch.Tensor]] = []
     for tensor in tensors:
         result.append(0)
-        if tensor.device.type == "meta":
-            continue  # Has no values.
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            continue  # Has no values, or none that a server can hold.
         if tensor.device.type == "cpu":
             result[-1] = _ema.Array("", _bytes_of(tensor)).crc32c
         else:
