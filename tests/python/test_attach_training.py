@@ -128,6 +128,17 @@ def test_buffers_under_activation_checkpointing_are_kept(server, client, model):
     assert {"0.0.weight", "0.1.running_mean", "0.1.num_batches_tracked"} <= names
 
 
+def test_only_whole_parts_of_names_are_wrappers(server, client, model):
+    module = torch.nn.Module()
+    module.my_orig_mod = torch.nn.Linear(3, 3)
+    module.part = torch.compile(torch.nn.Linear(3, 3, bias=False), backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), half_life="3ba"):
+        pass
+    names = {spec.name for spec in client.model(model).tensors}
+    assert names == {"my_orig_mod.weight", "my_orig_mod.bias", "part.weight"}
+
+
 def test_names_that_rename_makes_equal_are_refused(server, model):
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

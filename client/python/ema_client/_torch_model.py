@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 # What torch.compile and activation checkpointing put into the names of what they wrap.
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +132,7 @@ def named_tensors(
     """
 
     def clean_name(name: str) -> str:
-        for prefix in _WRAPPER_PREFIXES:
-            name = name.replace(prefix, "")
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         if rename is None:
             return name
         renamed = rename(name)
