@@ -54,10 +54,10 @@ class TrainingTime:
 #: What a call takes for a training time: None means that the step is the batch.
 TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
+#: In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
+WireDtype = Literal["as pushed", "bfloat16"]
 #: What becomes of a step in which a pushed float is NaN or infinity: the step is refused, the tensor
 #: keeps its value in every track, or the value goes into the averages.
-# In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
-WireDtype = Literal["as pushed", "bfloat16"]
 NonFinite = Literal["reject", "skip", "allow"]
 
 
