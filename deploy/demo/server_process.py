@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import time
-from types import TracebackType
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -55,12 +54,7 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, *, port: int = 0, timeout_s: float = 60.0) -> None:

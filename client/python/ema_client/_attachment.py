@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ema_client._away import OnError
@@ -134,15 +133,10 @@ class Attachment(Pushing, WithEmaModel, WithState):
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Closes; after an exception without waiting long, since the other ranks may not push any more."""
-        self._expects_steps &= exc is None
-        self.close(timeout_s=None if exc is None else min(EXIT_WAIT_S, self._timeout_s))
+        self._expects_steps &= exc_type is None
+        self.close(timeout_s=None if exc_type is None else min(EXIT_WAIT_S, self._timeout_s))
 
     @property
     def module(self) -> torch.nn.Module:

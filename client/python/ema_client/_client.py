@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
@@ -98,12 +97,7 @@ class Client(EvaluatorCalls):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -503,15 +503,8 @@ def argument_names(name: str) -> set[str]:
 def _check_preset(name: str) -> None:
     if name not in _NAMES:
         nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
-        hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
-        raise InvalidArgumentError(
-            (
-                f'there is no preset "{name}"{hint} There are {", ".join(_NAMES)}'
-                if nearest
-                else f'there is no preset "{name}"; there are {", ".join(_NAMES)}'
-            ),
-            reason="BAD_SCHEDULE",
-        )
+        hint = f'; did you mean "{nearest[0]}"? There' if nearest else "; there"
+        refuse(f'there is no preset "{name}"{hint} are {", ".join(_NAMES)}')
 
 
 def _function(name: str, arguments: dict[str, Any]) -> _Preset:
