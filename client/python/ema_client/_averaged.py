@@ -22,7 +22,6 @@ from ema_client._errors import (
 from ema_client._pieces import Piece, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
-from ema_client._timeouts import CALL_TIMEOUT_S
 from ema_client._torch_model import (
     NamedTensors,
     has_pieces,
@@ -159,7 +158,7 @@ def _read(
         try:
             address, model_name = split_url(url)
             named = named_tensors(unwrap(model), rename)
-            client = stack.enter_context(client_of(address, timeout_s))
+            client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             if track is None:
                 track = only_average_of(info)
@@ -173,9 +172,7 @@ def _read(
         assert track is not None
         weights: Mapping[str, torch.Tensor]
         if is_part:
-            weights, pulled = pull_pieces(
-                client, ranks, info, track, version, step, pieces, timeout_s
-            )
+            weights, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
         else:
             whole = client.pull(
                 model_name,
@@ -184,15 +181,9 @@ def _read(
                 step=step,
                 dtype=half_of(wanted),
                 framework="torch",
-                timeout_s=timeout_s,
             )
             weights, pulled = whole, whole.version
     return _Read(model_name, weights, ignored, pulled)
-
-
-def client_of(address: str, timeout_s: float | None) -> Client:
-    """For calls that move no weights."""
-    return Client(address, timeout_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s)
 
 
 @contextlib.contextmanager
@@ -291,7 +282,6 @@ def pull_pieces(
     version: VersionLike,
     step: int | None,
     pieces: Mapping[str, Piece],
-    timeout_s: float | None,
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Each rank its pieces, all of them of one version. Collective."""
     whole, boxes = selection_of(pieces)
@@ -319,7 +309,6 @@ def pull_pieces(
                     slices=boxes,
                     dtype=dtype,
                     framework="torch",
-                    timeout_s=timeout_s,
                 )
         except Exception as raised:
             failure = raised
@@ -334,7 +323,7 @@ def pull_pieces(
         if not pulled:  # No rank has anything of it.
             record: Version | None = None
             try:
-                record = version_alone(client, info, track, chosen, step, timeout_s)
+                record = version_alone(client, info, track, chosen, step)
             except Exception as raised:
                 failure = raised
             record = ranks.gather_or_raise(failure, record)[0]
@@ -353,12 +342,7 @@ def _pause_s(attempt: int) -> float:
 
 
 def version_alone(
-    client: Client,
-    info: ModelInfo,
-    track: str,
-    version: VersionLike,
-    step: int | None,
-    timeout_s: float | None,
+    client: Client, info: ModelInfo, track: str, version: VersionLike, step: int | None
 ) -> Version:
     """The record of what a pull would give. A pull that names nothing is of everything."""
     ignored: set[str] = set()
@@ -369,12 +353,7 @@ def version_alone(
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
     smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
     return client.pull(
-        info.name,
-        track=track,
-        version=version,
-        step=step,
-        tensors=smallest or None,
-        timeout_s=timeout_s,
+        info.name, track=track, version=version, step=step, tensors=smallest or None
     ).version
 
 

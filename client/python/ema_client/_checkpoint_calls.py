@@ -29,11 +29,12 @@ class CheckpointCalls:
 
     _client: _ema.Client
     _timeout_s: float
+    _transfer_timeout_s: float
 
-    def _timeout(self, timeout_s: float | None, *, least_s: float = 0.0) -> float:
-        """A call's, which has at least `least_s` if it is not given. InvalidArgumentError: it is none."""
+    def _timeout(self, timeout_s: float | None, *, is_transfer: bool = False) -> float:
+        """A call's, or the client's if it has none. InvalidArgumentError: it is none."""
         if timeout_s is None:
-            return max(self._timeout_s, least_s)
+            return self._transfer_timeout_s if is_transfer else self._timeout_s
         check_timeout("timeout_s", timeout_s)
         return timeout_s
 

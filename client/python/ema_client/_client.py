@@ -44,8 +44,8 @@ class Client(EvaluatorCalls):
 
     Args:
         address: "host:port", "emas://host:port" over TLS, "unix:/path".
-        timeout_s: seconds for every call that is not given its own. One that moves weights has 600 then,
-            if that is more.
+        timeout_s: seconds for every call that is not given its own. None: 600 for those that move
+            weights, 60 for others.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
             same user, and offers it. gRPC stands in when there is none.
         max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
@@ -69,7 +69,7 @@ class Client(EvaluatorCalls):
         self,
         address: str,
         *,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = None,
         same_host_lane: bool = True,
         max_connections: int = 0,
         report_timing: bool = False,
@@ -77,15 +77,17 @@ class Client(EvaluatorCalls):
         token: str = "",
         token_file: str = "",
     ) -> None:
-        check_timeout("timeout_s", timeout_s)
-        self._timeout_s = timeout_s
+        if timeout_s is not None:
+            check_timeout("timeout_s", timeout_s)
+        self._timeout_s = timeout_s or CALL_TIMEOUT_S
+        self._transfer_timeout_s = timeout_s or TRANSFER_TIMEOUT_S
         if not token and not token_file:
             token_file = os.environ.get("EMA_TOKEN_FILE", "")
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
         self._client = _ema.Client(
             with_port(address),
-            timeout_s,
+            self._timeout_s,
             same_host_lane,
             max_connections,
             report_timing,

@@ -32,7 +32,7 @@ from ema_client._pull_arguments import (
     selection_from,
     targets_of,
 )
-from ema_client._timeouts import TRANSFER_TIMEOUT_S, check_seconds
+from ema_client._timeouts import check_seconds
 from ema_client._types import (
     ModelInfo,
     Shard,
@@ -95,7 +95,7 @@ class EvaluatorCalls(CheckpointCalls):
             device: where to put torch tensors, such as "cuda:1"; `refresh` does not know of them then.
                 None: in host memory.
             on_progress: called with the bytes so far.
-            timeout_s: seconds. None: 600, or the client's if that is more.
+            timeout_s: seconds. None: the client's, by default 600.
 
         Returns:
             Tensors by name, which share one buffer that is theirs alone; its `version` says what was
@@ -153,7 +153,7 @@ class EvaluatorCalls(CheckpointCalls):
             names,
             [(box.name, box.offsets, box.extents) for box in boxes],
             cast_to,
-            self._timeout(timeout_s, least_s=TRANSFER_TIMEOUT_S),
+            self._timeout(timeout_s, is_transfer=True),
             on_progress,
         )
         record = version_from(pulled.version)
@@ -206,7 +206,7 @@ class EvaluatorCalls(CheckpointCalls):
                 "weights: not the memory of one pull; pull without `out` and `device`",
                 reason="BAD_REQUEST",
             )
-        timeout = self._timeout(timeout_s, least_s=TRANSFER_TIMEOUT_S)
+        timeout = self._timeout(timeout_s, is_transfer=True)
         is_newer = self._client.refresh(pulled, timeout)
         if is_newer:
             weights.version = version_from(pulled.version)

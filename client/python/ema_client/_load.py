@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import client_of, only_average_of, pull_pieces, release, version_alone
+from ema_client._averaged import only_average_of, pull_pieces, release, version_alone
+from ema_client._client import Client
 from ema_client._ema_model import half_of
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import pieces_of
@@ -110,7 +111,7 @@ def load_into(
         try:
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
-            client = stack.enter_context(client_of(address, timeout_s))
+            client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             track = only_average_of(info) if track is None else track
             match = _match(info, track, named)
@@ -122,11 +123,9 @@ def load_into(
         ranks.gather_or_raise(failure, None)
         assert track is not None
         if is_sharded:
-            values, pulled = pull_pieces(
-                client, ranks, info, track, version, step, pieces, timeout_s
-            )
+            values, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
         elif not wanted and not match.is_all:
-            pulled = version_alone(client, info, track, version, step, timeout_s)
+            pulled = version_alone(client, info, track, version, step)
         else:
             weights = client.pull(
                 model_name,
@@ -136,7 +135,6 @@ def load_into(
                 tensors=None if match.is_all else list(wanted),
                 dtype=half_of(wanted),
                 framework="torch",
-                timeout_s=timeout_s,
             )
             values, pulled = weights, weights.version
             # Of a version from before the track has changed.

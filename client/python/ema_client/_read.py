@@ -34,7 +34,7 @@ def pull(
         >>> model.load_state_dict(weights, strict=False)
     """
     address, model_name = split_url(url)
-    with Client(address) as client:
+    with Client(address, timeout_s=timeout_s) as client:
         return client.pull(
             model_name,
             track=track,
@@ -46,7 +46,6 @@ def pull(
             out=out,
             framework=framework,
             device=device,
-            timeout_s=timeout_s,
         )
 
 
