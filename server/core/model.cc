@@ -307,6 +307,8 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   PushSession::Plan plan;
   {
     absl::MutexLock lock(&mu_);
+    // The next version is built in the memory of the one that goes.
+    mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closed_);
     EMA_ASSIGN_OR_RETURN(const bool committed, CheckStartLocked(start));
     if (committed) {
@@ -393,7 +395,6 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   const std::shared_ptr<Snapshot>& next = *taken;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
   std::vector<uint32_t> digests = session->Digests();
-  // Freed last, after everybody has been told.
   SnapshotRef evicted;
   std::vector<TrackRef> replaced;
   PushPlan plan;
@@ -402,6 +403,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
     evicted = PutInPlaceLocked(next);
+    is_freeing_ = true;
     last_commit_ = {.run_epoch = session->run().epoch(),
                     .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
                     .digests = std::move(digests)};
@@ -410,6 +412,12 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     warnings = NewWarningsLocked(next->record);
   }
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
+  // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
+  evicted.reset();
+  {
+    absl::MutexLock lock(&mu_);
+    is_freeing_ = false;
+  }
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.log) return;

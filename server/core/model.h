@@ -414,6 +414,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // without the lock.
   SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
   // Whoever has joined `run_` so far cannot do so again.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // ABORTED, FENCED: a run of that launch_id has been fenced.
@@ -482,6 +483,7 @@ class Model : public std::enable_shared_from_this<Model> {
   std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
+  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit has evicted.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 

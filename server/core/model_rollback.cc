@@ -169,7 +169,6 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     fenced.reset();
   }
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
-  // Freed last, after everybody has been told.
   SnapshotRef evicted;
   SnapshotRef result;
   std::vector<TrackSnapshot> dropped;
@@ -193,6 +192,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
       kept_time_ = (*loaded)->record.time;
     }
   }
+  evicted.reset();  // Before anybody is told, who may push: the next version needs its memory.
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
   if (!left_out.empty()) {

@@ -121,7 +121,7 @@ class PushSession::Folder {
     return absl::OkStatus();
   }
 
-  // Points `target` at an element of track `t`; returns how many elements follow in its block.
+  // Points `target` at an element of track `t`; returns how many elements follow there.
   int64_t SetTarget(size_t t, int64_t tensor_index, int64_t element, Dtype source_dtype,
                     FoldTarget& target) const {
     const TrackPlan& plan = session_.plan_.tracks[t];
@@ -132,6 +132,7 @@ class PushSession::Folder {
     const int64_t byte = entry.offset + element * stored_size;
     const int64_t block = track.FindBlock(byte);
     const int64_t in_block = byte - track.block_start(block);
+    int64_t bytes = track.block_size(block) - in_block;
     const Schedule::Update& update = plan.updates[track.schedule_index(tensor_index)];
     target = {.update_weight = update.update_weight, .next = next.blocks[block]->data() + in_block};
     if (track.action(tensor_index) == TensorAction::kAverage) {
@@ -144,11 +145,15 @@ class PushSession::Folder {
         target.kind = is_compensated ? Kind::kAssignCompensated : Kind::kAssign;
       } else {
         target.kind = is_compensated ? Kind::kAverageCompensated : Kind::kAverage;
-        const std::byte* const zeros = update.from_zero ? session_.memory_.zeros->data() : nullptr;
-        target.current = (zeros != nullptr ? zeros : plan.base->blocks[block]->data()) + in_block;
+        if (update.from_zero) {
+          target.current = session_.memory_.zeros->data();
+          bytes = std::min(bytes, session_.memory_.zeros->size_bytes());
+        } else {
+          target.current = plan.base->blocks[block]->data() + in_block;
+        }
         if (is_compensated) {
           target.current_low =
-              (zeros != nullptr ? zeros : plan.base->low_blocks[block]->data()) + in_block;
+              update.from_zero ? target.current : plan.base->low_blocks[block]->data() + in_block;
         }
       }
       if (session_.run_->is_frozen(tensor_index)) {
@@ -157,7 +162,7 @@ class PushSession::Folder {
     } else if (source_dtype != entry.dtype) {
       target.kind = FoldTarget::Kind::kAssign;  // It was rounded for the wire.
     }
-    return (track.block_size(block) - in_block) / stored_size;
+    return bytes / stored_size;
   }
 
   const PushSession& session_;
@@ -454,11 +459,12 @@ std::chrono::steady_clock::time_point PushSession::last_progress() const {
 
 bool PushSession::End(const absl::StatusOr<PushResult>& result) {
   std::vector<OpenedStream> streams;
-  Memory unused;
   {
+    // Destroyed without the lock, but before anybody is told: their next step needs it, and the
+    // place.
+    Memory unused;
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return false;
-    // Before anybody is told: their next step may need it.
     place_.reset();
     ended_ = result.ok() ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                                      absl::StrCat("step ", plan_.step, " is committed already"))

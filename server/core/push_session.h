@@ -171,9 +171,9 @@ class PushSession {
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
   absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends the session; the first call wins, later ones do nothing and return false. Tells the
-  // observer, then calls every open stream's `on_end`. Gives the blocks and the base back: at once,
-  // or when the folds that are running end.
+  // Ends the session; the first call wins, later ones do nothing and return false. Gives the blocks
+  // and the base back: at once, or when the folds that are running end. Then tells the observer and
+  // calls every open stream's `on_end`.
   bool End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -218,7 +218,9 @@ class PushSession {
     // As the plan's tracks; empty for those that do not change. Each element is written by the
     // stream that has claimed its range.
     std::vector<TrackBlocks> next;
-    std::shared_ptr<Block> zeros;  // Stands for each block of an average that begins with zeros.
+    // Stands for each piece of an average that begins with zeros: small, as no budget has it. Null:
+    // none does.
+    std::shared_ptr<Block> zeros;
     // By track: an element of a frozen tensor is not what was pushed. Set by any stream.
     std::shared_ptr<std::atomic<bool>[]> frozen_differs;
     Writers writers;  // Goes first.

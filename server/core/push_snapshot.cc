@@ -13,6 +13,8 @@
 namespace ema {
 namespace {
 
+constexpr int64_t kZerosBytes = int64_t{64} << 10;
+
 // The new blocks, and the base's (null: there is none) where there are none. References are moved:
 // to count those of a thousand blocks up and down took most of a commit.
 Blocks TakeBlocks(std::vector<std::shared_ptr<Block>>& next, const Blocks* base) {
@@ -33,21 +35,17 @@ absl::Status PushSession::Allocate() {
     memory_.frozen_differs =
         std::shared_ptr<std::atomic<bool>[]>(new std::atomic<bool>[plan_.tracks.size()]());
   }
-  int64_t zeros_bytes = 0;
+  bool needs_zeros = false;
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     const TrackPlan& plan = plan_.tracks[t];
     if (!IsDue(plan.updates)) continue;
     EMA_RETURN_IF_ERROR(AllocateTrack(plan, memory_.next[t], *stream));
-    if (std::any_of(plan.updates.begin(), plan.updates.end(),
-                    [](const Schedule::Update& update) { return update.from_zero; })) {
-      for (const std::shared_ptr<Block>& block : memory_.next[t].blocks) {
-        if (block != nullptr) zeros_bytes = std::max(zeros_bytes, block->size_bytes());
-      }
-    }
+    needs_zeros |= std::any_of(plan.updates.begin(), plan.updates.end(),
+                               [](const Schedule::Update& update) { return update.from_zero; });
   }
-  if (zeros_bytes > 0) {
-    EMA_ASSIGN_OR_RETURN(memory_.zeros, model_.device->Allocate(zeros_bytes));
-    EMA_RETURN_IF_ERROR(stream->Zero(memory_.zeros->data(), zeros_bytes));
+  if (needs_zeros) {
+    EMA_ASSIGN_OR_RETURN(memory_.zeros, model_.device->Allocate(kZerosBytes));
+    EMA_RETURN_IF_ERROR(stream->Zero(memory_.zeros->data(), kZerosBytes));
   }
   return stream->Synchronize().status();
 }

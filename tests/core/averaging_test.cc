@@ -91,6 +91,33 @@ TEST_F(AveragingTest, AnAverageThatBeginsWithZerosDoes) {
   EXPECT_THAT(Read("plain"), ElementsAre(2, 4, -1));
 }
 
+TEST_F(AveragingTest, TheZerosThatAnAverageBeginsWithTakeLittleMemory) {
+  constexpr int64_t kCount = 500'001;  // All in one block.
+  ModelStore::Options options = SmallBlocks();
+  options.model.block_bytes = int64_t{4} << 20;
+  ModelStore store(TestDevice(), options);
+  TrackConfig compensated = Track("compensated", "smoothing=0.75, zero_init=plain");
+  compensated.compensated = true;
+  ModelConfig config{.name = "m",
+                     .manifest = MakeManifest({{"w", Dtype::kFloat32, {kCount}}}),
+                     .tracks = {Track("plain", "smoothing=0.75, zero_init=plain"), compensated}};
+  const std::shared_ptr<Model> model = store.Create(std::move(config))->model;
+  const int64_t version_bytes = model->reserved_bytes() / 4;
+  TestRank rank(model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<float> values(kCount);
+  for (int64_t i = 0; i < kCount; ++i) values[i] = static_cast<float>(i);
+  const std::vector<std::byte> bytes = BytesOf(values);
+  auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, rank.Open(1, outcome));
+  EXPECT_LE(model->device().memory_use().block_bytes, version_bytes + (64 << 10));
+  ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+  for (float& value : values) value *= 0.25f;
+  EXPECT_EQ(FloatsOf(*ReadAll(*model, "plain")), values);
+  EXPECT_EQ(FloatsOf(*ReadAll(*model, "compensated")), values);
+}
+
 TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   Create({Track("reinit", "smoothing=0.5, ema_start=3ba"),
           Track("copy", "smoothing=0.5, ema_start=3ba, before_start=copy"),

@@ -6,6 +6,7 @@
 #include <random>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
 #include "tests/core/test_model.h"
 
 namespace ema {
@@ -490,6 +491,43 @@ TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
   ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
   pins.clear();
   EXPECT_EQ(Read("raw"), Values(4));
+}
+
+TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheVersionThatGoes) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const std::vector<std::byte> bytes = BytesOf(Values(1));
+  std::unique_ptr<RankPush> push;
+  EMA_ASSERT_OK_AND_ASSIGN(push, rank.Open(10, std::make_shared<PushOutcome>()));
+  for (int64_t step = 10; step <= 100; step += 10) {
+    // Another rank begins it as soon as it is told.
+    absl::Notification begun;
+    std::thread next;
+    const auto begin_next = [&](const auto&) {
+      next = std::thread([&] {
+        ASSERT_THAT(rank.Open(step + 10, std::make_shared<PushOutcome>()), IsOk());
+        begun.Notify();
+      });
+      begun.WaitForNotificationWithTimeout(absl::Milliseconds(20));
+    };
+    EMA_ASSERT_OK_AND_ASSIGN(push, model_->OpenPush(rank.Start(step), begin_next));
+    ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
+    ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+    next.join();
+    EXPECT_LE(TakenBytes(model_->device()), model_->reserved_bytes()) << "step " << step;
+  }
+}
+
+TEST_F(ModelTest, AStepThatIsGivenUpHasFreedItsMemoryBeforeAnybodyIsTold) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  int64_t used_bytes = -1;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, model_->OpenPush(rank.Start(1), [&](const auto&) {
+    used_bytes = model_->device().memory_use().block_bytes;
+  }));
+  EXPECT_GT(model_->device().memory_use().block_bytes, 0);
+  ASSERT_THAT(model_->QueryPush(rank.run_epoch(), 1, 0, /*abandon_if_unfinished=*/true), IsOk());
+  EXPECT_EQ(used_bytes, 0);
 }
 
 TEST_F(ModelTest, AModelMadeAgainRepeatsNeitherVersionsNorRunEpochs) {
