@@ -97,7 +97,8 @@ absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& ma
     return error("must be NAME[BEGIN:END,...]");
   }
   TensorSlice slice{.tensor = std::string(text.substr(0, bracket))};
-  const absl::StatusOr<std::vector<int64_t>> found = FindTensors(slice.tensor, manifest);
+  GlobBudget budget;
+  const absl::StatusOr<std::vector<int64_t>> found = FindTensors(slice.tensor, manifest, budget);
   if (!found.ok()) return error(std::string(found.status().message()));
   if (found->size() != 1) return error("means several tensors");
   const std::vector<int64_t>& shape = manifest.tensor(found->front()).shape;

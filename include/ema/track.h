@@ -18,6 +18,8 @@
 
 namespace ema {
 
+struct GlobBudget;
+
 // Tensors of which a name (or alias) is `pattern` or matches it as a glob: `*` is any text, `?` any
 // character, as fnmatch(3) without flags.
 struct TensorRule {
@@ -53,12 +55,15 @@ struct TrackConfig {
 enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 
 // INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a
-// copy track that is compensated, more than 256 patterns with wildcards, a rule with a schedule
-// that copies, or has no use (it does not average, or the track copies), more than 16 of these, a
-// snapshot_interval of no length, without a power function, or beside rules with schedules, or
-// (BAD_SCHEDULE) a rule that matches no tensor of `manifest`, but for one that ignores: what all
-// tracks ignore a model need not have, and readers learn from the rule that the track has not.
+// copy track that is compensated, more than 256 patterns with wildcards, or such as would take long
+// to look for, a rule with a schedule that copies, or has no use (it does not average, or the track
+// copies), more than 16 of these, a snapshot_interval of no length, without a power function, or
+// beside rules with schedules, or (BAD_SCHEDULE) a rule that matches no tensor of `manifest`, but
+// for one that ignores: what all tracks ignore a model need not have, and readers learn from the
+// rule that the track has not.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
+// The same of one of several, which share the time that patterns may take.
+absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, GlobBudget& budget);
 
 // BAD_SCHEDULE: a rule, also one that ignores, matches no tensor. `manifest`: of all tensors that
 // there are, whether a track has them or not.

@@ -8,25 +8,33 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 
 namespace ema {
 
-// Costs a comparison with every name of a manifest; other patterns only match themselves.
+// Is compared with every name of a manifest; other patterns only match themselves.
 bool IsGlob(const std::string& pattern);
 
-// INVALID_ARGUMENT: `pattern` is no pattern; the message names it.
-absl::Status ValidatePattern(const std::string& pattern);
+// What may still be spent on the globs of one request, in steps of Glob: about 150 ms, as it may be
+// the time of a thread that serves others, too. Enough for 50 globs in the largest manifest, or for
+// some hundred in one of a thousand tensors.
+struct GlobBudget {
+  int64_t steps = 100'000'000;
+};
 
 // By ascending index; empty: none. A glob is compared with names and aliases.
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest);
 
-// The same, of which there must be some. INVALID_ARGUMENT: as ValidatePattern(), or there are none:
+// The same of a pattern from outside. INVALID_ARGUMENT: it is none, or takes more than `budget`
+// allows; the message names it.
+absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
+                                                  const Manifest& manifest, GlobBudget& budget);
+
+// The same, of which there must be some. INVALID_ARGUMENT: likewise, or there are none:
 // `pattern "haed.*" matches no tensor; the nearest name is "head.weight"`.
 absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
-                                                 const Manifest& manifest);
+                                                 const Manifest& manifest, GlobBudget& budget);
 
 }  // namespace ema
 

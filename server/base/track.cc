@@ -37,8 +37,8 @@ absl::Status AsRuleError(const TrackConfig& track, const absl::Status& status) {
 }
 
 absl::Status CheckMatches(const TrackConfig& track, const TensorRule& rule,
-                          const Manifest& manifest) {
-  return AsRuleError(track, FindTensors(rule.pattern, manifest).status());
+                          const Manifest& manifest, GlobBudget& budget) {
+  return AsRuleError(track, FindTensors(rule.pattern, manifest, budget).status());
 }
 
 absl::Status CheckRuleSchedules(const TrackConfig& track) {
@@ -100,6 +100,11 @@ absl::Status CheckSnapshotUnit(const TrackConfig& track, const TrainingTime& now
 }  // namespace
 
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
+  GlobBudget budget;
+  return ValidateTrack(track, manifest, budget);
+}
+
+absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, GlobBudget& budget) {
   EMA_RETURN_IF_ERROR(ValidateName("track", track.name));
   if (track.buffers != TensorAction::kAverage && track.buffers != TensorAction::kCopy) {
     return BadTrack(track, absl::StrCat("buffers \"", std::string(TensorActionName(track.buffers)),
@@ -123,11 +128,10 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
                                  " are allowed, such as \"head.*\" ignore"));
   }
   for (const TensorRule& rule : track.tensor_rules) {
-    if (rule.action == TensorAction::kIgnore) {
-      EMA_RETURN_IF_ERROR(AsRuleError(track, ValidatePattern(rule.pattern)));
-    } else {
-      EMA_RETURN_IF_ERROR(CheckMatches(track, rule, manifest));
-    }
+    EMA_RETURN_IF_ERROR(
+        rule.action == TensorAction::kIgnore
+            ? AsRuleError(track, MatchTensors(rule.pattern, manifest, budget).status())
+            : CheckMatches(track, rule, manifest, budget));
   }
   EMA_RETURN_IF_ERROR(CheckRuleSchedules(track));
   const std::vector<TensorAction> actions = ActionsOf(track, manifest);
@@ -141,8 +145,9 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
 }
 
 absl::Status CheckRulesMatch(const TrackConfig& track, const Manifest& manifest) {
+  GlobBudget budget;
   for (const TensorRule& rule : track.tensor_rules) {
-    EMA_RETURN_IF_ERROR(CheckMatches(track, rule, manifest));
+    EMA_RETURN_IF_ERROR(CheckMatches(track, rule, manifest, budget));
   }
   return absl::OkStatus();
 }

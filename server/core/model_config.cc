@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/tensor_pattern.h"
 
 namespace ema {
 namespace {
@@ -16,8 +17,7 @@ absl::Status BadRequest(std::string message) {
 }  // namespace
 
 absl::Status CheckTrackCount(size_t count) {
-  constexpr size_t kMaxTracks = 64;
-  if (count >= 1 && count <= kMaxTracks) return absl::OkStatus();
+  if (count >= 1 && static_cast<int64_t>(count) <= kMaxTracks) return absl::OkStatus();
   return BadRequest(absl::StrCat("tracks: ", count, " given; a model has 1 to ", kMaxTracks));
 }
 
@@ -34,9 +34,10 @@ absl::Status ModelConfig::Validate() const {
                                    " given, expected 1 to ", kMaxPinnedVersions));
   }
   EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
+  GlobBudget budget;
   absl::flat_hash_set<std::string_view> names;
   for (const TrackConfig& track : tracks) {
-    EMA_RETURN_IF_ERROR(ValidateTrack(track, *manifest));
+    EMA_RETURN_IF_ERROR(ValidateTrack(track, *manifest, budget));
     if (!names.insert(track.name).second) return TrackGivenTwice(track.name);
   }
   return absl::OkStatus();

@@ -29,7 +29,7 @@ struct ModelConfig {
   int64_t max_pinned_versions = 2;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
 
-  // Finds what each rule of its tracks matches, which may take long.
+  // Finds what each rule of its tracks matches, which may take 100 ms.
   absl::Status Validate() const;
   // The first difference in words; empty if equal.
   std::string DifferenceFrom(const ModelConfig& there) const;
@@ -43,7 +43,8 @@ struct TrackChanges {
   std::vector<std::string> resume;
 };
 
-// INVALID_ARGUMENT, BAD_REQUEST: a model has 1 to 64 tracks.
+inline constexpr int64_t kMaxTracks = 64;  // Of a model.
+// INVALID_ARGUMENT, BAD_REQUEST: a model has 1 to kMaxTracks tracks.
 absl::Status CheckTrackCount(size_t count);
 // INVALID_ARGUMENT, BAD_NAME.
 absl::Status TrackGivenTwice(std::string_view name);

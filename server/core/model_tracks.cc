@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/tensor_pattern.h"
 #include "server/core/model.h"
 
 namespace ema {
@@ -140,8 +141,10 @@ absl::Status Model::CheckUnitsLocked(const TrackConfig& config, int64_t track_id
 }
 
 absl::Status Model::UpdateTracks(const TrackChanges& changes) {
+  if (!changes.put.empty()) EMA_RETURN_IF_ERROR(CheckTrackCount(changes.put.size()));
+  GlobBudget budget;
   for (const TrackConfig& config : changes.put) {
-    EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest()));
+    EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest(), budget));
   }
   const std::vector<std::shared_ptr<Track>> put =
       MakeTracks(changes.put, manifest(), options_.block_bytes);

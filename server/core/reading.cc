@@ -82,8 +82,9 @@ absl::Status Reading::Select() {
       if (is_stored(i)) selected[i] = nullptr;
     }
   }
+  GlobBudget budget;
   for (const std::string& pattern : selection_.tensors) {
-    const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(pattern, manifest_);
+    const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(pattern, manifest_, budget);
     if (!matches.ok()) return BadSelection(absl::StrCat("tensors: ", matches.status().message()));
     if (std::none_of(matches->begin(), matches->end(), is_stored)) {
       return BadSelection(absl::StrCat("tensors: \"", absl::CHexEscape(pattern), "\": track \"",
@@ -93,7 +94,7 @@ absl::Status Reading::Select() {
       if (is_stored(i)) selected[i] = nullptr;
     }
   }
-  EMA_RETURN_IF_ERROR(SelectSlices(selected));
+  EMA_RETURN_IF_ERROR(SelectSlices(budget, selected));
 
   std::vector<Shard> boxes;
   boxes.reserve(selected.size());
@@ -116,9 +117,11 @@ absl::Status Reading::Select() {
   return absl::OkStatus();
 }
 
-absl::Status Reading::SelectSlices(absl::btree_map<int64_t, const TensorSlice*>& selected) const {
+absl::Status Reading::SelectSlices(GlobBudget& budget,
+                                   absl::btree_map<int64_t, const TensorSlice*>& selected) const {
   for (const TensorSlice& slice : selection_.slices) {
-    const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(slice.tensor, manifest_);
+    const absl::StatusOr<std::vector<int64_t>> matches =
+        FindTensors(slice.tensor, manifest_, budget);
     if (!matches.ok()) return BadSelection(absl::StrCat("slices: ", matches.status().message()));
     const int64_t tensor = matches->front();
     const bool is_stored = track_.track->layout().entry(tensor).is_stored;

@@ -27,6 +27,8 @@
 
 namespace ema {
 
+struct GlobBudget;
+
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
 // Where that is how they are stored, or an accelerator has cast them, its memory is given; what
 // else is cast, cut out, or read from a StoredTrack is made on demand, a chunk at a time, and once
@@ -117,7 +119,8 @@ class Reading {
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
   // Fills in what is to be known of a part.
   absl::Status Select();
-  absl::Status SelectSlices(absl::btree_map<int64_t, const TensorSlice*>& selected) const;
+  absl::Status SelectSlices(GlobBudget& budget,
+                            absl::btree_map<int64_t, const TensorSlice*>& selected) const;
   // What lies in [offset, end). REQUIRES: no element is cut.
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,

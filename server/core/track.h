@@ -66,7 +66,6 @@ class Track {
   const std::vector<TensorAction>& actions() const { return actions_; }
   // By which of SchedulesOf(config()) a tensor goes.
   int schedule_index(int64_t tensor_index) const { return schedule_indices_[tensor_index]; }
-  const std::vector<int>& schedule_indices() const { return schedule_indices_; }
   const StorageLayout& layout() const { return layout_; }
   // That so many versions take at most; INT64_MAX: more than that.
   int64_t MemoryBytes(int64_t version_count) const {

@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 #include "grpc/health/v1/health.pb.h"
+#include "server/core/model_config.h"
 #include "server/rpc/call.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/request_arrival.h"
@@ -45,7 +46,6 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
 // that opens a run may be as long as its layout.
 template <typename Request>
 absl::Status CheckMayWait(const Request& request) {
-  constexpr int kMaxTracks = 64;  // Of a model.
   constexpr size_t kMaxBytes = size_t{64} << 10;
   if constexpr (requires { request.tracks_size(); }) {
     if (request.tracks_size() > kMaxTracks) {

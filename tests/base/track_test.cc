@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/base/tensor_pattern.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -203,6 +204,29 @@ TEST(ValidateTrackTest, RefusesPatternsThatAreNone) {
   }
   EXPECT_THAT(ValidateTrack(Track("200ba", {{std::string(1024, '*'), kCopy}}), TestManifest()),
               IsOk());
+}
+
+TEST(ValidateTrackTest, RefusesPatternsThatWouldTakeLong) {
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < 1000; ++i) {
+    tensors.push_back({absl::StrCat(std::string(900, 'a'), ".", i), Dtype::kFloat32, {1}});
+  }
+  const Manifest manifest = *Manifest::Create(std::move(tensors));
+  const std::string slow = "*" + std::string(400, 'a') + "?*a.*";
+  const auto rules = [](const std::string& pattern, size_t count) {
+    return std::vector<TensorRule>(count, {pattern, kIgnore});
+  };
+  EXPECT_THAT(ValidateTrack(Track("200ba", rules(slow, 256)), manifest),
+              StatusIs(kInvalid, AllOf(HasSubstr("takes too long to be looked for among 1000"),
+                                       HasSubstr("fewer or shorter patterns"))));
+  const TrackConfig ordinary = Track("200ba", rules("a*.7", 256));
+  GlobBudget budget;
+  for (int track = 0; track < 8; ++track) {
+    EXPECT_THAT(ValidateTrack(ordinary, manifest, budget), IsOk());
+  }
+  budget.steps = 1000;
+  EXPECT_THAT(ValidateTrack(ordinary, manifest, budget),
+              StatusIs(kInvalid, HasSubstr("takes too long")));
 }
 
 TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {
