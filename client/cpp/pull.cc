@@ -248,6 +248,11 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
     if (info.total_bytes != info_->total_bytes || info.version.number != info_->version.number) {
       return client_internal::MalformedReply("another version than before the connection broke");
     }
+    // A version has one for good; a synthesized average, one for each time that it is built.
+    if (info.version.commit_time != info_->version.commit_time) {
+      return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                       "the average has been built anew since the pull began");
+    }
     return absl::OkStatus();
   }
   if (request_.has_step() && info.version.step != request_.step()) {

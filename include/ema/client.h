@@ -411,7 +411,7 @@ class Client {
     std::optional<int64_t> step;
     Selection selection;  // By default all of the track, as the server keeps it.
     // Only if the newest version is after this one; else PullInfo::not_newer, and no target is
-    // asked for.
+    // asked for. A synthesized average always comes: it may have been built anew.
     std::optional<VersionId> if_newer_than;
     // The target's memory has what a pull of this selection gave of that version: only what differs
     // is sent. If the server does not know it any more, all is.

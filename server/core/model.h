@@ -236,8 +236,8 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
 
   std::optional<VersionRecord> latest() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Of what OpenReading() gives for version 0; absent: nothing has been committed yet. NOT_FOUND,
-  // TRACK_NOT_FOUND.
+  // Of what OpenReading() gives for version 0; absent: nothing has been committed yet, or the track
+  // is synthesized, perhaps anew as the same version. NOT_FOUND, TRACK_NOT_FOUND.
   absl::StatusOr<std::optional<VersionRecord>> NewestOf(std::string_view track)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Of what OpenReading() gives, the newest version of that step on the branch that the model is on

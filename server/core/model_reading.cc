@@ -110,7 +110,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
 }
 
 absl::StatusOr<std::optional<VersionRecord>> Model::NewestOf(std::string_view track) {
-  if (const SnapshotRef synthesized = FindSynthesized(track)) return synthesized->record;
+  if (FindSynthesized(track) != nullptr) return std::nullopt;
   EMA_RETURN_IF_ERROR(CheckTrack(track));
   EMA_RETURN_IF_ERROR(closed());
   return latest();

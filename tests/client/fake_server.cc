@@ -435,6 +435,7 @@ grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullReques
   v1::PullHeader* const header = message.mutable_header();
   header->mutable_version()->set_incarnation(3);
   header->mutable_version()->set_version(42);
+  header->mutable_version()->set_commit_time_us(script.commit_time_us);
   header->set_total_bytes(static_cast<int64_t>(pulled_bytes.size()));
   auto* const tensor = header->add_tensors();
   tensor->mutable_spec()->set_name("bytes");

@@ -57,6 +57,7 @@ class FakeServer final : public v1::EmaService::Service {
     bool wrong_count = false;
     bool skip_chunk = false;
     bool no_trailer = false;
+    int64_t commit_time_us = 0;
     bool other_field_order =
         false;  // Of the chunks: right protobuf, but not as chunk_codec.h writes it.
   };

@@ -133,6 +133,19 @@ TEST_F(PullTest, StartsOverWhenTheVersionHasGoneMeanwhile) {
               ReasonIs(ErrorReason::kVersionNotKept));
 }
 
+TEST_F(PullTest, StartsOverWhenTheAverageHasBeenBuiltAnewMeanwhile) {
+  server_.pull_scripts = {
+      {.break_after_chunks = 3, .commit_time_us = 1}, {.commit_time_us = 2}, {.commit_time_us = 2}};
+  const absl::StatusOr<PullInfo> info = Pull();
+  ASSERT_THAT(info, IsOk());
+  EXPECT_EQ(absl::ToUnixMicros(info->version.commit_time), 2);
+  EXPECT_EQ(info->received_bytes, 5'500);
+  EXPECT_EQ(target_calls_, 2);
+  ASSERT_THAT(server_.pulls(), SizeIs(3));
+  EXPECT_EQ(server_.pulls()[2].version(), 0);
+  EXPECT_EQ(server_.pulls()[2].offset(), 0);
+}
+
 TEST_F(PullTest, AStepIsAskedForAgainWhenItsVersionHasGoneMeanwhile) {
   const absl::Status gone =
       MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept, "gone");

@@ -491,6 +491,27 @@ TEST_F(StoredPullTest, AReaderGoesOnWhereItStopped) {
   }
 }
 
+TEST_F(StoredPullTest, ASynthesizedAverageAlwaysComes) {
+  Start();
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const TrackRef track,
+      model_->MakeSynthesizedTrack({.name = "built", .schedule = MakeSchedule("1ba")}));
+  const SnapshotRef newest = *model_->PinVersion(0);
+  auto built = std::make_shared<Snapshot>();
+  built->record = newest->record;
+  built->tracks = {*newest->Find("ema")};
+  built->tracks[0].track = track;
+  ASSERT_THAT(model_->AddSynthesized(std::move(built)), IsOk());
+  v1::PullRequest request = Request();
+  request.set_track("built");
+  request.mutable_if_newer_than()->set_version(5);
+  request.mutable_if_newer_than()->set_incarnation(7);
+  const Pulled pulled = Pull(request);
+  EXPECT_FALSE(pulled.header.not_newer());
+  EXPECT_TRUE(pulled.complete);
+  EXPECT_TRUE(IsData(pulled.data, newest_));
+}
+
 TEST_F(StoredPullTest, WithABaseEverythingIsSent) {
   Start();
   v1::PullRequest request = Request(1);
