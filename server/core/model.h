@@ -231,6 +231,10 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // The same of what may wait for long: leaves room to pin another one. `version` is not 0.
+  absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
   // The newest version (null: none), also when readers hold as many as they may: for the save at
   // the end. REQUIRES: Drain() has returned, so that nothing more is being built.
   SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -377,6 +381,9 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // As PinVersion(), if fewer than `limit` others are pinned.
+  absl::StatusOr<SnapshotRef> PinBelowLocked(int64_t limit, int64_t version, int64_t incarnation)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // While the result is held, or a copy of it.
   SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const

@@ -166,6 +166,16 @@ SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) cons
 
 absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
+  return PinBelowLocked(config_.max_pinned_versions, version, incarnation);
+}
+
+absl::StatusOr<SnapshotRef> Model::PinSpare(int64_t version, int64_t incarnation) {
+  absl::MutexLock lock(&mu_);
+  return PinBelowLocked(config_.max_pinned_versions - 1, version, incarnation);
+}
+
+absl::StatusOr<SnapshotRef> Model::PinBelowLocked(int64_t limit, int64_t version,
+                                                  int64_t incarnation) {
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
   const VersionRecord& latest = current_->record;
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
@@ -179,7 +189,7 @@ absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnati
                                   "; the newest is ", latest.version));
   }
   if (!pins_.contains(snapshot.get()) &&
-      static_cast<int64_t>(pins_.size()) >= config_.max_pinned_versions) {
+      static_cast<int64_t>(pins_.size()) >= limit) {
     absl::Status status =
         MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
                   absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),

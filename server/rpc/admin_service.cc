@@ -27,14 +27,15 @@ constexpr int64_t kDefaultMaxPinnedVersions = 2;
 // A message has at most 8 MiB.
 constexpr size_t kFilePartBytes = size_t{4} << 20;
 
-// The version that `request` names, so that it is not evicted before the call's turn comes. Null:
-// it names none, or the call itself will say why that cannot be pinned.
+// The version that `request` names, if `pin` can be had of it, so that it is not evicted before the
+// call's turn comes. Null: it names none, or the call itself will say why that cannot be pinned.
 template <typename Request>
-SnapshotRef PinNamed(const ModelStore& store, const Request& request) {
+SnapshotRef PinNamed(const ModelStore& store, const Request& request,
+                     absl::StatusOr<SnapshotRef> (Model::*pin)(int64_t version,
+                                                               int64_t incarnation)) {
   const absl::StatusOr<std::shared_ptr<Model>> model = store.Get(request.model());
   if (!model.ok() || request.version() == 0) return nullptr;
-  absl::StatusOr<SnapshotRef> pinned =
-      (*model)->PinVersion(request.version(), request.incarnation());
+  absl::StatusOr<SnapshotRef> pinned = (**model.*pin)(request.version(), request.incarnation());
   return pinned.ok() ? *std::move(pinned) : nullptr;
 }
 
@@ -61,11 +62,13 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   Executor here;
   const auto holding = [this](const Executor& executor) {
     return [this, executor](const auto& request) {
-      return Holding(PinNamed(*store_, request), executor);
+      return Holding(PinNamed(*store_, request, &Model::PinSpare), executor);
     };
   };
   const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
-    SnapshotRef version = PinNamed(*store_, request);
+    // Who need not wait for long may have the last one.
+    SnapshotRef version = PinNamed(*store_, request,
+                                   request.async() ? &Model::PinVersion : &Model::PinSpare);
     // What is only on the disk is labelled after a save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);

@@ -530,6 +530,20 @@ TEST_F(ModelTest, AStepThatIsGivenUpHasFreedItsMemoryBeforeAnybodyIsTold) {
   EXPECT_EQ(used_bytes, 0);
 }
 
+TEST_F(ModelTest, WhatWaitsLeavesAPinForReaders) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->PinSpare(1, 7));
+  EXPECT_THAT(model_->PinSpare(1, 7), IsOk());
+  EXPECT_THAT(model_->PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->PinSpare(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
+  ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
+  EXPECT_EQ(Read("raw"), Values(3));
+}
+
 TEST_F(ModelTest, AModelMadeAgainRepeatsNeitherVersionsNorRunEpochs) {
   TestRank old_rank(model_, "old");
   ASSERT_THAT(old_rank.Join(), IsOk());
