@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/admin_service.h"
 
-#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -67,8 +66,8 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   };
   const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
     // Who need not wait for long may have the last one.
-    SnapshotRef version = PinNamed(*store_, request,
-                                   request.async() ? &Model::PinVersion : &Model::PinSpare);
+    SnapshotRef version =
+        PinNamed(*store_, request, request.async() ? &Model::PinVersion : &Model::PinSpare);
     // What is only on the disk is labelled after a save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
@@ -283,14 +282,22 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
   v1::ListVersionsResponse response;
   // One message must hold them.
   constexpr size_t kMaxBytes = 4 << 20;
+  // A commit waits while they are copied.
+  constexpr int64_t kRecordsAtOnce = 256;
   size_t bytes = 0;
-  for (const Model::RecordEntry& entry : model->RecordsAfter(
-           request.after_version(), /*incarnation=*/0, std::numeric_limits<int64_t>::max())) {
-    v1::ListVersionsResponse::Entry* const out = response.add_versions();
-    *out->mutable_version() = ToProto(entry.record);
-    out->set_available(entry.available);
-    bytes += out->ByteSizeLong();
-    if (bytes > kMaxBytes) break;
+  int64_t version = request.after_version();
+  while (bytes <= kMaxBytes) {
+    const std::vector<Model::RecordEntry> entries =
+        model->RecordsAfter(version, /*incarnation=*/0, kRecordsAtOnce);
+    if (entries.empty()) break;
+    version = entries.back().record.version;
+    for (const Model::RecordEntry& entry : entries) {
+      v1::ListVersionsResponse::Entry* const out = response.add_versions();
+      *out->mutable_version() = ToProto(entry.record);
+      out->set_available(entry.available);
+      bytes += out->ByteSizeLong();
+      if (bytes > kMaxBytes) break;
+    }
   }
   return response;
 }
