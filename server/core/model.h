@@ -37,6 +37,7 @@
 #include "server/core/model_config.h"
 #include "server/core/model_overview.h"
 #include "server/core/push_session.h"
+#include "server/core/rank_push.h"
 #include "server/core/reading.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
@@ -45,10 +46,12 @@
 
 namespace ema {
 
-class RankPush;
-
 // Thread-safe. Always held by shared_ptr. Commits are serialized; PinVersion() never waits for a
 // running commit and never sees half of one.
+//
+// Files: model.cc has runs, pushes and commits; model_tracks.cc makes and changes tracks;
+// model_reading.cc serves readers; model_rollback.cc goes back; model_query_push.cc answers
+// QueryPush; model_statistics.cc computes; model_overview.cc tells how things stand.
 class Model : public std::enable_shared_from_this<Model> {
  public:
   struct Options {
@@ -429,10 +432,10 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // A push by a run that is not the open one.
   absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
   // what a rollback has made that there is no room for another.
   absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   absl::Status CheckNotRollingBackLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // FAILED_PRECONDITION, MODEL_DIFFERS: the model has no track of the version in the same form.
   absl::Status CheckHasTrackOfLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -504,37 +507,6 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
   absl::flat_hash_map<int64_t, std::function<void()>> watchers_ ABSL_GUARDED_BY(watch_mu_);
   int64_t last_watcher_ ABSL_GUARDED_BY(watch_mu_) = 0;
-};
-
-// One rank's stream of one step. Not thread-safe, but may be destroyed on any thread once no call
-// is running; what it has covered stays in the session for a retry.
-class RankPush {
- public:
-  ~RankPush();
-
-  // As PushSession::AddChunk(). On NON_FINITE the session has ended.
-  absl::Status AddChunk(const ChunkHeader& header,
-                        absl::Span<const std::span<const std::byte>> pieces);
-
-  // Ends the stream. OK: `on_end` is called, now or when the last rank has committed.
-  // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
-  absl::Status Commit(const PushEnd& end);
-
- private:
-  friend class Model;
-  RankPush() = default;
-
-  std::shared_ptr<Model> model_;
-  std::shared_ptr<PushSession> session_;  // Null: the step is committed already, this is a retry.
-  std::shared_ptr<DeviceStream> device_stream_;
-  int64_t rank_ = 0;
-  int64_t stream_ = 0;
-  int64_t chunk_count_ = 0;
-  int64_t total_bytes_ = 0;
-  // Of a retry:
-  PushCallback on_end_;
-  PushResult committed_;
-  uint32_t committed_digest_ = 0;
 };
 
 }  // namespace ema

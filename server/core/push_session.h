@@ -24,7 +24,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ema/manifest.h"
-#include "ema/v1/chunk_codec.h"
+#include "server/base/chunk_header.h"
 #include "server/base/observer.h"
 #include "server/base/place_limit.h"
 #include "server/core/coverage.h"
@@ -89,7 +89,8 @@ struct PushEnd {
 // chunk again gives the same bits.
 //
 // Thread-safe: any number of streams add chunks at once, to ranges that they have claimed. No lock
-// is held while folding.
+// is held while folding. Files: push_session.cc takes chunks and commits; push_snapshot.cc makes
+// the next snapshot; push_device.cc waits for the device.
 class PushSession {
  public:
   // What is fixed when the first header arrives.

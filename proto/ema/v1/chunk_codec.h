@@ -12,16 +12,9 @@
 #include <optional>
 #include <span>
 
-namespace ema {
+#include "server/base/chunk_header.h"
 
-struct ChunkHeader {
-  int64_t offset = 0;
-  uint32_t crc32c = 0;
-  int64_t data_bytes = 0;
-  // Not on the wire. The data have come through memory of this host, where nothing damages them:
-  // the checksum tells what was sent, and is not compared with what has come.
-  bool is_undamaged = false;
-};
+namespace ema {
 
 // The longest prefix: two tags with lengths, offset, crc32c, the tag and length of `data`.
 inline constexpr int kMaxChunkPrefixBytes = 40;

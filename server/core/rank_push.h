@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One rank's part in a step.
+#ifndef EMA_SERVER_CORE_RANK_PUSH_H_
+#define EMA_SERVER_CORE_RANK_PUSH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "server/base/chunk_header.h"
+#include "server/core/push_session.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+class Model;
+
+// One rank's stream of one step. Not thread-safe, but may be destroyed on any thread once no call
+// is running; what it has covered stays in the session for a retry.
+class RankPush {
+ public:
+  ~RankPush();
+
+  // As PushSession::AddChunk(). On NON_FINITE the session has ended.
+  absl::Status AddChunk(const ChunkHeader& header,
+                        absl::Span<const std::span<const std::byte>> pieces);
+
+  // Ends the stream. OK: `on_end` is called, now or when the last rank has committed.
+  // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
+  absl::Status Commit(const PushEnd& end);
+
+ private:
+  friend class Model;
+  RankPush() = default;
+
+  std::shared_ptr<Model> model_;
+  std::shared_ptr<PushSession> session_;  // Null: the step is committed already, this is a retry.
+  std::shared_ptr<DeviceStream> device_stream_;
+  int64_t rank_ = 0;
+  int64_t stream_ = 0;
+  int64_t chunk_count_ = 0;
+  int64_t total_bytes_ = 0;
+  // Of a retry:
+  PushCallback on_end_;
+  PushResult committed_;
+  uint32_t committed_digest_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_RANK_PUSH_H_
