@@ -18,8 +18,6 @@
 
 namespace ema {
 
-struct GlobBudget;
-
 // Tensors of which a name (or alias) is `pattern` or matches it as a glob: `*` is any text, `?` any
 // character, as fnmatch(3) without flags.
 struct TensorRule {
@@ -62,8 +60,6 @@ enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 // for one that ignores: what all tracks ignore a model need not have, and readers learn from the
 // rule that the track has not.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
-// The same of one of several, which share the time that patterns may take.
-absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, GlobBudget& budget);
 
 // BAD_SCHEDULE: a rule, also one that ignores, matches no tensor. `manifest`: of all tensors that
 // there are, whether a track has them or not.

@@ -8,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
+#include "ema/track.h"
 
 namespace ema {
 
@@ -35,6 +37,9 @@ absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
 // `pattern "haed.*" matches no tensor; the nearest name is "head.weight"`.
 absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
                                                  const Manifest& manifest, GlobBudget& budget);
+
+// As in ema/track.h, of one of several tracks that share `budget`.
+absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, GlobBudget& budget);
 
 }  // namespace ema
 
