@@ -19,7 +19,7 @@
 namespace ema {
 
 // Tensors of which a name (or alias) is `pattern` or matches it as a glob: `*` is any text, `?` any
-// character, as fnmatch(3) without flags.
+// byte, as fnmatch(3) without flags.
 struct TensorRule {
   std::string pattern;
   TensorAction action = TensorAction::kAverage;

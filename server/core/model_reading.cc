@@ -188,8 +188,7 @@ absl::StatusOr<SnapshotRef> Model::PinBelowLocked(int64_t limit, int64_t version
                                   future ? " is not committed yet" : " is not kept",
                                   "; the newest is ", latest.version));
   }
-  if (!pins_.contains(snapshot.get()) &&
-      static_cast<int64_t>(pins_.size()) >= limit) {
+  if (!pins_.contains(snapshot.get()) && static_cast<int64_t>(pins_.size()) >= limit) {
     absl::Status status =
         MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
                   absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),

@@ -30,8 +30,8 @@ class AdminService {
   struct Workers {
     // Runs what reads of the disk only what there is, and waits for no save.
     Executor quick;
-    // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned, if
-    // readers can still pin another.
+    // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned,
+    // if readers can still pin another.
     Executor saving;
     // Runs what makes an earlier version the newest, for minutes.
     Executor restoring;

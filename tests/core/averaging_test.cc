@@ -295,13 +295,13 @@ TEST_F(AveragingTest, ARemovedTrackGivesItsMemoryBackAndStaysInOlderVersions) {
 TEST_F(AveragingTest, AChangeThatIsRefusedChangesNothing) {
   Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
   const int64_t reserved_bytes = store_.budget().reserved_bytes();
-  TrackConfig ignoring = Track("new", "200ba");
-  ignoring.tensor_rules = {{"v*", TensorAction::kIgnore}};
+  TrackConfig copying = Track("new", "200ba");
+  copying.tensor_rules = {{"v*", TensorAction::kCopy}};
   TrackConfig compensated = Track("ema", "smoothing=0.5");
   compensated.compensated = true;
   for (const TrackChanges& changes :
        {TrackChanges{.put = {Track("new", "copy"), Track("new", "copy")}},
-        TrackChanges{.put = {Track("ok", "copy"), ignoring}},
+        TrackChanges{.put = {Track("ok", "copy"), copying}},
         TrackChanges{.put = {Track("ema", "copy")}}, TrackChanges{.put = {compensated}},
         TrackChanges{.put = {Track("ok", "copy")}, .pause = {"nobody"}},
         TrackChanges{.put = {Track("a b", "copy")}}, TrackChanges{.remove = {"ema", "raw"}}}) {
