@@ -97,10 +97,10 @@ class CheckpointStore {
   int64_t incarnation() const { return incarnation_; }
   // So many from incarnation() on are this life's: each model that is created takes one, each run
   // that is opened an epoch. Only the first is on the disk, and the clock may be set back: so the
-  // next life begins after the last of them. Few servers open a million runs; and as microseconds
-  // since 1970 it is a second, so that the clock, if it was not set back, is ahead of it after any
-  // life and tells it apart even where the file is lost.
-  static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 20;
+  // next life begins after the last of them. That is a run a minute for three months; and as
+  // microseconds since 1970 it is less than a start takes, so that the clock, if it was not set
+  // back, is ahead of it after any life, and tells it apart even where the file is lost.
+  static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 17;
 
   struct Loaded {
     std::string model;
