@@ -19,8 +19,9 @@ namespace ema {
 bool IsGlob(const std::string& pattern);
 
 // What may still be spent on the globs of one request, in steps of Glob: about 150 ms, as it may be
-// the time of a thread that serves others, too. Enough for 50 globs in the largest manifest, or for
-// some hundred in one of a thousand tensors.
+// the time of a thread that serves others, too. Enough for a dozen globs in the largest manifest,
+// some fifty if their text is at the ends, and for all that a track may have in one of a thousand
+// tensors.
 struct GlobBudget {
   int64_t steps = 100'000'000;
 };
