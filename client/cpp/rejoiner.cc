@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/rejoiner.h"
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -46,7 +48,12 @@ bool Rejoiner::Start() {
   return true;
 }
 
-void Rejoiner::Await(absl::Time until) const {
+void Rejoiner::Await(absl::Time until) {
+  while (!Start()) {
+    const absl::Duration left = until - absl::Now();
+    if (left <= absl::ZeroDuration()) return;
+    absl::SleepFor(std::min(left, kFirstInterval));
+  }
   absl::MutexLock lock(&mu_);
   mu_.AwaitWithDeadline(absl::Condition(this, &Rejoiner::IsSettled), until);
 }

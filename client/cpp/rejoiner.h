@@ -41,9 +41,9 @@ class Rejoiner {
   // Starts the thread; where it runs already, it does nothing. False: the system has no thread for
   // it now, as problem() says.
   bool Start() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until there is a run to take, or will be none for now, or it is `until`. REQUIRES:
-  // started.
-  void Await(absl::Time until) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until there is a run to take, or will be none for now, or it is `until`; meanwhile it
+  // starts the thread as soon as the system has one.
+  void Await(absl::Time until) ABSL_LOCKS_EXCLUDED(mu_);
   // The run, once; absent: not yet.
   std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // Of the last try. ABORTED, FENCED: a newer run pushes, so there will be no other. CANCELLED:

@@ -322,7 +322,7 @@ void StepPusher::Impl::Harvest() {
 }
 
 void StepPusher::Impl::ComeBack(absl::Time until) {
-  if (rejoiner_ == nullptr || !rejoiner_->Start()) return;
+  if (rejoiner_ == nullptr) return;
   rejoiner_->Await(until);
   std::optional<Rejoiner::Joined> joined = rejoiner_->Take();
   if (!joined.has_value()) return;

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -253,6 +254,30 @@ TEST_F(AwayTest, TrainingGoesOnWithoutAThreadToJoinAgainWith) {
   }
   EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
   EXPECT_EQ(Pulled(), Weights());
+}
+
+TEST_F(AwayTest, WaitLastsUntilThereIsAThreadToJoinAgainWith) {
+  Attach(OnError::kWait);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  Restart();
+  Step();
+  std::optional<NoThreads> no_threads;
+  std::atomic<bool> has_none = false;
+  std::thread mend([&] {
+    while (!has_none) absl::SleepFor(absl::Milliseconds(1));
+    absl::SleepFor(absl::Seconds(3));
+    no_threads.reset();
+  });
+  no_threads.emplace();
+  has_none = true;
+  // The push ends meanwhile: the server that it meets does not know the run.
+  pusher_->WaitReleased();
+  mend.join();
+  EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->stats().skipped, 0);
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
 }
 
 TEST_F(AwayTest, RefusesAnOutageOfNegativeTime) {
