@@ -205,4 +205,9 @@ void PrintError(const absl::Status& status, bool json) {
                                                    : std::string(ErrorReasonName(reason)).c_str());
 }
 
+void PrintWait(const absl::Status& error) {
+  std::fprintf(stderr, "emactl: %s; trying again as long as --timeout allows\n",
+               std::string(error.message()).c_str());
+}
+
 }  // namespace ema::cli

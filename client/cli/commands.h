@@ -88,6 +88,8 @@ absl::Status Health(const Session& session, const HealthOptions& options);
 
 // To stderr: "emactl: message", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);
+// For Client::Options::on_wait. To stderr, but not with `json`.
+void PrintWait(const absl::Status& error);
 
 }  // namespace ema::cli
 

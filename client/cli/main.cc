@@ -575,7 +575,8 @@ int main(int argc, char** argv) {
         .tls = options.tls,
         .token = token == nullptr || !options.token_file.empty() ? "" : token,
         .token_file = options.token_file,
-        .is_interrupted = session.is_interrupted};
+        .is_interrupted = session.is_interrupted,
+        .on_wait = options.json ? nullptr : ema::cli::PrintWait};
     session.new_client = [&options, client_options] {
       Client::Options uninterrupted = client_options;
       uninterrupted.is_interrupted = nullptr;

@@ -4,10 +4,12 @@
 #ifndef EMA_CLIENT_CPP_RETRY_H_
 #define EMA_CLIENT_CPP_RETRY_H_
 
+#include <optional>
 #include <random>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -24,13 +26,16 @@ class Backoff {
 
   absl::Duration Next(const absl::Status& last_error);
   // After progress.
-  void Reset() { delay_ = first_; }
+  void Reset();
+  // True once, two seconds after the first Next(): it is time to say that somebody waits.
+  bool IsTimeToTell();
 
  private:
   const absl::Duration first_;
   const absl::Duration longest_;
   std::minstd_rand random_;
   absl::Duration delay_;
+  std::optional<SteadyTime> tell_time_;  // Absent before the first Next().
 };
 
 }  // namespace ema::client_internal

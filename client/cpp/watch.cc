@@ -133,6 +133,8 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
           absl::StrCat("model \"", std::string(model), "\": no commit for ",
                        absl::FormatDuration(timeout), "; last error: ", status.message()));
     }
+    const auto& on_wait = impl_->options().on_wait;
+    if (on_wait && backoff.IsTimeToTell()) on_wait(status);
     if (!interrupt.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }

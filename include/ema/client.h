@@ -85,7 +85,10 @@ class Client {
     // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
     // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
-    std::function<bool()> is_interrupted;
+    std::function<bool()> is_interrupted = nullptr;
+    // Told of a call that has been tried again for two seconds, once, with its last error, by the
+    // thread that waits in it; it goes on until its time-out. Null: nobody. Not of pushes.
+    std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 
   // `address`: "host:port", "[v6]:port", both also after "tls:", or "unix:/path". INVALID_ARGUMENT:

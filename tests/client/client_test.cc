@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <thread>
+#include <vector>
 
 #include "client/cpp/dial.h"
 #include "tests/client/fake_server.h"
@@ -17,7 +18,9 @@
 namespace ema {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
 Manifest OneTensor() { return *Manifest::Create({{.name = "w", .shape = {4}}}); }
@@ -168,6 +171,19 @@ TEST(NoServerTest, IsUnavailable) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(address));
   EXPECT_THAT(client->GetModel("m", absl::Milliseconds(200)),
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr(address)));
+}
+
+TEST(NoServerTest, SomebodyIsToldOfALongWaitOnce) {
+  const std::string address = FakeServer(OneTensor()).address();
+  std::vector<absl::Status> told;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client,
+                           Client::Create(address, {.on_wait = [&](const absl::Status& error) {
+                                            told.push_back(error);
+                                          }}));
+  EXPECT_FALSE(client->GetModel("m", absl::Milliseconds(500)).ok());
+  EXPECT_THAT(told, IsEmpty());
+  EXPECT_FALSE(client->GetModel("m", absl::Seconds(6)).ok());
+  EXPECT_THAT(told, ElementsAre(StatusIs(absl::StatusCode::kUnavailable, HasSubstr(address))));
 }
 
 TEST(NoServerTest, UnknownHostsAreUnavailable) {

@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <set>
 
+#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 
 namespace ema::client_internal {
@@ -30,6 +32,18 @@ TEST(BackoffTest, GrowsToTheLongest) {
   EXPECT_EQ(expected, kLongest);
   backoff.Reset();
   EXPECT_THAT(backoff.Next(absl::OkStatus()), Le(kFirst * 1.2));
+}
+
+TEST(BackoffTest, ItIsTimeToTellOnceAfterTwoSeconds) {
+  Backoff backoff;
+  EXPECT_FALSE(backoff.IsTimeToTell());
+  const SteadyTime start = SteadyNow();
+  backoff.Next(absl::OkStatus());
+  while (!backoff.IsTimeToTell()) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_GE(SteadyNow() - start, std::chrono::seconds(2));
+  EXPECT_FALSE(backoff.IsTimeToTell());
+  backoff.Reset();
+  EXPECT_FALSE(backoff.IsTimeToTell());
 }
 
 TEST(BackoffTest, RanksDoNotComeInStep) {

@@ -349,6 +349,14 @@ def test_no_server_is_unavailable_within_the_time_out(tmp_path):
     assert time.monotonic() - start < 5
 
 
+def test_a_call_that_waits_long_says_so(caplog):
+    with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
+        ema_client.Client("127.0.0.1:1", timeout_s=5).models()
+    (warning,) = caplog.records
+    assert warning.name.startswith("ema_client")
+    assert "127.0.0.1:1: cannot connect" in warning.getMessage()
+
+
 def test_a_closed_client_says_so(server):
     client = ema_client.Client(server.address)
     client.close()

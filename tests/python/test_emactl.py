@@ -142,7 +142,13 @@ def test_exit_codes(emactl, pushed, tmp_path):
     assert emactl("create", pushed, "--from", weights, "--track", "fast=21ba").returncode == 4
     assert emactl("create", "m", "--from", tmp_path / "none", "--track", "f=1ba").returncode == 3
     assert emactl("pull", pushed, "--track", "raw", "--dtype", "f", "-o", out).returncode == 2
-    assert emactl("list", address="127.0.0.1:1").returncode == 5
+    away = emactl("list", address="127.0.0.1:1")
+    assert away.returncode == 5
+    waits, ends = away.stderr.splitlines()
+    assert waits.endswith(
+        "cannot connect: Connection refused; trying again as long as --timeout allows"
+    )
+    assert ends.endswith("cannot connect: Connection refused [UNAVAILABLE]")
 
 
 def test_a_repeatable_option_takes_one_value(emactl, pushed, tmp_path):

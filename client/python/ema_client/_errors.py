@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import logging
+
+_logger = logging.getLogger(__name__)
+
 
 class EmaError(Exception):
     """A call failed.
@@ -149,3 +153,10 @@ def _rebuild(cls: type[EmaError], message: str, reason: str) -> EmaError:
 def from_status(code: str, reason: str, message: bytes) -> EmaError:
     """Makes the error of a status; called by the extension module."""
     return _CLASSES.get(code, EmaError)(message.decode("utf-8", "replace"), reason=reason)
+
+
+def log_wait(message: bytes) -> None:
+    """Says that a call goes on being tried; called by the extension module."""
+    _logger.warning(
+        "%s; trying again until the call's time-out", message.decode("utf-8", "replace")
+    )

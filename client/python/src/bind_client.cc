@@ -121,6 +121,7 @@ class PyClient {
     options_.token = token;
     options_.token_file = token_file;
     options_.is_interrupted = SignalRaised;
+    options_.on_wait = LogWait;
     client_ = Unwrap(Client::Create(address, options_));
   }
   PyClient(const PyClient&) = delete;

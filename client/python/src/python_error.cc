@@ -28,4 +28,15 @@ bool SignalRaised() {
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
+void LogWait(const absl::Status& error) {
+  const GilHeld held;
+  const std::string message(error.message());
+  try {
+    nb::module_::import_("ema_client._errors")
+        .attr("log_wait")(nb::bytes(message.data(), message.size()));
+  } catch (nb::python_error& thrown) {
+    thrown.discard_as_unraisable("ema_client, logging");
+  }
+}
+
 }  // namespace ema::python

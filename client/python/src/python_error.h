@@ -35,6 +35,9 @@ T Unwrap(absl::StatusOr<T> result) {
 // must not hold it across a wait. Never true in a thread other than Python's main one.
 bool SignalRaised();
 
+// For ema::Client::Options::on_wait: a warning of Python's logger. Takes the GIL, as above.
+void LogWait(const absl::Status& error);
+
 // Calls `call` (giving a Status or StatusOr) without the GIL and returns its value. An exception
 // that SignalRaised() has left comes before the call's own result.
 template <class Call>

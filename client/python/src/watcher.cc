@@ -17,6 +17,7 @@ absl::StatusOr<std::unique_ptr<Watcher>> Watcher::Start(std::string_view address
   options.is_interrupted = [stopped = &watcher->stopped_] {
     return stopped->load(std::memory_order_relaxed);
   };
+  options.on_wait = nullptr;  // A thread that runs no Python.
   EMA_ASSIGN_OR_RETURN(watcher->client_, Client::Create(address, options));
   watcher->pid_ = getpid();
   absl::MutexLock lock(&watcher->stop_mu_);

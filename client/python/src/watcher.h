@@ -26,7 +26,7 @@ namespace ema::python {
 class Watcher {
  public:
   // Makes a connection of its own, as `options` say but for `is_interrupted`, so that Stop() ends
-  // this watch and nothing else.
+  // this watch and nothing else, and `on_wait`.
   static absl::StatusOr<std::unique_ptr<Watcher>> Start(std::string_view address,
                                                         Client::Options options,
                                                         std::string_view model,
