@@ -125,9 +125,8 @@ absl::StatusOr<ServingProcess::LogLevels> ChangeLogLevel(std::string_view name) 
   if (name.empty()) return ServingProcess::LogLevels{before, before};
   const std::optional<LogLevel> level = ParseLogLevel(name);
   if (!level.has_value()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("level: \"", absl::CHexEscape(std::string(name)),
-                                  "\" given, expected debug, info, warn or error"));
+    return BadRequest(absl::StrCat("level: \"", absl::CHexEscape(std::string(name)),
+                                   "\" given, expected debug, info, warn or error"));
   }
   SetLogLevel(*level);
   Log(LogLevel::kInfo, "log level changed", {{"before", before}, {"now", name}});

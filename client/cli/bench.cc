@@ -206,10 +206,8 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
   // Who may not delete must not make.
   if (absl::Status allowed = remove(); !allowed.ok()) {
     return absl::IsPermissionDenied(allowed)
-               ? MakeError(allowed.code(), GetErrorReason(allowed),
-                           absl::StrCat("bench makes a model and deletes it, so it needs the role "
-                                        "admin: ",
-                                        std::string(allowed.message())))
+               ? WithPlace(allowed,
+                           "bench makes a model and deletes it, so it needs the role admin: ")
                : allowed;
   }
   EMA_RETURN_IF_ERROR(CheckFits(options.bytes));

@@ -34,15 +34,13 @@ absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_
   int64_t& version = result.id.version;
   if (absl::SimpleAtoi(absl::string_view(text.data(), text.size()), &version)) {
     if (version > 0) return result;
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("version ", version, ": must be 1 or more, or a label"));
+    return BadRequest(absl::StrCat("version ", version, ": must be 1 or more, or a label"));
   }
   EMA_RETURN_IF_ERROR(ValidateName("label", text));
   if (incarnation != 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("--incarnation ", incarnation,
-                                  ": goes with a version's number, and not with label \"",
-                                  std::string(text), "\""));
+    return BadRequest(absl::StrCat("--incarnation ", incarnation,
+                                   ": goes with a version's number, and not with label \"",
+                                   std::string(text), "\""));
   }
   result.label = std::string(text);
   return result;

@@ -161,9 +161,8 @@ absl::Status Synthesize(const Session& session, const SynthesizeOptions& options
 absl::Status Delete(const Session& session, const DeleteOptions& options) {
   const std::string& model = options.model;
   if (options.confirm != model) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("--confirm: \"", options.confirm, "\" given, expected \"", model,
-                                  "\", the model that is to be deleted"));
+    return BadRequest(absl::StrCat("--confirm: \"", options.confirm, "\" given, expected \"", model,
+                                   "\", the model that is to be deleted"));
   }
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
   if (session.json) {

@@ -88,9 +88,8 @@ absl::Status MakeFolder(const std::string& folder) {
 
 absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& manifest) {
   const auto error = [text](const std::string& why) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("--slice ", std::string(text), ": ", why,
-                                  "; right ones are like head.weight[0:10,5:]"));
+    return BadRequest(absl::StrCat("--slice ", std::string(text), ": ", why,
+                                   "; right ones are like head.weight[0:10,5:]"));
   };
   const size_t bracket = text.rfind('[');
   if (bracket == std::string_view::npos || text.back() != ']') {

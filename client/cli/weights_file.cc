@@ -27,8 +27,7 @@ absl::Status At(const std::string& path, const absl::Status& status) {
 }
 
 absl::Status Malformed(const std::string& path, const std::string& problem) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat(path, ": ", problem));
+  return BadRequest(absl::StrCat(path, ": ", problem));
 }
 
 bool IsThere(const std::string& path) {

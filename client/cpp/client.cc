@@ -11,6 +11,7 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/convert.h"
 #include "client/cpp/fork_guard.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -53,20 +54,17 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
                                                        const Options& options) {
   EMA_ASSIGN_OR_RETURN(client_internal::Address parsed, client_internal::Address::Parse(address));
   if (options.chunk_bytes < kMinChunkBytes || options.chunk_bytes > kMaxChunkBytes) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("chunk_bytes ", options.chunk_bytes, ": must be from ",
-                                  kMinChunkBytes, " to ", kMaxChunkBytes));
+    return BadRequest(absl::StrCat("chunk_bytes ", options.chunk_bytes, ": must be from ",
+                                   kMinChunkBytes, " to ", kMaxChunkBytes));
   }
   if (options.max_connections < 0 || options.max_connections > kMaxConnections) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("max_connections ", options.max_connections,
-                                  ": must be from 0 to ", kMaxConnections));
+    return BadRequest(absl::StrCat("max_connections ", options.max_connections,
+                                   ": must be from 0 to ", kMaxConnections));
   }
   if (parsed.is_tls && options.tls.certificate_file.empty() != options.tls.key_file.empty()) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-        absl::StrCat("tls.certificate_file \"", options.tls.certificate_file, "\", tls.key_file \"",
-                     options.tls.key_file, "\": expected both or none"));
+    return BadRequest(absl::StrCat("tls.certificate_file \"", options.tls.certificate_file,
+                                   "\", tls.key_file \"", options.tls.key_file,
+                                   "\": expected both or none"));
   }
   EMA_RETURN_IF_ERROR(client_internal::Token(options.token, options.token_file).Check());
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());

@@ -46,8 +46,7 @@ absl::StatusOr<std::string> ReadPem(const char* field, const std::string& path) 
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (file.good() && absl::StrContains(text, "-----BEGIN")) return text;
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("tls.", field, " \"", path, "\": expected a PEM file"));
+  return BadRequest(absl::StrCat("tls.", field, " \"", path, "\": expected a PEM file"));
 }
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> TlsChannel(const Address& address,

@@ -101,8 +101,7 @@ bool IsHostCharacter(char c) {
 }  // namespace
 
 absl::StatusOr<Address> Address::Parse(std::string_view text) {
-  const absl::Status error = MakeError(
-      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+  const absl::Status error = BadRequest(
       absl::StrCat("address \"", std::string(text),
                    "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\", "
                    "tls:host:port, or unix:/path"));

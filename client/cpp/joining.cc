@@ -17,30 +17,26 @@ namespace {
 // A model may have to be read from the server's disk.
 constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
 
-absl::Status BadOption(std::string_view message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
-}
-
 absl::Status CheckOptions(const StepPusher::Options& options, TensorSet frozen,
                           const Manifest& manifest) {
   if (options.start_step.has_value() && options.resume.has_value()) {
-    return BadOption(absl::StrCat("start_step ", *options.start_step,
-                                  " and resume are both given: resume says the step"));
+    return BadRequest(absl::StrCat("start_step ", *options.start_step,
+                                   " and resume are both given: resume says the step"));
   }
   if (options.start_step.value_or(0) < 0) {
-    return BadOption(absl::StrCat("start_step ", *options.start_step, ": must be 0 or more"));
+    return BadRequest(absl::StrCat("start_step ", *options.start_step, ": must be 0 or more"));
   }
   if (options.max_outage < absl::ZeroDuration()) {
-    return BadOption(absl::StrCat("max_outage ", absl::FormatDuration(options.max_outage),
-                                  ": must be 0 or more"));
+    return BadRequest(absl::StrCat("max_outage ", absl::FormatDuration(options.max_outage),
+                                   ": must be 0 or more"));
   }
   if (options.launch_id.empty() && options.world_size > 1) {
-    return BadOption(absl::StrCat("launch_id is empty: with ", options.world_size,
-                                  " ranks it must be given, the same to all of them"));
+    return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
+                                   " ranks it must be given, the same to all of them"));
   }
   if (!frozen.empty() && static_cast<int64_t>(frozen.size()) != manifest.tensor_count()) {
-    return BadOption(absl::StrCat("frozen: has ", frozen.size(), " entries, but there are ",
-                                  manifest.tensor_count(), " tensors"));
+    return BadRequest(absl::StrCat("frozen: has ", frozen.size(), " entries, but there are ",
+                                   manifest.tensor_count(), " tensors"));
   }
   return absl::OkStatus();
 }

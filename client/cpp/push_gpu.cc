@@ -63,10 +63,7 @@ absl::Status PendingPush::Impl::Stage() {
 
 absl::Status PendingPush::Impl::StagingStatus() const {
   if (!staged_.has_value()) return absl::OkStatus();
-  absl::Status status = staged_->status();
-  if (status.ok()) return status;
-  return MakeError(status.code(), GetErrorReason(status),
-                   absl::StrCat(Name(), ": ", status.message()));
+  return WithPlace(staged_->status(), absl::StrCat(Name(), ": "));
 }
 
 absl::Status PendingPush::Impl::WithWhatIsLost(const absl::Status& error) const {

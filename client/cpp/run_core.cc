@@ -42,9 +42,8 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
                                                        absl::Time deadline, Interrupt* interrupt) {
   if (options.launch_id.empty()) {
     if (options.world_size > 1) {
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                       absl::StrCat("launch_id is empty: with ", options.world_size,
-                                    " ranks it must be given, the same to all of them"));
+      return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
+                                     " ranks it must be given, the same to all of them"));
     }
     options.launch_id = RandomLaunchId();
   }

@@ -26,9 +26,7 @@ std::string ReadWord(const std::string& path) {
 }  // namespace
 
 absl::Status Token::Check() const {
-  const auto bad = [](const std::string& problem) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, problem);
-  };
+  const auto bad = [](const std::string& problem) { return BadRequest(problem); };
   if (!token_.empty() && !file_.empty()) {
     return bad(absl::StrCat("token, token_file \"", file_, "\": expected one of them"));
   }

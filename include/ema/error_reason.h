@@ -78,6 +78,10 @@ std::string_view ErrorReasonName(ErrorReason reason);
 
 // A Status with `reason` attached. REQUIRES: code is not OK.
 absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message);
+// INVALID_ARGUMENT, BAD_REQUEST.
+absl::Status BadRequest(std::string_view message);
+// `status` with `where` before its message; OK stays OK.
+absl::Status WithPlace(const absl::Status& status, std::string_view where);
 
 // The reason attached to `status`; kUnspecified if there is none.
 ErrorReason GetErrorReason(const absl::Status& status);

@@ -158,6 +158,18 @@ absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_vi
   return status;
 }
 
+absl::Status BadRequest(std::string_view message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
+}
+
+absl::Status WithPlace(const absl::Status& status, std::string_view where) {
+  absl::Status result(status.code(), absl::StrCat(ToAbsl(where), status.message()));
+  status.ForEachPayload([&result](absl::string_view url, const absl::Cord& payload) {
+    result.SetPayload(url, payload);
+  });
+  return result;
+}
+
 ErrorReason GetErrorReason(const absl::Status& status) {
   return static_cast<ErrorReason>(GetNumber(status, kReasonUrl).value_or(0));
 }

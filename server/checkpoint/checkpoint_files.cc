@@ -37,11 +37,4 @@ absl::Status BlameCheckpoint(const absl::Status& status) {
   return status;
 }
 
-absl::Status WithPlace(const absl::Status& status, std::string_view where) {
-  const std::string message = absl::StrCat(std::string(where), status.message());
-  const ErrorReason reason = GetErrorReason(status);
-  if (reason == ErrorReason::kUnspecified) return absl::Status(status.code(), message);
-  return MakeError(status.code(), reason, message);
-}
-
 }  // namespace ema

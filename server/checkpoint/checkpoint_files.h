@@ -51,9 +51,6 @@ absl::Status CorruptCheckpoint(const std::string& problem);
 // else is the disk's fault, and stays as it is.
 absl::Status BlameCheckpoint(const absl::Status& status);
 
-// `status` with `where`, such as "track "ema": ", before its message. REQUIRES: it is not OK.
-absl::Status WithPlace(const absl::Status& status, std::string_view where);
-
 }  // namespace ema
 
 #endif  // EMA_SERVER_CHECKPOINT_CHECKPOINT_FILES_H_

@@ -14,8 +14,7 @@ namespace ema {
 namespace {
 
 absl::Status BadScore(const Model& model, const CheckpointLabel& score, const std::string& why) {
-  return MakeError(
-      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+  return BadRequest(
       absl::StrCat("model \"", model.config().name, "\", label \"", score.name, "\": ", why));
 }
 
@@ -122,11 +121,10 @@ absl::StatusOr<VersionId> CheckpointManager::FindLabel(const Model& model, std::
   EMA_ASSIGN_OR_RETURN(const CheckpointStore::FoundLabel found,
                        store_->FindLabel(model.config().name, label));
   if (found.checkpoint.ok() || IsInMemory(model, found.label.id)) return found.label.id;
-  const std::string place = absl::StrCat("label \"", std::string(label), "\": version ",
-                                         found.label.id.version, ", step ", found.label.step, ": ");
-  return MakeError(
-      found.checkpoint.code(), GetErrorReason(found.checkpoint),
-      absl::StrCat("model \"", model.config().name, "\", ", place, found.checkpoint.message()));
+  return WithPlace(
+      found.checkpoint,
+      absl::StrCat("model \"", model.config().name, "\", label \"", std::string(label),
+                   "\": version ", found.label.id.version, ", step ", found.label.step, ": "));
 }
 
 absl::StatusOr<SnapshotRef> CheckpointManager::OpenVersion(Model& model, const VersionId& id,

@@ -264,10 +264,9 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
   if (!request.label.empty()) {
     EMA_RETURN_IF_ERROR(ValidateName("label", request.label));
     if (!request.tracks.empty()) {
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                       absl::StrCat("label: \"", request.label,
-                                    "\" given together with tracks; only a checkpoint with all "
-                                    "tracks can have one"));
+      return BadRequest(absl::StrCat("label: \"", request.label,
+                                     "\" given together with tracks; only a checkpoint with all "
+                                     "tracks can have one"));
     }
   }
   const absl::StatusOr<SnapshotRef> pinned =

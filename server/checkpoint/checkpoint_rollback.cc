@@ -16,8 +16,7 @@ namespace ema {
 absl::StatusOr<VersionRecord> CheckpointManager::Restore(Model& model, const VersionId& id,
                                                          std::string_view label) {
   if ((id.version > 0) == !label.empty()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     "version, label: one of the two must be given");
+    return BadRequest("version, label: one of the two must be given");
   }
   if (label.empty()) return GoBack(model, id);
   EMA_ASSIGN_OR_RETURN(const VersionId labelled, FindLabel(model, label));
@@ -129,8 +128,7 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
                                                                    const std::string& launch_id,
                                                                    const ResumePoint& point) {
   if (point.step < 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));
+    return BadRequest(absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch_id));
   if (is_open) return std::nullopt;
@@ -151,9 +149,8 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
     Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest) {
   const VersionId& id = *point.version;
   if (id.version < 1 || id.incarnation < 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("resume.version: ", id.version, " of incarnation ",
-                                  id.incarnation, " given, expected 1 or more of 0 or more"));
+    return BadRequest(absl::StrCat("resume.version: ", id.version, " of incarnation ",
+                                   id.incarnation, " given, expected 1 or more of 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
   const auto is_it = [&id](const VersionId& other) {

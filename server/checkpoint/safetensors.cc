@@ -51,8 +51,7 @@ std::string_view FormatName(Dtype dtype) {
 }
 
 absl::Status BadFile(const std::string& problem) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("not a safetensors file that we read: ", problem));
+  return BadRequest(absl::StrCat("not a safetensors file that we read: ", problem));
 }
 
 // `text` of a stranger, fit for a message.

@@ -203,10 +203,9 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
         absl::StrCat("model \"", model.config().name, "\": nothing has been committed yet"));
   }
   if (request.step < 0) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-        absl::StrCat("step: ", request.step,
-                     " given, expected 0 (the newest snapshot) or more, such as ", latest->step));
+    return BadRequest(absl::StrCat("step: ", request.step,
+                                   " given, expected 0 (the newest snapshot) or more, such as ",
+                                   latest->step));
   }
   if (request.step > latest->step) {
     return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,

@@ -18,8 +18,7 @@ namespace ema {
 namespace {
 
 absl::Status BadPart(const std::string& name, const std::string& problem) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("file \"", name, "\": ", problem));
+  return BadRequest(absl::StrCat("file \"", name, "\": ", problem));
 }
 
 bool HasPart(const AttachedFile& file, int64_t offset, std::string_view data) {

@@ -138,8 +138,7 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
   if (run_ == nullptr || start.run_epoch != run_epoch_) return NotTheRunLocked(start.run_epoch);
   if (start.rank < 0 || start.rank >= run_->world_size()) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+    return BadRequest(
         absl::StrCat("rank: ", start.rank, " given, expected 0 to ", run_->world_size() - 1));
   }
   if (!run_->ready()) {
@@ -155,15 +154,13 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
                      " opened the run with ", run_->layout(start.rank)->digest()));
   }
   if (start.step < 0 || start.step > kMaxStep) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
+    return BadRequest(absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
   }
   if (start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
       (start.stream_count > 1 && start.stream_group == 0)) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
-                                  start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
-                                  ", and a group for more than one"));
+    return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
+                                   start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
+                                   ", and a group for more than one"));
   }
   EMA_RETURN_IF_ERROR(start.time.Validate());
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
@@ -202,10 +199,9 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                   "them once"));
   }
   if (start.imported_updates < 0 || (start.imported_updates > 0 && current_ != nullptr)) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-        absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"", config_.name,
-                     "\" expects ", current_ == nullptr ? "0 or more" : "0: it has a version"));
+    return BadRequest(absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"",
+                                   config_.name, "\" expects ",
+                                   current_ == nullptr ? "0 or more" : "0: it has a version"));
   }
   PushSession::Plan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
@@ -223,9 +219,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
       absl::StatusOr<std::vector<Schedule::Update>> planned =
           PlanTrack(track->config(), state, start.time);
       if (!planned.ok()) {
-        return MakeError(
-            planned.status().code(), GetErrorReason(planned.status()),
-            absl::StrCat("track \"", track->name(), "\": ", planned.status().message()));
+        return WithPlace(planned.status(), absl::StrCat("track \"", track->name(), "\": "));
       }
       updates = *std::move(planned);
       for (Schedule::Update& update : updates) {

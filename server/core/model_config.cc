@@ -8,13 +8,6 @@
 #include "server/base/tensor_pattern.h"
 
 namespace ema {
-namespace {
-
-absl::Status BadRequest(std::string message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
-}
-
-}  // namespace
 
 absl::Status CheckTrackCount(size_t count) {
   if (count >= 1 && static_cast<int64_t>(count) <= kMaxTracks) return absl::OkStatus();

@@ -20,13 +20,11 @@ constexpr size_t kMaxGivenUp = 16;        // of so many steps.
 absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
   if (give_up_reason.empty()) return absl::OkStatus();
   if (give_up_reason.size() > kMaxReasonBytes) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("give_up_reason: ", give_up_reason.size(),
-                                  " bytes given, expected up to ", kMaxReasonBytes));
+    return BadRequest(absl::StrCat("give_up_reason: ", give_up_reason.size(),
+                                   " bytes given, expected up to ", kMaxReasonBytes));
   }
   if (abandon_if_unfinished) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   "give_up_reason: given without abandon_if_unfinished");
+  return BadRequest("give_up_reason: given without abandon_if_unfinished");
 }
 
 }  // namespace
@@ -59,8 +57,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     EMA_RETURN_IF_ERROR(closed_);
     if (run_ == nullptr || run_epoch != run_epoch_) return NotTheRunLocked(run_epoch);
     if (rank < 0 || rank >= run_->world_size()) {
-      return MakeError(
-          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+      return BadRequest(
           absl::StrCat("rank: ", rank, " given, expected 0 to ", run_->world_size() - 1));
     }
     const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {

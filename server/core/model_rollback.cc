@@ -135,8 +135,7 @@ absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
     const absl::StatusOr<std::vector<Schedule::Update>> updates =
         PlanTrack(track->config(), state, time);
     if (!updates.ok()) {
-      return MakeError(updates.status().code(), GetErrorReason(updates.status()),
-                       absl::StrCat("track \"", track->name(), "\": ", updates.status().message()));
+      return WithPlace(updates.status(), absl::StrCat("track \"", track->name(), "\": "));
     }
     if (IsDue(*updates)) return true;
   }

@@ -103,9 +103,8 @@ absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
   for (const std::string& name : names) {
     EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, FindTrack(version, name));
     if (!IsAveraging(*track)) {
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                       absl::StrCat("tracks: \"", name, "\" averages no tensor (",
-                                    track->track->config_text(), ")"));
+      return BadRequest(absl::StrCat("tracks: \"", name, "\" averages no tensor (",
+                                     track->track->config_text(), ")"));
     }
     tracks.push_back(track);
   }

@@ -42,12 +42,11 @@ absl::Status CheckSameProfile(const Track& before, const TrackConfig& config) {
       from.update_interval().unit == to.update_interval().unit) {
     return absl::OkStatus();
   }
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("track \"", config.name, "\" (", before.config_text(),
-                                "): its snapshots must be of one profile, so rule, ema_start, "
-                                "snapshot_interval and the unit of update_interval cannot be "
-                                "changed, by (",
-                                TrackText(config), "); remove it and add another"));
+  return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
+                                 "): its snapshots must be of one profile, so rule, ema_start, "
+                                 "snapshot_interval and the unit of update_interval cannot be "
+                                 "changed, by (",
+                                 TrackText(config), "); remove it and add another"));
 }
 
 absl::Status CheckDataDir(const TrackConfig& config, bool has_data_dir) {
@@ -105,11 +104,10 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(
     config.paused = before.config().paused;
     if (before.config() == config) continue;
     if (!before.HasFormOf(*made)) {
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                       absl::StrCat("track \"", config.name, "\" (", before.config_text(),
-                                    "): tensor_rules (but their schedules), buffers, compensated "
-                                    "and copy cannot be changed, by (",
-                                    TrackText(config), "); remove it and add another"));
+      return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
+                                     "): tensor_rules (but their schedules), buffers, compensated "
+                                     "and copy cannot be changed, by (",
+                                     TrackText(config), "); remove it and add another"));
     }
     EMA_RETURN_IF_ERROR(CheckSameProfile(before, config));
     *it = std::make_shared<const Track>(before, config);

@@ -237,11 +237,10 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
       rank.unopened_streams = rank.uncommitted_streams = std::max<int64_t>(start.stream_count, 1);
     }
     if (rank.unopened_streams == 0 || start.stream_count != rank.stream_count) {
-      return MakeError(
-          absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-          absl::StrCat("stream_count: ", start.stream_count, " given, but group ",
-                       start.stream_group, " of rank ", start.rank, " has ", rank.stream_count,
-                       ", and ", rank.unopened_streams, " of them are still to come"));
+      return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " given, but group ",
+                                     start.stream_group, " of rank ", start.rank, " has ",
+                                     rank.stream_count, ", and ", rank.unopened_streams,
+                                     " of them are still to come"));
     }
     --rank.unopened_streams;
     streams_.push_back({start.rank, stream, std::move(on_end)});

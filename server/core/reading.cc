@@ -23,23 +23,19 @@ constexpr int64_t kCopyBelowBytes = int64_t{64} << 10;
 constexpr int64_t kMaxGlobs = 256;
 constexpr size_t kMaxSlices = 4096;
 
-absl::Status BadSelection(const std::string& text) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
-}
-
 absl::Status CheckCounts(const Selection& selection) {
   if (std::count_if(selection.tensors.begin(), selection.tensors.end(), IsGlob) > kMaxGlobs ||
       static_cast<int64_t>(selection.tensors.size()) > kMaxTensorCount) {
-    return BadSelection(absl::StrCat("tensors: ", selection.tensors.size(),
-                                     " given, expected at most ", kMaxTensorCount, ", ", kMaxGlobs,
-                                     " of them with wildcards"));
+    return BadRequest(absl::StrCat("tensors: ", selection.tensors.size(),
+                                   " given, expected at most ", kMaxTensorCount, ", ", kMaxGlobs,
+                                   " of them with wildcards"));
   }
   if (selection.slices.size() > kMaxSlices) {
-    return BadSelection(
+    return BadRequest(
         absl::StrCat("slices: ", selection.slices.size(), " given, expected at most ", kMaxSlices));
   }
   if (selection.dtype.has_value() && !IsCastTarget(*selection.dtype)) {
-    return BadSelection(
+    return BadRequest(
         absl::StrCat("dtype: ", std::string(DtypeName(*selection.dtype)),
                      " given, expected float32, float16 or bfloat16; integers stay as they are"));
   }
@@ -85,10 +81,10 @@ absl::Status Reading::Select() {
   GlobBudget budget;
   for (const std::string& pattern : selection_.tensors) {
     const absl::StatusOr<std::vector<int64_t>> matches = FindTensors(pattern, manifest_, budget);
-    if (!matches.ok()) return BadSelection(absl::StrCat("tensors: ", matches.status().message()));
+    if (!matches.ok()) return BadRequest(absl::StrCat("tensors: ", matches.status().message()));
     if (std::none_of(matches->begin(), matches->end(), is_stored)) {
-      return BadSelection(absl::StrCat("tensors: \"", absl::CHexEscape(pattern), "\": track \"",
-                                       track.name(), "\" ignores every tensor of that name"));
+      return BadRequest(absl::StrCat("tensors: \"", absl::CHexEscape(pattern), "\": track \"",
+                                     track.name(), "\" ignores every tensor of that name"));
     }
     for (const int64_t i : *matches) {
       if (is_stored(i)) selected[i] = nullptr;
@@ -104,10 +100,7 @@ absl::Status Reading::Select() {
     slices_.push_back(slice);
   }
   absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, std::move(boxes));
-  if (!layout.ok()) {
-    return MakeError(layout.status().code(), GetErrorReason(layout.status()),
-                     absl::StrCat("slices: ", layout.status().message()));
-  }
+  if (!layout.ok()) return WithPlace(layout.status(), "slices: ");
   boxes_ = *std::move(layout);
   for (const Shard& box : boxes_.shards()) {
     const Dtype stored = track.layout().entry(box.tensor_index).dtype;
@@ -122,7 +115,7 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
   for (const TensorSlice& slice : selection_.slices) {
     const absl::StatusOr<std::vector<int64_t>> matches =
         FindTensors(slice.tensor, manifest_, budget);
-    if (!matches.ok()) return BadSelection(absl::StrCat("slices: ", matches.status().message()));
+    if (!matches.ok()) return BadRequest(absl::StrCat("slices: ", matches.status().message()));
     const int64_t tensor = matches->front();
     const bool is_stored = track_.track->layout().entry(tensor).is_stored;
     const TensorSlice*& place = selected[tensor];
@@ -130,11 +123,11 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
       place = &slice;
       continue;
     }
-    return BadSelection(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor),
-                                     matches->size() > 1
-                                         ? "\" means several tensors, expected the name of one"
-                                     : !is_stored ? "\" is a tensor that the track ignores"
-                                                  : "\" is given twice; pull each box by itself"));
+    return BadRequest(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor),
+                                   matches->size() > 1
+                                       ? "\" means several tensors, expected the name of one"
+                                   : !is_stored ? "\" is a tensor that the track ignores"
+                                                : "\" is given twice; pull each box by itself"));
   }
   return absl::OkStatus();
 }

@@ -14,10 +14,6 @@ namespace {
 constexpr int64_t kMaxWorldSize = 65536;
 constexpr size_t kMaxLaunchIdBytes = 128;
 
-absl::Status BadRequest(std::string message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TrainerRun>> TrainerRun::Create(const Manifest* manifest,

@@ -61,10 +61,10 @@ absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_
     if (error != std::errc() || end != digits_end) index = -1;
   }
   if (index < 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("device \"", std::string(name),
-                                  "\" is unknown; expected \"auto\", \"cpu\", or \"cuda:\" and the "
-                                  "index of a GPU"));
+    return BadRequest(
+        absl::StrCat("device \"", std::string(name),
+                     "\" is unknown; expected \"auto\", \"cpu\", or \"cuda:\" and the "
+                     "index of a GPU"));
   }
   absl::StatusOr<std::unique_ptr<Device>> device = MakeCudaDevice(index, kept_free_bytes);
   if (absl::IsFailedPrecondition(device.status())) {

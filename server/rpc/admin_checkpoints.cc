@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/convert.h"
@@ -17,7 +18,7 @@ constexpr char kDefaultMetricLabel[] = "best";
 
 absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
   if (version >= 0 && incarnation >= 0) return VersionId{version, incarnation};
-  return BadMessage(absl::StrCat("version: ", version, " of incarnation ", incarnation,
+  return BadRequest(absl::StrCat("version: ", version, " of incarnation ", incarnation,
                                  " given, expected 0 or more of both"));
 }
 
@@ -72,7 +73,7 @@ absl::StatusOr<v1::RestoreCheckpointResponse> AdminService::RestoreCheckpoint(
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   if ((id.version > 0) == !request.label().empty()) {
-    return BadMessage("version, label: one of the two must be given");
+    return BadRequest("version, label: one of the two must be given");
   }
   EMA_ASSIGN_OR_RETURN(const VersionRecord record,
                        checkpoints_.Restore(*model, id, request.label()));
@@ -103,10 +104,10 @@ absl::StatusOr<v1::ReportMetricResponse> AdminService::ReportMetric(
                         .lower_is_better = request.lower_is_better()};
   EMA_ASSIGN_OR_RETURN(score.id, ReadVersion(request.version(), request.incarnation()));
   if (score.id.version == 0) {
-    return BadMessage("version: 0 given, expected the version that was evaluated, 1 or more");
+    return BadRequest("version: 0 given, expected the version that was evaluated, 1 or more");
   }
   if (!std::isfinite(request.value())) {
-    return BadMessage(absl::StrCat("value: ", request.value(), " given, expected a number"));
+    return BadRequest(absl::StrCat("value: ", request.value(), " given, expected a number"));
   }
   EMA_ASSIGN_OR_RETURN(const Checkpoints::MetricResult result,
                        checkpoints_.ReportMetric(*model, score));

@@ -155,7 +155,7 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
   if (request.confirm_model() != request.model()) {
-    return BadMessage(absl::StrCat("confirm_model: ", Quoted(request.confirm_model()),
+    return BadRequest(absl::StrCat("confirm_model: ", Quoted(request.confirm_model()),
                                    " given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
   }
@@ -212,7 +212,7 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
   }
   const v1::WireDtype wire_dtype = request.layout().wire_dtype();
   if (!v1::WireDtype_IsValid(wire_dtype)) {
-    return BadMessage(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
+    return BadRequest(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
   }
   EMA_ASSIGN_OR_RETURN(RankLayout layout,
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),

@@ -27,9 +27,8 @@ absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
     case v1::NON_FINITE_POLICY_ALLOW:
       return NonFinitePolicy::kAllow;
     default:
-      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                       absl::StrCat("non_finite: ", static_cast<int>(policy),
-                                    " given, expected REJECT, SKIP_TENSOR or ALLOW"));
+      return BadRequest(absl::StrCat("non_finite: ", static_cast<int>(policy),
+                                     " given, expected REJECT, SKIP_TENSOR or ALLOW"));
   }
 }
 
@@ -96,10 +95,7 @@ absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request)
     case v1::SynthesizeRequest::kHalfLife: {
       const absl::StatusOr<TrainingDuration> half_life =
           TrainingDuration::Parse(request.half_life());
-      if (!half_life.ok()) {
-        return MakeError(half_life.status().code(), GetErrorReason(half_life.status()),
-                         absl::StrCat("half_life ", half_life.status().message()));
-      }
+      if (!half_life.ok()) return WithPlace(half_life.status(), "half_life ");
       parsed.profile = *half_life;
       return parsed;
     }
@@ -120,10 +116,6 @@ ResumePoint FromProto(const v1::Resume& resume) {
   return point;
 }
 
-absl::Status BadMessage(const std::string& text) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, text);
-}
-
 std::string Quoted(std::string_view text) {
   constexpr size_t kMaxBytes = 128;
   return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxBytes))),
@@ -132,7 +124,7 @@ std::string Quoted(std::string_view text) {
 
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {
   if (value < 0 || value > std::numeric_limits<uint32_t>::max()) {
-    return BadMessage(absl::StrCat(field, ": ", value, " given, expected 0 to 2^32 - 1"));
+    return BadRequest(absl::StrCat(field, ": ", value, " given, expected 0 to 2^32 - 1"));
   }
   return static_cast<uint32_t>(value);
 }

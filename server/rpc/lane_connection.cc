@@ -18,7 +18,6 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/base/stream_copy.h"
-#include "server/rpc/convert.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/push_handler.h"
 
@@ -74,7 +73,7 @@ void LaneConnection::Run(int fd) {
     if (!frame.ok()) return;
     v1::LaneRequest request;
     const absl::Status status = frame->is_chunk || !request.ParseFromString(frame->message)
-                                    ? BadMessage("a message that is no LaneRequest")
+                                    ? BadRequest("a message that is no LaneRequest")
                                     : Serve(request);
     if (status.ok()) continue;
     v1::LaneResponse response;
@@ -94,7 +93,7 @@ absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
   BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {
-    return BadMessage("a LaneRequest that begins neither a push nor a pull");
+    return BadRequest("a LaneRequest that begins neither a push nor a pull");
   }
   const std::string_view method = is_push ? "/ema.v1.EmaService/Push" : "/ema.v1.EmaService/Pull";
   const std::string& model = is_push ? request.push().model() : request.pull().model();
@@ -136,7 +135,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     }
     v1::LaneRequest request;
     if (!request.ParseFromString(frame->message) || !request.has_commit()) {
-      return BadMessage("a message in a push that is neither a chunk nor its commit");
+      return BadRequest("a message in a push that is neither a chunk nor its commit");
     }
     timing = {.commit_arrival = marked_time(),
               .receive = absl::FromChrono(waited()),

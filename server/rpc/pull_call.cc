@@ -10,7 +10,6 @@
 #include "ema/internal/status_macros.h"
 #include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
-#include "server/rpc/convert.h"
 
 namespace ema {
 namespace {

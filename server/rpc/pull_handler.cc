@@ -17,10 +17,10 @@ namespace {
 // INVALID_ARGUMENT: more than one thing says which version is asked for, or a negative number.
 absl::Status CheckNamesOne(const v1::PullRequest& request) {
   if (request.version() < 0) {
-    return BadMessage(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
+    return BadRequest(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
   }
   if (request.step() < 0) {
-    return BadMessage(absl::StrCat("step: ", request.step(), " given, expected 0 or more"));
+    return BadRequest(absl::StrCat("step: ", request.step(), " given, expected 0 or more"));
   }
   std::vector<std::string> given;
   if (!request.label().empty()) {
@@ -30,7 +30,7 @@ absl::Status CheckNamesOne(const v1::PullRequest& request) {
   if (request.has_step()) given.push_back(absl::StrCat("step: ", request.step()));
   if (request.has_if_newer_than()) given.push_back("if_newer_than, which is about the newest");
   if (given.size() <= 1) return absl::OkStatus();
-  return BadMessage(absl::StrCat(absl::StrJoin(given, " given with "), ": expected one of these"));
+  return BadRequest(absl::StrCat(absl::StrJoin(given, " given with "), ": expected one of these"));
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ void PushCall::OnRead(bool ok) {
 
 absl::Status PushCall::HandleMessage() {
   slices_.clear();
-  if (!message_.Dump(&slices_).ok() || slices_.empty()) return BadMessage("an empty message");
+  if (!message_.Dump(&slices_).ok() || slices_.empty()) return BadRequest("an empty message");
 
   pieces_.clear();
   std::array<std::byte, kMaxChunkPrefixBytes> head;
@@ -96,7 +96,7 @@ absl::Status PushCall::HandleMessage() {
   v1::PushRequest request;
   grpc::ProtoBufferReader reader(&message_);
   if (!request.ParseFromZeroCopyStream(&reader))
-    return BadMessage("a message that is no PushRequest");
+    return BadRequest("a message that is no PushRequest");
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
       EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPush, caller_, request.header().model()));
@@ -130,7 +130,7 @@ absl::Status PushCall::HandleMessage() {
     case v1::PushRequest::MESSAGE_NOT_SET:
       break;
   }
-  return BadMessage("a PushRequest with neither header, chunk nor commit");
+  return BadRequest("a PushRequest with neither header, chunk nor commit");
 }
 
 void PushCall::End(StreamEnd why) {

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
 
@@ -21,7 +22,7 @@ PushPhases PhasesOf(const PushTiming& timing, const PushResult& result) {
 }
 
 absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on_end) {
-  if (push_ != nullptr) return BadMessage("a second header");
+  if (push_ != nullptr) return BadRequest("a second header");
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(header.model()));
   PushStart start;
   start.run_epoch = header.run_epoch();
@@ -35,7 +36,7 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.stream_count = header.stream_count();
   start.imported_updates = header.imported_updates();
   if (!v1::PushHeader::Frozen_IsValid(header.frozen())) {
-    return BadMessage(absl::StrCat("frozen ", static_cast<int>(header.frozen())));
+    return BadRequest(absl::StrCat("frozen ", static_cast<int>(header.frozen())));
   }
   start.frozen = static_cast<FrozenTensors>(header.frozen());
   EMA_ASSIGN_OR_RETURN(push_, model_->OpenPush(start, std::move(on_end)));
@@ -44,13 +45,13 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
 
 absl::Status PushHandler::OnChunk(const ChunkHeader& header,
                                   std::span<const std::span<const std::byte>> pieces) {
-  if (push_ == nullptr) return BadMessage("a chunk before the header");
+  if (push_ == nullptr) return BadRequest("a chunk before the header");
   received_bytes_ += header.data_bytes;
   return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
 }
 
 absl::Status PushHandler::OnCommit(const v1::PushCommit& commit) {
-  if (push_ == nullptr) return BadMessage("a commit before the header");
+  if (push_ == nullptr) return BadRequest("a commit before the header");
   EMA_ASSIGN_OR_RETURN(const uint32_t digest, ReadChecksum("commit.digest", commit.digest()));
   return push_->Commit({commit.chunk_count(), commit.total_bytes(), digest});
 }

@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/rpc/convert.h"
 
 namespace ema {
 
@@ -35,7 +34,7 @@ bool RequestArrival::Complete(bool ok) {
   if (has_ended_.exchange(true)) return false;
   const auto finish = std::exchange(finish_, nullptr);
   has_failed_ = !ok;
-  const absl::Status status = ok ? AdmitAgain() : BadMessage("the stream ended before its request");
+  const absl::Status status = ok ? AdmitAgain() : BadRequest("the stream ended before its request");
   if (!status.ok()) finish(status);
   return status.ok();
 }
@@ -63,7 +62,7 @@ void RequestArrival::TellEnd(const absl::Status& status) {
 
 void RequestArrival::TellSent(bool ok) {
   if (is_told_) return;
-  Tell(ok ? BadMessage("the stream ended before its request")
+  Tell(ok ? BadRequest("the stream ended before its request")
           : absl::CancelledError("the caller has left before its request was there"));
 }
 

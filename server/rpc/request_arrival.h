@@ -13,8 +13,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "server/rpc/call.h"
-#include "server/rpc/convert.h"
 
 namespace ema {
 
@@ -71,7 +71,7 @@ absl::StatusOr<Request> ParseRequest(grpc::ByteBuffer& message) {
   if (grpc::GenericDeserialize<grpc::ProtoBufferReader, Request>(&message, &request).ok()) {
     return request;
   }
-  return BadMessage(
+  return BadRequest(
       absl::StrCat("the request cannot be parsed as ", Request::descriptor()->full_name()));
 }
 

@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/rpc/convert.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
 #include "server/rpc/unary_call.h"

@@ -17,11 +17,11 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "grpc/health/v1/health.pb.h"
 #include "server/core/model_config.h"
 #include "server/rpc/call.h"
-#include "server/rpc/convert.h"
 #include "server/rpc/request_arrival.h"
 
 namespace ema {
@@ -49,13 +49,13 @@ absl::Status CheckMayWait(const Request& request) {
   constexpr size_t kMaxBytes = size_t{64} << 10;
   if constexpr (requires { request.tracks_size(); }) {
     if (request.tracks_size() > kMaxTracks) {
-      return BadMessage(
+      return BadRequest(
           absl::StrCat("tracks: ", request.tracks_size(), " given, expected at most ", kMaxTracks));
     }
   }
   if constexpr (!requires { request.layout(); }) {
     if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxBytes) {
-      return BadMessage(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,
+      return BadRequest(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,
                                      " bytes, expected at most ", kMaxBytes));
     }
   }

@@ -70,9 +70,8 @@ absl::Status WatchCall::Start() {
   EMA_RETURN_IF_ERROR(rpc_->CheckModel(kWatch, arrival_.caller(), request_.model()));
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request_.model()));
   if (request_.after_version() < 0 || request_.incarnation() < 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("after_version: ", request_.after_version(), ", incarnation: ",
-                                  request_.incarnation(), " given, expected 0 or more"));
+    return BadRequest(absl::StrCat("after_version: ", request_.after_version(), ", incarnation: ",
+                                   request_.incarnation(), " given, expected 0 or more"));
   }
   SetCaller(kWatch, arrival_.caller().authorization, request_.model());
   return rpc_->watches.Enter(this, rpc_->authenticator);

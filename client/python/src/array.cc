@@ -15,8 +15,7 @@ namespace {
 
 // std::string: the distribution's absl::string_view is not std::string_view.
 absl::Status BadArray(std::string_view name, const std::string& what) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                   absl::StrCat("array \"", std::string(name), "\": ", what));
+  return BadRequest(absl::StrCat("array \"", std::string(name), "\": ", what));
 }
 
 std::optional<Dtype> FromDlpack(nb::dlpack::dtype type) {

@@ -39,10 +39,6 @@ namespace {
 // start a thread (tens of microseconds).
 constexpr int64_t kPieceElements = int64_t{1} << 18;
 
-absl::Status BadArgument(const std::string& message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
-}
-
 // One array of a list, and what keeps its memory: one of the owners. To be destroyed with the GIL
 // held.
 struct Operand {
@@ -132,8 +128,8 @@ class OperandList {
       if (is_written_) {
         nb::ndarray<> writable;
         if (!nb::try_cast(readable, writable, /*convert=*/false)) {
-          return BadArgument(absl::StrCat(name, ": expected a writable array, found a read-only ",
-                                          nb::type_name(object.type()).c_str()));
+          return BadRequest(absl::StrCat(name, ": expected a writable array, found a read-only ",
+                                         nb::type_name(object.type()).c_str()));
         }
         array.owner = nb::ndarray<nb::ro>(writable);
       }
@@ -161,13 +157,13 @@ struct Update {
 absl::Status CheckWritten(const OperandList& list, size_t index, const Operand& written,
                           const OperandList& params, const Operand& param) {
   if (written.dtype != Dtype::kFloat32) {
-    return BadArgument(absl::StrCat(list.NameOf(index), ": expected float32, found ",
-                                    std::string(DtypeName(written.dtype))));
+    return BadRequest(absl::StrCat(list.NameOf(index), ": expected float32, found ",
+                                   std::string(DtypeName(written.dtype))));
   }
   if (written.element_count != param.element_count) {
-    return BadArgument(absl::StrCat(list.NameOf(index), ": expected ", param.element_count,
-                                    " elements, as many as ", params.NameOf(index), " has, found ",
-                                    written.element_count));
+    return BadRequest(absl::StrCat(list.NameOf(index), ": expected ", param.element_count,
+                                   " elements, as many as ", params.NameOf(index), " has, found ",
+                                   written.element_count));
   }
   return absl::OkStatus();
 }
@@ -177,9 +173,9 @@ absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
   Update update;
   EMA_ASSIGN_OR_RETURN(update.param, params.Read(index));
   if (!IsFloat(update.param.dtype)) {
-    return BadArgument(absl::StrCat(params.NameOf(index),
-                                    ": expected float32, float16, bfloat16 or float64, found ",
-                                    std::string(DtypeName(update.param.dtype))));
+    return BadRequest(absl::StrCat(params.NameOf(index),
+                                   ": expected float32, float16, bfloat16 or float64, found ",
+                                   std::string(DtypeName(update.param.dtype))));
   }
   EMA_ASSIGN_OR_RETURN(update.ema, emas.Read(index));
   EMA_RETURN_IF_ERROR(CheckWritten(emas, index, update.ema, params, update.param));
@@ -217,8 +213,8 @@ absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandLis
     const Range& a = ranges[i - 1];
     const Range& b = ranges[i];
     if (b.begin < a.end) {
-      return BadArgument(absl::StrCat(a.list->NameOf(a.index), " and ", b.list->NameOf(b.index),
-                                      " share memory: expected each array once"));
+      return BadRequest(absl::StrCat(a.list->NameOf(a.index), " and ", b.list->NameOf(b.index),
+                                     " share memory: expected each array once"));
     }
   }
   return absl::OkStatus();
@@ -302,8 +298,8 @@ absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& 
                                                 std::optional<OperandList>& compensations) {
   const auto check_size = [&](const char* name, size_t size) {
     if (size == emas.size()) return absl::OkStatus();
-    return BadArgument(absl::StrCat(name, ": expected ", emas.size(),
-                                    " arrays, one for each of emas, found ", size));
+    return BadRequest(absl::StrCat(name, ": expected ", emas.size(),
+                                   " arrays, one for each of emas, found ", size));
   };
   EMA_RETURN_IF_ERROR(check_size("params", params.size()));
   if (compensations.has_value()) {
@@ -323,10 +319,10 @@ absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& 
 void FoldMany(const nb::object& emas, const nb::object& params, double update_weight,
               const nb::object& compensations, int64_t threads) {
   if (!(update_weight >= 0 && update_weight <= 1)) {
-    ThrowStatus(BadArgument(absl::StrCat("update_weight: expected 0 to 1, found ", update_weight)));
+    ThrowStatus(BadRequest(absl::StrCat("update_weight: expected 0 to 1, found ", update_weight)));
   }
   if (threads < 0) {
-    ThrowStatus(BadArgument(absl::StrCat("threads: expected 0 or more, found ", threads)));
+    ThrowStatus(BadRequest(absl::StrCat("threads: expected 0 or more, found ", threads)));
   }
   OperandList ema_list("emas", emas, /*is_written=*/true);
   OperandList param_list("params", params, /*is_written=*/false);

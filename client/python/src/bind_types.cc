@@ -109,9 +109,8 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
   if (snapshot_interval.has_value()) {
     const absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(*snapshot_interval);
     if (!interval.ok()) {
-      ThrowStatus(MakeError(
-          interval.status().code(), GetErrorReason(interval.status()),
-          absl::StrCat("track \"", name, "\": snapshot_interval ", interval.status().message())));
+      ThrowStatus(
+          WithPlace(interval.status(), absl::StrCat("track \"", name, "\": snapshot_interval ")));
     }
     track.snapshot_interval = *interval;
   }

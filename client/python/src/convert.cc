@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/python/src/python_error.h"
+#include "ema/error_reason.h"
 
 namespace nb = nanobind;
 
@@ -182,17 +183,15 @@ NonFinitePolicy ToNonFinite(const std::string& name) {
   for (size_t i = 0; i < std::size(kNonFiniteNames); ++i) {
     if (name == kNonFiniteNames[i]) return static_cast<NonFinitePolicy>(i + 1);
   }
-  ThrowStatus(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                        absl::StrCat("non_finite: \"", name,
-                                     "\" given, expected \"reject\", \"skip\" or \"allow\"")));
+  ThrowStatus(BadRequest(absl::StrCat("non_finite: \"", name,
+                                      "\" given, expected \"reject\", \"skip\" or \"allow\"")));
 }
 
 WireDtype ToWireDtype(const std::string& name) {
   for (const WireDtype dtype : {WireDtype::kAsPushed, WireDtype::kBFloat16}) {
     if (name == WireDtypeName(dtype)) return dtype;
   }
-  ThrowStatus(MakeError(
-      absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
+  ThrowStatus(BadRequest(
       absl::StrCat("wire_dtype: \"", name, "\" given, expected \"as pushed\" or \"bfloat16\"")));
 }
 
@@ -213,10 +212,7 @@ Manifest ToManifest(const std::vector<SpecTuple>& specs) {
   tensors.reserve(specs.size());
   for (const auto& [name, dtype, shape, is_buffer, aliases] : specs) {
     const absl::StatusOr<Dtype> parsed = ParseDtype(dtype);
-    if (!parsed.ok()) {
-      ThrowIfError(MakeError(parsed.status().code(), GetErrorReason(parsed.status()),
-                             absl::StrCat("tensor \"", name, "\": ", parsed.status().message())));
-    }
+    ThrowIfError(WithPlace(parsed.status(), absl::StrCat("tensor \"", name, "\": ")));
     tensors.push_back({.name = name,
                        .dtype = *parsed,
                        .shape = shape,

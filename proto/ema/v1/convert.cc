@@ -315,9 +315,8 @@ absl::StatusOr<Selection> FromProto(const v1::Selection& proto) {
                                 {slice.extents().begin(), slice.extents().end()}});
   }
   if (!v1::Dtype_IsValid(proto.dtype())) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest,
-                     absl::StrCat("dtype: unknown value ", static_cast<int>(proto.dtype()),
-                                  "; expected float32, float16 or bfloat16"));
+    return BadRequest(absl::StrCat("dtype: unknown value ", static_cast<int>(proto.dtype()),
+                                   "; expected float32, float16 or bfloat16"));
   }
   if (proto.dtype() != v1::DTYPE_UNSPECIFIED) selection.dtype = static_cast<Dtype>(proto.dtype());
   return selection;
