@@ -1,7 +1,8 @@
+# shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 #
 # What the scripts share. To be sourced; goes to the top folder of the checkout.
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 root=$PWD
 mkdir -p build
 

@@ -6,7 +6,7 @@
 #
 # Usage: tests/run.sh [--all]
 #   --all  also the tests labelled slow, framework, container and sanitizer, the thread-safety
-#          analysis of clang, clang-tidy, and the checks of format and types
+#          analysis of clang, clang-tidy, shellcheck, and the checks of format and types
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
@@ -37,6 +37,12 @@ check_format() {
     xargs -0 clang-format --dry-run --Werror
 }
 
+# With what they source. It is what finds a name that nobody assigns in a script that needs a GPU.
+check_scripts() {
+  git grep -lz --untracked '^#!.*bash' -- '*.sh' .ci/run |
+    xargs -0 shellcheck -x -P SCRIPTDIR -S warning
+}
+
 # After the build of the clang preset, of which it needs the generated headers.
 check_tidy() {
   run-clang-tidy -quiet -p build/clang "$root/(client|server)/.*\.cc$" 2>&1 |
@@ -64,6 +70,7 @@ fi
 ctest_report cpp release
 pytest_report
 check "clang-format" check_format
+check "shellcheck" check_scripts
 check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF &&
   check "clang-tidy" check_tidy
 check "black" build/venv/bin/black --config client/python/pyproject.toml --quiet --check \
