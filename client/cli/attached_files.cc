@@ -52,10 +52,7 @@ absl::StatusOr<std::map<std::string, std::string>> ReadDescribingFiles(
     for (const std::string& file : files) {
       absl::StatusOr<std::string> bytes =
           PosixFileSystem().ReadSmallFile(RealPath(file), kMaxAttachedFileBytes);
-      if (!bytes.ok()) {
-        return absl::Status(bytes.status().code(),
-                            absl::StrCat(file, ": ", bytes.status().message()));
-      }
+      if (!bytes.ok()) return FileError(file, bytes.status());
       contents[std::filesystem::path(file).filename().string()] = *std::move(bytes);
     }
   }

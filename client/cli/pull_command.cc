@@ -43,18 +43,19 @@ std::optional<int64_t> ParseBound(absl::string_view text, int64_t otherwise) {
 absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   FileSystem& files = PosixFileSystem();
   const std::string temporary_path = TemporaryPath(path);
-  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                       files.NewWritableFile(temporary_path));
   const auto write = [&]() -> absl::Status {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                         files.NewWritableFile(temporary_path));
     EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(bytes))));
     EMA_RETURN_IF_ERROR(file->Sync());
     EMA_RETURN_IF_ERROR(file->Close());
     return files.Rename(temporary_path, path);
   };
-  absl::Status status = write();
+  const absl::Status status = write();
+  if (status.ok()) return status;
   // What is left of a file that could not be written.
-  if (!status.ok()) files.RemoveFile(temporary_path).IgnoreError();
-  return status;
+  files.RemoveFile(temporary_path).IgnoreError();
+  return FileError(path, status);
 }
 
 absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& options,
@@ -71,8 +72,9 @@ absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& opt
 // FAILED_PRECONDITION: the folder has other weights, which tools would read in place of ours.
 absl::Status CheckFolder(const std::string& folder) {
   const std::string index = JoinPath(folder, absl::StrCat(kWeightsName, ".index.json"));
-  EMA_ASSIGN_OR_RETURN(const bool has_pieces, PosixFileSystem().Exists(index));
-  if (!has_pieces) return absl::OkStatus();
+  const absl::StatusOr<bool> has_pieces = PosixFileSystem().Exists(index);
+  if (!has_pieces.ok()) return FileError(folder, has_pieces.status());
+  if (!*has_pieces) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat(index, ": the folder has weights in pieces; take another, or remove them"));
 }

@@ -22,10 +22,6 @@ constexpr int64_t kMaxIndexBytes = 256 << 20;
 constexpr int64_t kReadBytes = 16 << 20;
 constexpr const char* kFolderFiles[] = {"model.safetensors", "diffusion_pytorch_model.safetensors"};
 
-absl::Status At(const std::string& path, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
-}
-
 absl::Status Malformed(const std::string& path, const std::string& problem) {
   return BadRequest(absl::StrCat(path, ": ", problem));
 }
@@ -41,6 +37,11 @@ std::string RealPath(const std::string& path) {
   std::error_code error;
   const std::string real_path = std::filesystem::canonical(path, error).string();
   return error ? path : real_path;
+}
+
+absl::Status FileError(const std::string& path, const absl::Status& status) {
+  return absl::Status(absl::IsUnavailable(status) ? absl::StatusCode::kUnknown : status.code(),
+                      absl::StrCat(path, ": ", status.message()));
 }
 
 absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
@@ -67,7 +68,7 @@ absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
     }
   }
   absl::StatusOr<Manifest> manifest = Manifest::Create(std::move(result.specs_));
-  if (!manifest.ok()) return At(path, manifest.status());
+  if (!manifest.ok()) return FileError(path, manifest.status());
   result.manifest_ = *std::move(manifest);
   return result;
 }
@@ -76,9 +77,9 @@ absl::Status WeightsFile::Add(const std::string& path,
                               const std::function<bool(const std::string&)>& is_wanted) {
   absl::StatusOr<std::unique_ptr<RandomAccessFile>> file =
       PosixFileSystem().OpenFile(RealPath(path));
-  if (!file.ok()) return At(path, file.status());
+  if (!file.ok()) return FileError(path, file.status());
   absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(**file);
-  if (!header.ok()) return At(path, header.status());
+  if (!header.ok()) return FileError(path, header.status());
   for (SafetensorsTensor& tensor : header->tensors) {
     if (!is_wanted(tensor.spec.name)) continue;
     places_.push_back({static_cast<int64_t>(files_.size()), header->header_bytes + tensor.begin});
@@ -91,7 +92,7 @@ absl::Status WeightsFile::Add(const std::string& path,
 absl::Status WeightsFile::AddPieces(const std::string& folder, const std::string& index_path) {
   absl::StatusOr<std::string> text =
       PosixFileSystem().ReadSmallFile(RealPath(index_path), kMaxIndexBytes);
-  if (!text.ok()) return At(index_path, text.status());
+  if (!text.ok()) return FileError(index_path, text.status());
   const nlohmann::json index = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
   const auto weight_map = index.is_object() ? index.find("weight_map") : index.end();
   if (weight_map == index.end() || !weight_map->is_object() || weight_map->empty()) {
@@ -135,7 +136,7 @@ absl::StatusOr<WeightsFile::Weights> WeightsFile::Read(
       const int64_t size = std::min(kReadBytes, spec.byte_count() - begin);
       const absl::Status read =
           files_[place.file]->Read(place.offset + begin, bytes.subspan(begin, size));
-      if (!read.ok()) return At(absl::StrCat("tensor \"", spec.name, "\""), read);
+      if (!read.ok()) return FileError(absl::StrCat("tensor \"", spec.name, "\""), read);
       done_bytes += size;
       if (!on_progress(done_bytes)) return absl::CancelledError("interrupted");
     }

@@ -22,6 +22,9 @@ namespace ema::cli {
 // itself if there is nothing.
 std::string RealPath(const std::string& path);
 
+// Of a file here, whose `path` goes before: UNKNOWN for UNAVAILABLE, which would mean the server.
+absl::Status FileError(const std::string& path, const absl::Status& status);
+
 // A safetensors file, or a Hugging Face folder: model.safetensors or
 // diffusion_pytorch_model.safetensors, whole or in the pieces that its .index.json names. Nothing
 // executable is read. Not thread-safe.

@@ -141,6 +141,9 @@ def test_exit_codes(emactl, pushed, tmp_path):
     weights = tmp_path / "weights.safetensors"
     assert emactl("create", pushed, "--from", weights, "--track", "fast=21ba").returncode == 4
     assert emactl("create", "m", "--from", tmp_path / "none", "--track", "f=1ba").returncode == 3
+    too_long = tmp_path / ("x" * 300)
+    assert emactl("create", "m", "--from", too_long, "--track", "f=1ba").returncode == 1
+    assert emactl("pull", pushed, "--track", "raw", "-o", f"{too_long}/").returncode == 1
     assert emactl("pull", pushed, "--track", "raw", "--dtype", "f", "-o", out).returncode == 2
     away = emactl("list", address="127.0.0.1:1")
     assert away.returncode == 5
