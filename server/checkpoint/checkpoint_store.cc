@@ -227,18 +227,19 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(Folder& fol
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
                                                         const SaveOptions& options, Folder& folder,
                                                         const std::string& name) {
-  const bool keep = options.keep;
-  // What is kept for good must leave room for what is not.
+  const bool keep = options.keep || WasKept(folder, name);
+  // What is kept for good must leave room for what is not. One that is written anew had its room.
   const WriteOptions write_options{.tracks = options.tracks,
                                    .max_file_bytes = options_.max_file_bytes};
   const int64_t needed_bytes =
-      (CheckpointDataBytes(model, snapshot, write_options) + kSpareBytes) * (keep ? 2 : 1);
+      (CheckpointDataBytes(model, snapshot, write_options) + kSpareBytes) * (options.keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
   if (free_bytes < needed_bytes) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
-                     absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
-                                  keep ? "to be kept, and room for one more, take " : "takes ",
-                                  needed_bytes, " bytes, the disk has ", free_bytes, " left"));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+        absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
+                     options.keep ? "to be kept, and room for one more, take " : "takes ",
+                     needed_bytes, " bytes, the disk has ", free_bytes, " left"));
   }
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   EMA_RETURN_IF_ERROR(file_system_.RemoveTree(temporary));
@@ -277,6 +278,15 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
                         .is_partial = !options.tracks.empty(),
                         .details = DetailsOf(*written)};
   return written->total_bytes;
+}
+
+bool CheckpointStore::WasKept(const Folder& folder, const std::string& name) {
+  // A disk that does not say so may have had it.
+  const auto has_keep = [&](std::string_view prefix) {
+    const std::string path = JoinPath(folder.path, std::string(prefix).append(name));
+    return file_system_.Exists(JoinPath(path, kKeepFileName)).value_or(true);
+  };
+  return has_keep("") || has_keep(kCorruptPrefix);
 }
 
 absl::Status CheckpointStore::Keep(const std::string& checkpoint_path) {

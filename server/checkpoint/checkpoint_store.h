@@ -135,7 +135,8 @@ class CheckpointStore {
   absl::StatusOr<LoadReport> LoadAll(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct SaveOptions {
-    // It has its KEEP file, too, and model.SetKeptTime() is set.
+    // It has its KEEP file, too, and model.SetKeptTime() is set. Without this, one that is written
+    // anew has the file if it had it before.
     bool keep = false;
     // Only these; empty: all. Such a checkpoint is no durable version of the model.
     std::vector<std::string> tracks;
@@ -393,6 +394,8 @@ class CheckpointStore {
                                          const SaveOptions& options, Folder& folder,
                                          const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // The checkpoint of that name which is to be written anew, or was set aside, has its KEEP file.
+  bool WasKept(const Folder& folder, const std::string& name);
   // Makes a checkpoint's KEEP file, durably; OK if it is there.
   absl::Status Keep(const std::string& checkpoint_path);
   // Removes what retention does not keep, but not what has just been saved. False: that is nothing.

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What CheckpointManager makes of checkpoints that it reads again.
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/checkpoint/checkpoint_manager.h"
+#include "tests/checkpoint/fake_file_system.h"
+#include "tests/checkpoint/test_manager.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
+
+class CheckpointScrubTest : public testing::Test {
+ protected:
+  static std::string PathOf(const std::string& name) {
+    return absl::StrCat(kTestFolder, "/", name);
+  }
+  void Damage(const std::string& name) {
+    files_.FileBytes(PathOf(name) + "/tracks/raw/model.safetensors").back() ^= 1;
+  }
+  void FailReading(const std::string& name,
+                   const absl::Status& error = absl::UnavailableError("Input/output error")) {
+    files_.set_hook([=](const std::string& operation, const std::string& path) {
+      const bool is_bad = operation == "read" && path.starts_with(PathOf(name) + "/tracks/raw");
+      return is_bad ? error : absl::OkStatus();
+    });
+  }
+  FakeFileSystem files_;
+};
+
+TEST_F(CheckpointScrubTest, AScrubSetsBadOnesAsideAndSavesTheNewestAnew) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 0);
+  Damage(saved.name);
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 1);
+  server.manager().AwaitIdle();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+  EXPECT_THAT(listing.checkpoints, SizeIs(2));
+  EXPECT_THAT(server.Complete(), ElementsAre(1));
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0], HasSubstr("track \\\"raw\\\""));
+  EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 0);
+  const auto after = files_.AfterCrash(PowerLoss::kNothing);
+  TestServer next(*after);
+  EXPECT_EQ(next.version(), 1);
+}
+
+TEST_F(CheckpointScrubTest, AScrubHasTheNewestSavedAnewIfTheDiskCannotReadIt) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, server.Save());
+  server.PushTo(2);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto newest, server.Save(0, "best"));
+  FailReading(newest.name);
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0],
+              AllOf(HasSubstr("checkpoint not readable"), HasSubstr(newest.name)));
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 2);
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 1);
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionId best,
+                           server.manager().FindLabel(server.model(), "best"));
+  EXPECT_EQ(best.version, 2);
+  // Another is not in memory any more.
+  FailReading(first.name);
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, server.manager().Get(server.model(), first.name));
+  EXPECT_THAT(info.problem, HasSubstr("Input/output error"));
+  files_.set_hook(nullptr);
+  const CheckpointManager::ScrubReport report = server.manager().Scrub(server.models());
+  EXPECT_TRUE(report.is_complete);
+  EXPECT_EQ(report.unreadable_count + report.bad_count, 0);
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
+  const auto after = files_.AfterCrash(PowerLoss::kNothing);
+  TestServer next(*after);
+  EXPECT_EQ(next.version(), 2);
+}
+
+TEST_F(CheckpointScrubTest, AScrubEndsInTheMiddleOfACheckpointWhenTheDrainBegins) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  server.PushTo(2);
+  const std::string tracks = absl::StrCat(kTestFolder, "/", saved.name, "/tracks/");
+  server.models().Drain(absl::InfinitePast());
+  std::vector<std::string> read;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation != "read" || !path.starts_with(tracks)) return absl::OkStatus();
+    read.push_back(path.substr(tracks.size()));
+    return read.size() == 1 ? server.manager().Drain(server.models()) : absl::OkStatus();
+  });
+  EXPECT_FALSE(server.manager().Scrub(server.models()).is_complete);
+  EXPECT_THAT(read, Not(Contains("raw/model.safetensors")));
+  EXPECT_THAT(server.errors(), IsEmpty());
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+}
+
+TEST_F(CheckpointScrubTest, WhatWasLoadedInTheNewestsPlaceIsSavedAnewWhenItGoesBad) {
+  std::vector<std::string> names;
+  {
+    TestServer server(files_);
+    for (int64_t version = 1; version <= 3; ++version) {
+      server.PushTo(version);
+      names.push_back(server.Save()->name);
+    }
+  }
+  Damage(names[2]);
+  {
+    TestServer server(files_);
+    EXPECT_EQ(server.version(), 2);
+    Damage(names[1]);
+    EXPECT_EQ(server.manager().Scrub(server.models()).bad_count, 1);
+    server.manager().AwaitIdle();
+    EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 2);
+}
+
+TEST_F(CheckpointScrubTest, WhatIsSavedAnewIsKeptIfItWas) {
+  for (const bool is_damaged : {false, true}) {
+    TestServer server(files_);
+    server.PushTo(server.version() + 1);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+    const std::string keep = PathOf(saved.name) + "/KEEP";
+    ASSERT_THAT(files_.NewWritableFile(keep), IsOk());
+    if (is_damaged) {
+      Damage(saved.name);
+    } else {
+      FailReading(saved.name);
+    }
+    server.manager().Scrub(server.models());
+    server.manager().AwaitIdle();
+    files_.set_hook(nullptr);
+    EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name)));
+    EXPECT_TRUE(*files_.Exists(keep)) << is_damaged;
+  }
+}
+
+}  // namespace
+}  // namespace ema
