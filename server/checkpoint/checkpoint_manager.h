@@ -90,7 +90,8 @@ class CheckpointManager final : public Checkpoints {
   };
   // Of every model that has any. Never blocks on the disk.
   std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
-  // When the last complete scrub ended; LoadAll() counts as one. Absent: there are none.
+  // When the last complete scrub that skipped none ended; LoadAll() counts as one. Absent: there
+  // are none.
   std::optional<absl::Time> scrub_time() ABSL_LOCKS_EXCLUDED(mu_);
 
   // As Model::Options::on_commit. Never waits for the disk.
@@ -109,7 +110,10 @@ class CheckpointManager final : public Checkpoints {
   struct ScrubReport {
     int64_t bad_count = 0;         // Set aside.
     int64_t unreadable_count = 0;  // The disk failed. Read again by the next scrub.
-    bool is_complete = true;       // False: Drain() has begun.
+    // Not read for a reason that is not the disk's: too many files are open, or it is of a newer
+    // server. Models that could not be listed count, too.
+    int64_t skipped_count = 0;
+    bool is_complete = true;  // False: Drain() has begun.
   };
   // Reads every checkpoint of all models again; sets bad ones aside. If the newest is bad or cannot
   // be read, the newest version is saved anew. Blocks for as long as that takes; ends within a few

@@ -48,7 +48,7 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
     const auto all = store_->ListNames(model_name);
     if (!all.ok()) {
       Log(LogLevel::kError, "checkpoints not listed", *model, {{"error", all.status()}});
-      ++report.unreadable_count;
+      ++report.skipped_count;
       continue;
     }
     for (const CheckpointStore::Stored& stored : *all) {
@@ -78,9 +78,13 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
         } else if (absl::IsDataLoss(status)) {
           SetAside(*model, stored.name, status);
           ++report.bad_count;
-        } else {
+        } else if (absl::IsUnavailable(status)) {
           NoteUnreadable(*model, stored.name, status);
           ++report.unreadable_count;
+        } else {
+          Log(LogLevel::kError, "checkpoint not read again", *model,
+              {{"checkpoint", stored.name}, {"error", status}});
+          ++report.skipped_count;
         }
       }
       if (!rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return report;
@@ -104,10 +108,11 @@ void CheckpointManager::RunScrub() {
     const SteadyTime begin = SteadyNow();
     const ScrubReport report = Scrub(*models_);
     if (!report.is_complete) return;
-    note_time();
+    if (report.skipped_count == 0) note_time();
     LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
           {{"bad", report.bad_count},
            {"unreadable", report.unreadable_count},
+           {"skipped", report.skipped_count},
            {"seconds", absl::ToDoubleSeconds(absl::FromChrono(SteadyNow() - begin))}});
   }
 }

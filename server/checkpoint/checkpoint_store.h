@@ -220,9 +220,9 @@ class CheckpointStore {
   absl::StatusOr<bool> Quarantine(std::string_view model_name, std::string_view name,
                                   const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
   // Keeps in mind how reading a checkpoint has ended, for List() and CountAll(); nothing if it is
-  // not there. After an error, which is neither DATA_LOSS nor NOT_FOUND, the next Save() of its
-  // version writes it anew, and then sets this one aside. True: that is due, for it is the newest.
-  // After an error, waits for a running Save().
+  // not there. After an error, which is UNAVAILABLE, the next Save() of its version writes it anew,
+  // and then sets this one aside. True: that is due, for it is the newest. After an error, waits
+  // for a running Save().
   absl::StatusOr<bool> NoteRead(std::string_view model_name, std::string_view name,
                                 const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 

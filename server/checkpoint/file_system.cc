@@ -59,6 +59,7 @@ absl::Status ErrnoStatus(int error, const char* operation, const std::string& pa
       return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull, message);
     case EMFILE:
     case ENFILE:
+    case ENOMEM:
       return absl::ResourceExhaustedError(message);
     case EROFS:
       return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, message);

@@ -70,7 +70,8 @@ struct DirectoryEntry {
 //
 // Errors of all calls, besides those named at each: NOT_FOUND: a part of the path is missing.
 // PERMISSION_DENIED. RESOURCE_EXHAUSTED, DISK_FULL: no space or quota left. UNAVAILABLE,
-// STORE_READ_ONLY: mounted read-only. UNAVAILABLE: any other failure of the disk or the system.
+// STORE_READ_ONLY: mounted read-only. RESOURCE_EXHAUSTED: too many files are open, or no memory is
+// left. UNAVAILABLE: any other failure of the disk or the system.
 // Messages hold the last part of the path, never more of it.
 class FileSystem {
  public:

@@ -154,5 +154,21 @@ TEST_F(CheckpointScrubTest, WhatIsSavedAnewIsKeptIfItWas) {
   }
 }
 
+TEST_F(CheckpointScrubTest, WhatTheDiskHasNotRefusedIsLeftAsItIs) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  FailReading(saved.name, absl::ResourceExhaustedError("Too many open files"));
+  const CheckpointManager::ScrubReport report = server.manager().Scrub(server.models());
+  EXPECT_EQ(report.bad_count, 0);
+  EXPECT_EQ(report.unreadable_count, 0);
+  EXPECT_EQ(report.skipped_count, 1);
+  server.manager().AwaitIdle();
+  EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("checkpoint not read again"),
+                                                 HasSubstr("Too many open files"))));
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 1);
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 0);
+}
+
 }  // namespace
 }  // namespace ema
