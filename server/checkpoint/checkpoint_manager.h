@@ -251,6 +251,9 @@ class CheckpointManager final : public Checkpoints {
   void SetAside(Model& model, const std::string& name, const absl::Status& problem);
   // Tells the log; has the newest version saved, in its place if need be, if it was the newest.
   void NoteUnreadable(Model& model, const std::string& name, const absl::Status& problem);
+  // Verifies a checkpoint. CANCELLED: Drain() has begun. Only this is the scrub's own work: what is
+  // made of the result may wait for a save.
+  absl::Status ReadAgain(Model& model, const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
   void RunScrub() ABSL_LOCKS_EXCLUDED(mu_);
   // Waits for so long. False: Drain() has begun.
   bool Rest(absl::Duration time) ABSL_LOCKS_EXCLUDED(mu_);

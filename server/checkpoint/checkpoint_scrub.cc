@@ -38,6 +38,18 @@ void CheckpointManager::NoteUnreadable(Model& model, const std::string& name,
   }
 }
 
+absl::Status CheckpointManager::ReadAgain(Model& model, const std::string& name) {
+  const Heartbeat::Work at_work(scrub_heartbeat_);
+  Pacer pacer(model);
+  return VerifyCheckpoint(store_->file_system(), store_->Path(model.config().name, name), nullptr,
+                          [&] {
+                            pacer.Rest();
+                            const bool goes_on = Rest(absl::ZeroDuration());
+                            return goes_on ? absl::OkStatus() : absl::CancelledError();
+                          })
+      .status();
+}
+
 CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   // Of the disk's time, readers and savers get the rest.
   constexpr int kRestPerRead = 9;
@@ -60,16 +72,7 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
       {
         const auto held = store_->Hold(model_name, stored.name);
         if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
-        const Heartbeat::Work at_work(scrub_heartbeat_);
-        Pacer pacer(*model);
-        const absl::Status status =
-            VerifyCheckpoint(store_->file_system(), store_->Path(model_name, stored.name), nullptr,
-                             [&] {
-                               pacer.Rest();
-                               const bool goes_on = Rest(absl::ZeroDuration());
-                               return goes_on ? absl::OkStatus() : absl::CancelledError();
-                             })
-                .status();
+        const absl::Status status = ReadAgain(*model, stored.name);
         // Of a deleted model the files go, which is no fault of theirs.
         if (absl::IsCancelled(status) || absl::IsNotFound(status) || !model->closed().ok()) {
           // It says nothing of the checkpoint.

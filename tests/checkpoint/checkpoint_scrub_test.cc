@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What CheckpointManager makes of checkpoints that it reads again.
+#include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/base/heartbeat.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
@@ -168,6 +171,39 @@ TEST_F(CheckpointScrubTest, WhatTheDiskHasNotRefusedIsLeftAsItIs) {
                                                  HasSubstr("Too many open files"))));
   EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 1);
   EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 0);
+}
+
+TEST_F(CheckpointScrubTest, ASaveThatItWaitsForIsNotItsOwnWork) {
+  Heartbeats heartbeats;
+  CheckpointManager::Options options;
+  options.heartbeats = &heartbeats;
+  TestServer server(files_, std::move(options));
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  const auto is_silent = [&] {
+    const auto now = Heartbeats::Clock::now();
+    heartbeats.Look(now);
+    for (const Heartbeats::Age& age : heartbeats.Ages(now + std::chrono::hours(1))) {
+      if (age.name == "checkpoint-scrub") return age.silent_time > std::chrono::minutes(1);
+    }
+    return false;
+  };
+  bool was_silent_reading = false;
+  bool was_silent_after = false;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation == "read" && path.starts_with(PathOf(saved.name))) {
+      was_silent_reading |= is_silent();
+      return absl::UnavailableError("Input/output error");
+    }
+    // It looks for the newest, with the lock that a save holds.
+    if (operation == "list" && path == kTestFolder) was_silent_after |= is_silent();
+    return absl::OkStatus();
+  });
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  files_.set_hook(nullptr);
+  EXPECT_TRUE(was_silent_reading);
+  EXPECT_FALSE(was_silent_after);
 }
 
 }  // namespace
