@@ -152,6 +152,7 @@ absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string&
   // Also after an error it may have gone, and another be the newest.
   Forget(folder);
   EMA_ASSIGN_OR_RETURN(const std::string new_name, SetAside(folder, name, kCorruptPrefix));
+  if (options_.on_set_aside) options_.on_set_aside({folder.model_name, name, problem});
   EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
   absl::MutexLock lock(&folder.state_mu);
   folder.index.erase(name);

@@ -75,6 +75,10 @@ absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Open(FileS
   options.store.on_read_only = [log = options.log](const std::string& why) {
     LogTo(log, LogLevel::kError, "checkpoints read-only", {{"error", why}});
   };
+  options.store.on_set_aside = [log = options.log](const CheckpointStore::Quarantined& bad) {
+    LogTo(log, LogLevel::kError, "checkpoint set aside",
+          {{"model", bad.model}, {"checkpoint", bad.checkpoint}, {"error", bad.problem}});
+  };
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<CheckpointStore> store,
                        CheckpointStore::Open(file_system, options.store, now));
   return std::unique_ptr<CheckpointManager>(
@@ -133,10 +137,6 @@ void CheckpointManager::Log(LogLevel level, std::string_view event, const Model&
 
 absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   EMA_ASSIGN_OR_RETURN(const CheckpointStore::LoadReport report, store_->LoadAll(models));
-  for (const CheckpointStore::Quarantined& bad : report.quarantined) {
-    LogTo(options_.log, LogLevel::kError, "checkpoint set aside",
-          {{"model", bad.model}, {"checkpoint", bad.checkpoint}, {"error", bad.problem}});
-  }
   for (const auto& [model, name] : report.abandoned) {
     LogTo(options_.log, LogLevel::kError, "checkpoint set aside",
           {{"model", model},

@@ -24,7 +24,6 @@ void CheckpointManager::SetAside(Model& model, const std::string& name,
         {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
     return;
   }
-  Log(LogLevel::kError, "checkpoint set aside", model, {{"checkpoint", name}, {"error", problem}});
   if (*was_latest) scheduler_->SaveNow(model.shared_from_this());
 }
 

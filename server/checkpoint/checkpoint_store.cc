@@ -385,7 +385,7 @@ std::shared_ptr<CheckpointStore::Folder> CheckpointStore::GetFolder(std::string_
   absl::MutexLock lock(&mu_);
   std::shared_ptr<Folder>& folder = folders_[std::string(model_name)];
   if (folder == nullptr) {
-    folder = std::make_shared<Folder>(JoinPath(ModelPath(model_name), "checkpoints"));
+    folder = std::make_shared<Folder>(model_name, JoinPath(ModelPath(model_name), "checkpoints"));
   }
   return folder;
 }

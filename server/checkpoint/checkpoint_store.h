@@ -67,6 +67,13 @@ int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 // and deletes nothing, UNAVAILABLE with STORE_READ_ONLY, until the server is started again.
 class CheckpointStore {
  public:
+  // A checkpoint that was set aside because a byte of it is wrong or missing, or because the disk
+  // did not read it and it has been written anew.
+  struct Quarantined {
+    std::string model;
+    std::string checkpoint;
+    absl::Status problem;
+  };
   struct Options {
     // Made if it is not there.
     std::string data_dir;
@@ -79,6 +86,8 @@ class CheckpointStore {
     int64_t max_file_bytes = 5'000'000'000;
     // Told once when the store has become read-only, and why. Called from any thread. May be empty.
     std::function<void(const std::string&)> on_read_only;
+    // Told of each. Called from any thread, which may hold locks of the store. May be empty.
+    std::function<void(const Quarantined&)> on_set_aside;
   };
 
   // Locks the directory, clears what a crash has left and raises the incarnation, durably.
@@ -107,12 +116,6 @@ class CheckpointStore {
     std::string checkpoint;
     VersionRecord record;
     int64_t total_bytes = 0;
-  };
-  // A checkpoint that was set aside because a byte of it is wrong or missing.
-  struct Quarantined {
-    std::string model;
-    std::string checkpoint;
-    absl::Status problem;
   };
   struct LoadReport {
     std::vector<Loaded> loaded;  // By model.
@@ -311,8 +314,10 @@ class CheckpointStore {
  private:
   // One model's folder.
   struct Folder {
-    explicit Folder(std::string checkpoints_path) : path(std::move(checkpoints_path)) {}
+    Folder(std::string_view model, std::string checkpoints_path)
+        : model_name(model), path(std::move(checkpoints_path)) {}
 
+    const std::string model_name;
     const std::string path;  // Of the checkpoints.
     // Serializes what changes the folder: held while the disk is waited for.
     absl::Mutex mu;
