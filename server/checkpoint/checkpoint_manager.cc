@@ -304,7 +304,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   if (request.label.empty()) {
     EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
     if (known.has_value() && known->state == CheckpointInfo::State::kComplete &&
-        CheckIsDurable(model, known->id, known->is_partial).ok()) {
+        known->problem.empty() && CheckIsDurable(model, known->id, known->is_partial).ok()) {
       saved.state = known->state;
       saved.total_bytes = known->total_bytes;
       return saved;

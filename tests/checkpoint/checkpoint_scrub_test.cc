@@ -207,5 +207,25 @@ TEST_F(CheckpointScrubTest, ASaveThatItWaitsForIsNotItsOwnWork) {
   EXPECT_FALSE(was_silent_after);
 }
 
+TEST_F(CheckpointScrubTest, WhatCannotBeReadIsSavedAnewForWhoAsks) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+  files_.set_hook([](const std::string& operation, const std::string& path) {
+    const bool is_bad =
+        operation == "append" || (operation == "read" && absl::StrContains(path, "/tracks/"));
+    return is_bad ? absl::UnavailableError("Input/output error") : absl::OkStatus();
+  });
+  EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
+  server.manager().AwaitIdle();
+  files_.set_hook(nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto queued,
+                           server.manager().Save(server.model(), {.async = true}));
+  EXPECT_EQ(queued.state, CheckpointInfo::State::kSaving);
+  server.manager().AwaitIdle();
+  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
+  EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name)));
+}
+
 }  // namespace
 }  // namespace ema
