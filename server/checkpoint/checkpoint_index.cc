@@ -148,10 +148,12 @@ void CheckpointStore::Forget(Folder& folder) {
 }
 
 absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string& name,
-                                              const absl::Status& problem) {
+                                              const absl::Status& problem,
+                                              std::string_view now_prefix) {
   // Also after an error it may have gone, and another be the newest.
   Forget(folder);
-  EMA_ASSIGN_OR_RETURN(const std::string new_name, SetAside(folder, name, kCorruptPrefix));
+  EMA_ASSIGN_OR_RETURN(const std::string new_name,
+                       SetAside(folder, name, kCorruptPrefix, now_prefix));
   if (options_.on_set_aside) options_.on_set_aside({folder.model_name, name, problem});
   EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
   absl::MutexLock lock(&folder.state_mu);

@@ -176,13 +176,15 @@ absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Fo
 }
 
 absl::StatusOr<std::string> CheckpointStore::SetAside(const Folder& folder, const std::string& name,
-                                                      std::string_view prefix) {
+                                                      std::string_view prefix,
+                                                      std::string_view now_prefix) {
+  const std::string path = JoinPath(folder.path, std::string(now_prefix).append(name));
   absl::Status status;
   std::string new_name;
   int64_t count = 0;
   do {
     new_name = absl::StrCat(std::string(prefix), name, count == 0 ? "" : absl::StrCat("-", count));
-    status = file_system_.Rename(JoinPath(folder.path, name), JoinPath(folder.path, new_name));
+    status = file_system_.Rename(path, JoinPath(folder.path, new_name));
     ++count;
   } while (absl::IsAlreadyExists(status));
   EMA_RETURN_IF_ERROR(status);

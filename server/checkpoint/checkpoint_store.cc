@@ -262,22 +262,33 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
   }
-  // Not before there is another: it may be readable after all.
-  if (const absl::Status unread = UnreadProblem(folder, name); !unread.ok()) {
-    EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
-  }
-  absl::Status renamed = file_system_.Rename(temporary, JoinPath(folder.path, name));
-  if (renamed.ok()) renamed = Sync(folder.path);
-  if (!renamed.ok()) {
-    Forget(folder);  // It may have its name all the same.
-    return renamed;
-  }
+  EMA_RETURN_IF_ERROR(TakeName(folder, name));
   absl::MutexLock lock(&folder.state_mu);
   folder.index[name] = {.name = name,
                         .id = IdOf(written->record),
                         .is_partial = !options.tracks.empty(),
                         .details = DetailsOf(*written)};
   return written->total_bytes;
+}
+
+absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) {
+  const std::string path = JoinPath(folder.path, name);
+  const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
+  const absl::Status unread = UnreadProblem(folder, name);
+  absl::Status status = absl::UnimplementedError("nothing to exchange with");
+  // That one may be readable after all.
+  if (!unread.ok()) status = file_system_.Exchange(temporary, path);
+  const bool is_exchanged = status.ok();
+  if (absl::IsUnimplemented(status)) {
+    if (!unread.ok()) EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
+    status = file_system_.Rename(temporary, path);
+  }
+  if (status.ok()) status = Sync(folder.path);
+  if (status.ok() && is_exchanged) {
+    status = SetAsideCorrupt(folder, name, unread, kTemporaryPrefix);
+  }
+  if (!status.ok()) Forget(folder);  // It may have its name all the same.
+  return status;
 }
 
 bool CheckpointStore::WasKept(const Folder& folder, const std::string& name) {

@@ -163,7 +163,8 @@ class CheckpointStore {
   // RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space. UNAVAILABLE, STORE_READ_ONLY.
   // UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND,
   // MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE. After any of these the
-  // checkpoints from before are as they were.
+  // checkpoints from before are as they were; only one that was found bad, or not readable, may
+  // have been set aside.
   absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_) {
     return Save(model, std::move(snapshot), SaveOptions());
   }
@@ -360,10 +361,11 @@ class CheckpointStore {
   // The first of them, which a restart would load if it is good; all zero: there is none.
   absl::StatusOr<CheckpointId> FindLatest(const Folder& folder);
   // Renames a checkpoint, or the labels' file, durably, so that it is not found any more. Returns
-  // its new name.
+  // its new name. Now it is called `now_prefix` and `name`.
   absl::StatusOr<std::string> SetAside(const Folder& folder, const std::string& name,
-                                       std::string_view prefix);
-  absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem)
+                                       std::string_view prefix, std::string_view now_prefix = "");
+  absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem,
+                               std::string_view now_prefix = "")
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // What is known of the folder may not be what is on the disk: it is looked up again before it is
@@ -398,6 +400,10 @@ class CheckpointStore {
   absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,
                                          const SaveOptions& options, Folder& folder,
                                          const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Gives a temporary checkpoint its name, durably, and sets aside the one that was there to be
+  // written anew. Where the file system can exchange names, one of the two has it at every moment.
+  absl::Status TakeName(Folder& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The checkpoint of that name which is to be written anew, or was set aside, has its KEEP file.
   bool WasKept(const Folder& folder, const std::string& name);

@@ -199,6 +199,14 @@ class PosixFileSystemImpl final : public FileSystem {
     return absl::OkStatus();
   }
 
+  absl::Status Exchange(const std::string& a, const std::string& b) override {
+    if (renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) {
+      return absl::OkStatus();
+    }
+    if (errno == EINVAL || errno == ENOSYS) return absl::UnimplementedError("exchange of names");
+    return ErrnoStatus(errno, "rename to", b);
+  }
+
   absl::Status SyncDirectory(const std::string& path) override {
     EMA_ASSIGN_OR_RETURN(const Descriptor fd, OpenDescriptor(path, O_RDONLY | O_DIRECTORY));
     return SyncDescriptor(fd.get(), path);

@@ -89,6 +89,10 @@ class FileSystem {
   // is empty (ALREADY_EXISTS). Durable only after SyncDirectory() of the parents.
   virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;
 
+  // Gives each of two that are there the other's name, at once, and durably as Rename().
+  // UNIMPLEMENTED: not every file system can.
+  virtual absl::Status Exchange(const std::string& a, const std::string& b) = 0;
+
   // Returns when the directory's list of names is on the disk.
   virtual absl::Status SyncDirectory(const std::string& path) = 0;
 

@@ -2,6 +2,7 @@
 //
 // What CheckpointManager makes of checkpoints that it reads again.
 #include <chrono>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -225,6 +226,36 @@ TEST_F(CheckpointScrubTest, WhatCannotBeReadIsSavedAnewForWhoAsks) {
   server.manager().AwaitIdle();
   EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
   EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name)));
+}
+
+TEST_F(CheckpointScrubTest, ACrashWhileTheNewestIsSavedAnewLosesNothing) {
+  for (const bool can_exchange : {true, false}) {
+    TestServer server(files_);
+    server.PushTo(server.version() + 2);
+    ASSERT_THAT(server.Save(server.version() - 1), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const auto newest, server.Save());
+    std::vector<std::unique_ptr<FakeFileSystem>> crashed;
+    files_.set_hook([&](const std::string& operation, const std::string& path) {
+      if (operation == "read" && path.starts_with(PathOf(newest.name) + "/tracks/raw")) {
+        return absl::UnavailableError("Input/output error");
+      }
+      if (!can_exchange) {
+        return operation == "exchange" ? absl::UnimplementedError("") : absl::OkStatus();
+      }
+      if (operation != "read") {
+        crashed.push_back(files_.AfterCrash(PowerLoss::kAnything, crashed.size()));
+      }
+      return absl::OkStatus();
+    });
+    server.manager().Scrub(server.models());
+    server.manager().AwaitIdle();
+    files_.set_hook(nullptr);
+    EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + newest.name)));
+    EXPECT_THAT(server.Complete(), Contains(server.version()));
+    for (size_t i = 0; i < crashed.size(); ++i) {
+      EXPECT_EQ(TestServer(*crashed[i]).version(), server.version()) << i;
+    }
+  }
 }
 
 }  // namespace

@@ -263,6 +263,19 @@ absl::Status FakeFileSystem::Rename(const std::string& from, const std::string& 
   return absl::OkStatus();
 }
 
+absl::Status FakeFileSystem::Exchange(const std::string& a, const std::string& b) {
+  EMA_RETURN_IF_ERROR(Call("exchange", a));
+  const Held held(mu_);
+  EMA_ASSIGN_OR_RETURN(const auto a_place, FindParent(a));
+  EMA_ASSIGN_OR_RETURN(const auto b_place, FindParent(b));
+  if (a_place.first != b_place.first) return absl::UnimplementedError("between directories");
+  const std::optional<int64_t> a_node = Find(a);
+  const std::optional<int64_t> b_node = Find(b);
+  if (!a_node.has_value() || !b_node.has_value()) return NoSuch(a);
+  Apply(a_place.first, {{a_place.second, *b_node}, {b_place.second, *a_node}});
+  return absl::OkStatus();
+}
+
 absl::Status FakeFileSystem::SyncDirectory(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("syncdir", path));
   if (IsIgnored("syncdir", path)) return absl::OkStatus();

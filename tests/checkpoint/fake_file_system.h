@@ -34,8 +34,9 @@ enum class PowerLoss {
 class FakeFileSystem final : public FileSystem {
  public:
   // Called before each operation, with its name ("create", "append", "sync", "close", "open",
-  // "read", "rename", "syncdir", "mkdir", "list", "remove", "exists", "free", "lock") and path. If
-  // it gives an error the operation fails with that; half of an append's bytes are written then.
+  // "read", "rename", "exchange", "syncdir", "mkdir", "list", "remove", "exists", "free", "lock")
+  // and path. If it gives an error the operation fails with that; half of an append's bytes are
+  // written then.
   using Hook = std::function<absl::Status(const std::string& operation, const std::string& path)>;
   void set_hook(Hook hook) { hook_ = std::move(hook); }
   // Those of "sync", "syncdir" and "rename" for which it gives true say OK and do nothing: so a
@@ -61,6 +62,7 @@ class FakeFileSystem final : public FileSystem {
   absl::StatusOr<std::unique_ptr<WritableFile>> NewWritableFile(const std::string& path) override;
   absl::StatusOr<std::unique_ptr<RandomAccessFile>> OpenFile(const std::string& path) override;
   absl::Status Rename(const std::string& from, const std::string& to) override;
+  absl::Status Exchange(const std::string& a, const std::string& b) override;
   absl::Status SyncDirectory(const std::string& path) override;
   absl::Status CreateDirectory(const std::string& path) override;
   absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(const std::string& path) override;

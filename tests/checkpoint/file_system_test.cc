@@ -167,6 +167,19 @@ TEST_F(FileSystemTest, RemovingATreeFollowsNoLink) {
   EXPECT_THAT(files_.RemoveTree(Path("tree")), IsOk());
 }
 
+TEST_F(FileSystemTest, TwoDirectoriesExchangeTheirNames) {
+  ASSERT_THAT(files_.CreateDirectory(Path("a")), IsOk());
+  ASSERT_THAT(files_.CreateDirectory(Path("b")), IsOk());
+  Write("a/file", "1");
+  const absl::Status exchanged = files_.Exchange(Path("a"), Path("b"));
+  if (absl::IsUnimplemented(exchanged)) GTEST_SKIP() << exchanged;
+  ASSERT_THAT(exchanged, IsOk());
+  EXPECT_THAT(files_.Exists(Path("a/file")), IsOkAndHolds(false));
+  EXPECT_THAT(files_.Exists(Path("b/file")), IsOkAndHolds(true));
+  EXPECT_THAT(files_.Exchange(Path("a"), Path("c")),
+              StatusIs(absl::StatusCode::kNotFound, testing::_));
+}
+
 TEST_F(FileSystemTest, ALargeFileIsNotReadAsASmallOne) {
   Write("a", std::string(101, 'x'));
   EXPECT_THAT(files_.ReadSmallFile(Path("a"), 100),
