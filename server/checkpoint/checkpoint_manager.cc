@@ -156,6 +156,7 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   }
   models_ = &models;
   if (options_.scrub_interval > absl::ZeroDuration()) {
+    NoteScrubTime(std::min(store_->ReadScrubTime().value_or(absl::Now()), absl::Now()));
     scrub_thread_ = std::thread([this] { RunScrub(); });
   }
   return absl::OkStatus();

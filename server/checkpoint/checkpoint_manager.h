@@ -90,8 +90,8 @@ class CheckpointManager final : public Checkpoints {
   };
   // Of every model that has any. Never blocks on the disk.
   std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
-  // When the last complete scrub that skipped none ended; LoadAll() counts as one. Absent: there
-  // are none.
+  // When the last complete scrub that skipped none ended, of this server or an earlier one of the
+  // same directory; the first LoadAll() there counts as one. Absent: there are none.
   std::optional<absl::Time> scrub_time() ABSL_LOCKS_EXCLUDED(mu_);
 
   // As Model::Options::on_commit. Never waits for the disk.
@@ -251,6 +251,7 @@ class CheckpointManager final : public Checkpoints {
   void SetAside(Model& model, const std::string& name, const absl::Status& problem);
   // Tells the log; has the newest version saved, in its place if need be, if it was the newest.
   void NoteUnreadable(Model& model, const std::string& name, const absl::Status& problem);
+  void NoteScrubTime(absl::Time time) ABSL_LOCKS_EXCLUDED(mu_);
   // Verifies a checkpoint. CANCELLED: Drain() has begun. Only this is the scrub's own work: what is
   // made of the result may wait for a save.
   absl::Status ReadAgain(Model& model, const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);

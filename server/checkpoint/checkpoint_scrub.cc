@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The part of CheckpointManager that reads checkpoints again, and sets bad ones aside.
+#include <algorithm>
+
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/pacer.h"
@@ -100,17 +102,23 @@ std::optional<absl::Time> CheckpointManager::scrub_time() {
   return scrub_time_;
 }
 
-void CheckpointManager::RunScrub() {
-  const auto note_time = [this] {
+void CheckpointManager::NoteScrubTime(absl::Time time) {
+  {
     absl::MutexLock lock(&mu_);
-    scrub_time_ = absl::Now();
-  };
-  note_time();
-  while (Rest(options_.scrub_interval)) {
+    scrub_time_ = time;
+  }
+  // Only the next server asks for it: if it is lost, that counts from an earlier one, or its start.
+  store_->NoteScrubTime(time).IgnoreError();
+}
+
+void CheckpointManager::RunScrub() {
+  const absl::Duration interval = options_.scrub_interval;
+  absl::Duration wait = std::max(*scrub_time() + interval - absl::Now(), absl::ZeroDuration());
+  for (; Rest(wait); wait = interval) {
     const SteadyTime begin = SteadyNow();
     const ScrubReport report = Scrub(*models_);
     if (!report.is_complete) return;
-    if (report.skipped_count == 0) note_time();
+    if (report.skipped_count == 0) NoteScrubTime(absl::Now());
     LogTo(options_.log, LogLevel::kInfo, "checkpoints read again",
           {{"bad", report.bad_count},
            {"unreadable", report.unreadable_count},

@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::string_view kLockFileName = "LOCK";
 constexpr std::string_view kIncarnationFileName = "INCARNATION";
+constexpr std::string_view kScrubbedFileName = "SCRUBBED";
 // For what a checkpoint holds besides the weights.
 constexpr int64_t kSpareBytes = int64_t{1} << 20;
 
@@ -115,6 +116,22 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
       ReplaceFile(options_.data_dir, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
   incarnation_ = incarnation;
   return absl::OkStatus();
+}
+
+std::optional<absl::Time> CheckpointStore::ReadScrubTime() {
+  const absl::StatusOr<std::string> text =
+      file_system_.ReadSmallFile(JoinPath(options_.data_dir, kScrubbedFileName), 64);
+  absl::Time time;
+  if (!text.ok() || !absl::ParseTime(absl::RFC3339_full, *text, &time, nullptr)) {
+    return std::nullopt;
+  }
+  return time;
+}
+
+absl::Status CheckpointStore::NoteScrubTime(absl::Time time) {
+  EMA_RETURN_IF_ERROR(latch_.status());
+  return AsSaveError(ReplaceFile(options_.data_dir, kScrubbedFileName,
+                                 absl::StrCat(absl::FormatTime(time, absl::UTCTimeZone()), "\n")));
 }
 
 std::string CheckpointStore::NameOf(const Snapshot& snapshot,

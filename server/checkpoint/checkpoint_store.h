@@ -4,6 +4,7 @@
 //
 //   LOCK                                  held by the one server that uses the directory
 //   INCARNATION                           durable counter, raised at each start
+//   SCRUBBED                              when all checkpoints were last read again
 //   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C;
 //                                         if that one has gone, the newest by name is it
 //   models/<model>/checkpoints/LABELS.json
@@ -229,6 +230,12 @@ class CheckpointStore {
   // for a running Save().
   absl::StatusOr<bool> NoteRead(std::string_view model_name, std::string_view name,
                                 const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // When all checkpoints of the directory were last read again, as was noted, by an earlier server
+  // or this. Absent: nobody has, or that cannot be read.
+  std::optional<absl::Time> ReadScrubTime();
+  // Durable. Errors as Save(). One at a time.
+  absl::Status NoteScrubTime(absl::Time time);
 
   // --- Labels ---
 

@@ -166,9 +166,11 @@ void AddServer(const ServerState& state, Families& families) {
                  *state.data_dir_free_bytes);
   }
   if (state.scrub_time.has_value()) {
-    families.Add("ema_checkpoints_last_scrub_timestamp_seconds",
-                 "When all checkpoints were last read again, or the server began to do so.",
-                 Seconds(*state.scrub_time));
+    families.Add(
+        "ema_checkpoints_last_scrub_timestamp_seconds",
+        "When all checkpoints of the data directory were last read again, by this server or "
+        "an earlier one, or the first began to do so.",
+        Seconds(*state.scrub_time));
   }
   families.Add("ema_checkpoint_store_read_only",
                "1: after a failed fsync nothing can be saved until the server is started again.",

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -256,6 +257,39 @@ TEST_F(CheckpointScrubTest, ACrashWhileTheNewestIsSavedAnewLosesNothing) {
       EXPECT_EQ(TestServer(*crashed[i]).version(), server.version()) << i;
     }
   }
+}
+
+TEST_F(CheckpointScrubTest, WhenItWasOutlivesAServer) {
+  CheckpointManager::Options options;
+  options.scrub_interval = absl::Hours(24);
+  std::string older;
+  absl::Time begin;
+  {
+    TestServer server(files_, options);
+    begin = server.manager().scrub_time().value();
+    server.PushTo(1);
+    older = server.Save()->name;
+    server.PushTo(2);
+    ASSERT_THAT(server.Save(), IsOk());
+  }
+  EXPECT_EQ(TestServer(files_, options).manager().scrub_time(), begin);
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  // Long ago; one that skips some does not count.
+  const absl::Time long_ago = absl::FromUnixSeconds(1'577'836'800);
+  files_.FileBytes("/data/SCRUBBED") = "2020-01-01T00:00:00+00:00\n";
+  FailReading(older, absl::ResourceExhaustedError("Too many open files"));
+  {
+    TestServer server(files_, options);
+    while (server.errors().empty() && absl::Now() < deadline) std::this_thread::yield();
+    EXPECT_THAT(server.errors(), ElementsAre(HasSubstr("checkpoint not read again")));
+    EXPECT_EQ(server.manager().scrub_time(), long_ago);
+  }
+  files_.set_hook(nullptr);
+  TestServer server(files_, options);
+  while (server.manager().scrub_time() == long_ago && absl::Now() < deadline) {
+    std::this_thread::yield();
+  }
+  EXPECT_GE(server.manager().scrub_time().value(), begin);
 }
 
 }  // namespace
