@@ -10,17 +10,18 @@ namespace ema {
 absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef& block,
                                                                  SourceFormat format) {
   std::shared_ptr<Copy> copy;
-  Entries dropped;  // Freed without the lock.
   {
+    Entries dropped;  // Given back without the lock, and before Fill() asks for memory.
     absl::MutexLock lock(&mu_);
     const auto entry = FindLocked(block, format);
     if (entry != entries_.end()) {
       copy = entry->copy;
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
-      dropped = DropLocked(kept_bytes_);
+      const int64_t size_bytes = SizeBytes(*block, format);
+      if (pinned_.free_bytes() < size_bytes) dropped = MakeRoomLocked(size_bytes);
       copy = std::make_shared<Copy>();
-      entries_.push_front({block, {block.get(), format}, copy, SizeBytes(*block, format)});
+      entries_.push_front({block, {block.get(), format}, copy, size_bytes});
       by_key_[entries_.front().key] = entries_.begin();
     }
   }
@@ -48,14 +49,20 @@ HostCopies::Entries::iterator HostCopies::FindLocked(const BlockRef& block, Sour
   return it != by_key_.end() && !it->second->block.expired() ? it->second : entries_.end();
 }
 
+HostCopies::Entries HostCopies::MakeRoomLocked(int64_t size_bytes) {
+  // Many at once, so that few misses have to look for them.
+  const bool is_full = pinned_.used_bytes() + size_bytes > kept_bytes_;
+  return DropLocked(is_full ? kept_bytes_ / 8 * 7 : kept_bytes_);
+}
+
 HostCopies::Entries HostCopies::DropLocked(int64_t kept_bytes) {
   Entries dropped;
-  int64_t idle_bytes = 0;
+  int64_t bytes = 0;
   for (auto it = entries_.begin(); it != entries_.end();) {
     const auto entry = it++;
-    const bool is_idle = entry->copy.use_count() == 1;
-    if (is_idle) idle_bytes += entry->size_bytes;
-    if (entry->block.expired() || (is_idle && idle_bytes > kept_bytes)) {
+    const bool is_gone = entry->block.expired();
+    if (!is_gone) bytes += entry->size_bytes;
+    if (is_gone || (bytes > kept_bytes && entry->copy.use_count() == 1)) {
       by_key_.erase(entry->key);
       dropped.splice(dropped.end(), entries_, entry);
     }

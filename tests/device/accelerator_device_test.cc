@@ -268,6 +268,23 @@ TEST(AcceleratorDeviceTest, PinnedMemoryStaysWithinWhatIsKeptAndRead) {
   }
 }
 
+// Pinning costs more than the copy, and unpinning waits for the whole device.
+TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
+  constexpr int kKept = 16;
+  Harness harness({}, /*kept_host_bytes=*/kKept * kBytes);
+  std::vector<std::shared_ptr<Block>> blocks;
+  for (int i = 0; i < 2 * kKept; ++i) blocks.push_back(*harness.device->Allocate(kBytes));
+  const auto read_all = [&] {
+    for (const auto& block : blocks) ASSERT_THAT(harness.device->HostView(block), IsOk());
+  };
+  read_all();
+  const int64_t pin_count = harness.accelerator->pin_count();
+  EXPECT_EQ(pin_count, kKept);
+  read_all();
+  EXPECT_EQ(harness.accelerator->pin_count(), pin_count);
+  EXPECT_EQ(harness.accelerator->pinned_bytes(), kKept * kBytes);
+}
+
 TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {
   Harness harness({.max_delay_us = 100});
   const auto stream = *harness.device->NewStream();

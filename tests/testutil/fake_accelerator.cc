@@ -206,6 +206,7 @@ absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocateDevi
 absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocatePinned(
     int64_t size_bytes) {
   if (is_broken_) return Broken();
+  pin_count_.fetch_add(1);
   pinned_bytes_->fetch_add(size_bytes);
   return std::make_unique<HeapMemory>(size_bytes, pinned_bytes_);
 }

@@ -49,6 +49,8 @@ class FakeAccelerator : public Accelerator {
   // In use now.
   int64_t device_bytes() const { return device_bytes_->load(); }
   int64_t pinned_bytes() const { return pinned_bytes_->load(); }
+  // How often memory has been pinned so far.
+  int64_t pin_count() const { return pin_count_.load(); }
   int64_t trim_count() const { return trim_count_.load(); }
 
   // Pieces of work that have been queued so far: copies, folds, sums, zeros.
@@ -76,6 +78,7 @@ class FakeAccelerator : public Accelerator {
   std::atomic<int64_t> copies_to_host_ = 0;
   std::atomic<int64_t> bytes_to_host_ = 0;
   std::atomic<int64_t> trim_count_ = 0;
+  std::atomic<int64_t> pin_count_ = 0;
   // Shared with memory, which may outlive us.
   using Count = std::shared_ptr<std::atomic<int64_t>>;
   const Count device_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
