@@ -219,7 +219,7 @@ class AcceleratorDevice : public Device {
   }
   void Trim() override {
     feeds_->blocks.Trim();
-    host_copies_.Clear();
+    host_copies_.Trim();
     feeds_->FreeFeeds();
     feeds_->accelerator->Trim();
   }

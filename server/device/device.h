@@ -187,7 +187,8 @@ class Device {
   // `block_bytes`: the largest block that readers ask for.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
 
-  // Gives memory that is kept for reuse back to the system: of blocks, streams and readers.
+  // Gives memory that is kept for reuse back to the system: of blocks and streams, and of readers
+  // once no block is left that they have read. Copies of blocks that are there stay.
   virtual void Trim() = 0;
 
   // The first error that has broken the device for good; OK while it works.

@@ -2,6 +2,7 @@
 #include "server/device/host_copies.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "ema/internal/status_macros.h"
 
@@ -104,11 +105,12 @@ absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std:
   return absl::OkStatus();
 }
 
-void HostCopies::Clear() {
+void HostCopies::Trim() {
   {
-    Entries dropped;  // Freed without the lock.
+    Entries dropped;  // Given back without the lock.
     absl::MutexLock lock(&mu_);
-    dropped = DropLocked(0);
+    dropped = DropLocked(std::numeric_limits<int64_t>::max());
+    if (!entries_.empty()) return;
   }
   pinned_.Trim();
 }

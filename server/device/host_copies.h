@@ -40,8 +40,9 @@ class HostCopies {
   bool Has(const BlockRef& block, SourceFormat format) ABSL_LOCKS_EXCLUDED(mu_);
   // Pinned now: of copies, and of memory kept for the next ones.
   int64_t size_bytes() const { return pinned_.used_bytes() + pinned_.free_bytes(); }
-  // Frees what nobody reads.
-  void Clear() ABSL_LOCKS_EXCLUDED(mu_);
+  // Frees the memory kept for the next copies, unless there are copies of blocks that are still
+  // there: others will follow these, and unpinning waits for the whole device.
+  void Trim() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   struct Copy {
