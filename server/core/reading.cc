@@ -145,6 +145,7 @@ void Reading::ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const 
 }
 
 std::vector<Reading::Run> Reading::RunsIn(int64_t offset, int64_t end) const {
+  if (is_as_stored()) return {{offset, offset, end - offset, Dtype::kUInt8, Dtype::kUInt8}};
   const absl::Span<const StorageLayout::Entry> entries = layout_.entries();
   std::vector<Run> runs;
   auto entry = std::partition_point(entries.begin(), entries.end(), [offset](const auto& e) {
@@ -226,19 +227,35 @@ std::optional<Dtype> Reading::CastOf(const Run& run) const {
   return run.dtype;
 }
 
-absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const {
-  if (!is_stored()) {
-    for (const Run& run : runs) {
-      const std::optional<Dtype> cast = CastOf(run);
-      // No element straddles two blocks.
-      EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
-                           ReadBlocks(device_, *track_.track, track_.blocks, run.stored_offset,
-                                      run.stored_bytes(), cast));
-      for (const HostPiece& piece : pieces)
-        visit(run, piece.bytes, cast.value_or(run.stored_dtype));
+absl::Status Reading::VisitRunsInBlocks(absl::Span<const Run> runs, RunVisitor visit) const {
+  const Track& track = *track_.track;
+  std::shared_ptr<const std::byte> view;  // Of many runs, such as the rows of a box.
+  int64_t viewed = -1;
+  std::optional<Dtype> viewed_cast;
+  for (const Run& run : runs) {
+    const std::optional<Dtype> cast = CastOf(run);
+    const Dtype dtype = cast.value_or(run.stored_dtype);
+    const int64_t ratio = DtypeSize(run.stored_dtype) / DtypeSize(dtype);
+    const int64_t run_end = run.stored_offset + run.stored_bytes();
+    // No element straddles two blocks.
+    for (int64_t at = run.stored_offset; at < run_end;) {
+      const int64_t block = track.FindBlock(at);
+      if (block != viewed || cast != viewed_cast) {
+        EMA_ASSIGN_OR_RETURN(view, device_.HostView(track_.blocks[block], cast));
+        viewed = block;
+        viewed_cast = cast;
+      }
+      const int64_t end = std::min(run_end, track.block_start(block + 1));
+      const std::byte* const from = view.get() + (at - track.block_start(block)) / ratio;
+      visit(run, {from, static_cast<size_t>((end - at) / ratio)}, dtype);
+      at = end;
     }
-    return absl::OkStatus();
   }
+  return absl::OkStatus();
+}
+
+absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const {
+  if (!is_stored()) return VisitRunsInBlocks(runs, visit);
   // Runs of a few bytes that lie near each other, such as the rows of a box, are one read of the
   // disk.
   std::vector<std::byte> gathered;
@@ -318,12 +335,21 @@ absl::StatusOr<std::vector<HostPiece>> Reading::ReadInPlace(absl::Span<const Run
   return pieces;
 }
 
-bool Reading::HaveHostViews(int64_t stored_offset, int64_t stored_bytes,
-                            std::optional<Dtype> cast) const {
+bool Reading::AllBlocks(
+    absl::Span<const Run> runs,
+    absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> is_so) const {
   const Track& track = *track_.track;
-  const int64_t last = track.FindBlock(stored_offset + stored_bytes - 1);
-  for (int64_t block = track.FindBlock(stored_offset); block <= last; ++block) {
-    if (!device_.HasHostView(track_.blocks[block], cast)) return false;
+  int64_t asked = -1;
+  std::optional<Dtype> asked_cast;
+  for (const Run& run : runs) {
+    const std::optional<Dtype> cast = CastOf(run);
+    const int64_t last = track.FindBlock(run.stored_offset + run.stored_bytes() - 1);
+    for (int64_t block = track.FindBlock(run.stored_offset); block <= last; ++block) {
+      if (block == asked && cast == asked_cast) continue;
+      if (!is_so(block, cast)) return false;
+      asked = block;
+      asked_cast = cast;
+    }
   }
   return true;
 }
@@ -332,9 +358,6 @@ bool Reading::IsAtHand(int64_t offset) const {
   if (is_stored()) return false;
   if (device_.is_host()) return true;
   const int64_t chunk = offset / kChunkBytes;
-  const int64_t start = chunk * kChunkBytes;
-  const int64_t end = ChunkEnd(offset);
-  if (is_as_stored()) return HaveHostViews(start, end - start, std::nullopt);
   if (made_chunks_ != nullptr) {
     MadeChunk& made = made_chunks_[chunk];
     if (!made.mu.TryLock()) return false;
@@ -342,10 +365,10 @@ bool Reading::IsAtHand(int64_t offset) const {
     made.mu.Unlock();
     if (is_made) return true;
   }
-  const std::vector<Run> runs = RunsIn(start, end);
-  return std::all_of(runs.begin(), runs.end(), [this](const Run& run) {
-    return HaveHostViews(run.stored_offset, run.stored_bytes(), CastOf(run));
-  });
+  return AllBlocks(RunsIn(chunk * kChunkBytes, ChunkEnd(offset)),
+                   [this](int64_t block, std::optional<Dtype> cast) {
+                     return device_.HasHostView(track_.blocks[block], cast);
+                   });
 }
 
 uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const {
@@ -362,21 +385,10 @@ uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) c
 
 bool Reading::ChunkChangedSince(int64_t version, int64_t offset) const {
   if (is_stored()) return true;
-  const Track& track = *track_.track;
-  const auto changed = [&](int64_t stored_offset, int64_t stored_bytes) {
-    const int64_t last = track.FindBlock(stored_offset + stored_bytes - 1);
-    for (int64_t block = track.FindBlock(stored_offset); block <= last; ++block) {
-      if (track_.block_versions[block] > version) return true;
-    }
-    return false;
-  };
-  const int64_t start = offset / kChunkBytes * kChunkBytes;
-  const int64_t end = ChunkEnd(offset);
-  if (is_as_stored()) return changed(start, end - start);
-  const std::vector<Run> runs = RunsIn(start, end);
-  return std::any_of(runs.begin(), runs.end(), [&changed](const Run& run) {
-    return changed(run.stored_offset, run.stored_bytes());
-  });
+  return !AllBlocks(RunsIn(offset / kChunkBytes * kChunkBytes, ChunkEnd(offset)),
+                    [this, version](int64_t block, std::optional<Dtype>) {
+                      return track_.block_versions[block] <= version;
+                    });
 }
 
 }  // namespace ema

@@ -121,7 +121,7 @@ class Reading {
   absl::Status Select();
   absl::Status SelectSlices(GlobBudget& budget,
                             absl::btree_map<int64_t, const TensorSlice*>& selected) const;
-  // What lies in [offset, end). REQUIRES: no element is cut.
+  // What lies in [offset, end); of what is as it is stored, its bytes. REQUIRES: no element is cut.
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
@@ -133,6 +133,8 @@ class Reading {
   using RunVisitor =
       absl::FunctionRef<void(const Run&, std::span<const std::byte> bytes, Dtype dtype)>;
   absl::Status VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const;
+  // REQUIRES: !is_stored().
+  absl::Status VisitRunsInBlocks(absl::Span<const Run> runs, RunVisitor visit) const;
   // What an accelerator casts the elements of a run to; absent: it gives them as they are stored.
   std::optional<Dtype> CastOf(const Run& run) const;
   // True: the bytes [offset, end), whose runs these are, can be sent from where they lie, which
@@ -140,8 +142,10 @@ class Reading {
   bool AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
   absl::StatusOr<std::vector<HostPiece>> ReadInPlace(absl::Span<const Run> runs, int64_t offset,
                                                      int64_t length_bytes) const;
-  // HostView() of these bytes, so cast, would not wait.
-  bool HaveHostViews(int64_t stored_offset, int64_t stored_bytes, std::optional<Dtype> cast) const;
+  // Whether `is_so` of each block that `runs` are in, and what it is cast to. One that many runs in
+  // a row are in, such as the rows of a box, is asked about once.
+  bool AllBlocks(absl::Span<const Run> runs,
+                 absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> is_so) const;
 
   const SnapshotRef snapshot_;
   const TrackSnapshot& track_;

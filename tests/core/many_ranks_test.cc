@@ -9,6 +9,7 @@
 
 #include "tests/core/test_model.h"
 #include "tests/testutil/random_layout.h"
+#include "tests/testutil/wrapped_device.h"
 
 namespace ema {
 namespace {
@@ -21,13 +22,14 @@ constexpr int kThreads = 8;
 constexpr unsigned kSeed = 20240611;
 
 // A CPU device that knows how much of its memory is in use.
-class CountingDevice final : public Device {
+class CountingDevice final : public WrappedDevice {
  public:
+  CountingDevice() : WrappedDevice(MakeCpuDevice(int64_t{64} << 20)) {}
+
   int64_t bytes_in_use() const { return *bytes_in_use_; }
 
-  std::string name() const override { return device_->name(); }
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) override {
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> block, device_->Allocate(size_bytes));
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> block, WrappedDevice::Allocate(size_bytes));
     *bytes_in_use_ += size_bytes;
     Block* const raw = block.get();
     return std::shared_ptr<Block>(
@@ -36,28 +38,8 @@ class CountingDevice final : public Device {
           *count -= size_bytes;
         });
   }
-  absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
-    return device_->NewStream();
-  }
-  bool is_host() const override { return device_->is_host(); }
-  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
-                                                            std::optional<Dtype> cast) override {
-    return device_->HostView(block, cast);
-  }
-  bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) override {
-    return device_->HasHostView(block, cast);
-  }
-  absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
-    return device_->SumSquares(runs);
-  }
-  int64_t total_memory_bytes() const override { return device_->total_memory_bytes(); }
-  MemoryUse memory_use() const override { return device_->memory_use(); }
-  Overhead overhead(int64_t block_bytes) const override { return device_->overhead(block_bytes); }
-  void Trim() override { device_->Trim(); }
-  absl::Status health() const override { return device_->health(); }
 
  private:
-  const std::unique_ptr<Device> device_ = MakeCpuDevice(int64_t{64} << 20);
   const std::shared_ptr<std::atomic<int64_t>> bytes_in_use_ =
       std::make_shared<std::atomic<int64_t>>(0);
 };
