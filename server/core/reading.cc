@@ -290,12 +290,28 @@ bool Reading::AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end
     if (run.end() - run.offset < kCopyBelowBytes) return false;
     if (run.stored_dtype != run.dtype && !CastOf(run).has_value()) return false;
   }
-  return offset == end;
+  return offset == end && (device_.is_host() || HoldsLittle(runs));
+}
+
+bool Reading::HoldsLittle(absl::Span<const Run> runs) const {
+  int64_t held_bytes = 0;
+  int64_t largest_block = 0;
+  AllBlocks(runs, [&](int64_t block, std::optional<Dtype> cast) {
+    const int64_t size_bytes = track_.track->block_size(block);
+    held_bytes += cast.has_value() ? size_bytes / 2 : size_bytes;
+    largest_block = std::max(largest_block, size_bytes);
+    return true;
+  });
+  return held_bytes <= largest_block + kChunkBytes;
 }
 
 absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
   if (is_as_stored() && made_chunks_ == nullptr) {
-    return ReadTrack(device_, track_, offset, length_bytes);
+    if (device_.is_host()) return ReadTrack(device_, track_, offset, length_bytes);
+    // Of two blocks: put together, so that it holds the copy of neither.
+    EMA_ASSIGN_OR_RETURN(auto bytes, ReadChunk(offset, length_bytes));
+    const std::span<const std::byte> range(bytes.get(), length_bytes);
+    return std::vector<HostPiece>{{std::move(bytes), range}};
   }
   const int64_t chunk = offset / kChunkBytes;
   const int64_t start = chunk * kChunkBytes;

@@ -30,10 +30,11 @@ namespace ema {
 struct GlobBudget;
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Where that is how they are stored, or an accelerator has cast them, its memory is given; what
-// else is cast, cut out, or read from a StoredTrack is made on demand, a chunk at a time, and once
-// for all who hold this object, if the memory budget has room for all of it (else for each anew).
-// Holds the snapshot, so the version stays pinned. Thread-safe.
+// Where that is how they are stored, or an accelerator has cast them, its memory is given, but for
+// chunks that would hold many blocks' copies; what else is cast, cut out, or read from a
+// StoredTrack is made on demand, a chunk at a time, and once for all who hold this object, if the
+// memory budget has room for all of it (else for each anew). Holds the snapshot, so the version
+// stays pinned. Thread-safe.
 class Reading {
  public:
   // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
@@ -140,6 +141,10 @@ class Reading {
   // True: the bytes [offset, end), whose runs these are, can be sent from where they lie, which
   // ReadInPlace() says.
   bool AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
+  // What an accelerator copies for `runs` is as much as one block and their own bytes. The memory
+  // formula counts that for each reader, which holds it until gRPC has sent the chunk; a few bytes
+  // here and there may be of many blocks.
+  bool HoldsLittle(absl::Span<const Run> runs) const;
   absl::StatusOr<std::vector<HostPiece>> ReadInPlace(absl::Span<const Run> runs, int64_t offset,
                                                      int64_t length_bytes) const;
   // Whether `is_so` of each block that `runs` are in, and what it is cast to. One that many runs in

@@ -99,5 +99,24 @@ TEST_F(SlicedReadingTest, AColumnAsksForItsBlockOnce) {
   EXPECT_EQ(device_->asked_count, 1);
 }
 
+// As the memory formula counts: one block of each reader.
+TEST_F(SlicedReadingTest, AChunkHoldsTheCopiesOfFewBlocks) {
+  const auto halves = [](std::vector<TensorSlice> slices) {
+    return Selection{.slices = std::move(slices), .dtype = Dtype::kBFloat16};
+  };
+  const TensorSlice a = {"a", {1, 0}, {1, kColumns}};
+  const TensorSlice b = {"b", {2, 0}, {1, kColumns}};
+  const TensorSlice c = {"c", {3, 0}, {1, kColumns}};
+  const TensorSlice d = {"d", {4, 0}, {1, kColumns}};
+  EXPECT_THAT(ReadFirstChunk(*Open(halves({a, b}))), SizeIs(2)) << "sent from where they lie";
+  EXPECT_THAT(ReadFirstChunk(*Open(halves({a, b, c, d}))), SizeIs(1)) << "copied together";
+  EXPECT_THAT(ReadFirstChunk(*Open({.slices = {a}})), SizeIs(1));
+  EXPECT_THAT(ReadFirstChunk(*Open({.slices = {a, b, c}})), SizeIs(1)) << "copied together";
+  const std::vector<HostPiece> whole = ReadFirstChunk(*Open({}));
+  ASSERT_THAT(whole, SizeIs(1)) << "of \"first\" and \"a\", copied together";
+  const std::vector<float> floats = FloatsOf({whole[0].bytes.begin(), whole[0].bytes.end()});
+  EXPECT_EQ(floats, std::vector(values_.begin(), values_.begin() + floats.size()));
+}
+
 }  // namespace
 }  // namespace ema
