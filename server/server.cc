@@ -14,6 +14,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/shared_ring.h"
+#include "server/base/steady_wait.h"
 #include "server/checkpoint/file_system.h"
 #include "server/ops/logging.h"
 #include "server/ops/port_file.h"
@@ -305,7 +306,7 @@ absl::Status Server::Drain() {
   rpc_->SetServing(false);
   // Only to let those who look at the health take notice: there is nothing that could end it.
   absl::SleepFor(options_.drain_delay);
-  const absl::Time deadline = absl::Now() + options_.drain_grace;
+  const SteadyTime deadline = After(SteadyNow(), options_.drain_grace);
   rpc_->RefuseWork();
   store_->Drain(deadline);
   absl::Status result;

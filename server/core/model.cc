@@ -476,14 +476,13 @@ void Model::RefuseNew(const absl::Status& status) {
   closing_ = status;
 }
 
-void Model::Drain(const absl::Status& status, absl::Time deadline) {
+void Model::Drain(const absl::Status& status, SteadyTime deadline) {
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
     closing_ = status;
-    session_wait_.AwaitUntil(mu_, After(SteadyNow(), deadline - absl::Now()),
-                             [this]()
-                                 ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; });
+    session_wait_.AwaitUntil(
+        mu_, deadline, [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; });
     session = TakeSessionLocked();
   }
   if (session != nullptr) DropStep(*session, status);
@@ -510,7 +509,7 @@ void Model::Close(const absl::Status& status) {
     closed_ = status;
     synthesized.swap(synthesized_);
   }
-  Drain(status, absl::InfinitePast());
+  Drain(status, SteadyNow());
   CallWatchers();
 }
 

@@ -195,7 +195,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Refuses new runs and sessions with `status` from here on.
   void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers go on.
-  void Drain(const absl::Status& status, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until no push is arriving, nor was one a moment ago; for at most `timeout`.
   void AwaitQuiet(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Drain() at once; then refuses readers, too, and calls the watchers. Versions that are pinned

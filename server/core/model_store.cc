@@ -133,7 +133,7 @@ void ModelStore::ExpireSessions(std::chrono::steady_clock::time_point now,
   for (const std::shared_ptr<Model>& model : List()) model->ExpireSession(now, timeout);
 }
 
-void ModelStore::Drain(absl::Time deadline) {
+void ModelStore::Drain(SteadyTime deadline) {
   {
     absl::MutexLock lock(&mu_);
     draining_ = true;

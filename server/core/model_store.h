@@ -17,7 +17,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model.h"
 #include "server/device/device.h"
@@ -64,7 +64,7 @@ class ModelStore {
                       std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Refuses new models, runs and sessions with UNAVAILABLE, DRAINING; waits for the open sessions
   // until `deadline`, then ends them. Readers go on.
-  void Drain(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  void Drain(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Closes all models with UNAVAILABLE, DRAINING. REQUIRES: Drain() has returned.
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
 

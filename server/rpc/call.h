@@ -19,8 +19,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "server/base/log_event.h"
 #include "server/base/log_throttle.h"
@@ -74,10 +72,10 @@ class CallsInFlight {
     });
   }
   // Waits until there is none, at most until `deadline`.
-  void AwaitNone(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mu_) {
+  void AwaitNone(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return count_ == 0; };
-    wait_.AwaitUntil(mu_, After(SteadyNow(), deadline - absl::Now()), none);
+    wait_.AwaitUntil(mu_, deadline, none);
   }
 
  private:

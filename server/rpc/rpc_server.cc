@@ -168,7 +168,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
       disk_reader_("disk-reader", options.max_pull_streams),
       device_reader_("device-reader", options.max_pull_streams) {}
 
-RpcServer::~RpcServer() { Shutdown(absl::InfinitePast()); }
+RpcServer::~RpcServer() { Shutdown(SteadyNow()); }
 
 absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const {
   for (const Heartbeats::Age& age : options_.heartbeats->Ages(Heartbeats::Clock::now())) {
@@ -262,7 +262,7 @@ absl::StatusOr<grpc::health::v1::HealthCheckResponse> RpcServer::CheckHealth(
   return response;
 }
 
-void RpcServer::Shutdown(absl::Time deadline) {
+void RpcServer::Shutdown(SteadyTime deadline) {
   {
     absl::MutexLock lock(&mu_);
     if (is_shut_down_) return;
@@ -279,7 +279,7 @@ void RpcServer::Shutdown(absl::Time deadline) {
   if (lanes_ != nullptr) lanes_->Stop();
   // What was cancelled just now ends by itself, on the queues' threads.
   constexpr absl::Duration kCancelGrace = absl::Seconds(5);
-  rpc_.calls.AwaitNone(absl::Now() + kCancelGrace);
+  rpc_.calls.AwaitNone(After(SteadyNow(), kCancelGrace));
   {
     // Not before: calls that go on until the deadline need these threads.
     absl::MutexLock lock(&mu_);

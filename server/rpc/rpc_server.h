@@ -135,7 +135,7 @@ class RpcServer {
   std::optional<ServedCertificate::State> certificate() const;
 
   // Stops accepting, ends what is running at `deadline`, joins all threads. Blocks.
-  void Shutdown(absl::Time deadline);
+  void Shutdown(SteadyTime deadline);
 
  private:
   RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, const Options& options);

@@ -160,7 +160,7 @@ TEST_F(CheckpointManagerTest, TheLogHasEachFailedSaveOnce) {
   server.manager().AwaitIdle();
   server.PushTo(2);  // By itself.
   server.manager().AwaitIdle();
-  server.models().Drain(absl::InfinitePast());
+  server.models().Drain(SteadyNow());
   EXPECT_THAT(server.manager().Drain(server.models()), ReasonIs(ErrorReason::kDiskFull));
   const auto is_of = [](int64_t version, const std::string& more = "") {
     return AllOf(HasSubstr("checkpoint failed model=m"),
@@ -274,7 +274,7 @@ TEST_F(CheckpointManagerTest, DrainSavesTheNewest) {
   {
     TestServer server(files_);
     server.PushTo(2);
-    server.models().Drain(absl::InfinitePast());
+    server.models().Drain(SteadyNow());
     EXPECT_THAT(server.manager().Drain(server.models()), IsOk());
   }
   TestServer server(files_);
@@ -292,7 +292,7 @@ TEST_F(CheckpointManagerTest, DrainSavesTheNewestWithoutRoomForOneThatIsKept) {
     EXPECT_THAT(server.Save(), IsOk());
     files_.set_free_bytes((int64_t{1} << 20) + 1000);  // The weights take a few bytes.
     server.PushStep(1000, 2);
-    server.models().Drain(absl::InfinitePast());
+    server.models().Drain(SteadyNow());
     EXPECT_THAT(server.manager().Drain(server.models()), IsOk());
   }
   TestServer server(files_, {}, config);

@@ -105,7 +105,7 @@ TEST_F(CheckpointScrubTest, AScrubEndsInTheMiddleOfACheckpointWhenTheDrainBegins
   EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
   server.PushTo(2);
   const std::string tracks = absl::StrCat(kTestFolder, "/", saved.name, "/tracks/");
-  server.models().Drain(absl::InfinitePast());
+  server.models().Drain(SteadyNow());
   std::vector<std::string> read;
   files_.set_hook([&](const std::string& operation, const std::string& path) {
     if (operation != "read" || !path.starts_with(tracks)) return absl::OkStatus();

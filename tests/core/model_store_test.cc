@@ -159,7 +159,7 @@ TEST_F(ModelStoreTest, DrainingRefusesWhatIsNew) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto created, store_.Create(Config("m")));
   TestRank rank(created.model, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
-  store_.Drain(absl::InfinitePast());
+  store_.Drain(SteadyNow());
   EXPECT_THAT(store_.Create(Config("n")), ReasonIs(ErrorReason::kDraining));
   EXPECT_THAT(rank.Push(1, std::vector<std::byte>(4000)), ReasonIs(ErrorReason::kDraining));
 }

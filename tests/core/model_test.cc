@@ -595,7 +595,7 @@ TEST_F(ModelTest, TheSaveAtTheEndNeedsNoPin) {
   }
   ASSERT_THAT(rank.Push(100, BytesOf(Values(4))), IsOk());
   ASSERT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
-  model_->Drain(absl::UnavailableError("draining"), absl::InfinitePast());
+  model_->Drain(absl::UnavailableError("draining"), SteadyNow());
   ASSERT_NE(model_->NewestAfterDrain(), nullptr);
   EXPECT_EQ(model_->NewestAfterDrain()->record.step, 100);
 }

@@ -4,6 +4,7 @@
 // clock is.
 #include "absl/time/clock.h"
 #include "server/base/steady_wait.h"
+#include "tests/core/test_model.h"
 #include "tests/rpc/rpc_fixture.h"
 #include "tests/testutil/stepped_clock.h"
 
@@ -42,6 +43,23 @@ TEST_F(ClockStepTest, TheServerGetsOnAfterItWasSetBack) {
     EXPECT_TRUE(AwaitLook());
     EXPECT_THAT(server_->health(), IsOk());
   }
+}
+
+TEST_F(ClockStepTest, ADrainEndsAtItsTimeAfterItWasSetBack) {
+  ASSERT_NO_FATAL_FAILURE(StartServer(options_));
+  CreateAndOpen();
+  TestRank rank(*store_->Get("m"), "another");
+  ASSERT_THAT(rank.Join(), IsOk());
+  const auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, rank.Open(1, outcome));
+  step_seconds = 3600;
+  const SteadyTime deadline = After(SteadyNow(), absl::Milliseconds(20));
+  step_seconds = 0;
+  store_->Drain(deadline);
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kDraining));
+  store_->Close();
+  server_->Shutdown(deadline);
+  EXPECT_LT(SteadyNow(), After(deadline, absl::Minutes(1)));
 }
 
 }  // namespace

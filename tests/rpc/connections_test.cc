@@ -168,7 +168,7 @@ TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
       });
     }
     while (pulls.load() < 100) std::this_thread::yield();
-    server_->Shutdown(absl::InfinitePast());
+    server_->Shutdown(SteadyNow());
     stopped.store(true);
     readers.clear();
     server_.reset();

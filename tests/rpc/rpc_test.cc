@@ -411,9 +411,9 @@ TEST_F(RpcTest, StoppingEndsWatchersAndPushesWithoutACrash) {
     grpc::ClientContext context;
     ASSERT_TRUE(stub_->QueryPush(&context, query, &progress).ok());
   }
-  store_->Drain(absl::InfinitePast());
+  store_->Drain(SteadyNow());
   store_->Close();
-  server_->Shutdown(absl::Now() + absl::Seconds(5));
+  server_->Shutdown(After(SteadyNow(), absl::Seconds(5)));
   EXPECT_EQ(push->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(watch->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }

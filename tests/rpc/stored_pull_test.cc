@@ -641,7 +641,7 @@ TEST_F(StoredPullTest, AReaderThatLeavesMeanwhileIsLetGo) {
   go_on_.Notify();
   // The place is free again, and nothing is held.
   EXPECT_TRUE(IsData(Pull(Request(1)).data, first_));
-  server_->Shutdown(absl::Now() + absl::Seconds(10));
+  server_->Shutdown(After(SteadyNow(), absl::Seconds(10)));
   server_.reset();
   disk_.Clear();
   rank_.reset();
@@ -656,7 +656,7 @@ TEST_F(StoredPullTest, APullThatIsRunningFinishesWhileTheServerStops) {
   Pulled slow;
   std::thread reader([&] { slow = Pull(Request(1)); });
   is_blocked_.notification.WaitForNotification();
-  std::thread stopper([&] { server_->Shutdown(absl::Now() + absl::Seconds(30)); });
+  std::thread stopper([&] { server_->Shutdown(After(SteadyNow(), absl::Seconds(30))); });
   while (NewChannel()->WaitForConnected(std::chrono::system_clock::now() +
                                         std::chrono::milliseconds(100))) {
   }  // Until nobody gets in any more.
@@ -673,7 +673,7 @@ TEST_F(StoredPullTest, AServerThatMustStopAtOnceEndsIt) {
   Pulled slow;
   std::thread reader([&] { slow = Pull(Request(1)); });
   is_blocked_.notification.WaitForNotification();
-  std::thread stopper([&] { server_->Shutdown(absl::InfinitePast()); });
+  std::thread stopper([&] { server_->Shutdown(SteadyNow()); });
   reader.join();  // Told at once; the disk's read ends later.
   EXPECT_FALSE(slow.result.status.ok());
   EXPECT_FALSE(slow.complete);
