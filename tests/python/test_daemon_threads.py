@@ -12,19 +12,25 @@ import pytest
 # Each waits, with the lock let go, until the interpreter has ended.
 CALLS = {
     "watch": "for _ in client.watch(name): pass",
+    "watch of nobody": "for _ in ema_client.Client('127.0.0.1:1').watch(name): pass",
     "wait_for": "client.wait_for(name, step=100)",
     "pull": "while True: client.pull(name, track='raw', on_progress=lambda received: None)",
     "run": "while True:\n        with client.open_run(name) as run: run.wait_ready()",
-    "fold": "while True: ema_client._ema.fold_many([ema], [weights], 0.5)",
+    "fold": """
+    import numpy as np
+    ema, weights = np.zeros(1 << 20, np.float32), np.ones(1 << 20, np.float32)
+    while True: ema_client._ema.fold_many([ema], [weights], 0.5)
+""",
 }
 PROGRAM = """
-import sys, threading
+import ctypes, sys, threading
 import ema_client
-import numpy as np
 
-address, name = sys.argv[1:]
+# As a library that takes its time to end, after Python.
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.usleep, ctypes.c_void_p(200_000), None)
+address, name, wait_s = sys.argv[1:]
 client = ema_client.Client(address)
-ema, weights = np.zeros(1 << 20, np.float32), np.ones(1 << 20, np.float32)
 started = threading.Event()
 
 def call():
@@ -33,7 +39,7 @@ def call():
 
 threading.Thread(target=call, daemon=True).start()
 started.wait()
-threading.Event().wait(0.3)
+threading.Event().wait(float(wait_s))
 print("trained", flush=True)
 """
 
@@ -45,9 +51,10 @@ def test_do_not_change_how_the_program_ends(server, client, model, call):
     with client.open_run(model) as run:
         run.push(step=1, weights=weights)
     program = PROGRAM.format(call=CALLS[call])
-    for _ in range(3):
+    # Waits look for Ctrl-C every 50 ms: before the interpreter has ended, or first after it.
+    for wait_s in (0.3, 0.316, 0.332):
         ended = subprocess.run(
-            [sys.executable, "-c", program, server.address, model],
+            [sys.executable, "-c", program, server.address, model, str(wait_s)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -41,12 +41,19 @@ class GilReleased {
 // Takes the lock, from any thread, whether it has it or not.
 class GilHeld {
  public:
-  GilHeld() : state_(OrForever([] { return PyGILState_Ensure(); })) {}
+  GilHeld() : state_(OrForever(Take)) {}
   GilHeld(const GilHeld&) = delete;
   GilHeld& operator=(const GilHeld&) = delete;
   ~GilHeld() { PyGILState_Release(state_); }
 
  private:
+  static PyGILState_STATE Take() {
+    // What Python keeps of the thread has gone with the interpreter; it would make a new one, of
+    // none. The thread that ends the interpreter has its own, and may come here from destructors.
+    while (!Py_IsInitialized() && PyGILState_GetThisThreadState() == nullptr) pause();
+    return PyGILState_Ensure();
+  }
+
   const PyGILState_STATE state_;
 };
 
