@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import threading
+
 import ema_client
 import numpy as np
 import pytest
@@ -84,3 +88,33 @@ def test_watch_goes_on_over_a_restart(tmp_path, model, rng):
             push_steps(client, model, rng, [3])
             assert next(watch).number == 3
             watch.close()
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60])
+def test_who_waits_hears_of_versions_counted_anew(tmp_path, model, rng, monkeypatch, timeout_s):
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(model, random_weights(rng), tracks=TRACKS)
+            push_steps(client, model, rng, [1])
+            client.create_checkpoint(model)
+            lost = push_steps(client, model, rng, [2, 3])[-1][0]
+            has_looked = threading.Event()
+            first_commit = client._first_commit
+
+            def told_first_commit(*args, **kwargs):
+                has_looked.set()
+                return first_commit(*args, **kwargs)
+
+            monkeypatch.setattr(client, "_first_commit", told_first_commit)
+            with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as end:
+                end.callback(client.delete_model, model)  # Which ends every wait.
+                waiting = pool.submit(client.wait_for, model, step=5, timeout_s=timeout_s)
+                assert has_looked.wait(60)
+                server.kill()
+                server.start(port=server.port)
+                anew = [version for version, _ in push_steps(client, model, rng, [4, 5])]
+                assert [version.number for version in anew] == [2, 3] and lost.number == 3
+                versions = client.watch(model, after=lost, timeout_s=30)
+                assert [next(versions) for _ in anew] == anew
+                versions.close()
+                assert waiting.result(30) == anew[-1]

@@ -283,13 +283,20 @@ class EvaluatorCalls(CheckpointCalls):
         )
 
     def watch(
-        self, name: str, *, after: int | None = None, timeout_s: float | None = None
+        self,
+        name: str,
+        *,
+        after: int | Version | None = None,
+        timeout_s: float | None = None,
     ) -> Generator[Version, None, None]:
         """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
 
         Args:
             name: the model.
-            after: a version's number; 0: with the oldest record. None: from now on.
+            after: a version's record; or its number, whichever life of the server counted it: 0 is
+                with the oldest record. None: from now on. A server that was ended may come back at an
+                older version and count on from there: of a number of its old life, commits are yielded
+                only once they are past it; of a record, all that are later.
             timeout_s: seconds without a commit after which DeadlineExceededError is raised. None:
                 waits for ever.
 
@@ -297,7 +304,8 @@ class EvaluatorCalls(CheckpointCalls):
             NotFoundError: no such model, or it was deleted.
         """
         timeout = math.inf if timeout_s is None else self._timeout(timeout_s)
-        return _iterate(self._client.watch(name, after, timeout))
+        since = None if after is None else version_id(after)
+        return _iterate(self._client.watch(name, since, timeout))
 
     def wait_for(self, name: str, *, step: int, timeout_s: float | None = None) -> Version:
         """Waits until the model has come to a step.
@@ -326,10 +334,9 @@ class EvaluatorCalls(CheckpointCalls):
         latest = self.model(name, timeout_s=timeout_s or None).latest
         while latest is None or latest.step < step:
             left = None if deadline is None else deadline - time.monotonic()
-            after = 0 if latest is None else latest.number
             found: Version | None = None
             if left is None or left > 0:
-                found = self._first_commit(name, after=after, step=step, timeout_s=left)
+                found = self._first_commit(name, after=latest or 0, step=step, timeout_s=left)
             if found is None:
                 at = "no version" if latest is None else f"step {latest.step}"
                 raise DeadlineExceededError(
@@ -339,7 +346,7 @@ class EvaluatorCalls(CheckpointCalls):
         return latest
 
     def _first_commit(
-        self, name: str, *, after: int, step: int, timeout_s: float | None
+        self, name: str, *, after: int | Version, step: int, timeout_s: float | None
     ) -> Version | None:
         """The first that is not before `step`; with a time, the first: the time is not one commit's."""
         with contextlib.closing(self.watch(name, after=after, timeout_s=timeout_s)) as versions:

@@ -50,7 +50,7 @@ def pull(
 
 
 def watch(
-    url: str, *, after: int | None = None, timeout_s: float | None = None
+    url: str, *, after: int | Version | None = None, timeout_s: float | None = None
 ) -> Generator[Version, None, None]:
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
 

@@ -432,10 +432,13 @@ class PyClient {
     return true;
   }
 
-  std::unique_ptr<Watcher> Watch(const std::string& model, std::optional<int64_t> after,
+  std::unique_ptr<Watcher> Watch(const std::string& model,
+                                 const std::optional<std::tuple<int64_t, int64_t>>& after,
                                  double timeout_s) {
     Get();
-    return Unwrap(Watcher::Start(address_, options_, model, after, ToDuration(timeout_s)));
+    std::optional<VersionId> id;
+    if (after.has_value()) id = std::make_from_tuple<VersionId>(*after);
+    return Unwrap(Watcher::Start(address_, options_, model, id, ToDuration(timeout_s)));
   }
 
  private:

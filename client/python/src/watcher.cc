@@ -11,7 +11,7 @@ namespace ema::python {
 absl::StatusOr<std::unique_ptr<Watcher>> Watcher::Start(std::string_view address,
                                                         Client::Options options,
                                                         std::string_view model,
-                                                        std::optional<int64_t> after,
+                                                        std::optional<VersionId> after,
                                                         absl::Duration timeout) {
   auto watcher = std::unique_ptr<Watcher>(new Watcher);
   options.is_interrupted = [stopped = &watcher->stopped_] {
@@ -37,12 +37,10 @@ Watcher::~Watcher() {
   if (thread_.joinable()) thread_.detach();
 }
 
-void Watcher::Watch(const std::string& model, std::optional<int64_t> after,
+void Watcher::Watch(const std::string& model, std::optional<VersionId> after,
                     absl::Duration timeout) {
-  std::optional<VersionId> id;
-  if (after.has_value()) id = VersionId{.version = *after};
   const absl::Status end = client_->Watch(
-      model, id,
+      model, after,
       [this](const Version& version, int64_t skipped) {
         absl::MutexLock lock(&mu_);
         items_.push_back({version, skipped});

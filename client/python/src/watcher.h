@@ -30,7 +30,7 @@ class Watcher {
   static absl::StatusOr<std::unique_ptr<Watcher>> Start(std::string_view address,
                                                         Client::Options options,
                                                         std::string_view model,
-                                                        std::optional<int64_t> after,
+                                                        std::optional<VersionId> after,
                                                         absl::Duration timeout);
   ~Watcher();  // Stop(). In a forked child: nothing.
 
@@ -47,7 +47,7 @@ class Watcher {
 
  private:
   Watcher() = default;
-  void Watch(const std::string& model, std::optional<int64_t> after, absl::Duration timeout);
+  void Watch(const std::string& model, std::optional<VersionId> after, absl::Duration timeout);
 
   std::unique_ptr<Client> client_;  // Constant after Start().
   pid_t pid_ = 0;                   // Constant after Start().
