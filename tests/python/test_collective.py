@@ -57,7 +57,7 @@ class Overtaken:
         return info
 
 class info:
-    name, latest = "m", 1
+    name, latest, tracks = "m", 1, {"ema": None}
 
 pieces = pieces_of({"w": torch.ones(3)})
 try:

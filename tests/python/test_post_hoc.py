@@ -12,9 +12,14 @@ import time
 import ema_client
 import numpy as np
 import pytest
+import torch
 from ema_client import Track
+from ema_client._averaged import pull_pieces
+from ema_client._pieces import pieces_of
+from ema_client._ranks import Ranks
 from server_process import ServerProcess
 from test_emactl import EMACTL
+from testing import assert_same_bits
 
 STEPS = 400
 HALF_LIFE = 20
@@ -391,6 +396,57 @@ def test_emactl(server, client, made, tmp_path):
     assert emactl("synthesize", made, "--name", "x", "--half-life", "5ep").returncode == 4
     result = emactl("update", made, "--track", "c=sigma_rel=0.2,snapshot_interval=50ba")
     assert "snapshot_interval 50ba" in result.stdout, result.stderr
+
+
+class Net(torch.nn.Module):
+    """What `Walk` pushes; modules have a method of the name "half"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(ELEMENTS))
+        self.register_buffer("half_", torch.zeros(7))
+        self.register_buffer("n", torch.tensor(0))
+
+
+@pytest.mark.parametrize("step", [None, 15])
+def test_by_pieces(server, client, made, step):
+    client.synthesize(made, result="post-hoc", sigma_rel=0.07, step=15)
+    average = client.pull(made, track="post-hoc")
+    url, net = server.url(made), Net()
+    what = {"track": "post-hoc", "step": step, "rename": lambda name: name.rstrip("_")}
+
+    def check(version):
+        assert version == average.version
+        assert_same_bits(average, {name.rstrip("_"): t for name, t in net.state_dict().items()})
+
+    with ema_client.averaged(net, url, **what) as version:
+        check(version)
+    check(ema_client.load_into(net, url, **what).version)
+
+
+def test_all_ranks_get_the_same_build(client, made):
+    old, new = (
+        client.synthesize(made, result="post-hoc", sigma_rel=sigma_rel, step=15).version
+        for sigma_rel in (0.06, 0.07)
+    )
+    assert (old.number, old.incarnation) == (new.number, new.incarnation)
+    answers = []
+
+    class OneIsEarly(Ranks):
+        """Rank 1 has pulled what was built first, and then as this one."""
+
+        def gather_or_raise(self, failure, item):
+            assert failure is None
+            answers.append([item, item if answers else old])
+            return answers[-1]
+
+    ranks = OneIsEarly(rank=0, world_size=1, group=None)
+    pieces = pieces_of(dict(Net().named_parameters()))
+    weights, version = pull_pieces(
+        client, ranks, client.model(made), "post-hoc", new.number, None, pieces
+    )
+    assert weights.version == version == new
+    assert answers == [[new, old], [new, new]]
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,8 @@ def pull_pieces(
                 info = client.model(info.name)
         except Exception as raised:
             failure = raised
-        newest = info.latest if step is None else None
+        # A synthesized track has one version, which is not the model's newest.
+        newest = info.latest if step is None and track in info.tracks else None
         chosen, step = ranks.broadcast((version or newest or 0, step))
         try:
             if failure is None and (whole or boxes):
@@ -329,11 +330,12 @@ def pull_pieces(
             record = ranks.gather_or_raise(failure, record)[0]
             assert record is not None
             return {}, record
-        if len({version_id(of_rank) for of_rank in pulled}) == 1:
+        if len({(version_id(of_rank), of_rank.commit_time) for of_rank in pulled}) == 1:
             return {} if weights is None else weights, pulled[0]
-        # A label has moved, or the model has been rolled back to the step.
-    what = f'label "{version}"' if step is None else f"step {step}"
-    raise AbortedError(f'model "{info.name}": {what} moved during every pull')
+        # A label has moved, the model has been rolled back to the step, or the track has been
+        # synthesized anew, perhaps as the same version.
+    what = f"step {step}" if step is not None else f"version {version!r}"
+    raise AbortedError(f'model "{info.name}": {what} of track "{track}" moved during every pull')
 
 
 def _pause_s(attempt: int) -> float:
