@@ -16,7 +16,6 @@ BAD_VALUES = [
     ({"max_wait_s": True}, "max_wait_s True"),
     ({"timeout_s": 0}, "timeout_s 0: must be seconds, above 0"),
     ({"timeout_s": math.nan}, "timeout_s nan"),
-    ({"timeout_s": None}, "timeout_s None"),
     ({"max_outage_s": -1}, "max_outage_s -1"),
     ({"start_step": -1}, "start_step -1: must be a whole number, 0 or more"),
     ({"start_step": 1.5}, "start_step 1.5"),

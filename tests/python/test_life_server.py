@@ -10,7 +10,7 @@ import pytest
 import torch
 from commanded import check_average, do_all, end_all, logged, running
 from cut_off import Way
-from ema_client._callbacks import check_options, patience_s, raises
+from ema_client._callbacks import check_options, patience_s, pull_patience_s, raises
 from server_process import ServerProcess
 
 keeps_or_forgets = pytest.mark.parametrize(
@@ -333,4 +333,10 @@ def test_callbacks_of_frameworks_pass_the_policy_on():
     assert raises(options) and patience_s(options) == 90
     assert patience_s({"on_error": "wait", "max_outage_s": 5}) == 60
     assert patience_s({"timeout_s": 20}) == 20
+    assert patience_s({"timeout_s": None}) == 60
+    # What moves weights has more time, whatever the policy.
+    assert pull_patience_s(options) == 90
+    assert pull_patience_s({}) is None and pull_patience_s({"timeout_s": None}) is None
+    assert pull_patience_s({"on_error": "wait", "max_outage_s": 90}) == 600
+    assert pull_patience_s({"on_error": "wait", "max_outage_s": 900}) == 900
     assert not raises({}) and raises({"on_error": "raise"})

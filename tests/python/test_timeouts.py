@@ -11,6 +11,7 @@ import time
 import ema_client
 import numpy as np
 import pytest
+import torch
 from server_process import ServerProcess
 
 WEIGHTS = {"a": np.zeros(3, np.float32)}
@@ -67,24 +68,60 @@ def test_wait_for_has_one_deadline_where_the_server_hangs(model, tmp_path):
             os.kill(server.pid, signal.SIGCONT)
 
 
-def test_what_moves_weights_has_more_time_unless_it_is_given(server, client, model, monkeypatch):
+@pytest.fixture
+def given(monkeypatch):
+    """The seconds that pushes and pulls were given, in order."""
+    seconds = []
+
+    def spy(cls, name, index):
+        call = getattr(cls, name)
+
+        def told(self, *args):
+            seconds.append((name, args[index]))
+            return call(self, *args)
+
+        monkeypatch.setattr(cls, name, told)
+
+    spy(ema_client._ema.Client, "pull", -2)
+    spy(ema_client._ema.Client, "refresh", -1)
+    spy(ema_client._ema.Run, "start_push", 3)
+    return seconds
+
+
+def test_what_moves_weights_has_more_time_unless_it_is_given(server, client, model, given):
     client.create_model(model, WEIGHTS, tracks={"raw": "copy"})
     with client.open_run(model) as run:
         run.push(step=1, weights=WEIGHTS)
-    given = []
-    pull = ema_client._ema.Client.pull
-
-    def spy(self, *args):
-        given.append(args[-2])
-        return pull(self, *args)
-
-    monkeypatch.setattr(ema_client._ema.Client, "pull", spy)
+        run.push(step=2, weights=WEIGHTS, timeout_s=5)
     url = server.url(model)
     client.pull(model, track="raw")
     client.pull(model, track="raw", timeout_s=7)
     ema_client.pull(url, track="raw")
     ema_client.pull(url, track="raw", timeout_s=8)
     with ema_client.Client(server.address) as another:
+        with another.open_run(model) as run:
+            run.push(step=3, weights=WEIGHTS)
         another.pull_stacked(model, tracks=["raw"])
         another.refresh(another.pull(model, track="raw", timeout_s=9))
-    assert given == [30, 7, 600, 8, 600, 9]
+    pushes = [seconds for call, seconds in given if call == "start_push"]
+    pulls = [seconds for call, seconds in given if call != "start_push"]
+    assert pushes == [30, 5, 600]
+    assert pulls == [30, 7, 600, 8, 600, 9, 600]
+
+
+@pytest.mark.parametrize("seconds", [None, 20])
+def test_an_attachment_has_more_time_for_its_average_than_for_a_push(server, model, given, seconds):
+    net = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), timeout_s=seconds) as ema:
+        for _ in range(2):
+            net(torch.ones(2)).sum().backward()
+            optimizer.step()
+            assert ema.ema_model is not None
+    push, pull = (60, 600) if seconds is None else (seconds, seconds)
+    assert given[:4] == [
+        ("start_push", push),
+        ("pull", pull),
+        ("start_push", push),
+        ("refresh", pull),
+    ]

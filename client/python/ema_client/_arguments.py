@@ -94,6 +94,6 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "max_wait_s": check_seconds,
     "max_outage_s": check_seconds,
     "on_error": _one_of(get_args(OnError)),
-    "timeout_s": check_timeout,
+    "timeout_s": _or_none(check_timeout),
     "keep_resumable": _count(1),
 }

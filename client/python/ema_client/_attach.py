@@ -26,6 +26,7 @@ from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import Rule
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
+from ema_client._timeouts import CALL_TIMEOUT_S
 from ema_client._torch_model import named_tensors, unwrap
 from ema_client._track import TrackLike
 from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
@@ -56,7 +57,7 @@ def attach(
     process_group: Any = None,
     max_pinned_versions: int = 0,
     max_wait_s: float = 30.0,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     on_error: OnError = "skip",
     max_outage_s: float = MAX_OUTAGE_S,
     resume: Mapping[str, Any] | None = None,
@@ -127,7 +128,8 @@ def attach(
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
             "wait": for bytes that leave slowly, and for other ranks.
-        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up.
+        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
+            And for each pull of the averages; None: 600.
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
             next update counts the longer time, so the half-life stays right. "raise": the next
             `optimizer.step()` raises, before it changes anything; the step is left out, and training may
@@ -247,6 +249,7 @@ def attach(
         )
     except Exception as raised:
         failure = raised
+    timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         joined = join(ranks, plan, failure, resume, timeout_s)
     except Exception:

@@ -22,6 +22,7 @@ from ema_client._errors import (
     failure_of,
 )
 from ema_client._ranks import Ranks
+from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._types import Version, VersionLike
 from ema_client._url import split_url
 
@@ -77,18 +78,20 @@ def raises(options: Mapping[str, Any]) -> bool:
     return bool(options.get("on_error", "skip") != "skip")
 
 
-def patience_s(options: Mapping[str, Any]) -> float:
+def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S) -> float:
     """Seconds for a call of a callback's own: with on_error "wait", as long as a push waits."""
-    timeout_s = float(options.get("timeout_s", 60.0))
+    given = options.get("timeout_s")
+    timeout_s = by_default if given is None else float(given)
     if options.get("on_error") != "wait":
         return timeout_s
     return max(timeout_s, float(options.get("max_outage_s", MAX_OUTAGE_S)))
 
 
-def _pull_patience_s(options: Mapping[str, Any]) -> float | None:
-    """The same for a pull. None: what a pull has by itself, which is more."""
-    says = "timeout_s" in options or options.get("on_error") == "wait"
-    return patience_s(options) if says else None
+def pull_patience_s(options: Mapping[str, Any]) -> float | None:
+    """The same for a client that pulls. None: what its calls have by themselves."""
+    if options.get("timeout_s") is None and options.get("on_error") != "wait":
+        return None
+    return patience_s(options, by_default=TRANSFER_TIMEOUT_S)
 
 
 def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
@@ -145,7 +148,7 @@ def averaged_or_own(
                         version=version,
                         rename=options.get("rename"),
                         process_group=options.get("process_group"),
-                        timeout_s=_pull_patience_s(options),
+                        timeout_s=pull_patience_s(options),
                     )
                     record = stack.enter_context(swap)
                 except Exception as raised:  # No memory, for example.
@@ -178,7 +181,7 @@ def copy_average_or_own(
             version=_newest(url, attachment, options, ranks),
             rename=options.get("rename"),
             process_group=options.get("process_group"),
-            timeout_s=_pull_patience_s(options),
+            timeout_s=pull_patience_s(options),
             ranks=ranks,
         )
     except EmaError as error:

@@ -498,7 +498,7 @@ class Client(EvaluatorCalls):
             0,
             timeout,
         )
-        return Run(run, timeout_s=self._timeout_s)
+        return Run(run, timeout_s=self._timeout_s, push_timeout_s=self._transfer_timeout_s)
 
 
 __all__ = ["Client"]

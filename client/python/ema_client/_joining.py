@@ -104,7 +104,7 @@ class Plan:
         non_finite: NonFinite,
         wire_dtype: WireDtype,
         files: dict[str, bytes],
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> Plan:
         address, model_name = split_url(url)
         client = Client(address, timeout_s=timeout_s)

@@ -89,9 +89,10 @@ class Run:
         ...     version = run.push(step=10, weights=weights)
     """
 
-    def __init__(self, run: _ema.Run, *, timeout_s: float) -> None:
+    def __init__(self, run: _ema.Run, *, timeout_s: float, push_timeout_s: float) -> None:
         self._run: _ema.Run | None = run
         self._timeout_s = timeout_s
+        self._push_timeout_s = push_timeout_s
         self._tensors = tuple(specs_from(run.tensors))
         self._boxes = Boxes()
 
@@ -210,7 +211,8 @@ class Run:
             time: training time at the step. None: the step is the batch.
             frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
                 of these has failed and they may not be. To be said by all ranks.
-            timeout_s: seconds for everything, the wait for other ranks included.
+            timeout_s: seconds for everything, the wait for other ranks included. None: the client's, by
+                default 600.
 
         Raises:
             InvalidArgumentError: arrays do not match the model; lists every one that does not.
@@ -222,7 +224,7 @@ class Run:
             step,
             time_dict(time, step=step),
             arrays,
-            self._timeout(timeout_s),
+            self._push_timeout_s if timeout_s is None else self._timeout(timeout_s),
             frozen_changed,
             _gpu.current_streams(gpus),
         )

@@ -19,7 +19,7 @@ from ema_client import _presets
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import swapped
-from ema_client._callbacks import check_options, check_tracks, patience_s, raises
+from ema_client._callbacks import check_options, check_tracks, patience_s, pull_patience_s, raises
 from ema_client._client import Client
 from ema_client._errors import (
     EmaError,
@@ -283,8 +283,7 @@ class EMA(Algorithm):
                 reason="NO_VERSION",
             )
         label = ResumeState.from_dict(self._resume, model=self._model_name).label
-        timeout_s = patience_s(self._options)
-        with Client(self._address, timeout_s=timeout_s) as client:
+        with Client(self._address, timeout_s=pull_patience_s(self._options)) as client:
             return client.pull(self._model_name, track=_TRACK, version=label, framework="torch")
 
     def _swap_out(self) -> None:
