@@ -395,8 +395,9 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 // Puts one version of a track into a module's parameters and buffers, cast to their dtypes, on
 // their devices; they stay the same tensors. Returns the version. INVALID_ARGUMENT, BAD_LAYOUT:
 // names, shapes or dtypes do not fit; the message lists them all. Other errors as Client::Pull(),
-// and INTERNAL: LibTorch fails, as of a tensor that expand() has made. On an error the module is as
-// it was, unless a device has failed while values were copied to it.
+// and INTERNAL: LibTorch fails, as of a tensor that expand() has made, or, outside of inference
+// mode, one that was made in it. On an error the module is as it was, unless a device has failed
+// while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
                                         const PullIntoOptions& options = {}) {
@@ -428,6 +429,8 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                      pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype))
                            .to(own.tensors[to].scalar_type()));
       at::assert_no_internal_overlap(own.tensors[to]);
+      TORCH_CHECK(!own.tensors[to].is_inference() || c10::InferenceMode::is_enabled(), "tensor \"",
+                  pulled.spec.name, "\" was made in inference mode, and is written only in it");
     }
     for (size_t i = 0; i < pairs.size(); ++i) {
       at::Tensor tensor = own.tensors[pairs[i].second];

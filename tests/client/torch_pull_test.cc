@@ -73,6 +73,31 @@ TEST_F(TorchTest, AModuleThatCannotBeWrittenStaysAsItWas) {
   ASSERT_THAT(PullInto(*client_, "m", pushed), IsOk());
 }
 
+// Nor does it write to a tensor of inference mode outside of it.
+TEST_F(TorchTest, AModuleOfInferenceModeIsWrittenOnlyInIt) {
+  struct Two : torch::nn::Module {
+    explicit Two(bool is_of_inference) {
+      register_buffer("a", torch::ones({3}));
+      const c10::InferenceMode inference(is_of_inference);
+      register_buffer("z", torch::ones({3}));
+    }
+  };
+  Two pushed(/*is_of_inference=*/false);
+  for (at::Tensor buffer : pushed.buffers()) buffer.fill_(2);
+  const auto ema = Attach(pushed);
+  ema->AfterStep();
+  ema->Close();
+  Two module(/*is_of_inference=*/true);
+  EXPECT_THAT(PullInto(*client_, "m", module),
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("\"z\" was made in inference mode")));
+  EXPECT_TRUE(torch::equal(module.buffers()[0], torch::ones({3})));
+  const c10::InferenceMode inference;
+  ASSERT_THAT(PullInto(*client_, "m", module), IsOk());
+  for (const at::Tensor& buffer : module.buffers()) {
+    EXPECT_TRUE(torch::equal(buffer, torch::full({3}, 2.0F)));
+  }
+}
+
 TEST_F(TorchTest, ARuleThatIgnoresNothingIsRefused) {
   Attachment::Options options = WithEma();
   options.tracks[0].tensor_rules = {{"encodre.*", TensorAction::kIgnore}};
