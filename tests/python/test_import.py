@@ -302,9 +302,11 @@ def test_diffusers_names_by_shape_or_not_at_all(tmp_path, capsys):
     assert_tensors({"w": torch.ones(2, 3), "b": torch.zeros(5)}, files["to.safetensors"])
     save_file({"w": torch.ones(5), "b": torch.ones(5)}, tmp_path / "same.safetensors")
     (tmp_path / "short.txt").write_text("w\n")
+    (tmp_path / "latin.txt").write_text("größe b", "latin-1")
     for names, problem in [
         (["--names", tmp_path / "same.safetensors"], "have the same shape"),
         (["--names", tmp_path / "short.txt"], "2 shadow_params, but 1 names"),
+        (["--names", tmp_path / "latin.txt"], "latin.txt: not a text file in UTF-8"),
         ([], "give them with --names"),
     ]:
         command = [tmp_path / "from.pt", tmp_path / "x.safetensors", *names]
@@ -342,6 +344,7 @@ def test_what_is_no_state_is_refused(tmp_path, capsys):
         ({"state": {0: {"a": torch.zeros(1)}}}, ["--key", "state"], "0 is no name"),
         ({"shadow_params": 3}, [], "no list of tensors"),
         ({"a": torch.zeros(1, dtype=torch.complex64)}, [], "complex64"),
+        ({"a": torch.eye(2).to_sparse()}, [], '"a" is sparse (torch.sparse_coo)'),
     ]:
         torch.save(state, tmp_path / "from.pt")
         command = [str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors"), *arguments]

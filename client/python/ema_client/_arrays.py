@@ -92,10 +92,14 @@ def has_other_dtype(value: Any) -> bool:
     return _dtype_of(value) not in DTYPES
 
 
+def is_sparse(value: Any) -> bool:
+    """Whether it is a torch tensor without one storage of its elements."""
+    return is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
+
+
 def _dtype_of(value: Any) -> str:
     """Its name; of a sparse tensor the layout's, which is among no dtypes."""
-    is_sparse = is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
-    return str(value.layout if is_sparse else value.dtype).removeprefix("torch.")
+    return str(value.layout if is_sparse(value) else value.dtype).removeprefix("torch.")
 
 
 def stack_like(value: Any, count: int) -> Any:

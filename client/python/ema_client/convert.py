@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client import _safetensors
+from ema_client import _arrays, _safetensors
 from ema_client._errors import EmaError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ def _shadow_params(state: Mapping[str, Any]) -> Sequence[torch.Tensor]:
 def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
     """The names for a diffusers state, of a text file or by the shapes of a model's tensors."""
     if path.is_file() and path.suffix != ".safetensors":
-        return path.read_text().split()
+        try:
+            return path.read_text("utf-8").split()
+        except UnicodeDecodeError as error:
+            raise _refused(f"{path}: not a text file in UTF-8: {error}") from None
     by_shape: dict[tuple[int, ...], str] = {}
     for tensor in _safetensors.open_weights(path):
         if tensor.spec.shape in by_shape:
@@ -144,6 +147,8 @@ def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 f'"{name}" is of type {type(value).__name__}, not a tensor: is the average under '
                 "another --key?"
             )
+        if _arrays.is_sparse(value):
+            raise _refused(f'"{name}" is sparse ({value.layout}); expected a dense tensor')
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() > 0 and place in seen:
             continue
