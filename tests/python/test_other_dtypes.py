@@ -86,9 +86,28 @@ def test_sparse_ones_are_named_or_ignored(server, client, model, of_parameter):
                 assert torch.equal(ema.ema_model.mask.to_dense(), torch.eye(3))
         ema.wait_pushed()
         assert ema.stats.pushes == 3
+        client.pull(model, track="ema", out={"weight": torch.zeros(3)})
     average = client.pull(model, track="ema")
     assert list(average) == ["weight"]
     with ema_client.averaged(net, url):
         assert torch.equal(net.weight, average["weight"])
     loaded = ema_client.load_into(sparse_net(of_parameter), url)
     assert (loaded.missing_keys, loaded.unexpected_keys) == ((), ())
+
+
+@pytest.mark.parametrize("of_parameter", [False, True], ids=["buffer", "parameter"])
+def test_a_local_average_has_none_of_what_all_tracks_ignore(of_parameter):
+    net = sparse_net(of_parameter)
+    net.register_buffer("freqs", torch.arange(4.0).to(torch.complex64))
+    ignore = {"mask": "ignore", "freqs": "ignore"}
+    tracks = {"ema": {"half_life": "3ba", "tensor_rules": ignore}}
+    with pytest.raises(ema_client.InvalidArgumentError, match="cannot be averaged: .*sparse_coo"):
+        ema_client.LocalEMA(net, tracks={**tracks, "all": "3ba"})
+    ema = ema_client.LocalEMA(net, tracks=tracks)
+    ema.update()
+    with torch.no_grad():
+        net.weight += 1
+    with ema.averaged():
+        assert torch.equal(net.weight, torch.ones(3))
+        assert torch.equal(net.mask.to_dense(), torch.eye(3))
+    assert torch.equal(net.weight, torch.full((3,), 2.0))

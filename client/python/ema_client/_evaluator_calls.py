@@ -454,6 +454,7 @@ def _wait_released(arrays: Iterable[Any]) -> None:
         storages = [
             piece_of("", parameter).local.untyped_storage()
             for parameter in attachment.module.parameters()
+            if not _arrays.is_sparse(parameter)  # Which is not pushed.
         ]
         begins = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
         if any(begin <= start < begin + size for begin, size in begins for start in starts):

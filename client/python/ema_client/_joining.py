@@ -108,8 +108,8 @@ class Plan:
     ) -> Plan:
         address, model_name = split_url(url)
         client = Client(address, timeout_s=timeout_s)
-        layout = layout.without(_ignored_by_all(layout.specs, tracks))
-        _check_dtypes(layout.specs)
+        layout = layout.without(ignored_by_all(layout.specs, tracks))
+        check_dtypes(layout.specs)
         return cls(
             client,
             model_name,
@@ -207,14 +207,18 @@ class Plan:
         return self.open_run(launch, timeout_s)
 
 
-def _ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
-    """Tensors that no track has. InvalidArgumentError: a track or a rule is wrong: of what all ignore
-    the server does not hear, so it cannot tell a misspelled one."""
-    # What is ignored may have any dtype.
-    specs = [
+def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:
+    """The same for rules to be looked up by: what is ignored may have any dtype."""
+    return [
         (name, dtype if dtype in _arrays.DTYPES else "float32", shape, is_buffer, aliases)
         for name, dtype, shape, is_buffer, aliases in specs
     ]
+
+
+def ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
+    """Tensors that no track has. InvalidArgumentError: a track or a rule is wrong: of what all ignore
+    the server does not hear, so it cannot tell a misspelled one."""
+    specs = of_known_dtypes(specs)
     for track in tracks:
         track.check(specs)
     actions = [track.actions(specs) for track in tracks]
@@ -225,7 +229,8 @@ def _ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str
     }
 
 
-def _check_dtypes(specs: list[_ema.Spec]) -> None:
+def check_dtypes(specs: list[_ema.Spec]) -> None:
+    """InvalidArgumentError: names those that no track can have."""
     wrong = [f"{name}: {dtype}" for name, dtype, *_ in specs if dtype not in _arrays.DTYPES]
     if wrong:
         raise InvalidArgumentError(

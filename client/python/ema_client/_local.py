@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _arrays, _ema
 from ema_client._averaged import copy_into, release, swapped
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
 from ema_client._preset_arguments import Rule
 from ema_client._torch_model import check_whole, named_tensors, specs_of, unwrap
 from ema_client._track import TrackLike, only_average
@@ -122,7 +123,6 @@ class _Track:
 
     @classmethod
     def of(cls, track: _ema.Track, specs: list[_ema.Spec]) -> _Track:
-        track.check(specs)
         names = [spec[0] for spec in specs]
         actions = track.actions(specs)
         return cls(
@@ -159,7 +159,8 @@ class LocalEMA:
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
         preset: the track "ema" as a library averages; see `Track.preset`.
-        tracks: more tracks, as for `Client.create_model`.
+        tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore may have any
+            dtype.
         preset_arguments: the preset's, as for `attach`.
 
     Raises:
@@ -192,9 +193,12 @@ class LocalEMA:
         )
         self._module = unwrap(model)
         check_whole(self._module)
-        tensors = named_tensors(self._module)
-        specs = specs_of(tensors)
-        self._tracks = {track.name: _Track.of(track, specs) for track in rule.tracks(tracks)}
+        specs = specs_of(named_tensors(self._module))
+        made = rule.tracks(tracks)
+        ignored = ignored_by_all(specs, made)
+        check_dtypes([spec for spec in specs if spec[0] not in ignored])
+        specs = of_known_dtypes(specs)
+        self._tracks = {track.name: _Track.of(track, specs) for track in made}
         self._batch = 0
         self._calls = 0
 
