@@ -170,22 +170,6 @@ def test_a_file_that_is_not_attached(client, model, pushed):
     assert error.value.reason == "FILE_NOT_FOUND"
 
 
-@pytest.mark.parametrize("file", ["../config.json", "/config.json", ".config.json", "a/b", "", "é"])
-def test_a_name_of_the_servers_that_is_none_is_refused(
-    client, model, pushed, tmp_path, monkeypatch, file
-):
-    get_model = ema_client._ema.Client.get_model
-
-    def named(self, *args):
-        return {**get_model(self, *args), "attached_files": {file: 2}}
-
-    monkeypatch.setattr(ema_client._ema.Client, "get_model", named)
-    monkeypatch.setattr(ema_client._ema.Client, "get_attached_file", lambda *args: b"{}")
-    with pytest.raises(ema_client.InternalError, match="attached files with the names"):
-        client.save(model, f"{tmp_path}/folder/", track="ema")
-    assert not list(tmp_path.rglob("*.json"))
-
-
 def test_somebody_elses_unfinished_file_is_left_alone(client, model, pushed, tmp_path):
     """Of a container, say, whose process has the same number."""
     target = tmp_path / "a.safetensors"

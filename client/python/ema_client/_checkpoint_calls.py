@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from ema_client import _ema
 from ema_client._files import FilesLike, small_files
-from ema_client._errors import InternalError, InvalidArgumentError
+from ema_client._errors import InvalidArgumentError
 from ema_client._timeouts import TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._types import (
     Checkpoint,
@@ -19,9 +18,6 @@ from ema_client._types import (
     version_from,
     version_id,
 )
-
-# Callers make files of these names.
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class CheckpointCalls:
@@ -75,13 +71,10 @@ class CheckpointCalls:
     def attached_files(self, name: str, *, timeout_s: float | None = None) -> dict[str, bytes]:
         """What `attach_files` has put there, by name. NotFoundError: no such model.
 
-        AbortedError: somebody keeps putting other contents there. InternalError: what the server gives
-        as a name is none, such as a path.
+        AbortedError: somebody keeps putting other contents there.
         """
         timeout = self._timeout(timeout_s)
         names: dict[str, int] = self._client.get_model(name, timeout)["attached_files"]
-        if wrong := [file for file in names if not _FILE_NAME.fullmatch(file)]:
-            raise InternalError(f'model "{name}": attached files with the names {wrong}')
         return {file: self._client.get_attached_file(name, file, timeout) for file in names}
 
     def remove_file(self, name: str, file: str, *, timeout_s: float | None = None) -> None:
