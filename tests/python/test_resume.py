@@ -287,6 +287,13 @@ def test_a_server_that_is_away_raises(tmp_path, model, trainer):
                 ema.state_dict(timeout_s=1)
 
 
+def test_a_push_that_has_ended_needs_no_time(server, model, trainer):
+    with trainer.attach(server, model) as ema:
+        trainer.step()
+        version = ema.wait_pushed()
+        assert ema.state_dict(timeout_s=0)["version"] == version.number
+
+
 def test_a_trainer_that_was_overtaken_has_no_average(server, model, trainer):
     other = Trainer()
     with trainer.attach(server, model) as ema:

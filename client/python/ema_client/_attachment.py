@@ -123,7 +123,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._counting.append(optimizer.register_step_post_hook(self._after_step))
             self._hooks.append(self._counting[-1])
         for part in self._module.modules():
-            # Those take no hooks, but what they are in has one, which comes first.
+            # Those take no hooks, but what they are in may have one, which comes first.
             if not isinstance(part, torch.jit.ScriptModule):
                 hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
                     BeforeLoad(self._before_load)
@@ -272,7 +272,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
                         f"it had not ended {time.monotonic() - start:.1f} s after the last step"
                     )
             if self._copy is not None:
-                # 0 is the client's time-out.
+                # 0 is no time for a call.
                 self._update_copy(raises=False, timeout_s=max(left_s(), 0.001))
         finally:
             # Also after a Ctrl-C.

@@ -144,7 +144,8 @@ class WithState:
 
         Args:
             timeout_s: seconds for the push, and for each call but the save, which may take minutes.
-                None: those of `attach`; with on_error "wait" `max_outage_s`, if that is more.
+                None: those of `attach`; with on_error "wait" `max_outage_s`, if that is more. 0: does not
+                wait for the push.
 
         Raises:
             AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
@@ -164,7 +165,8 @@ class WithState:
         self._raise_error()
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
-        latest = self._client.model(self._model_name, timeout_s=timeout_s).latest
+        # To look takes some time, also where the push is given none.
+        latest = self._client.model(self._model_name, timeout_s=timeout_s or None).latest
         if self._link.is_fenced or (
             latest is not None and latest.run_epoch > self._link.run.run_epoch
         ):
