@@ -160,7 +160,8 @@ class Client {
     NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   };
   // Makes a model and reserves its memory; the same call again is OK and changes nothing.
-  // INVALID_ARGUMENT: a name, tensor or track is refused. ALREADY_EXISTS, MODEL_DIFFERS.
+  // INVALID_ARGUMENT: a name, tensor or track is refused; but not a rule that ignores and matches
+  // nothing, perhaps misspelled: CheckRulesMatch() finds those. ALREADY_EXISTS, MODEL_DIFFERS.
   // RESOURCE_EXHAUSTED: no memory for it.
   absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
                                                 absl::Span<const TrackConfig> tracks,

@@ -268,7 +268,8 @@ class Client(EvaluatorCalls):
             timeout_s: seconds.
 
         Raises:
-            InvalidArgumentError: a track is refused, or what is stored of one would change.
+            InvalidArgumentError: a track is refused, or what is stored of one would change. Not refused
+                is a rule that ignores and matches nothing: it may be for what `attach` has not sent.
             NotFoundError: no such model or track.
             ResourceExhaustedError: a new track does not fit the server's memory budget.
         """

@@ -185,7 +185,8 @@ class EvaluatorCalls(CheckpointCalls):
             timeout_s: as for `pull`.
 
         Returns:
-            False: they are the newest version.
+            False: they are the newest version. Never of a synthesized average, which may have been built
+            anew as the same version.
 
         Raises:
             InvalidArgumentError: the weights were pulled into `out` or to a `device`, or are of several
