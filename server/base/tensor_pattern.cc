@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -50,7 +49,7 @@ bool IsGlob(const std::string& pattern) {
 }
 
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest) {
-  GlobBudget budget{.steps = std::numeric_limits<int64_t>::max()};
+  GlobBudget budget = GlobBudget::Unlimited();
   return *Match(pattern, manifest, budget);
 }
 

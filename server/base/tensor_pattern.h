@@ -5,6 +5,7 @@
 #define EMA_SERVER_BASE_TENSOR_PATTERN_H_
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,8 @@ bool IsGlob(const std::string& pattern);
 // tensors.
 struct GlobBudget {
   int64_t steps = 100'000'000;
+
+  static GlobBudget Unlimited() { return {.steps = std::numeric_limits<int64_t>::max()}; }
 };
 
 // By ascending index; empty: none. A glob is compared with names and aliases.

@@ -95,7 +95,8 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
                                 CheckpointName(IdOf(checkpoint.record))));
   }
   if (checkpoint.is_partial) return Corrupt("manifest.json: it has not all tracks");
-  EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, models.Create(ConfigOf(checkpoint)));
+  EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created,
+                       models.Create(ConfigOf(checkpoint), GlobBudget::Unlimited()));
   if (!created.created) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug, "the model exists already");
   }

@@ -5,7 +5,6 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/tensor_pattern.h"
 
 namespace ema {
 
@@ -19,7 +18,7 @@ absl::Status TrackGivenTwice(std::string_view name) {
                    absl::StrCat("track \"", std::string(name), "\" is given twice"));
 }
 
-absl::Status ModelConfig::Validate() const {
+absl::Status ModelConfig::Validate(GlobBudget budget) const {
   constexpr int64_t kMaxPinnedVersions = 64;
   EMA_RETURN_IF_ERROR(ValidateName("model", name));
   if (max_pinned_versions < 1 || max_pinned_versions > kMaxPinnedVersions) {
@@ -27,7 +26,6 @@ absl::Status ModelConfig::Validate() const {
                                    " given, expected 1 to ", kMaxPinnedVersions));
   }
   EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
-  GlobBudget budget;
   absl::flat_hash_set<std::string_view> names;
   for (const TrackConfig& track : tracks) {
     EMA_RETURN_IF_ERROR(ValidateTrack(track, *manifest, budget));

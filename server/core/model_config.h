@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "ema/manifest.h"
 #include "ema/track.h"
+#include "server/base/tensor_pattern.h"
 
 namespace ema {
 
@@ -29,8 +30,9 @@ struct ModelConfig {
   int64_t max_pinned_versions = 2;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
 
-  // Finds what each rule of its tracks matches, which may take 100 ms.
-  absl::Status Validate() const;
+  // INVALID_ARGUMENT: it cannot be; or to find what the rules of all its tracks match takes more
+  // than `budget`, which only a request has: what has been granted and stored has none.
+  absl::Status Validate(GlobBudget budget = GlobBudget::Unlimited()) const;
   // The first difference in words; empty if equal.
   std::string DifferenceFrom(const ModelConfig& there) const;
 };

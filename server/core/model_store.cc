@@ -28,8 +28,8 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
       sessions_(std::make_shared<PlaceLimit>(options.max_sessions)),
       next_incarnation_(options.model.incarnation) {}
 
-absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config) {
-  EMA_RETURN_IF_ERROR(config.Validate());
+absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, GlobBudget budget) {
+  EMA_RETURN_IF_ERROR(config.Validate(budget));
   const std::vector<std::shared_ptr<Track>> tracks =
       MakeTracks(config.tracks, *config.manifest, options_.model.block_bytes);
   absl::MutexLock lock(&mu_);

@@ -45,8 +45,9 @@ class ModelStore {
     bool created = false;
   };
   // As CreateModel in ema_service.proto; UNAVAILABLE, SESSION_BUSY: one of that name is being
-  // deleted.
-  absl::StatusOr<CreateResult> Create(ModelConfig config) ABSL_LOCKS_EXCLUDED(mu_);
+  // deleted. `budget`: as ModelConfig::Validate(); a request's.
+  absl::StatusOr<CreateResult> Create(ModelConfig config, GlobBudget budget = {})
+      ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
   // By name.

@@ -637,5 +637,40 @@ TEST(IncarnationTest, GrowsWhenItsFileIsLost) {
   }
 }
 
+// A request has a budget for its patterns; what several have asked for may take more.
+TEST(CheckpointStoreTest, PatternsThatOneRequestMayNotHaveAreSavedAndLoaded) {
+  ModelConfig config;
+  config.name = "m";
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < 280; ++i) {
+    tensors.push_back({absl::StrCat(std::string(900, 'a'), ".", i), Dtype::kFloat32, {1}});
+  }
+  config.manifest = MakeManifest(std::move(tensors));
+  const std::string slow = "*" + std::string(450, 'a') + "?c*";
+  for (const char* name : {"first", "second"}) {
+    config.tracks.push_back({.name = name,
+                             .schedule = MakeSchedule("10ba"),
+                             .tensor_rules = {{slow, TensorAction::kIgnore}}});
+  }
+  ModelStore models(TestDevice(), SmallBlocks());
+  EXPECT_THAT(models.Create(config), StatusIs(absl::StatusCode::kInvalidArgument,
+                                              HasSubstr("with those before it takes too long")));
+  const TrackConfig second = config.tracks.back();
+  config.tracks.pop_back();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, models.Create(config));
+  ASSERT_THAT(created.model->UpdateTracks({.put = {second}}), IsOk());
+  TestRank rank(created.model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(10, RandomWeights(created.model->manifest(), 1)), IsOk());
+
+  FakeFileSystem files;
+  // Reads it back, too.
+  EXPECT_THAT(OpenStore(files)->Save(*created.model, *created.model->PinVersion(0)), IsOk());
+  Restarted next(files);
+  EXPECT_THAT(next.report.quarantined, IsEmpty());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, next.models.Get("m"));
+  EXPECT_EQ(loaded->plan().tracks.size(), 2u);
+}
+
 }  // namespace
 }  // namespace ema
