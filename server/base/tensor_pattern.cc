@@ -27,7 +27,8 @@ std::optional<std::vector<int64_t>> Match(const std::string& pattern, const Mani
   }
   Glob glob(pattern);
   const auto matches_glob = [&](const std::string& name) {
-    return name == pattern || glob.Matches(name);
+    // A tensor may have thousands of aliases.
+    return glob.steps() <= budget.steps && (name == pattern || glob.Matches(name));
   };
   std::vector<int64_t> matches;
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {

@@ -19,10 +19,10 @@ namespace ema {
 // Is compared with every name of a manifest; other patterns only match themselves.
 bool IsGlob(const std::string& pattern);
 
-// What may still be spent on the globs of one request, in steps of Glob: about 150 ms, as it may be
-// the time of a thread that serves others, too. Enough for a dozen globs in the largest manifest,
-// some fifty if their text is at the ends, and for all that a track may have in one of a thousand
-// tensors.
+// What may still be spent on the globs of one request, in steps of Glob: 150 to 400 ms, as it may
+// be the time of a thread that serves others, too; the rules of a track are looked for up to four
+// times until it is made. Enough for a dozen globs in the largest manifest, some fifty if their
+// text is at the ends, and for all that a track may have in one of a thousand tensors.
 struct GlobBudget {
   int64_t steps = 100'000'000;
 

@@ -229,6 +229,25 @@ TEST(ValidateTrackTest, RefusesPatternsThatWouldTakeLong) {
               StatusIs(kInvalid, HasSubstr("takes too long")));
 }
 
+TEST(ValidateTrackTest, TheAliasesOfATensorAreLookedAtForNoLongerThanItsPatternMay) {
+  TensorSpec tensor{"w", Dtype::kFloat32, {1}};
+  for (int i = 0; i < 5000; ++i) {
+    tensor.aliases.push_back(absl::StrCat(std::string(900, 'a'), ".", i));
+  }
+  const Manifest manifest = *Manifest::Create({std::move(tensor)});
+  GlobBudget budget{.steps = 1000};
+  const auto seconds = [] {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  };
+  const double begin = seconds();
+  EXPECT_THAT(MatchTensors("*" + std::string(450, 'a') + "?c*", manifest, budget),
+              StatusIs(kInvalid, HasSubstr("takes too long")));
+  // All of them take more than a second.
+  EXPECT_LT(seconds() - begin, 0.2);
+}
+
 TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {
   TrackConfig track = Track("200ba");
   track.buffers = kIgnore;
