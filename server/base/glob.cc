@@ -8,6 +8,25 @@
 
 namespace ema {
 
+size_t Glob::FindClassEnd(std::string_view pattern, size_t begin) {
+  constexpr size_t kNone = std::string_view::npos;
+  if (pattern[begin] != '[' || begin + 1 == pattern.size()) return kNone;
+  const char kind = pattern[begin + 1];
+  size_t end = kNone;
+  if (kind == ':') {
+    // glibc takes no z in a name, either.
+    end = std::find_if(pattern.begin() + begin + 2, pattern.end(),
+                       [](char byte) { return byte < 'a' || byte >= 'z'; }) -
+          pattern.begin();
+  } else if (kind == '=') {
+    end = begin + 3;
+  } else if (kind == '.') {
+    end = pattern.find(".]", begin + 2);
+  }
+  const bool is_class = end < pattern.size() && pattern.substr(end, 2) == std::string{kind, ']'};
+  return is_class ? end + 2 : kNone;
+}
+
 size_t Glob::FindBracketEnd(std::string_view pattern, size_t begin) {
   size_t i = begin + 1;
   if (i < pattern.size() && (pattern[i] == '!' || pattern[i] == '^')) ++i;
@@ -17,15 +36,8 @@ size_t Glob::FindBracketEnd(std::string_view pattern, size_t begin) {
       i += 2;
       continue;
     }
-    const char kind = i + 1 < pattern.size() ? pattern[i + 1] : '\0';
-    if (pattern[i] == '[' && (kind == ':' || kind == '=' || kind == '.')) {
-      const size_t end = pattern.find(std::string{kind, ']'}, i + 2);
-      if (end != std::string_view::npos) {
-        i = end + 2;
-        continue;
-      }
-    }
-    ++i;
+    const size_t end = FindClassEnd(pattern, i);
+    i = end != std::string_view::npos ? end : i + 1;
   }
   return std::string_view::npos;
 }

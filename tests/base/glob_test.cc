@@ -7,6 +7,7 @@
 
 #include <random>
 #include <string>
+#include <vector>
 
 namespace ema {
 namespace {
@@ -49,6 +50,33 @@ TEST(GlobTest, IsThatOfFnmatch) {
     ASSERT_EQ(Matches(pattern, name), expected) << pattern << " with " << name;
   }
   EXPECT_GT(matches, 1000);
+}
+
+TEST(GlobTest, ItsClassesAreThoseOfFnmatch) {
+  constexpr unsigned kSeed = 8;
+  using Parts = std::vector<std::string>;
+  const Parts in_patterns = {"[", "[:", "[=", "[.", ":]", "=]",    ".]", "]",
+                             "a", "b",  "z",  "=",  ":",  "alpha", "!"};
+  const Parts in_names = {"a", "b", "z", "=", ":", ".", "]"};
+  std::mt19937 random(kSeed);
+  const auto text = [&random](const Parts& parts, size_t max_count) {
+    std::string result;
+    for (size_t count = random() % (max_count + 1); count > 0; --count) {
+      result += parts[random() % parts.size()];
+    }
+    return result;
+  };
+  int matches = 0;
+  for (int i = 0; i < 300'000; ++i) {
+    const std::string pattern = "[" + text(in_patterns, 8);
+    const std::string name = text(in_names, 4);
+    const bool expected = fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+    matches += expected ? 1 : 0;
+    ASSERT_EQ(Matches(pattern, name), expected) << pattern << " with " << name;
+  }
+  EXPECT_GT(matches, 1000);
+  EXPECT_TRUE(Matches("[[:a]b:]x", "ab:]x"));
+  EXPECT_TRUE(Matches("[[=a]b=]]", "ab=]]"));
 }
 
 TEST(GlobTest, CountsItsSteps) {
