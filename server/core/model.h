@@ -384,8 +384,9 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // As PinVersion(), if fewer than `limit` others are pinned.
-  absl::StatusOr<SnapshotRef> PinBelowLocked(int64_t limit, int64_t version, int64_t incarnation)
+  // As PinVersion(), if `spare_count` others could still be pinned then.
+  absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, int64_t version,
+                                               int64_t incarnation)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // While the result is held, or a copy of it.
   SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -166,16 +166,16 @@ SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) cons
 
 absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
-  return PinBelowLocked(config_.max_pinned_versions, version, incarnation);
+  return PinLeavingLocked(/*spare_count=*/0, version, incarnation);
 }
 
 absl::StatusOr<SnapshotRef> Model::PinSpare(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
-  return PinBelowLocked(config_.max_pinned_versions - 1, version, incarnation);
+  return PinLeavingLocked(/*spare_count=*/1, version, incarnation);
 }
 
-absl::StatusOr<SnapshotRef> Model::PinBelowLocked(int64_t limit, int64_t version,
-                                                  int64_t incarnation) {
+absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t version,
+                                                    int64_t incarnation) {
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
   const VersionRecord& latest = current_->record;
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
@@ -188,7 +188,10 @@ absl::StatusOr<SnapshotRef> Model::PinBelowLocked(int64_t limit, int64_t version
                                   future ? " is not committed yet" : " is not kept",
                                   "; the newest is ", latest.version));
   }
-  if (!pins_.contains(snapshot.get()) && static_cast<int64_t>(pins_.size()) >= limit) {
+  // What is pinned can be pinned again, also where a rollback has pinned one too many.
+  const bool is_new = !pins_.contains(snapshot.get());
+  const int64_t pinned = static_cast<int64_t>(pins_.size()) + (is_new ? 1 : 0);
+  if ((is_new || spare_count > 0) && pinned + spare_count > config_.max_pinned_versions) {
     absl::Status status =
         MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
                   absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),

@@ -540,6 +540,13 @@ TEST_F(ModelTest, WhatWaitsLeavesAPinForReaders) {
   EXPECT_THAT(model_->PinSpare(1, 7), IsOk());
   EXPECT_THAT(model_->PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_THAT(model_->PinSpare(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
+  {
+    // What readers hold they may let go of first.
+    const SnapshotRef second = *model_->PinVersion(2);
+    EXPECT_THAT(model_->PinSpare(1, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->PinVersion(1), IsOk());
+  }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   EXPECT_EQ(Read("raw"), Values(3));
 }
