@@ -296,6 +296,7 @@ absl::StatusOr<PlaceLimit::Place> Model::TakeSessionPlace() const {
 absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& start,
                                                                RankPush& retry) {
   std::shared_ptr<PushSession> abandoned;
+  std::shared_ptr<PushSession> last;
   std::shared_ptr<TrainerRun> run;
   SnapshotRef base;
   PushSession::Plan plan;
@@ -316,6 +317,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
     abandoned = TakeSessionLocked();
+    last = last_session_.lock();
     run = run_;
     base = current_;
   }
@@ -324,8 +326,8 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
              Aborted(ErrorReason::kStepAbandoned,
                      absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
                                   " began step ", start.step, " without having committed it")));
-    abandoned.reset();
   }
+  if (last != nullptr) last->AwaitFreed();
   EMA_ASSIGN_OR_RETURN(PlaceLimit::Place place, TakeSessionPlace());
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PushSession> session,
@@ -371,7 +373,10 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
 }
 
 std::shared_ptr<PushSession> Model::TakeSessionLocked() {
-  if (session_ != nullptr) session_ended_ = SteadyNow();
+  if (session_ != nullptr) {
+    session_ended_ = SteadyNow();
+    last_session_ = session_;
+  }
   session_wait_.WakeAll();
   return std::exchange(session_, nullptr);
 }
@@ -397,7 +402,6 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     absl::MutexLock lock(&mu_);
     if (!DetachLocked(session.get())) return;  // Here, too.
     evicted = PutInPlaceLocked(next);
-    is_freeing_ = true;
     last_commit_ = {.run_epoch = session->run().epoch(),
                     .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
                     .digests = std::move(digests)};
@@ -407,11 +411,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
   }
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
-  evicted.reset();
-  {
-    absl::MutexLock lock(&mu_);
-    is_freeing_ = false;
-  }
+  FreeEvicted(std::move(evicted));
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.log) return;
@@ -419,6 +419,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
 }
 
 SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
+  is_freeing_ = true;
   next->record.incarnation = incarnation_;
   next->record.commit_time = absl::Now();
   if (current_ != nullptr) older_.push_back(std::move(current_));
@@ -435,6 +436,12 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   SnapshotRef evicted = std::move(*it);
   older_.erase(it);
   return evicted;
+}
+
+void Model::FreeEvicted(SnapshotRef evicted) {
+  evicted.reset();
+  absl::MutexLock lock(&mu_);
+  is_freeing_ = false;
 }
 
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {

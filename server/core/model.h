@@ -421,10 +421,11 @@ class Model : public std::enable_shared_from_this<Model> {
                                                         const TrackSnapshot& track,
                                                         Selection selection)
       ABSL_LOCKS_EXCLUDED(readings_mu_);
-  // Where the model stands is what `next` says, from here on. What is no longer kept; to be freed
-  // without the lock.
-  SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
+  // Where the model stands is what `next` says, from here on. What is no longer kept, for
+  // FreeEvicted().
+  [[nodiscard]] SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void FreeEvicted(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
   bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
   // Whoever has joined `run_` so far cannot do so again.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -489,12 +490,14 @@ class Model : public std::enable_shared_from_this<Model> {
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   SteadyWait session_wait_;                                    // Woken when `session_` changes.
   SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
+  // The one before, whose memory the next is built in.
+  std::weak_ptr<PushSession> last_session_ ABSL_GUARDED_BY(mu_);
   int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;  // The newest of this run; 0: none.
   // By step, of this run: those after current_.
   std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
-  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit has evicted.
+  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 

@@ -145,11 +145,13 @@ absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
 absl::StatusOr<SnapshotRef> Model::RollBack(
     const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load) {
   std::shared_ptr<PushSession> fenced;
+  std::shared_ptr<PushSession> last;
   std::string target = absl::StrCat("version ", from.version);
   {
-    // No session is being made: `load` has its memory.
+    // No session is being made, and none is left: `load` has its memory.
     absl::MutexLock opening(&push_mu_);
     absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     is_rolling_back_ = true;
@@ -158,6 +160,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     begun_step_ = 0;
     given_up_.clear();
     fenced = TakeSessionLocked();
+    last = last_session_.lock();
     const auto record = std::find_if(records_.begin(), records_.end(),
                                      [&](const VersionRecord& r) { return r.id() == from; });
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
@@ -165,8 +168,8 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   if (fenced != nullptr) {
     DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
                                           config_.name, "\" is rolled back to ", target)));
-    fenced.reset();
   }
+  if (last != nullptr) last->AwaitFreed();
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
   SnapshotRef evicted;
   SnapshotRef result;
@@ -191,7 +194,9 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
       kept_time_ = (*loaded)->record.time;
     }
   }
-  evicted.reset();  // Before anybody is told, who may push: the next version needs its memory.
+  // Before anybody is told, who may push: the next version needs this memory.
+  dropped.clear();
+  FreeEvicted(std::move(evicted));
   CallWatchers();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
   if (!left_out.empty()) {

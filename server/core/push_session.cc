@@ -181,7 +181,10 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
       run_(std::move(run)),
       plan_(std::move(plan)),
       frozen_changed_(plan_.frozen == FrozenTensors::kChanged),
-      memory_{.base = std::move(base), .next = {}, .zeros = nullptr},
+      memory_{.end = {&freed_, [](absl::Notification* freed) { freed->Notify(); }},
+              .base = std::move(base),
+              .next = {},
+              .zeros = nullptr},
       last_progress_(begin_),
       place_(std::move(place)) {
   ranks_.reserve(run_->world_size());
@@ -460,7 +463,7 @@ bool PushSession::End(const absl::StatusOr<PushResult>& result) {
   std::vector<OpenedStream> streams;
   {
     // Destroyed without the lock, but before anybody is told: their next step needs it, and the
-    // place.
+    // place. (What folds still need the model awaits before it makes that step's session.)
     Memory unused;
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return false;

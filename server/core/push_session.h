@@ -21,6 +21,7 @@
 #include "absl/container/btree_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ema/manifest.h"
@@ -173,9 +174,11 @@ class PushSession {
   absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the session; the first call wins, later ones do nothing and return false. Gives the blocks
-  // and the base back: at once, or when the folds that are running end. Then tells the observer and
+  // and the base back, or leaves that to the folds that are running. Then tells the observer and
   // calls every open stream's `on_end`.
   bool End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
+  // Blocks until it has ended, and the blocks and the base have come back.
+  void AwaitFreed() const { freed_.WaitForNotification(); }
 
  private:
   struct RankState {
@@ -215,6 +218,7 @@ class PushSession {
   };
   // What the folds work on.
   struct Memory {
+    std::shared_ptr<void> end;  // Tells `freed_` when it goes, which is last.
     SnapshotRef base;
     // As the plan's tracks; empty for those that do not change. Each element is written by the
     // stream that has claimed its range.
@@ -278,6 +282,7 @@ class PushSession {
   const Plan plan_;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::atomic<bool> frozen_changed_;  // Relaxed: set before that rank commits.
+  absl::Notification freed_;
   Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
 
   mutable absl::Mutex mu_;

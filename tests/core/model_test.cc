@@ -518,6 +518,52 @@ TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheVersionThatGoes) {
   }
 }
 
+TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheStepThatIsBeingFolded) {
+  constexpr int64_t kCount = 1 << 18;
+  constexpr int64_t kBytes = kCount * 4;
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto created,
+      store_.Create({.name = "large",
+                     .manifest = MakeManifest({{"w", Dtype::kFloat32, {kCount}}}),
+                     .tracks = {{"ema", MakeSchedule("10ba")}}}));
+  Model& model = *created.model;
+  const std::vector<std::byte> bytes = BytesOf(std::vector<float>(kCount, 1.0f));
+  // Byte by byte a fold takes long, and it can be repeated.
+  std::vector<std::span<const std::byte>> pieces;
+  for (const std::byte& byte : bytes) pieces.emplace_back(&byte, 1);
+  const ChunkHeader damaged = {0, Crc32c(0, bytes) + 1, kBytes};
+  std::vector<SnapshotRef> held;
+  {
+    TestRank rank(created.model, "first");
+    ASSERT_THAT(rank.Join(), IsOk());
+    for (int64_t step = 1; step <= 3; ++step) {
+      ASSERT_THAT(rank.Push(step, bytes, kBytes), IsOk());
+      if (step < 3) held.push_back(*model.PinVersion(0));
+    }
+  }
+  for (int64_t round = 0; round < 10; ++round) {
+    TestRank rank(created.model, absl::StrCat("round ", round));
+    ASSERT_THAT(rank.Join(), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(10, std::make_shared<PushOutcome>()));
+    absl::Notification begun;
+    std::jthread folding([&] {
+      while (absl::IsDataLoss(push->AddChunk(damaged, pieces))) {
+        if (!begun.HasBeenNotified()) begun.Notify();
+      }
+    });
+    begun.WaitForNotification();
+    // It drops the step, or another run has done so.
+    TestRank next(created.model, absl::StrCat("next ", round));
+    if (round % 2 == 0) {
+      ASSERT_THAT(next.Join(), IsOk());
+    }
+    EMA_ASSERT_OK_AND_ASSIGN(
+        const auto open, (round % 2 == 0 ? next : rank).Open(11, std::make_shared<PushOutcome>()));
+    EXPECT_LE(TakenBytes(model.device()), model.reserved_bytes()) << "round " << round;
+    folding.join();
+  }
+}
+
 TEST_F(ModelTest, AStepThatIsGivenUpHasFreedItsMemoryBeforeAnybodyIsTold) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());

@@ -255,6 +255,33 @@ TEST_P(RollbackFromTest, ItsBlocksCountAsNew) {
   EXPECT_FALSE((*model_->OpenReading("ema", 0, 0, {}))->ChunkChangedSince(3, 0));
 }
 
+TEST_F(RollbackTest, WaitsForTheMemoryOfTheVersionThatGoes) {
+  const auto rank = OpenRun(model_, "launch");
+  for (int64_t step = 1; step <= 5; ++step) ASSERT_THAT(rank->Push(step, Weights(step)), IsOk());
+  const auto used_bytes = [this] { return model_->device().memory_use().block_bytes; };
+  int64_t used_by_load = 0;
+  // An operator goes back as soon as the last rank is told.
+  absl::Notification is_loaded;
+  std::thread going_back;
+  const auto go_back = [&](const auto&) {
+    going_back = std::thread([&] {
+      const auto load = [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
+        used_by_load = used_bytes();
+        return absl::DataLossError("a byte is wrong");
+      };
+      EXPECT_FALSE(model_->RollBack({1, 7}, load).ok());
+      is_loaded.Notify();
+    });
+    is_loaded.WaitForNotificationWithTimeout(absl::Milliseconds(20));
+  };
+  const std::vector<std::byte> bytes = Weights(6);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, model_->OpenPush(rank->Start(6), go_back));
+  ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
+  ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+  going_back.join();
+  EXPECT_EQ(used_by_load, used_bytes());
+}
+
 TEST_F(RollbackTest, AVersionInMemoryIsSharedNotCopied) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
