@@ -316,6 +316,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
     return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
                      "the server is stopping");
   }
+  EMA_RETURN_IF_ERROR(CheckMayWait(model, saved.record.id()));
   Saving& saving = saving_[key];
   if (!request.label.empty()) saving.labels.push_back(request.label);
   if (saving.is_queued) return saved;
@@ -327,6 +328,22 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   queue_.push_back(key);
   wait_.WakeAll();
   return saved;
+}
+
+absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId& id) const {
+  std::set<VersionId> others;
+  for (const auto& [key, saving] : saving_) {
+    if (saving.model.get() == &model && saving.info.id != id) others.insert(saving.info.id);
+  }
+  const int64_t limit = std::max<int64_t>(model.config().max_pinned_versions - 1, 1);
+  if (static_cast<int64_t>(others.size()) < limit) return absl::OkStatus();
+  absl::Status status = MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+      absl::StrCat("model \"", model.config().name, "\": ", others.size(),
+                   " other versions wait to be saved; readers need what max_pinned_versions allows "
+                   "besides"));
+  SetRetryDelay(status, absl::Seconds(1));
+  return status;
 }
 
 void CheckpointManager::RunQueue() {

@@ -190,6 +190,10 @@ class CheckpointManager final : public Checkpoints {
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: so many other versions of the model wait for RunQueue() that
+  // readers could pin none with this one.
+  absl::Status CheckMayWait(const Model& model, const VersionId& id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -6,7 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
 
 namespace ema {
@@ -99,6 +101,36 @@ TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
   manager_->AwaitIdle();
   EXPECT_THAT(manager_->Get(*model_, saved.name)->labels, ElementsAre("one"));
   EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
+}
+
+TEST(WaitingSavesTest, LeaveAPinForReaders) {
+  FakeFileSystem files;
+  TestServer server(files, {}, TwoTracks(/*max_pinned_versions=*/2));
+  absl::Notification is_saving;
+  absl::Notification may_end;
+  files.set_hook([&](const std::string&, const std::string&) {
+    if (!is_saving.HasBeenNotified()) is_saving.Notify();
+    may_end.WaitForNotification();
+    return absl::OkStatus();
+  });
+  // With a label the disk is not asked whether it has it.
+  const auto save = [&server](int64_t version, const std::string& label) {
+    return server.manager()
+        .Save(server.model(), {.id = {version, 0}, .async = true, .label = label})
+        .status();
+  };
+  server.PushTo(2);
+  EXPECT_THAT(save(1, "one"), IsOk());
+  is_saving.WaitForNotification();
+  EXPECT_THAT(save(2, "two"), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(save(1, "same"), IsOk());
+  EXPECT_THAT(server.model().PinVersion(2), IsOk());
+  may_end.Notify();
+  server.manager().AwaitIdle();
+  files.set_hook(nullptr);
+  EXPECT_THAT(save(2, "two"), IsOk());
+  server.manager().AwaitIdle();
+  EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
 }
 
 }  // namespace

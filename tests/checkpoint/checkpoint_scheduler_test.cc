@@ -532,5 +532,32 @@ TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {
   }
 }
 
+TEST_F(CheckpointSchedulerTest, WhatWaitsForItsTurnLeavesAPinForReaders) {
+  policy_.step_multiple = 10;
+  Start(PlainModel());
+  ModelConfig config = PlainModel();
+  config.name = "other";
+  TestRank other(models_->Create(config)->model, "launch");
+  ASSERT_THAT(other.Join(), IsOk());
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = false;
+  }
+  ASSERT_THAT(other.Push(10, BytesOf({1, 2, 3})), IsOk());
+  AwaitTried(1);
+  Push(9);
+  {
+    const SnapshotRef read = *model_->PinVersion(0);
+    Push(10);
+    Push(11);
+    EXPECT_THAT(model_->PinVersion(0), IsOk());
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = true;
+  }
+  EXPECT_THAT(AwaitTried(2), ElementsAre(10, 11));
+}
+
 }  // namespace
 }  // namespace ema

@@ -107,7 +107,8 @@ class CheckpointCalls:
             FailedPreconditionError: nothing committed yet, or the server has no disk.
             NotFoundError: no such model or track.
             OutOfRangeError: the version is not kept any more, or not committed yet.
-            ResourceExhaustedError: the disk is full, or readers hold too many other versions.
+            ResourceExhaustedError: the disk is full, or readers hold too many other versions, or, with
+                `wait` False, too many wait to be saved.
             UnavailableError: the server's disk has failed.
             DataLossError: what was read back is not what was written.
 
