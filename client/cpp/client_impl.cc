@@ -142,7 +142,9 @@ absl::Status Client::Impl::Retry(absl::Time deadline, Interrupt* interrupt,
     if (!client_internal::IsRetryable(status)) return status;
     const absl::Duration delay = backoff.Next(status);
     if (absl::Now() + delay >= deadline) return status;
-    if (options_.on_wait && backoff.IsTimeToTell()) options_.on_wait(status);
+    if (options_.on_wait && interrupt->is_of_user() && backoff.IsTimeToTell()) {
+      options_.on_wait(status);
+    }
     last_error = std::move(status);
     if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
   }

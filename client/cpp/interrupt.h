@@ -28,11 +28,15 @@ class Interrupt {
 
   // `poll` outlives this object; null, or an empty function: it is not asked.
   explicit Interrupt(const std::function<bool()>* poll = nullptr)
-      : poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
+      : is_of_user_(poll != nullptr), poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
 
   // Cancels the calls that run and every later one. Not to be called with a lock held that a
   // slice's destroy callback takes: gRPC may run those inside.
   void Fire() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // There is a function to be asked, perhaps an empty one: the thread is in a call of its user's,
+  // and not one of ours.
+  bool is_of_user() const { return is_of_user_; }
 
   // Asks the function.
   bool fired() ABSL_LOCKS_EXCLUDED(mu_);
@@ -44,6 +48,7 @@ class Interrupt {
   void RemoveCall(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  const bool is_of_user_;
   const std::function<bool()>* const poll_;
   absl::Mutex mu_;
   bool fired_ ABSL_GUARDED_BY(mu_) = false;

@@ -252,6 +252,23 @@ TEST_F(PushTest, AttachesAgainAlsoAfterTheRelease) {
   EXPECT_THAT(server_.pushes()[1].chunks, IsEmpty());
 }
 
+TEST_F(PushTest, NobodyIsToldThatItWaits) {
+  server_.push_scripts = {{.hold_reply = true}};
+  auto proxy = std::make_unique<TcpProxy>(server_.port());
+  std::atomic<int> told = 0;
+  Client::Options options;
+  options.on_wait = [&](const absl::Status&) { ++told; };
+  Open(proxy->address(), options);
+  const auto push = Start(1);
+  AwaitCommitMessage();
+  proxy = nullptr;
+  // It asks in vain what the server has of it; a call would tell after two seconds.
+  absl::SleepFor(absl::Seconds(4));
+  EXPECT_EQ(told, 0);
+  push->Abandon();
+  server_.Release();
+}
+
 TEST_F(PushTest, NeverResendsAfterTheRelease) {
   // All bytes leave, but the last chunk does not arrive.
   server_.push_scripts = {{.corrupt_chunk = 4, .hold_chunks = true}};

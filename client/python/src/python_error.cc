@@ -30,13 +30,21 @@ bool SignalRaised() {
 
 void LogWait(const absl::Status& error) {
   const GilHeld held;
+  if (PyErr_Occurred() != nullptr) return;
   const std::string message(error.message());
-  try {
-    nb::module_::import_("ema_client._errors")
-        .attr("log_wait")(nb::bytes(message.data(), message.size()));
-  } catch (nb::python_error& thrown) {
-    thrown.discard_as_unraisable("ema_client, logging");
-  }
+  OrForever([&] {
+    try {
+      nb::module_::import_("ema_client._errors")
+          .attr("log_wait")(nb::bytes(message.data(), message.size()));
+    } catch (nb::python_error& thrown) {
+      // What a signal handler raises ends the call, as it does in SignalRaised().
+      if (thrown.matches(PyExc_Exception)) {
+        thrown.discard_as_unraisable("ema_client, logging");
+      } else {
+        thrown.restore();
+      }
+    }
+  });
 }
 
 }  // namespace ema::python

@@ -35,7 +35,8 @@ T Unwrap(absl::StatusOr<T> result) {
 // must not hold it across a wait. Never true in a thread other than Python's main one.
 bool SignalRaised();
 
-// For ema::Client::Options::on_wait: a warning of Python's logger. Takes the GIL, as above.
+// For ema::Client::Options::on_wait: a warning of Python's logger. Takes the GIL, as above, and
+// leaves what a signal handler raises meanwhile set, too.
 void LogWait(const absl::Status& error);
 
 // Calls `call` (giving a Status or StatusOr) without the GIL and returns its value. An exception
