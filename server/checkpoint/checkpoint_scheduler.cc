@@ -72,8 +72,7 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   SnapshotRef exact;
   if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
       record.step % policy.step_multiple == 0) {
-    // It may wait for long.
-    if (auto pinned = model->PinSpare(record.version, record.incarnation); pinned.ok()) {
+    if (auto pinned = model->PinVersion(record.version, record.incarnation); pinned.ok()) {
       exact = *std::move(pinned);
     }
   }

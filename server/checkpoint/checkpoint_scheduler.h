@@ -94,7 +94,7 @@ class CheckpointScheduler {
     absl::Status last_error;
   };
   // That wait for their turn: only then is a version pinned, the newest. But a step that is itself
-  // a multiple is what is wanted, not one after it, if readers can still pin another meanwhile.
+  // a multiple is what is wanted, not one after it.
   struct Work {
     std::weak_ptr<Model> model;
     SnapshotRef snapshot;

@@ -302,6 +302,11 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
   }
   if (status.ok()) status = Sync(folder.path);
   if (status.ok() && is_exchanged) {
+    {
+      // What was found of the old one does not hold for the new one.
+      absl::MutexLock lock(&folder.state_mu);
+      folder.index.erase(name);
+    }
     status = SetAsideCorrupt(folder, name, unread, kTemporaryPrefix);
   }
   if (!status.ok()) Forget(folder);  // It may have its name all the same.
