@@ -156,7 +156,12 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   }
   models_ = &models;
   if (options_.scrub_interval > absl::ZeroDuration()) {
-    NoteScrubTime(std::min(store_->ReadScrubTime().value_or(absl::Now()), absl::Now()));
+    if (const std::optional<absl::Time> before = store_->ReadScrubTime(); before.has_value()) {
+      absl::MutexLock lock(&mu_);
+      scrub_time_ = std::min(*before, absl::Now());
+    } else {
+      NoteScrubTime(absl::Now());
+    }
     scrub_thread_ = std::thread([this] { RunScrub(); });
   }
   return absl::OkStatus();
