@@ -76,8 +76,10 @@ enum class ErrorReason : int {
 // for a number that this build does not know.
 std::string_view ErrorReasonName(ErrorReason reason);
 
-// A Status with `reason` attached. REQUIRES: code is not OK.
-absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message);
+// A Status with `reason` attached, and with when to try again, if that is more than zero.
+// REQUIRES: code is not OK.
+absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
+                       absl::Duration retry_delay = absl::ZeroDuration());
 // INVALID_ARGUMENT, BAD_REQUEST.
 absl::Status BadRequest(std::string_view message);
 // `status` with `where` before its message; OK stays OK.

@@ -152,9 +152,11 @@ std::string_view ErrorReasonName(ErrorReason reason) {
   return "UNKNOWN_REASON";
 }
 
-absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message) {
+absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
+                       absl::Duration retry_delay) {
   absl::Status status(code, ToAbsl(message));
   SetNumber(status, kReasonUrl, static_cast<int>(reason));
+  if (retry_delay > absl::ZeroDuration()) SetRetryDelay(status, retry_delay);
   return status;
 }
 

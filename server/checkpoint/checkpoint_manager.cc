@@ -342,13 +342,12 @@ absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId
   }
   const int64_t limit = std::max<int64_t>(model.config().max_pinned_versions - 1, 1);
   if (static_cast<int64_t>(others.size()) < limit) return absl::OkStatus();
-  absl::Status status = MakeError(
+  return MakeError(
       absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
       absl::StrCat("model \"", model.config().name, "\": ", others.size(),
                    " other versions wait to be saved; readers need what max_pinned_versions allows "
-                   "besides"));
-  SetRetryDelay(status, absl::Seconds(1));
-  return status;
+                   "besides"),
+      absl::Seconds(1));
 }
 
 void CheckpointManager::RunQueue() {

@@ -19,13 +19,13 @@ absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> MemoryBudget::Reserve
   absl::MutexLock lock(&mu_);
   const int64_t left = total_bytes_ - reserved_bytes_;
   if (bytes > left) {
-    absl::Status status =
-        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                  absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left, " of ",
-                               std::string(whose_), " ", total_bytes_, " are free"));
     // By then somebody may have deleted a model.
-    if (bytes <= total_bytes_) SetRetryDelay(status, absl::Seconds(10));
-    return status;
+    const absl::Duration retry_delay =
+        bytes <= total_bytes_ ? absl::Seconds(10) : absl::ZeroDuration();
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                     absl::StrCat(std::string(what), " needs ", bytes, " bytes; ", left, " of ",
+                                  std::string(whose_), " ", total_bytes_, " are free"),
+                     retry_delay);
   }
   reserved_bytes_ += bytes;
   return std::unique_ptr<Reservation>(new Reservation(this, bytes));

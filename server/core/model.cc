@@ -19,15 +19,6 @@ absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
 }
 
-absl::Status Unready(ErrorReason reason, std::string message, absl::Duration retry_delay) {
-  absl::Status status =
-      MakeError(reason == ErrorReason::kSessionBusy ? absl::StatusCode::kUnavailable
-                                                    : absl::StatusCode::kFailedPrecondition,
-                reason, message);
-  SetRetryDelay(status, retry_delay);
-  return status;
-}
-
 }  // namespace
 
 Model::Model(ModelConfig config, std::shared_ptr<Device> device,
@@ -92,11 +83,11 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
       EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
       const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
-        return Unready(ErrorReason::kSessionBusy,
-                       absl::StrCat("model \"", config_.name, "\": version ", now.version,
-                                    " came while the run was to go on from version ",
-                                    newest->version, "; open it again"),
-                       absl::Milliseconds(20));
+        return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                         absl::StrCat("model \"", config_.name, "\": version ", now.version,
+                                      " came while the run was to go on from version ",
+                                      newest->version, "; open it again"),
+                         absl::Milliseconds(20));
       }
       EMA_ASSIGN_OR_RETURN(
           std::shared_ptr<TrainerRun> run,
@@ -142,10 +133,10 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
         absl::StrCat("rank: ", start.rank, " given, expected 0 to ", run_->world_size() - 1));
   }
   if (!run_->ready()) {
-    return Unready(ErrorReason::kRunIncomplete,
-                   absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),
-                                " of ", run_->world_size(), " have not opened the run"),
-                   absl::Milliseconds(50));
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kRunIncomplete,
+                     absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),
+                                  " of ", run_->world_size(), " have not opened the run"),
+                     absl::Milliseconds(50));
   }
   if (start.layout_digest != run_->layout(start.rank)->digest()) {
     return MakeError(
@@ -272,8 +263,8 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
     return session_;
   }
   if (session_->RankCommitted(start.rank)) {
-    return Unready(
-        ErrorReason::kSessionBusy,
+    return MakeError(
+        absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
         absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",
                      absl::StrJoin(session_->MissingRanks(kNamedRanks), ", ")),
         absl::Milliseconds(20));
@@ -285,12 +276,10 @@ absl::StatusOr<PlaceLimit::Place> Model::TakeSessionPlace() const {
   if (options_.sessions == nullptr) return nullptr;
   PlaceLimit::Place place = options_.sessions->Take();
   if (place != nullptr) return place;
-  absl::Status status =
-      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
-                absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
-                             " steps are being pushed, as many as the server may have"));
-  SetRetryDelay(status, absl::Milliseconds(100));
-  return status;
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
+                   absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
+                                " steps are being pushed, as many as the server may have"),
+                   absl::Milliseconds(100));
 }
 
 absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& start,

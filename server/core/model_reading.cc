@@ -192,12 +192,10 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
   const bool is_new = !pins_.contains(snapshot.get());
   const int64_t pinned = static_cast<int64_t>(pins_.size()) + (is_new ? 1 : 0);
   if ((is_new || spare_count > 0) && pinned + spare_count > config_.max_pinned_versions) {
-    absl::Status status =
-        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
-                  absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
-                               " versions, as many as max_pinned_versions allows"));
-    SetRetryDelay(status, absl::Milliseconds(100));
-    return status;
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+                     absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
+                                  " versions, as many as max_pinned_versions allows"),
+                     absl::Milliseconds(100));
   }
   return PinLocked(snapshot);
 }

@@ -78,24 +78,21 @@ absl::Status Model::NotTheRunLocked(int64_t run_epoch) const {
 
 absl::Status Model::CheckNotRollingBackLocked() const {
   if (!is_rolling_back_) return absl::OkStatus();
-  absl::Status status =
-      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-                absl::StrCat("model \"", config_.name, "\" is being rolled back"));
-  SetRetryDelay(status, absl::Milliseconds(100));
-  return status;
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                   absl::StrCat("model \"", config_.name, "\" is being rolled back"),
+                   absl::Milliseconds(100));
 }
 
 absl::Status Model::CheckRoomForNextLocked() const {
   EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
   const auto pinned = static_cast<int64_t>(pins_.size());
   if (pinned <= config_.max_pinned_versions) return absl::OkStatus();
-  absl::Status status = MakeError(
+  return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
       absl::StrCat("model \"", config_.name, "\": readers hold ", pinned - 1,
                    " versions, as many as max_pinned_versions allows, and what it was rolled back "
-                   "to is being saved; no memory is reserved for another version meanwhile"));
-  SetRetryDelay(status, absl::Milliseconds(100));
-  return status;
+                   "to is being saved; no memory is reserved for another version meanwhile"),
+      absl::Milliseconds(100));
 }
 
 absl::StatusOr<bool> Model::IsRunOpen(const std::string& launch_id) const {

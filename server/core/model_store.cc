@@ -35,10 +35,9 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
   absl::MutexLock lock(&mu_);
   if (draining_) return Draining();
   if (deleting_.contains(config.name)) {
-    absl::Status busy = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-                                  absl::StrCat("model \"", config.name, "\" is being deleted"));
-    SetRetryDelay(busy, absl::Milliseconds(50));
-    return busy;
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                     absl::StrCat("model \"", config.name, "\" is being deleted"),
+                     absl::Milliseconds(50));
   }
   if (auto it = models_.find(config.name); it != models_.end()) {
     // As it was created, or as UpdateTracks() has made it: a trainer that starts again says the one
@@ -60,12 +59,10 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
                      absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
   }
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
-    absl::Status full = MakeError(
+    return MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
-        absl::StrCat("the server has ", models_.size(), " models, as many as it may have"));
-    // By then somebody may have deleted one.
-    SetRetryDelay(full, absl::Seconds(10));
-    return full;
+        absl::StrCat("the server has ", models_.size(), " models, as many as it may have"),
+        absl::Seconds(10));  // By then somebody may have deleted one.
   }
   const std::string name = config.name;
   Model::Options model_options = options_.model;

@@ -35,12 +35,11 @@ absl::Status RateLimit::Take(std::string_view peer, Time now) {
     bucket.calls -= 1;
     return absl::OkStatus();
   }
-  absl::Status status =
-      MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
-                absl::StrCat("more than ", calls_per_second_, " calls a second from this address"));
-  SetRetryDelay(status, absl::Seconds((1 - bucket.calls) / static_cast<double>(calls_per_second_)) +
-                            absl::Milliseconds(1));
-  return status;
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
+      absl::StrCat("more than ", calls_per_second_, " calls a second from this address"),
+      absl::Seconds((1 - bucket.calls) / static_cast<double>(calls_per_second_)) +
+          absl::Milliseconds(1));
 }
 
 void RateLimit::DropFull(Time now) {

@@ -46,11 +46,10 @@ absl::Status RequestArrival::AdmitAgain() {
 
 void RequestArrival::End(StreamEnd) {
   if (has_ended_.exchange(true)) return;
-  absl::Status status =
+  std::exchange(finish_, nullptr)(
       MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
-                "the call's request has taken too long to arrive, and others need its place");
-  SetRetryDelay(status, absl::Seconds(1));
-  std::exchange(finish_, nullptr)(status);
+                "the call's request has taken too long to arrive, and others need its place",
+                absl::Seconds(1)));
 }
 
 void RequestArrival::TellEnd(const absl::Status& status) {

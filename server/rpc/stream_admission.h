@@ -121,12 +121,10 @@ class StreamAdmission {
     // Under the lock, so that EndRevoked() comes after it, or has been before the question.
     if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
     if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
-      absl::Status status =
-          MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
-                    absl::StrCat("the server has ", limit_, " ", kind_,
-                                 " streams open, as many as it may have"));
-      SetRetryDelay(status, retry_delay_);
-      return status;
+      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                       absl::StrCat("the server has ", limit_, " ", kind_,
+                                    " streams open, as many as it may have"),
+                       retry_delay_);
     }
     calls_.insert(call);
     return absl::OkStatus();

@@ -10,13 +10,10 @@ namespace ema {
 absl::Status Worker::Run(std::function<void()> function) {
   absl::MutexLock lock(&mu_);
   if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
-    absl::Status status =
-        MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
-                  absl::StrCat("the server has ", max_waiting_, " calls waiting (", name_,
-                               "), as many as it may have"));
-    // What they wait for takes its time.
-    SetRetryDelay(status, absl::Seconds(1));
-    return status;
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
+                     absl::StrCat("the server has ", max_waiting_, " calls waiting (", name_,
+                                  "), as many as it may have"),
+                     absl::Seconds(1));  // What they wait for takes its time.
   }
   waiting_.push_back(std::move(function));
   return absl::OkStatus();

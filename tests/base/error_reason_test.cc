@@ -41,6 +41,9 @@ TEST(ErrorReasonTest, ReasonTravelsWithTheStatus) {
   const absl::Status copy = status;
   EXPECT_EQ(GetRetryDelay(copy), absl::Milliseconds(250));
   EXPECT_EQ(GetErrorReason(copy), ErrorReason::kStaleStep);
+  EXPECT_EQ(MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
+                      "step 41 is not after 41", absl::Milliseconds(250)),
+            copy);
 }
 
 TEST(ErrorReasonTest, StatusWithoutPayloadHasNoReason) {

@@ -182,10 +182,8 @@ TEST(MetricsTest, TheSameProblemOfSeveralCallsIsCounted) {
 
 TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
   Metrics metrics;
-  absl::Status early =
-      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy, "come back");
-  SetRetryDelay(early, absl::Milliseconds(20));
-  metrics.OnRpcEnded("Push", early);
+  metrics.OnRpcEnded("Push", MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                                       "come back", absl::Milliseconds(20)));
   metrics.OnRpcEnded("Pull", absl::CancelledError("the reader has left"));
   EXPECT_THAT(metrics.Problems(), IsEmpty());
 }
