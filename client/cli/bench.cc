@@ -129,11 +129,10 @@ class Benchmark {
 
  private:
   absl::Status Push(int64_t step, Measured& measured) {
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
     const absl::Time begin = absl::Now();
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push,
-                         run_->StartPush(step, time, weights_.Tensors(), session_.disk_timeout()));
+                         run_->StartPush(step, TrainingTime::AtBatch(step), weights_.Tensors(),
+                                         session_.disk_timeout()));
     EMA_RETURN_IF_ERROR(push->Wait().status());
     Note(absl::Now() - begin, push->stats().lane, measured);
     return absl::OkStatus();

@@ -35,9 +35,7 @@ constexpr absl::Duration kExceptionWait = absl::Seconds(1);
 
 TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   if (options.time) return options.time(step);
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(step));
-  return time;
+  return TrainingTime::AtBatch(step);
 }
 
 }  // namespace

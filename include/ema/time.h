@@ -5,6 +5,7 @@
 #define EMA_TIME_H_
 
 #include <array>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -28,6 +29,11 @@ inline constexpr int kTimeUnitCount = 7;
 // "ba", "ep", ...
 std::string_view TimeUnitSuffix(TimeUnit unit);
 
+// True for ba, ep, sp, tok and iter, whose values are whole numbers.
+constexpr bool IsCounted(TimeUnit unit) {
+  return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
+}
+
 // A length of training in one unit.
 struct TrainingDuration {
   double value = 0;  // Finite, 0 or more.
@@ -49,6 +55,13 @@ struct TrainingDuration {
 // How far training has come at one step, in every unit that the trainer counts.
 class TrainingTime {
  public:
+  // Of a trainer that counts nothing but batches.
+  static TrainingTime AtBatch(int64_t batch) {
+    TrainingTime time;
+    time.Set(TimeUnit::kBatch, static_cast<double>(batch));
+    return time;
+  }
+
   // Sets or reads one unit; nullopt where the trainer does not count it.
   void Set(TimeUnit unit, double value) { values_[static_cast<int>(unit)] = value; }
   std::optional<double> Get(TimeUnit unit) const { return values_[static_cast<int>(unit)]; }

@@ -26,11 +26,6 @@ inline bool IsWarmUp(const Schedule::Rule& rule) {
 // The update_interval of a schedule that does not give one.
 TrainingDuration DefaultInterval(const Schedule::Rule& rule);
 
-// True for ba, ep, sp, tok and iter, whose values are whole numbers.
-inline bool IsCounted(TimeUnit unit) {
-  return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
-}
-
 // floor((time - phase) / interval). Counts are whole, and the floors of their quotients exact, up
 // to 2^53; shares and seconds are tolerant of their rounding, and have no phase.
 double WholeIntervals(double time, const TrainingDuration& interval, int64_t phase);

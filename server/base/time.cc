@@ -3,7 +3,6 @@
 
 #include <charconv>
 #include <cmath>
-#include <cstdint>
 #include <system_error>
 #include <utility>
 
@@ -31,8 +30,6 @@ constexpr std::array<UnitNames, kTimeUnitCount> kUnits = {{{"ba", "batch"},
                                                            {"iter", "iteration"},
                                                            {"dur", "progress"},
                                                            {"sec", "seconds"}}};
-
-bool IsCounted(TimeUnit unit) { return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond; }
 
 bool IsWhole(double value) { return value == std::floor(value); }
 

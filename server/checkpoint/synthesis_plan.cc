@@ -273,11 +273,9 @@ absl::StatusOr<TargetProfile> TargetOf(const SynthesisRequest& request, TimeUnit
   return HalfLifeProfile{end, half_life->value};
 }
 
-// Counted units are whole numbers.
 TrainingTime OneUnit(TimeUnit unit, double value) {
   TrainingTime time;
-  const bool is_counted = unit != TimeUnit::kProgress && unit != TimeUnit::kSecond;
-  time.Set(unit, is_counted ? std::round(value) : value);
+  time.Set(unit, IsCounted(unit) ? std::round(value) : value);
   return time;
 }
 

@@ -16,17 +16,12 @@ TrackConfig Track(const char* schedule) {
   return {.name = "t", .schedule = *Schedule::Parse(schedule)};
 }
 
-TrainingTime At(int64_t batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(batch));
-  return time;
-}
-
 // What a push at `batch` does, and `state` after it.
 Schedule::Update Push(const Schedule& schedule, int64_t batch, Schedule::State& state) {
-  const absl::StatusOr<Schedule::Update> update = schedule.Plan(state, At(batch));
+  const absl::StatusOr<Schedule::Update> update =
+      schedule.Plan(state, TrainingTime::AtBatch(batch));
   EXPECT_THAT(update, IsOk()) << batch;
-  state = schedule.Next(state, *update, At(batch));
+  state = schedule.Next(state, *update, TrainingTime::AtBatch(batch));
   return *update;
 }
 
@@ -53,7 +48,9 @@ TEST(FirstValueTest, AnImportGoesOnAsTheAverageItselfWould) {
       const Schedule::Update update = Push(schedule, batch, whole);
       if (!update.due || batch < 30) continue;
       // The state as the model makes it of a first push with imported_updates.
-      ASSERT_THAT(CheckKeepsFirstValue(Track(text), At(batch), whole.update_count), IsOk());
+      ASSERT_THAT(
+          CheckKeepsFirstValue(Track(text), TrainingTime::AtBatch(batch), whole.update_count),
+          IsOk());
       Schedule::State imported{.update_count = whole.averaged_count - 1,
                                .averaged_count = whole.averaged_count - 1};
       const Schedule::Update first = Push(schedule, batch, imported);
@@ -78,20 +75,23 @@ TEST(FirstValueTest, WhatDependsOnItsAgeNeedsTheStep) {
   for (const char* schedule :
        {"inv_gamma=1", "ramp=10", "sigma_rel=0.1", "half_life=100ba, ramp_ratio=0.09",
         "half_life=100ba, debias=true"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), At(0), 50),
+    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(0), 50),
                 IsLost("depends on the average's age in ba"))
         << schedule;
   }
-  EXPECT_THAT(CheckKeepsFirstValue(Track("sigma_rel=0.1, update_interval=1ep"), At(100), 0),
+  EXPECT_THAT(CheckKeepsFirstValue(Track("sigma_rel=0.1, update_interval=1ep"),
+                                   TrainingTime::AtBatch(100), 0),
               IsLost("depends on the average's age in ep"));
-  EXPECT_THAT(CheckKeepsFirstValue(Track("inv_gamma=1, ema_start=0.1dur"), At(100), 0),
-              IsLost("ema_start 0.1dur"));
+  EXPECT_THAT(
+      CheckKeepsFirstValue(Track("inv_gamma=1, ema_start=0.1dur"), TrainingTime::AtBatch(100), 0),
+      IsLost("ema_start 0.1dur"));
 }
 
 TEST(FirstValueTest, WhatCountsUpdatesNeedsTheirNumber) {
   for (const char* schedule :
        {"uniform=true", "smoothing=0.9, zero_init=plain", "smoothing=0.9, zero_init=debias"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), At(100), 0), IsLost("counts updates"))
+    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(100), 0),
+                IsLost("counts updates"))
         << schedule;
   }
 }
@@ -100,7 +100,8 @@ TEST(FirstValueTest, IsLostByWhatBeginsLater) {
   for (const char* schedule :
        {"half_life=100ba, ema_start=50ba", "half_life=100ba, ema_start=50ba, before_start=copy",
         "inv_gamma=1, ema_start=50ba, before_start=hold"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), At(49), 49), IsLost("ema_start 50ba"))
+    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(49), 49),
+                IsLost("ema_start 50ba"))
         << schedule;
   }
 }
@@ -108,7 +109,7 @@ TEST(FirstValueTest, IsLostByWhatBeginsLater) {
 TEST(FirstValueTest, IsLostByOneRuleOfATrack) {
   TrackConfig track = Track("100ba");
   track.tensor_rules.push_back({.pattern = "head.*", .schedule = *Schedule::Parse("uniform=true")});
-  EXPECT_THAT(CheckKeepsFirstValue(track, At(100), 0), IsLost("uniform"));
+  EXPECT_THAT(CheckKeepsFirstValue(track, TrainingTime::AtBatch(100), 0), IsLost("uniform"));
 }
 
 }  // namespace

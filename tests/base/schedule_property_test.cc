@@ -59,8 +59,6 @@ struct PlainDecay {
   }
 };
 
-bool IsCounted(TimeUnit unit) { return unit != TimeUnit::kProgress && unit != TimeUnit::kSecond; }
-
 // True if there is a phase + k * interval in (last, now].
 bool HasIntervalEnd(const Schedule& schedule, double last, double now) {
   const int64_t length = static_cast<int64_t>(schedule.update_interval().value);

@@ -179,7 +179,8 @@ TEST(TrainingTimeTest, MayStandStillButNotGoBack) {
 }
 
 TEST(TrainingTimeTest, PrintsWhatIsSet) {
-  TrainingTime time = At(TimeUnit::kBatch, 40);
+  TrainingTime time = TrainingTime::AtBatch(40);
+  EXPECT_EQ(time.ToString(), "batch 40");
   time.Set(TimeUnit::kSample, 2560);
   EXPECT_EQ(time.ToString(), "batch 40, sample 2560");
   time.Set(TimeUnit::kToken, 3e9);

@@ -142,8 +142,7 @@ TEST(PlanTrackTest, EachScheduleCountsByItself) {
   TrackState state;
   std::string due;
   for (int batch = 1; batch <= 6; ++batch) {
-    TrainingTime now;
-    now.Set(TimeUnit::kBatch, batch);
+    const TrainingTime now = TrainingTime::AtBatch(batch);
     EMA_ASSERT_OK_AND_ASSIGN(const std::vector<Schedule::Update> updates,
                              PlanTrack(track, state, now));
     ASSERT_EQ(updates.size(), 2);
@@ -265,8 +264,7 @@ TEST(ValidateTrackTest, SnapshotsAreOfPowerFunctions) {
   TrackConfig track = Track("sigma_rel=0.05");
   track.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
   EXPECT_THAT(ValidateTrack(track, TestManifest()), IsOk());
-  TrainingTime now;
-  now.Set(TimeUnit::kBatch, 1);
+  TrainingTime now = TrainingTime::AtBatch(1);
   EXPECT_THAT(PlanTrack(track, {}, now).status(),
               StatusIs(kInvalid, HasSubstr("lacks \"ep\", which snapshot_interval 50ep needs")));
   now.Set(TimeUnit::kEpoch, 0);

@@ -122,12 +122,10 @@ std::unique_ptr<Client> Trainer::Admin() const {
 }
 
 double Trainer::PushRank(Rank& rank) {
-  TrainingTime now;
-  now.Set(TimeUnit::kBatch, static_cast<double>(step_));
   double seconds_to_send = 0;
   const double seconds_to_reply = SecondsOf([&] {
     const std::unique_ptr<PendingPush> push =
-        Must(rank.run->StartPush(step_, now, rank.shards, kTimeout));
+        Must(rank.run->StartPush(step_, TrainingTime::AtBatch(step_), rank.shards, kTimeout));
     Must(push->Wait());
     seconds_to_send = absl::ToDoubleSeconds(push->stats().send_time);
   });

@@ -61,9 +61,10 @@ CoreTrainer::CoreTrainer(const Options& options) : model_(NewModel(options)), ch
 
 double CoreTrainer::CommitSeconds() {
   ++step_;
-  PushStart start{
-      .run_epoch = joined_.run_epoch, .layout_digest = joined_.layout_digest, .step = step_};
-  start.time.Set(TimeUnit::kBatch, static_cast<double>(step_));
+  const PushStart start{.run_epoch = joined_.run_epoch,
+                        .layout_digest = joined_.layout_digest,
+                        .step = step_,
+                        .time = TrainingTime::AtBatch(step_)};
   Clock::time_point visible;
   const std::unique_ptr<RankPush> push =
       Must(model_->OpenPush(start, [&visible](const absl::StatusOr<PushResult>& result) {

@@ -361,8 +361,8 @@ TEST_F(ResumeTest, AtALaterStepOnlyIfNoUpdateWasDue) {
   TestServer server(files_, {}, EveryTen());
   server.PushTo(3);
   EXPECT_THAT(Resume(server, {.step = 35}), ReasonIs(ErrorReason::kResumeMismatch));
-  EXPECT_THAT(Resume(server, {.step = 35, .time = AtBatch(35)}), IsOk());
-  EXPECT_THAT(Resume(server, {.step = 45, .time = AtBatch(45)}),
+  EXPECT_THAT(Resume(server, {.step = 35, .time = TrainingTime::AtBatch(35)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 45, .time = TrainingTime::AtBatch(45)}),
               IsDueBetween("the average at step 30"));
   EXPECT_EQ(server.version(), 3);
 }
@@ -377,12 +377,12 @@ TEST_F(ResumeTest, AtAnEarlierStepInAGapOnlyIfNoUpdateWasDue) {
   }
   TestServer server(files_, {}, EveryTen());
   EXPECT_THAT(Resume(server, {.step = 15}), ReasonIs(ErrorReason::kResumeMismatch));
-  EXPECT_THAT(Resume(server, {.step = 25, .time = AtBatch(25)}),
+  EXPECT_THAT(Resume(server, {.step = 25, .time = TrainingTime::AtBatch(25)}),
               IsDueBetween("the average at step 30"));
-  EXPECT_THAT(Resume(server, {.step = 9, .time = AtBatch(9)}),
+  EXPECT_THAT(Resume(server, {.step = 9, .time = TrainingTime::AtBatch(9)}),
               ReasonIs(ErrorReason::kResumeMismatch));
   EXPECT_EQ(server.version(), 3);
-  EXPECT_THAT(Resume(server, {.step = 15, .time = AtBatch(15)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 15, .time = TrainingTime::AtBatch(15)}), IsOk());
   EXPECT_EQ(server.version(), 4);
   EXPECT_EQ(server.model().latest()->restored_from->version, 1);
 }
@@ -395,20 +395,23 @@ TEST_F(ResumeTest, AtAVersionTooEarlyOnlyIfNoUpdateWasDue) {
   for (const int64_t version : {1, 2}) {
     const VersionId id{version, 0};
     const int64_t step = 10 * version + 15;
-    EXPECT_THAT(Resume(server, {.step = step, .version = id, .time = AtBatch(step)}),
+    EXPECT_THAT(Resume(server, {.step = step, .version = id, .time = TrainingTime::AtBatch(step)}),
                 IsDueBetween(absl::StrCat("that it asks for at step ", 10 * version)));
   }
   EXPECT_EQ(server.version(), 3);
   const VersionId second{2, 0};
-  EXPECT_THAT(Resume(server, {.step = 29, .version = second, .time = AtBatch(29)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 29, .version = second, .time = TrainingTime::AtBatch(29)}),
+              IsOk());
   EXPECT_EQ(server.version(), 4);
   // Where the model stands already.
-  EXPECT_THAT(Resume(server, {.step = 28, .version = second, .time = AtBatch(28)}), IsOk());
-  EXPECT_THAT(Resume(server, {.step = 30, .version = second, .time = AtBatch(30)}),
+  EXPECT_THAT(Resume(server, {.step = 28, .version = second, .time = TrainingTime::AtBatch(28)}),
+              IsOk());
+  EXPECT_THAT(Resume(server, {.step = 30, .version = second, .time = TrainingTime::AtBatch(30)}),
               IsDueBetween("version 2 that it asks for at step 20"));
   EXPECT_EQ(server.version(), 4);
   const VersionId first{1, 0};
-  EXPECT_THAT(Resume(server, {.step = 19, .version = first, .time = AtBatch(19)}), IsOk());
+  EXPECT_THAT(Resume(server, {.step = 19, .version = first, .time = TrainingTime::AtBatch(19)}),
+              IsOk());
   EXPECT_EQ(server.version(), 5);
 }
 

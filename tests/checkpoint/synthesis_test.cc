@@ -134,7 +134,7 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(.07, 22));
   EXPECT_EQ(synthesis.record.step, 22);
   EXPECT_EQ(synthesis.record.version, 20);
-  EXPECT_EQ(synthesis.record.time, AtBatch(22));
+  EXPECT_EQ(synthesis.record.time, TrainingTime::AtBatch(22));
   ASSERT_EQ(synthesis.record.tracks.size(), 1u);
   EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("sigma_rel=0.07"));
   std::vector<double> expected(kElements);
@@ -332,10 +332,11 @@ TEST(SynthesisPlanTest, OfVeryManySnapshotsSomeAreLeftOut) {
     StoredCheckpoint& checkpoint = checkpoints.emplace_back();
     checkpoint.id = {7, step, step};
     checkpoint.manifest.record = {.incarnation = 7, .version = step, .step = step};
-    checkpoint.manifest.record.time = AtBatch(step);
+    checkpoint.manifest.record.time = TrainingTime::AtBatch(step);
     for (size_t t = 0; t < 2; ++t) {
       CheckpointTrack track{.config = config.tracks[t],
-                            .state = {{.last_update = AtBatch(step), .started = AtBatch(1)}},
+                            .state = {{.last_update = TrainingTime::AtBatch(step),
+                                       .started = TrainingTime::AtBatch(1)}},
                             .last_steps = {step}};
       track.weights.emplace();
       checkpoint.manifest.tracks.push_back(std::move(track));
@@ -371,7 +372,7 @@ class SynthesisBranchTest : public testing::Test {
     TestRank rank(server_->shared_model(), absl::StrCat("launch after ", server_->version()));
     ASSERT_THAT(rank.Join(), IsOk());
     for (const auto& [step, time] : steps_and_times) {
-      rank.SetTime([at = time](int64_t) { return AtBatch(at); });
+      rank.SetTime([at = time](int64_t) { return TrainingTime::AtBatch(at); });
       ASSERT_THAT(rank.Push(step, BytesOf({1, 2, 3})), IsOk());
       ASSERT_THAT(server_->Save(), IsOk());
     }
@@ -410,7 +411,7 @@ TEST_F(SynthesisBranchTest, AFutureThatWasGivenUpIsNotUsed) {
   Restore(1);                         // Version 4.
   PushAndSave({{20, 25}, {40, 45}});  // Versions 5 and 6.
   EXPECT_EQ(RecordAt(20).version, 5);
-  EXPECT_EQ(RecordAt(20).time, AtBatch(25));
+  EXPECT_EQ(RecordAt(20).time, TrainingTime::AtBatch(25));
   EXPECT_EQ(RecordAt(35).version, 5);
 }
 
@@ -422,7 +423,7 @@ TEST_F(SynthesisBranchTest, NorIsItsTime) {
   // Only its record says when it was.
   const CheckpointId id{server_->manager().incarnation(), 6, 30};
   ASSERT_THAT(server_->manager().Delete(server_->model(), CheckpointName(id)), IsOk());
-  EXPECT_EQ(RecordAt(30).time, AtBatch(90));
+  EXPECT_EQ(RecordAt(30).time, TrainingTime::AtBatch(90));
   EXPECT_EQ(RecordAt(30).version, 5);
 }
 
@@ -433,7 +434,7 @@ TEST_F(SynthesisBranchTest, WhatWasRestoredLastIsUsedAlsoBehindAnotherRestore) {
   PushAndSave({{20, 25}});  // Version 5.
   Restore(3);               // Version 6.
   EXPECT_EQ(RecordAt(20).version, 2);
-  EXPECT_EQ(RecordAt(20).time, AtBatch(20));
+  EXPECT_EQ(RecordAt(20).time, TrainingTime::AtBatch(20));
   // The manifests say it, too.
   Start();
   EXPECT_EQ(RecordAt(20).version, 2);

@@ -21,21 +21,15 @@ RunPlan::Entry Entry(const std::string& name, const char* schedule, int64_t trac
           .track_id = track_id};
 }
 
-TrainingTime Batch(int64_t step) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(step));
-  return time;
-}
-
 // Tries a push at each of the steps (first, last]; those that are due.
 std::vector<int64_t> DueSteps(DueTracks& tracks, int64_t first, int64_t last) {
   std::vector<int64_t> steps;
   for (int64_t step = first + 1; step <= last; ++step) {
-    const absl::StatusOr<std::vector<DueTracks::Due>> due = tracks.At(Batch(step));
+    const absl::StatusOr<std::vector<DueTracks::Due>> due = tracks.At(TrainingTime::AtBatch(step));
     EXPECT_THAT(due, IsOk());
     if (due->empty()) continue;
     steps.push_back(step);
-    tracks.Count(*due, Batch(step));
+    tracks.Count(*due, TrainingTime::AtBatch(step));
   }
   return steps;
 }
@@ -56,7 +50,7 @@ TEST(DueTracksTest, APlanThatIsKnownChangesNothing) {
   EXPECT_TRUE(
       tracks.Adopt({.revision = 2, .tracks = {Entry("ema", every_5, 1), Entry("b", "7ba", 2)}}));
   EXPECT_THAT(DueSteps(tracks, 7, 7), IsEmpty());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto due, tracks.At(Batch(8)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto due, tracks.At(TrainingTime::AtBatch(8)));
   ASSERT_EQ(due.size(), 1);
   EXPECT_EQ(due[0].index, 1);
   // Another track of that name.
@@ -71,12 +65,12 @@ TEST(DueTracksTest, APlanThatIsKnownChangesNothing) {
 TEST(DueTracksTest, PausedTracksAreDueOnlyWhereAllArePaused) {
   DueTracks tracks;
   tracks.Adopt({.revision = 1, .tracks = {Entry("a", "4ba", 1, true), Entry("b", "4ba", 2)}});
-  EMA_ASSERT_OK_AND_ASSIGN(auto due, tracks.At(Batch(1)));
+  EMA_ASSERT_OK_AND_ASSIGN(auto due, tracks.At(TrainingTime::AtBatch(1)));
   ASSERT_EQ(due.size(), 1);
   EXPECT_EQ(due[0].index, 1);
   EXPECT_FALSE(tracks.ArePaused(due));
   tracks.Adopt({.revision = 2, .tracks = {Entry("a", "4ba", 1, true), Entry("b", "4ba", 2, true)}});
-  EMA_ASSERT_OK_AND_ASSIGN(due, tracks.At(Batch(1)));
+  EMA_ASSERT_OK_AND_ASSIGN(due, tracks.At(TrainingTime::AtBatch(1)));
   EXPECT_EQ(due.size(), 2);
   EXPECT_TRUE(tracks.ArePaused(due));
 }
@@ -84,7 +78,7 @@ TEST(DueTracksTest, PausedTracksAreDueOnlyWhereAllArePaused) {
 TEST(DueTracksTest, AUnitThatIsNotCountedIsAnError) {
   DueTracks tracks;
   tracks.Adopt({.revision = 1, .tracks = {Entry("ema", "5sp", 1)}});
-  EXPECT_THAT(tracks.At(Batch(1)), ReasonIs(ErrorReason::kBadTime));
+  EXPECT_THAT(tracks.At(TrainingTime::AtBatch(1)), ReasonIs(ErrorReason::kBadTime));
 }
 
 }  // namespace

@@ -50,12 +50,6 @@ Manifest LargeManifest() {
   return *Manifest::Create({{.name = "large", .dtype = Dtype::kUInt8, .shape = {128 << 20}}});
 }
 
-TrainingTime AtBatch(double batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, batch);
-  return time;
-}
-
 // What a trainer has queued on a stream; kept until the end of the test.
 class TrainerStream {
  public:
@@ -142,7 +136,7 @@ class GpuPushTest : public testing::Test {
     if (std::find(devices_.begin(), devices_.end(), 1) != devices_.end()) {
       gpu_weights.streams.push_back(other_->on(1));
     }
-    return run_->StartPush(step, AtBatch(static_cast<double>(step)), std::move(shards), timeout,
+    return run_->StartPush(step, TrainingTime::AtBatch(step), std::move(shards), timeout,
                            /*frozen_changed=*/false, gpu_weights);
   }
   std::unique_ptr<PendingPush> Start(int64_t step) {
@@ -250,8 +244,8 @@ TEST_F(GpuPushTest, WhatHasStridesIsGatheredIntoTheRing) {
       std::as_bytes(std::span(columns)), std::as_bytes(std::span(weights_)).subspan(first_bytes)};
   const GpuWeights gpu_weights = {.devices = devices_, .streams = {trainer_->on(0)}};
   const auto start = [&](std::vector<Strides> strides) {
-    return run_->StartPush(1, AtBatch(1), shards, absl::Seconds(60), /*frozen_changed=*/false,
-                           gpu_weights, std::move(strides));
+    return run_->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(60),
+                           /*frozen_changed=*/false, gpu_weights, std::move(strides));
   };
   const std::vector<std::vector<Strides>> wrong = {
       {Strides{1, 90}}, {Strides{1, 90, 1}, Strides()}, {Strides{1, 90}, Strides{1}}};
@@ -501,7 +495,9 @@ TEST_F(GpuPushTest, RefusesAnUnknownGpu) {
     shards.push_back(std::as_bytes(std::span(weights_.data(), static_cast<size_t>(size))));
   }
   const auto start = [&](const GpuWeights& gpu_weights) {
-    return run_->StartPush(1, AtBatch(1), shards, absl::Seconds(60), false, gpu_weights).status();
+    return run_
+        ->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(60), false, gpu_weights)
+        .status();
   };
   EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}}}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no stream of it")));

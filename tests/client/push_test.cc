@@ -41,12 +41,6 @@ Manifest TestManifest() {
   return *Manifest::Create(std::move(tensors));
 }
 
-TrainingTime AtBatch(double batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, batch);
-  return time;
-}
-
 // One buffer with random-looking bytes, and the spans of a layout's shards in it.
 class Weights {
  public:
@@ -78,14 +72,13 @@ class PushTest : public testing::Test {
   void Open() { Open(server_.address()); }
 
   std::unique_ptr<PendingPush> Start(int64_t step, absl::Duration timeout = absl::Seconds(20)) {
-    auto push =
-        run_->StartPush(step, AtBatch(static_cast<double>(step)), weights_->shards(), timeout);
+    auto push = run_->StartPush(step, TrainingTime::AtBatch(step), weights_->shards(), timeout);
     EXPECT_THAT(push, IsOk());
     return push.ok() ? *std::move(push) : nullptr;
   }
 
   absl::StatusOr<Version> Push(int64_t step, absl::Duration timeout = absl::Seconds(20)) {
-    return run_->Push(step, AtBatch(static_cast<double>(step)), weights_->shards(), timeout);
+    return run_->Push(step, TrainingTime::AtBatch(step), weights_->shards(), timeout);
   }
 
   // Until the first push's has come.
@@ -106,7 +99,7 @@ TEST_F(PushTest, SendsAllBytesOnceAndReturnsTheVersion) {
   EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(10));
   EXPECT_EQ(version.number, 1);
   EXPECT_EQ(version.step, 10);
-  EXPECT_EQ(version.time, AtBatch(10));
+  EXPECT_EQ(version.time, TrainingTime::AtBatch(10));
   EXPECT_EQ(server_.StepBytes(10, 0), weights_->bytes());
   ASSERT_THAT(server_.pushes(), SizeIs(1));
   const FakeServer::SeenPush seen = server_.pushes()[0];
@@ -142,7 +135,8 @@ TEST_F(PushTest, ReportsStats) {
 TEST_F(PushTest, AnEmptyRankSendsHeaderAndCommit) {
   EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address()));
   EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", {.shards = std::vector<Shard>()}));
-  EMA_ASSERT_OK_AND_ASSIGN(const Version version, run_->Push(1, AtBatch(1), {}, absl::Seconds(20)));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version,
+                           run_->Push(1, TrainingTime::AtBatch(1), {}, absl::Seconds(20)));
   EXPECT_EQ(version.number, 1);
   EXPECT_THAT(server_.pushes()[0].chunks, IsEmpty());
   EXPECT_EQ(server_.pushes()[0].commit.digest(), 0);
@@ -229,7 +223,8 @@ TEST_F(PushTest, AttachesAgainWithoutBytesWhileItWaitsForOtherRanks) {
   // The other rank.
   EMA_ASSERT_OK_AND_ASSIGN(
       const auto other, client_->OpenRun("m", {.launch_id = "life", .rank = 1, .world_size = 2}));
-  ASSERT_THAT(other->Push(1, AtBatch(1), weights_->shards(), absl::Seconds(20)), IsOk());
+  ASSERT_THAT(other->Push(1, TrainingTime::AtBatch(1), weights_->shards(), absl::Seconds(20)),
+              IsOk());
   EXPECT_THAT(push->Wait(), IsOk());
   EXPECT_THAT(server_.pushes()[1].chunks, IsEmpty());
 }
@@ -247,7 +242,8 @@ TEST_F(PushTest, AttachesAgainAlsoAfterTheRelease) {
   EXPECT_FALSE(push->done());
   EMA_ASSERT_OK_AND_ASSIGN(
       const auto other, client_->OpenRun("m", {.launch_id = "life", .rank = 1, .world_size = 2}));
-  ASSERT_THAT(other->Push(1, AtBatch(1), weights_->shards(), absl::Seconds(20)), IsOk());
+  ASSERT_THAT(other->Push(1, TrainingTime::AtBatch(1), weights_->shards(), absl::Seconds(20)),
+              IsOk());
   EXPECT_THAT(push->Wait(), IsOk());
   EXPECT_THAT(server_.pushes()[1].chunks, IsEmpty());
 }
@@ -519,8 +515,8 @@ TEST(StalledServerTest, OneThatAsksToWaitHoldsTheTrainer) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server.address()));
   EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
   const Weights weights(run->layout());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(1)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, run->StartPush(1, TrainingTime::AtBatch(1),
+                                                           weights.shards(), absl::Minutes(1)));
   EXPECT_TRUE(push->WaitReleased(absl::Minutes(1)));
   EXPECT_THAT(push->Wait(), IsOk());
   EXPECT_THAT(server.pushes(), SizeIs(6));
@@ -535,8 +531,8 @@ TEST(StalledServerTest, AnInterruptCountsAsTheEndOfMaxWait) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server.address(), options));
   EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
   const Weights weights(run->layout());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(5)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, run->StartPush(1, TrainingTime::AtBatch(1),
+                                                           weights.shards(), absl::Minutes(5)));
   ASSERT_TRUE(server.AwaitPushes(1));
   interrupted = true;
   const absl::Time start = absl::Now();
@@ -552,19 +548,19 @@ TEST(StalledServerTest, WeightsAreReleasedInTime) {
   const Weights weights(run->layout());
   // Opens gRPC's windows, so that its own flow control is not what stops the push below.
   for (int64_t step = 1; step <= 4; ++step) {
-    ASSERT_THAT(
-        run->Push(step, AtBatch(static_cast<double>(step)), weights.shards(), absl::Seconds(60)),
-        IsOk());
+    ASSERT_THAT(run->Push(step, TrainingTime::AtBatch(step), weights.shards(), absl::Seconds(60)),
+                IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           run->StartPush(9, AtBatch(9), weights.shards(), absl::Seconds(60)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, run->StartPush(9, TrainingTime::AtBatch(9),
+                                                           weights.shards(), absl::Seconds(60)));
   proxy.SetStalled(true);
   const absl::Time start = absl::Now();
   EXPECT_FALSE(push->WaitReleased(absl::Milliseconds(300)));
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
   proxy.SetStalled(false);
-  EXPECT_THAT(run->Push(10, AtBatch(10), weights.shards(), absl::Seconds(60)), IsOk());
+  EXPECT_THAT(run->Push(10, TrainingTime::AtBatch(10), weights.shards(), absl::Seconds(60)),
+              IsOk());
 }
 
 TEST(StalledServerTest, OneThatHangsDoesNotHoldTheTrainer) {
@@ -574,14 +570,14 @@ TEST(StalledServerTest, OneThatHangsDoesNotHoldTheTrainer) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
   const Weights weights(run->layout());
   proxy.SetStalled(true);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(5)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, run->StartPush(1, TrainingTime::AtBatch(1),
+                                                           weights.shards(), absl::Minutes(5)));
   const absl::Time start = absl::Now();
   EXPECT_FALSE(push->WaitReleased(absl::Minutes(5)));
   EXPECT_LT(absl::Now() - start, absl::Seconds(20));
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
   proxy.SetStalled(false);
-  EXPECT_THAT(run->Push(2, AtBatch(2), weights.shards(), absl::Seconds(60)), IsOk());
+  EXPECT_THAT(run->Push(2, TrainingTime::AtBatch(2), weights.shards(), absl::Seconds(60)), IsOk());
 }
 
 TEST(StalledServerTest, OneThatAnswersHoldsTheTrainer) {
@@ -590,8 +586,8 @@ TEST(StalledServerTest, OneThatAnswersHoldsTheTrainer) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server.address()));
   EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {}));
   const Weights weights(run->layout());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           run->StartPush(1, AtBatch(1), weights.shards(), absl::Minutes(5)));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, run->StartPush(1, TrainingTime::AtBatch(1),
+                                                           weights.shards(), absl::Minutes(5)));
   std::jthread release([&] {
     while (server.queries().empty()) absl::SleepFor(absl::Milliseconds(10));
     server.Release();
@@ -649,7 +645,8 @@ TEST_F(PushTest, RefusesASecondPushMeanwhile) {
   server_.push_scripts = {{.hold_reply = true}};
   Open();
   const auto push = Start(1);
-  const auto second = run_->StartPush(2, AtBatch(2), weights_->shards(), absl::Seconds(1));
+  const auto second =
+      run_->StartPush(2, TrainingTime::AtBatch(2), weights_->shards(), absl::Seconds(1));
   EXPECT_THAT(second, StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("still pushing")));
   EXPECT_THAT(second, ReasonIs(ErrorReason::kSessionBusy));
   server_.Release();
@@ -661,10 +658,10 @@ TEST_F(PushTest, RefusesShardsOfOtherSizes) {
   Open();
   std::vector<std::span<const std::byte>> shards = weights_->shards();
   shards[0] = shards[0].first(8);
-  EXPECT_THAT(run_->StartPush(1, AtBatch(1), shards, absl::Seconds(1)),
+  EXPECT_THAT(run_->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(1)),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("\"big\"")));
   shards.pop_back();
-  EXPECT_THAT(run_->StartPush(1, AtBatch(1), shards, absl::Seconds(1)),
+  EXPECT_THAT(run_->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(1)),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("22 shards, but 21")));
 }
 
@@ -685,10 +682,10 @@ TEST_F(PushTest, AnInterruptEndsTheWaitsNotThePush) {
 
 TEST_F(PushTest, IsDueFollowsTheIntervalsOfTheLastVersion) {
   Open();
-  EXPECT_THAT(run_->IsDue(AtBatch(3)), IsOkAndHolds(true));  // The first one.
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(3)), IsOkAndHolds(true));  // The first one.
   ASSERT_THAT(Push(3), IsOk());
-  EXPECT_THAT(run_->IsDue(AtBatch(9)), IsOkAndHolds(false));
-  EXPECT_THAT(run_->IsDue(AtBatch(10)), IsOkAndHolds(true));
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(9)), IsOkAndHolds(false));
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(10)), IsOkAndHolds(true));
   EXPECT_THAT(run_->IsDue(TrainingTime()), ReasonIs(ErrorReason::kBadTime));
 }
 
@@ -708,12 +705,12 @@ TEST_F(PushTest, IsDueFollowsThePlanOfTheLastReply) {
   ASSERT_THAT(Push(36), IsOk());
   EXPECT_EQ(run_->plan().revision, 2);
   EXPECT_EQ(run_->plan().tracks[0].track.name, "slow");
-  EXPECT_THAT(run_->IsDue(AtBatch(39)), IsOkAndHolds(false));
-  EXPECT_THAT(run_->IsDue(AtBatch(40)), IsOkAndHolds(true));
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(39)), IsOkAndHolds(false));
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(40)), IsOkAndHolds(true));
 
   plan.mutable_tracks(0)->mutable_track()->set_paused(true);
   ASSERT_THAT(Push(40), IsOk());
-  EXPECT_THAT(run_->IsDue(AtBatch(60)), IsOkAndHolds(false));
+  EXPECT_THAT(run_->IsDue(TrainingTime::AtBatch(60)), IsOkAndHolds(false));
 }
 
 TEST_F(PushTest, QueryPushReportsProgress) {

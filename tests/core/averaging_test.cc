@@ -344,7 +344,7 @@ TEST_F(AveragingTest, APushThatGoesByAnOlderPlanIsRefused) {
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), IsOk());
   ASSERT_THAT(Push(2, {0, 0, 0}), IsOk());
   start.step = 3;
-  start.time = AtBatch(3);
+  start.time = TrainingTime::AtBatch(3);
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kPlanChanged));
   start.plan_revision = 8;
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), IsOk());

@@ -197,7 +197,7 @@ TEST_F(ModelTest, StaleStepsAndTimesThatGoBackAreRefused) {
               StatusIs(absl::StatusCode::kAborted, HasSubstr("step 4 is not after 5")));
   EXPECT_THAT(rank.Push(-1, BytesOf(Values(2))), ReasonIs(ErrorReason::kBadRequest));
   PushStart start = rank.Start(6);
-  start.time = AtBatch(4);
+  start.time = TrainingTime::AtBatch(4);
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kBadTime));
   start.time = TrainingTime();
   start.time.Set(TimeUnit::kSample, 100);
@@ -278,7 +278,7 @@ TEST_F(ModelTest, RanksThatDisagreeOnTheTimeOfAStepAreTold) {
   ASSERT_THAT(second.Join(), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, std::make_shared<PushOutcome>()));
   PushStart start = second.Start(1);
-  start.time = AtBatch(2);
+  start.time = TrainingTime::AtBatch(2);
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kPlanMismatch));
 }
 

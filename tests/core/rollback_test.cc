@@ -215,7 +215,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, RollBack(good, GetParam()));
   EXPECT_EQ(record.id(), (VersionId{10, 7}));
   EXPECT_EQ(record.step, 5);
-  EXPECT_EQ(record.time, AtBatch(5));
+  EXPECT_EQ(record.time, TrainingTime::AtBatch(5));
   EXPECT_EQ(record.restored_from, (VersionId{5, 7}));
   EXPECT_GT(record.run_epoch, first->run_epoch());
   EXPECT_GE(record.commit_time, good->record.commit_time);
@@ -639,36 +639,36 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
 TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 4);
-  model_->SetKeptTime(AtBatch(4));
+  model_->SetKeptTime(TrainingTime::AtBatch(4));
   ASSERT_THAT(RollBack(2), IsOk());
-  EXPECT_EQ(model_->kept_time(), AtBatch(2));
-  model_->SetKeptTime(AtBatch(1));
+  EXPECT_EQ(model_->kept_time(), TrainingTime::AtBatch(2));
+  model_->SetKeptTime(TrainingTime::AtBatch(1));
   ASSERT_THAT(RollBack(0), IsOk());
-  EXPECT_EQ(model_->kept_time(), AtBatch(1));
+  EXPECT_EQ(model_->kept_time(), TrainingTime::AtBatch(1));
 }
 
 TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   const auto is_due_by = [this](const TrainingTime& time) {
     return model_->IsDueBy(time, model_->standing());
   };
-  EXPECT_THAT(is_due_by(AtBatch(1)), IsOkAndHolds(true));  // The first.
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(1)), IsOkAndHolds(true));  // The first.
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine"}}), IsOk());
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 4);
   // "slow" is due at multiples of 3.
-  EXPECT_THAT(is_due_by(AtBatch(4)), IsOkAndHolds(false));
-  EXPECT_THAT(is_due_by(AtBatch(5)), IsOkAndHolds(false));
-  EXPECT_THAT(is_due_by(AtBatch(6)), IsOkAndHolds(true));
-  EXPECT_THAT(is_due_by(AtBatch(700)), IsOkAndHolds(true));
-  EXPECT_EQ(GetErrorReason(is_due_by(AtBatch(3)).status()), ErrorReason::kBadTime);
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(4)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(5)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(6)), IsOkAndHolds(true));
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(700)), IsOkAndHolds(true));
+  EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime::AtBatch(3)).status()), ErrorReason::kBadTime);
   EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime()).status()), ErrorReason::kBadTime);
   // After an earlier version.
   const Model::Standing second = Model::StandingOf(**model_->PinVersion(2));
-  EXPECT_THAT(model_->IsDueBy(AtBatch(2), second), IsOkAndHolds(false));
-  EXPECT_THAT(model_->IsDueBy(AtBatch(3), second), IsOkAndHolds(true));
+  EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(2), second), IsOkAndHolds(false));
+  EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(3), second), IsOkAndHolds(true));
   ASSERT_THAT(model_->UpdateTracks({.pause = {"slow"}}), IsOk());
   Train(*rank, 5, 5);
-  EXPECT_THAT(is_due_by(AtBatch(6)), IsOkAndHolds(false));
+  EXPECT_THAT(is_due_by(TrainingTime::AtBatch(6)), IsOkAndHolds(false));
 }
 
 TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {

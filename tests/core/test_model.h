@@ -44,12 +44,6 @@ inline std::shared_ptr<const Manifest> MakeManifest(std::vector<TensorSpec> tens
   return std::make_shared<const Manifest>(*Manifest::Create(std::move(tensors)));
 }
 
-inline TrainingTime AtBatch(int64_t batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(batch));
-  return time;
-}
-
 // The end of a push, as its callback got it.
 struct PushOutcome {
   int calls = 0;
@@ -144,7 +138,9 @@ class TestRank {
   const int64_t rank_;
   const int64_t world_size_;
   std::vector<Shard> shards_;
-  std::function<TrainingTime(int64_t)> time_ = [](int64_t step) { return AtBatch(step); };
+  std::function<TrainingTime(int64_t)> time_ = [](int64_t step) {
+    return TrainingTime::AtBatch(step);
+  };
   FrozenTensors frozen_ = FrozenTensors::kPushed;
   int64_t stream_group_ = 0;
   int64_t stream_count_ = 0;

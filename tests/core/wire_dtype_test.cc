@@ -48,7 +48,7 @@ class WireDtypeTest : public testing::Test {
         model_->OpenPush({.run_epoch = joined.run_epoch,
                           .layout_digest = joined.layout_digest,
                           .step = step,
-                          .time = AtBatch(step)},
+                          .time = TrainingTime::AtBatch(step)},
                          [outcome](const auto& result) { outcome->result = result; }));
     // Not cut at an element of float32.
     EMA_RETURN_IF_ERROR(TestRank::AddChunk(*push, bytes, 0, 2));

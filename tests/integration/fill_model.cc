@@ -67,12 +67,6 @@ int FillValue(int64_t step) { return static_cast<int>((step * 37 + 11) % 97); }
 
 int64_t NextFillStep(int64_t step) { return step + (step % 5 == 3 ? 3 : 1); }
 
-TrainingTime FillTime(int64_t step) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(step));
-  return time;
-}
-
 Manifest FillManifest(int64_t scale) {
   return *Manifest::Create({{.name = "wide", .shape = {37 * scale, 101}},
                             {.name = "deep", .shape = {3, 5, 7, 11 * scale}},

@@ -24,7 +24,6 @@ inline constexpr int64_t kFillChunks = 8;
 int FillValue(int64_t step);
 // The step after this one; some are left out.
 int64_t NextFillStep(int64_t step);
-TrainingTime FillTime(int64_t step);
 
 // Tensors of odd sizes and several dtypes, some 70 KiB times `scale`.
 Manifest FillManifest(int64_t scale);

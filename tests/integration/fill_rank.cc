@@ -155,7 +155,7 @@ bool FillRank::PushStep(int64_t step) {
 }
 
 std::unique_ptr<PendingPush> FillRank::Start(ema::Run& run, int64_t step, const FillBytes& bytes) {
-  auto push = run.StartPush(step, FillTime(step), bytes.shards(), kPushTimeout);
+  auto push = run.StartPush(step, TrainingTime::AtBatch(step), bytes.shards(), kPushTimeout);
   if (push.ok()) return *std::move(push);
   history_.OnViolation(absl::StrCat("StartPush: ", push.status().ToString()));
   return nullptr;

@@ -54,7 +54,8 @@ class ManyRanksOverSocketsTest : public testing::Test {
     for (const int64_t rank : order_) {
       if (std::find(missing.begin(), missing.end(), rank) != missing.end()) continue;
       bytes_[rank]->Set(FillValue(step));
-      auto push = runs_[rank]->StartPush(step, FillTime(step), bytes_[rank]->shards(), kTimeout);
+      auto push = runs_[rank]->StartPush(step, TrainingTime::AtBatch(step), bytes_[rank]->shards(),
+                                         kTimeout);
       EXPECT_THAT(push, IsOk());
       if (push.ok()) pushes[rank] = *std::move(push);
     }

@@ -25,12 +25,6 @@ constexpr int64_t kMaxChunks = 500;
 constexpr int64_t kMemoryBytes = int64_t{100} << 20;
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 
-TrainingTime AtBatch(int64_t batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(batch));
-  return time;
-}
-
 class OverlapTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -55,7 +49,8 @@ class OverlapTest : public testing::Test {
   }
 
   std::unique_ptr<PendingPush> Start(ema::Run& run, int64_t step) {
-    auto push = run.StartPush(step, AtBatch(step), {std::as_bytes(std::span(weights_))}, kTimeout);
+    auto push = run.StartPush(step, TrainingTime::AtBatch(step),
+                              {std::as_bytes(std::span(weights_))}, kTimeout);
     EXPECT_THAT(push, IsOk());
     return push.ok() ? *std::move(push) : nullptr;
   }

@@ -51,11 +51,9 @@ class SeveralConnectionsTest : public testing::Test {
     for (int64_t i = kPeriod; i < kElements; i += kPeriod) {
       std::copy_n(weights_.begin(), std::min(kPeriod, kElements - i), weights_.begin() + i);
     }
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
-    EMA_ASSIGN_OR_RETURN(
-        const std::unique_ptr<PendingPush> push,
-        run_->StartPush(step, time, {std::as_bytes(std::span(weights_))}, kTimeout));
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push,
+                         run_->StartPush(step, TrainingTime::AtBatch(step),
+                                         {std::as_bytes(std::span(weights_))}, kTimeout));
     EMA_RETURN_IF_ERROR(push->Wait().status());
     return push->stats();
   }

@@ -50,12 +50,6 @@ constexpr absl::Duration kRefusal = absl::Milliseconds(50);
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 
-TrainingTime AtBatch(int64_t batch) {
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, static_cast<double>(batch));
-  return time;
-}
-
 // Waits until `condition`. False: it was not so in time.
 template <typename Condition>
 bool Eventually(absl::Duration timeout, const Condition& condition) {
@@ -97,9 +91,9 @@ class StalledPeersTest : public testing::Test {
   // One step of the good pair.
   void PushAndPull(int64_t step) {
     const std::vector<float> weights(kElements, static_cast<float>(step));
-    EMA_ASSERT_OK_AND_ASSIGN(
-        const Version version,
-        run_->Push(step, AtBatch(step), {std::as_bytes(std::span(weights))}, kTimeout));
+    EMA_ASSERT_OK_AND_ASSIGN(const Version version,
+                             run_->Push(step, TrainingTime::AtBatch(step),
+                                        {std::as_bytes(std::span(weights))}, kTimeout));
     EXPECT_EQ(version.step, step);
     std::vector<float> pulled(kElements);
     const auto target = [&](const PullInfo&) -> absl::StatusOr<std::span<std::byte>> {

@@ -280,10 +280,8 @@ TEST_P(AuthorizedClientTest, PushesAndPullsWithItsToken) {
   const auto run = trainer->OpenRun("m", Client::RunOptions());
   ASSERT_THAT(run, IsOk());
   const std::vector<float> weights(kElements, 1.0F);
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, 1);
-  const auto push =
-      (*run)->StartPush(1, time, {std::as_bytes(std::span(weights))}, absl::Seconds(30));
+  const auto push = (*run)->StartPush(1, TrainingTime::AtBatch(1),
+                                      {std::as_bytes(std::span(weights))}, absl::Seconds(30));
   ASSERT_THAT(push, IsOk());
   ASSERT_THAT((*push)->Wait(), IsOk());
   EXPECT_EQ((*push)->stats().lane == Lane::kSharedMemory, GetParam());

@@ -33,11 +33,10 @@ class ConnectionsTest : public RpcFixture {
             .status());
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<ema::Run> run, client->OpenRun("used", {}));
     const int64_t step = run->latest().has_value() ? run->latest()->step + 1 : 1;
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
     const std::vector<float> weights(kCount, 3.0f);
     EMA_RETURN_IF_ERROR(
-        run->Push(step, time, {std::as_bytes(std::span(weights))}, timeout).status());
+        run->Push(step, TrainingTime::AtBatch(step), {std::as_bytes(std::span(weights))}, timeout)
+            .status());
     std::vector<float> pulled;
     EMA_RETURN_IF_ERROR(client
                             ->Pull(
@@ -192,9 +191,9 @@ TEST_F(ConnectionsTest, AReaderThatHasLostItsPlaceGoesOn) {
   EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<ema::Run> run, slow->OpenRun("m", {}));
   std::vector<float> weights(kCount);
   for (int64_t i = 0; i < kCount; ++i) weights[i] = static_cast<float>(i % 1009);
-  TrainingTime time;
-  time.Set(TimeUnit::kBatch, 1);
-  ASSERT_THAT(run->Push(1, time, {std::as_bytes(std::span(weights))}, absl::Seconds(30)), IsOk());
+  ASSERT_THAT(run->Push(1, TrainingTime::AtBatch(1), {std::as_bytes(std::span(weights))},
+                        absl::Seconds(30)),
+              IsOk());
 
   const auto pull = [&](Client& client, std::vector<float>& pulled,
                         const std::function<void(int64_t)>& on_progress) {

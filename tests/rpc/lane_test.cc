@@ -36,16 +36,10 @@ class LaneTest : public RpcFixture {
     EMA_ASSERT_OK_AND_ASSIGN(trainer_, client_->OpenRun("big", options));
   }
 
-  static TrainingTime At(int64_t step) {
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
-    return time;
-  }
-
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(int64_t step, float value) {
     weights_.assign(kCount, value);
-    return trainer_->StartPush(step, At(step), {std::as_bytes(std::span(weights_))},
-                               absl::Seconds(30));
+    return trainer_->StartPush(step, TrainingTime::AtBatch(step),
+                               {std::as_bytes(std::span(weights_))}, absl::Seconds(30));
   }
   absl::StatusOr<Version> Push(int64_t step, float value) {
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push, StartPush(step, value));
@@ -148,8 +142,8 @@ TEST_F(LaneTest, RanksPushAtOnceEachThroughItsOwn) {
       ASSERT_THAT(run, IsOk());
       for (int64_t step = 1; step <= 20; ++step) {
         const std::vector<float> values(count, static_cast<float>(step));
-        const auto push = (*run)->StartPush(step, At(step), {std::as_bytes(std::span(values))},
-                                            absl::Seconds(30));
+        const auto push = (*run)->StartPush(step, TrainingTime::AtBatch(step),
+                                            {std::as_bytes(std::span(values))}, absl::Seconds(30));
         ASSERT_THAT(push, IsOk());
         ASSERT_THAT((*push)->Wait(), IsOk());
         EXPECT_EQ((*push)->stats().lane, Lane::kSharedMemory);
@@ -190,7 +184,8 @@ TEST_F(LaneTest, ErrorsComeThroughWithTheirReason) {
               ReasonIs(ErrorReason::kTrackNotFound));
   weights_.assign(kCount, 1.0f);
   weights_[700'000] = std::nanf("");
-  EXPECT_THAT(trainer_->Push(6, At(6), {std::as_bytes(std::span(weights_))}, absl::Seconds(30)),
+  EXPECT_THAT(trainer_->Push(6, TrainingTime::AtBatch(6), {std::as_bytes(std::span(weights_))},
+                             absl::Seconds(30)),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("element 700000")));
   ASSERT_THAT(Push(7, 8), IsOk());
   EXPECT_EQ(stats_.lane, Lane::kSharedMemory);
@@ -345,8 +340,8 @@ TEST_F(LaneTest, APushThatIsAbandonedFreesTheWeightsAndTheStep) {
                                 .world_size = 2,
                                 .shards = std::vector<Shard>{{0, {1}, {kCount - 1}}}});
   const float one = 1;
-  const auto push =
-      waiting.StartPush(1, At(1), {std::as_bytes(std::span(&one, 1))}, absl::Seconds(30));
+  const auto push = waiting.StartPush(1, TrainingTime::AtBatch(1),
+                                      {std::as_bytes(std::span(&one, 1))}, absl::Seconds(30));
   ASSERT_THAT(push, IsOk());
   EXPECT_TRUE((*push)->WaitReleased(absl::Seconds(20)));
   (*push)->Abandon();

@@ -129,11 +129,10 @@ TEST_F(TlsTest, PushesAndPullsGoThroughIt) {
   std::vector<float> weights(kCount);
   for (int64_t step = 1; step <= 3; ++step) {
     for (int64_t i = 0; i < kCount; ++i) weights[i] = static_cast<float>(i % 1000 + step);
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
     EMA_ASSERT_OK_AND_ASSIGN(
         const std::unique_ptr<PendingPush> push,
-        run->StartPush(step, time, {std::as_bytes(std::span(weights))}, absl::Seconds(20)));
+        run->StartPush(step, TrainingTime::AtBatch(step), {std::as_bytes(std::span(weights))},
+                       absl::Seconds(20)));
     // Released before the reply: gRPC has dropped every slice.
     EXPECT_TRUE(push->WaitReleased(absl::Seconds(20)));
     EXPECT_THAT(push->Wait(), IsOk());
@@ -331,10 +330,9 @@ TEST_F(TlsTest, ASameHostLaneComesBackWithTheServer) {
                             .status());
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<ema::Run> run, client->OpenRun("m", {}));
     const int64_t step = run->latest().has_value() ? run->latest()->step + 1 : 1;
-    TrainingTime time;
-    time.Set(TimeUnit::kBatch, static_cast<double>(step));
-    EMA_RETURN_IF_ERROR(
-        run->Push(step, time, {std::as_bytes(std::span(weights))}, absl::Seconds(20)).status());
+    EMA_RETURN_IF_ERROR(run->Push(step, TrainingTime::AtBatch(step),
+                                  {std::as_bytes(std::span(weights))}, absl::Seconds(20))
+                            .status());
     std::vector<float> pulled(1000);
     EMA_ASSIGN_OR_RETURN(const PullInfo info,
                          client->Pull(
