@@ -91,13 +91,7 @@ ServerState Server::State(bool with_history) const {
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
     state.data_dir_free_bytes = checkpoints_->free_bytes();
     state.scrub_time = checkpoints_->scrub_time();
-    for (const auto& [name, counts] : checkpoints_->CountAll()) {
-      state.checkpoints[name] = {.complete = counts.stored.complete,
-                                 .unreadable = counts.stored.unreadable,
-                                 .failed = counts.failed,
-                                 .corrupt = counts.stored.corrupt,
-                                 .abandoned = counts.stored.abandoned};
-    }
+    state.checkpoints = checkpoints_->CountAll();
   }
   {
     absl::MutexLock lock(&mu_);

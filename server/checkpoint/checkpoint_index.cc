@@ -217,17 +217,17 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
   return all;
 }
 
-std::map<std::string, CheckpointStore::Counts> CheckpointStore::CountAll() {
+std::map<std::string, CheckpointCounts> CheckpointStore::CountAll() {
   std::vector<std::pair<std::string, std::shared_ptr<Folder>>> folders;
   {
     absl::MutexLock lock(&mu_);
     folders.assign(folders_.begin(), folders_.end());
   }
-  std::map<std::string, Counts> all;
+  std::map<std::string, CheckpointCounts> all;
   for (const auto& [model, folder] : folders) {
     absl::MutexLock lock(&folder->state_mu);
     for (const auto& [name, stored] : folder->index) {
-      Counts& counts = all[model];
+      CheckpointCounts& counts = all[model];
       ++(!stored.unread.ok()                  ? counts.unreadable
          : stored.problem.ok()                ? counts.complete
          : name.starts_with(kAbandonedPrefix) ? counts.abandoned

@@ -431,9 +431,8 @@ std::optional<int64_t> CheckpointManager::free_bytes() {
   return free_bytes_;
 }
 
-std::map<std::string, CheckpointManager::Counts> CheckpointManager::CountAll() {
-  std::map<std::string, Counts> counts;
-  for (const auto& [model, stored] : store_->CountAll()) counts[model].stored = stored;
+std::map<std::string, CheckpointCounts> CheckpointManager::CountAll() {
+  std::map<std::string, CheckpointCounts> counts = store_->CountAll();
   absl::MutexLock lock(&mu_);
   for (const auto& [model, failed] : failed_) counts[model].failed = std::ssize(failed);
   return counts;

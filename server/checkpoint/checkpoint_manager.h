@@ -84,12 +84,8 @@ class CheckpointManager final : public Checkpoints {
   // What the disk had free when it was last asked. Absent: it was not, or did not say. Never blocks
   // on the disk.
   std::optional<int64_t> free_bytes() ABSL_LOCKS_EXCLUDED(mu_);
-  struct Counts {
-    CheckpointStore::Counts stored;
-    int64_t failed = 0;  // Could not be saved, or not with their labels, and have not been since.
-  };
   // Of every model that has any. Never blocks on the disk.
-  std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
+  std::map<std::string, CheckpointCounts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
   // When the last complete scrub that skipped none ended, of this server or an earlier one of the
   // same directory; the first LoadAll() there counts as one. Absent: there are none.
   std::optional<absl::Time> scrub_time() ABSL_LOCKS_EXCLUDED(mu_);

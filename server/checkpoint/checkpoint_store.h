@@ -50,6 +50,7 @@
 #include "server/checkpoint/label_file.h"
 #include "server/checkpoint/manifest_json.h"
 #include "server/checkpoint/sync_latch.h"
+#include "server/core/checkpoint_counts.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
@@ -204,15 +205,9 @@ class CheckpointStore {
   absl::StatusOr<std::vector<Stored>> ListNames(std::string_view model_name)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  struct Counts {
-    int64_t complete = 0;    // Those of some tracks, too.
-    int64_t unreadable = 0;  // The same, but NoteRead() was told that it cannot be read.
-    int64_t corrupt = 0;     // Set aside because a byte is wrong or missing.
-    int64_t abandoned = 0;   // Set aside because a crash had left them newer than LATEST.
-  };
-  // As ListNames() would count what was last seen, of every model that has any. Never waits for the
-  // disk.
-  std::map<std::string, Counts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
+  // As ListNames() would count what was last seen, of every model that has any; none as failed.
+  // Never waits for the disk.
+  std::map<std::string, CheckpointCounts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
   // What the disk has left for us. UNAVAILABLE: it failed.
   absl::StatusOr<int64_t> FreeBytes() { return file_system_.FreeBytes(options_.data_dir); }
 

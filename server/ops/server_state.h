@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/core/checkpoint_counts.h"
 #include "server/core/model_overview.h"
 
 namespace ema {
@@ -48,14 +49,6 @@ struct ServerState {
     std::string_view need;  // "serving", "checkpoints" or "neither": what does not work without it.
     absl::Duration silent_time;
   };
-  // How many checkpoints a model has.
-  struct Checkpoints {
-    int64_t complete = 0;
-    int64_t unreadable = 0;
-    int64_t failed = 0;
-    int64_t corrupt = 0;
-    int64_t abandoned = 0;
-  };
   struct Model {
     std::string name;
     ModelOverview overview;
@@ -76,7 +69,7 @@ struct ServerState {
   // again.
   std::optional<absl::Time> scrub_time;
   // Of all models, and of those of which only bad ones are left. Empty without a data directory.
-  std::map<std::string, Checkpoints> checkpoints;
+  std::map<std::string, CheckpointCounts> checkpoints;
   std::string device;
   std::string cuda_version;
   int64_t incarnation = 0;

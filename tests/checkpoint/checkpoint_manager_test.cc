@@ -136,10 +136,10 @@ TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
   EXPECT_THAT(listing.checkpoints[0].problem, HasSubstr("Input/output error"));
   const auto counts = server.manager().CountAll();
   EXPECT_EQ(counts.at("m").failed, 1);
-  EXPECT_EQ(counts.at("m").stored.complete, 0);
+  EXPECT_EQ(counts.at("m").complete, 0);
   EXPECT_THAT(server.Save(), IsOk());
   EXPECT_EQ(server.manager().CountAll().at("m").failed, 0);
-  EXPECT_EQ(server.manager().CountAll().at("m").stored.complete, 1);
+  EXPECT_EQ(server.manager().CountAll().at("m").complete, 1);
   EMA_ASSERT_OK_AND_ASSIGN(const auto info,
                            server.manager().Get(server.model(), listing.checkpoints[0].name));
   EXPECT_EQ(info.state, State::kComplete);
@@ -456,14 +456,14 @@ TEST_F(CheckpointManagerTest, WhatIsCorruptIsListedWithItsProblem) {
     EXPECT_EQ(info.state, State::kCorrupt);
     EXPECT_EQ(info.id.version, 2);
     EXPECT_THAT(info.problem, HasSubstr("manifest.json"));
-    EXPECT_EQ(server.manager().CountAll().at("m").stored.corrupt, 1);
+    EXPECT_EQ(server.manager().CountAll().at("m").corrupt, 1);
   }
   TestServer server(files_);
   EMA_ASSERT_OK_AND_ASSIGN(const auto info,
                            server.manager().Get(server.model(), ".corrupt-" + name));
   EXPECT_THAT(info.problem, HasSubstr("by an earlier server"));
   EXPECT_THAT(server.manager().Delete(server.model(), info.name), IsOk());
-  EXPECT_EQ(server.manager().CountAll().at("m").stored.corrupt, 0);
+  EXPECT_EQ(server.manager().CountAll().at("m").corrupt, 0);
   EXPECT_THAT(server.manager().Get(server.model(), info.name),
               ReasonIs(ErrorReason::kCheckpointNotFound));
   EXPECT_FALSE(*files_.Exists(absl::StrCat(kTestFolder, "/", info.name)));
@@ -547,7 +547,7 @@ TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDelet
     EXPECT_EQ(info.state, State::kCorrupt);
     EXPECT_EQ(info.id.version, 2);
     EXPECT_THAT(info.problem, HasSubstr("newer than LATEST"));
-    EXPECT_EQ(server.manager().CountAll().at("m").stored.abandoned, 1);
+    EXPECT_EQ(server.manager().CountAll().at("m").abandoned, 1);
     if (is_first) {
       EXPECT_THAT(server.errors()[0], HasSubstr(info.name));
       continue;

@@ -76,8 +76,8 @@ TEST_F(CheckpointScrubTest, AScrubHasTheNewestSavedAnewIfTheDiskCannotReadIt) {
               ElementsAre(AllOf(HasSubstr("checkpoint not readable"), HasSubstr(newest.name)),
                           AllOf(HasSubstr("checkpoint set aside"), HasSubstr(newest.name),
                                 HasSubstr("Input/output error"))));
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 2);
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 1);
+  EXPECT_EQ(server.manager().CountAll()["m"].complete, 2);
+  EXPECT_EQ(server.manager().CountAll()["m"].corrupt, 1);
   EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
   EMA_ASSERT_OK_AND_ASSIGN(const VersionId best,
                            server.manager().FindLabel(server.model(), "best"));
@@ -86,14 +86,14 @@ TEST_F(CheckpointScrubTest, AScrubHasTheNewestSavedAnewIfTheDiskCannotReadIt) {
   FailReading(first.name);
   EXPECT_EQ(server.manager().Scrub(server.models()).unreadable_count, 1);
   server.manager().AwaitIdle();
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 1);
+  EXPECT_EQ(server.manager().CountAll()["m"].unreadable, 1);
   EMA_ASSERT_OK_AND_ASSIGN(const auto info, server.manager().Get(server.model(), first.name));
   EXPECT_THAT(info.problem, HasSubstr("Input/output error"));
   files_.set_hook(nullptr);
   const CheckpointManager::ScrubReport report = server.manager().Scrub(server.models());
   EXPECT_TRUE(report.is_complete);
   EXPECT_EQ(report.unreadable_count + report.bad_count, 0);
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
+  EXPECT_EQ(server.manager().CountAll()["m"].unreadable, 0);
   const auto after = files_.AfterCrash(PowerLoss::kNothing);
   TestServer next(*after);
   EXPECT_EQ(next.version(), 2);
@@ -172,8 +172,8 @@ TEST_F(CheckpointScrubTest, WhatTheDiskHasNotRefusedIsLeftAsItIs) {
   server.manager().AwaitIdle();
   EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("checkpoint not read again"),
                                                  HasSubstr("Too many open files"))));
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.complete, 1);
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.corrupt, 0);
+  EXPECT_EQ(server.manager().CountAll()["m"].complete, 1);
+  EXPECT_EQ(server.manager().CountAll()["m"].corrupt, 0);
 }
 
 TEST_F(CheckpointScrubTest, ASaveThatItWaitsForIsNotItsOwnWork) {
@@ -225,7 +225,7 @@ TEST_F(CheckpointScrubTest, WhatCannotBeReadIsSavedAnewForWhoAsks) {
                            server.manager().Save(server.model(), {.async = true}));
   EXPECT_EQ(queued.state, CheckpointInfo::State::kSaving);
   server.manager().AwaitIdle();
-  EXPECT_EQ(server.manager().CountAll()["m"].stored.unreadable, 0);
+  EXPECT_EQ(server.manager().CountAll()["m"].unreadable, 0);
   EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name)));
 }
 

@@ -401,7 +401,7 @@ TEST_F(SynthesisBranchTest, ACorruptCheckpointIsSetAside) {
   EXPECT_THAT(server_->manager().Synthesize(server_->model(), {.name = "x", .profile = .07}),
               AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(name)),
                     ReasonIs(ErrorReason::kCheckpointCorrupt)));
-  EXPECT_EQ(server_->manager().CountAll()["m"].stored.corrupt, 1);
+  EXPECT_EQ(server_->manager().CountAll()["m"].corrupt, 1);
   EXPECT_EQ(RecordAt(30).version, 3);
 }
 
