@@ -159,14 +159,6 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      const Hooks& hooks) {
-  // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Device> device,
-                       MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
-  return Start(options, std::move(device), hooks);
-}
-
 LogSink Server::Sink() {
   return [this](const LogEvent& event) {
     Log(event);
@@ -230,8 +222,12 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      std::shared_ptr<Device> device,
-                                                      const Hooks& hooks) {
+                                                      const Hooks& hooks,
+                                                      std::shared_ptr<Device> device) {
+  if (device == nullptr) {
+    // What the pool keeps is inside the models' reservations: a model uses what it has freed again.
+    EMA_ASSIGN_OR_RETURN(device, MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
+  }
   std::unique_ptr<Server> server(new Server(options));
   // What is wrong with the options is told before checkpoints are read, which may take long.
   if (!options.auth_tokens.empty()) {

@@ -59,20 +59,10 @@ class Server {
   };
 
   // Loads the newest checkpoints and serves; HTTP comes first, and says that it is not ready. The
-  // message of an error says what to do.
+  // message of an error says what to do. `device`: whatever `options` say; null: what they say.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       const Hooks& hooks);
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options) {
-    return Start(options, Hooks());
-  }
-  // On this device, whatever `options` say.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       std::shared_ptr<Device> device,
-                                                       const Hooks& hooks);
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       std::shared_ptr<Device> device) {
-    return Start(options, std::move(device), Hooks());
-  }
+                                                       const Hooks& hooks = {},
+                                                       std::shared_ptr<Device> device = nullptr);
 
   int port() const { return rpc_->port(); }
 

@@ -80,9 +80,6 @@ class ServerObserver {
     kLanes,        // A same-host lane: there are as many as there may be.
   };
   virtual void OnConnectionRefused(Refusal /*reason*/) {}
-
-  // Something that the log shows as an error.
-  virtual void OnProblem(std::string_view /*text*/) {}
 };
 
 // "limit", "peer_limit", "descriptors", "lanes".

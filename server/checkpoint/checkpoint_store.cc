@@ -292,13 +292,18 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
   const std::string path = JoinPath(folder.path, name);
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   const absl::Status unread = UnreadProblem(folder, name);
-  absl::Status status = absl::UnimplementedError("nothing to exchange with");
-  // That one may be readable after all.
-  if (!unread.ok()) status = file_system_.Exchange(temporary, path);
-  const bool is_exchanged = status.ok();
-  if (absl::IsUnimplemented(status)) {
-    if (!unread.ok()) EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
+  absl::Status status;
+  bool is_exchanged = false;
+  if (unread.ok()) {
     status = file_system_.Rename(temporary, path);
+  } else {
+    // That one may be readable after all.
+    status = file_system_.Exchange(temporary, path);
+    is_exchanged = status.ok();
+    if (absl::IsUnimplemented(status)) {
+      EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
+      status = file_system_.Rename(temporary, path);
+    }
   }
   if (status.ok()) status = Sync(folder.path);
   if (status.ok() && is_exchanged) {

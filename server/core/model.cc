@@ -13,7 +13,8 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;  // At most so many ranks are named in a message.
+constexpr int64_t kNamedRanks = 16;    // At most so many ranks are named in a message.
+constexpr size_t kRecordCount = 4096;  // Kept for Watch and ListVersions.
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -415,7 +416,7 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   current_ = next;
   given_up_.erase(given_up_.begin(), given_up_.upper_bound(next->record.step));
   records_.push_back(next->record);
-  if (static_cast<int64_t>(records_.size()) > options_.record_count) records_.pop_front();
+  if (records_.size() > kRecordCount) records_.pop_front();
   if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;
   // Exists: at most max_pinned_versions are pinned (see CheckRoomForNextLocked()).
   auto it = std::find_if(older_.begin(), older_.end(),

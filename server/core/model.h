@@ -59,8 +59,6 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t block_bytes = int64_t{32} << 20;
     // Of this life of the model; in every record, and where the epochs of its runs begin.
     int64_t incarnation = 1;
-    // Records kept for Watch and ListVersions.
-    int64_t record_count = 4096;
     // Told of runs that are opened, steps that are dropped, and, once for each track, what its
     // owner should know. Called without a lock that readers take.
     LogSink log;

@@ -44,7 +44,8 @@ class Metrics final : public ServerObserver {
   void OnSaveEnded(std::string_view model, const absl::Status& status,
                    absl::Duration duration) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnConnectionRefused(Refusal reason) override ABSL_LOCKS_EXCLUDED(mu_);
-  void OnProblem(std::string_view text) override ABSL_LOCKS_EXCLUDED(mu_);
+  // Something that the log shows as an error.
+  void OnProblem(std::string_view text) ABSL_LOCKS_EXCLUDED(mu_);
 
   // All metrics, those of `state` among them, in Prometheus' text format, version 0.0.4.
   std::string Text(const ServerState& state) const ABSL_LOCKS_EXCLUDED(mu_);

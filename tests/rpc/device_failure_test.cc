@@ -137,7 +137,8 @@ TEST(ServerOnABrokenDeviceTest, TheDrainSaysWhatBrokeIt) {
   ServerOptions options;
   options.listen = {"127.0.0.1:0"};
   options.thread_count = 1;
-  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Server> server, Server::Start(options, device));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Server> server,
+                           Server::Start(options, /*hooks=*/{}, device));
   accelerator->Break();
   EXPECT_FALSE(device->NewStream().ok());
   // main() exits with 1 for any error.

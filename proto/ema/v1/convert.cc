@@ -229,10 +229,7 @@ absl::StatusOr<Manifest> FromProto(const v1::Manifest& proto) {
 absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
   const std::string what = absl::StrCat("track \"", proto.name(), "\"");
   absl::StatusOr<Schedule> schedule = FromProto(proto.schedule());
-  if (!schedule.ok()) {
-    return MakeError(schedule.status().code(), GetErrorReason(schedule.status()),
-                     absl::StrCat(what, ": ", schedule.status().message()));
-  }
+  if (!schedule.ok()) return WithPlace(schedule.status(), absl::StrCat(what, ": "));
   TrackConfig track{.name = proto.name(), .schedule = *std::move(schedule)};
   for (const v1::TensorRule& rule : proto.tensor_rules()) {
     EMA_ASSIGN_OR_RETURN(
@@ -243,9 +240,8 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     schedule = FromProto(rule.schedule());
     if (schedule.ok()) schedule = RuleSchedule(*schedule, track.schedule);
     if (!schedule.ok()) {
-      return MakeError(schedule.status().code(), GetErrorReason(schedule.status()),
-                       absl::StrCat(what, ", tensor_rules \"", rule.pattern(),
-                                    "\": ", schedule.status().message()));
+      return WithPlace(schedule.status(),
+                       absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\": "));
     }
     track.tensor_rules.back().schedule = *std::move(schedule);
   }
@@ -255,8 +251,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
   if (!proto.snapshot_interval().empty()) {
     absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(proto.snapshot_interval());
     if (!interval.ok()) {
-      return MakeError(interval.status().code(), GetErrorReason(interval.status()),
-                       absl::StrCat(what, ": snapshot_interval ", interval.status().message()));
+      return WithPlace(interval.status(), absl::StrCat(what, ": snapshot_interval "));
     }
     track.snapshot_interval = *interval;
   }
