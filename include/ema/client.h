@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "ema/checkpoint_info.h"
 #include "ema/error_reason.h"
 #include "ema/manifest.h"
 #include "ema/model_info.h"
@@ -238,28 +239,8 @@ class Client {
   // server has none, and NOT_FOUND, MODEL_NOT_FOUND. Those that may write or read a model's bytes
   // have a time-out of their own. ---
 
-  // ema.v1.Checkpoint says what each field means.
-  struct CheckpointInfo {
-    enum class State { kSaving = 1, kComplete = 2, kFailed = 3, kCorrupt = 4 };
-    std::string name;
-    State state = State::kComplete;
-    VersionId id;
-    int64_t step = 0;
-    absl::Time commit_time = absl::UnixEpoch();
-    std::vector<std::string> tracks;
-    bool is_partial = false;
-    int64_t total_bytes = 0;
-    std::vector<std::string> labels;
-    std::string problem;
-  };
-  // A name for a version on the disk.
-  struct Label {
-    std::string name;
-    VersionId id;
-    int64_t step = 0;
-    std::optional<double> metric;  // The score that put it there; absent: a person did.
-    bool lower_is_better = false;
-  };
+  using CheckpointInfo = ema::CheckpointInfo;
+  using Label = CheckpointLabel;
 
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
@@ -361,15 +342,7 @@ class Client {
                                               const SynthesizeOptions& options,
                                               absl::Duration timeout = absl::Minutes(10));
 
-  // Where a trainer stands that goes on from a checkpoint of its own.
-  struct ResumePoint {
-    int64_t step = 0;
-    // The average that belongs to it, of that step or an earlier one. Absent: what an uninterrupted
-    // run would have after `step`.
-    std::optional<VersionId> version;
-    // Training time at `step`: tells the server, without `version`, whether an update was due.
-    std::optional<TrainingTime> time;
-  };
+  using ResumePoint = ema::ResumePoint;
   struct RunOptions {
     // New for each life of the trainer, the same on all ranks. Empty: a random one (right for one
     // rank only).

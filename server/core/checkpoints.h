@@ -13,8 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
-#include "ema/time.h"
+#include "ema/checkpoint_info.h"
 #include "ema/version_id.h"
 #include "server/core/known_versions.h"
 #include "server/core/model.h"
@@ -22,39 +21,6 @@
 #include "server/core/synthesis.h"
 
 namespace ema {
-
-// Mirrors ema.v1.Checkpoint, which says what each field means.
-struct CheckpointInfo {
-  enum class State { kSaving = 1, kComplete = 2, kFailed = 3, kCorrupt = 4 };
-  std::string name;
-  State state = State::kComplete;
-  VersionId id;
-  int64_t step = 0;
-  absl::Time commit_time = absl::UnixEpoch();
-  std::vector<std::string> tracks;
-  bool is_partial = false;
-  int64_t total_bytes = 0;
-  std::vector<std::string> labels;
-  std::string problem;
-};
-
-// Mirrors ema.v1.Label.
-struct CheckpointLabel {
-  std::string name;
-  VersionId id;
-  int64_t step = 0;
-  std::optional<double> metric;
-  bool lower_is_better = false;
-
-  friend bool operator==(const CheckpointLabel&, const CheckpointLabel&) = default;
-};
-
-// Mirrors ema.v1.Resume.
-struct ResumePoint {
-  int64_t step = 0;
-  std::optional<VersionId> version;
-  std::optional<TrainingTime> time;
-};
 
 // The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
 // as a model takes to write or read, but for FindLabel() and health(): not for a thread that serves
