@@ -15,6 +15,11 @@ struct VersionId {
   int64_t version = 0;
   int64_t incarnation = 0;
 
+  // Whether somebody means `other` by this: incarnation 0 is any.
+  bool Names(const VersionId& other) const {
+    return version == other.version && (incarnation == 0 || incarnation == other.incarnation);
+  }
+
   friend bool operator==(const VersionId&, const VersionId&) = default;
   friend std::strong_ordering operator<=>(const VersionId& a, const VersionId& b) {
     const auto order = a.incarnation <=> b.incarnation;

@@ -296,8 +296,7 @@ absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::stri
   if (it == folder->labels.end()) return UnknownLabel(model_name, label, folder->labels);
   FoundLabel found{.label = it->second, .checkpoint = VersionGone(it->second)};
   for (const auto& [name, stored] : folder->index) {
-    if (stored.is_partial ||
-        VersionId{stored.id.version, stored.id.incarnation} != found.label.id) {
+    if (stored.is_partial || stored.id.version_id() != found.label.id) {
       continue;
     }
     found.checkpoint = stored.problem;
@@ -325,7 +324,7 @@ absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLab
     const auto is_it = [&](const auto& entry) {
       const Stored& stored = entry.second;
       return stored.problem.ok() && !stored.is_partial && stored.id <= *latest &&
-             VersionId{stored.id.version, stored.id.incarnation} == label.id;
+             stored.id.version_id() == label.id;
     };
     if (std::none_of(folder.index.begin(), folder.index.end(), is_it)) {
       return VersionGone(label);

@@ -63,7 +63,7 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
       if (GetErrorReason(pinned.status()) != ErrorReason::kVersionNotKept) return pinned.status();
       return NotKept(model, id);
     }
-    label.id = {stored->id.version, stored->id.incarnation};
+    label.id = stored->id.version_id();
     label.step = stored->id.step;
     EMA_RETURN_IF_ERROR(PutLabel(model, label));
   }

@@ -37,7 +37,7 @@ CheckpointInfo InfoOf(const CheckpointStore::Stored& stored) {
       .name = stored.name,
       .state =
           stored.problem.ok() ? CheckpointInfo::State::kComplete : CheckpointInfo::State::kCorrupt,
-      .id = {stored.id.version, stored.id.incarnation},
+      .id = stored.id.version_id(),
       .step = stored.id.step,
       .is_partial = stored.is_partial,
       .problem = std::string((stored.problem.ok() ? stored.unread : stored.problem).message())};
@@ -281,8 +281,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
     if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
-    EMA_RETURN_IF_ERROR(
-        CheckIsDurable(model, {stored->id.version, stored->id.incarnation}, stored->is_partial));
+    EMA_RETURN_IF_ERROR(CheckIsDurable(model, stored->id.version_id(), stored->is_partial));
     EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
     if (held == nullptr) return NotKept(model, request.id);
     EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
@@ -532,8 +531,7 @@ absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindSt
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> all,
                        store_->ListNames(model.config().name));
   for (CheckpointStore::Stored& stored : all) {
-    if (stored.problem.ok() && !stored.is_partial && stored.id.version == id.version &&
-        (id.incarnation == 0 || stored.id.incarnation == id.incarnation)) {
+    if (stored.problem.ok() && !stored.is_partial && id.Names(stored.id.version_id())) {
       return std::optional(std::move(stored));
     }
   }
@@ -582,9 +580,8 @@ absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& 
   std::vector<KnownVersion> on_disk;
   for (const CheckpointStore::Stored& checkpoint : stored) {
     if (!checkpoint.problem.ok() || checkpoint.is_partial) continue;
-    on_disk.push_back({.id = {checkpoint.id.version, checkpoint.id.incarnation},
-                       .step = checkpoint.id.step,
-                       .can_restore = true});
+    on_disk.push_back(
+        {.id = checkpoint.id.version_id(), .step = checkpoint.id.step, .can_restore = true});
   }
   return KnownVersions(model, on_disk);
 }

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "ema/version_id.h"
 #include "server/core/version_record.h"
 
 namespace ema {
@@ -30,6 +31,8 @@ struct CheckpointId {
   int64_t incarnation = 0;
   int64_t version = 0;
   int64_t step = 0;
+
+  VersionId version_id() const { return {version, incarnation}; }
   friend auto operator<=>(const CheckpointId&, const CheckpointId&) = default;
 };
 

@@ -63,8 +63,7 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
     std::sort(ids.begin(), ids.end(), std::greater<>());
     for (size_t i = options_.keep_count; i < ids.size(); ++i) {
       const auto& [id, name] = ids[i];
-      if (name == saved_name || id == folder.latest ||
-          labelled.contains({id.version, id.incarnation}) ||
+      if (name == saved_name || id == folder.latest || labelled.contains(id.version_id()) ||
           (multiple > 0 && id.step % multiple == 0)) {
         continue;
       }
@@ -87,7 +86,7 @@ absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_vi
     absl::MutexLock state_lock(&folder->state_mu);
     if (const auto it = folder->index.find(name); it != folder->index.end()) stored = it->second;
     for (const auto& [label_name, label] : folder->labels) {
-      if (stored.has_value() && label.id == VersionId{stored->id.version, stored->id.incarnation}) {
+      if (stored.has_value() && label.id == stored->id.version_id()) {
         labels.push_back(absl::StrCat("\"", label_name, "\""));
       }
     }

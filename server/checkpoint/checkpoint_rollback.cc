@@ -80,7 +80,7 @@ absl::StatusOr<SnapshotRef> CheckpointManager::GoBackToStored(
   const std::string& model_name = model.config().name;
   FileSystem& files = store_->file_system();
   EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored.name));
-  const VersionId id{stored.id.version, stored.id.incarnation};
+  const VersionId id = stored.id.version_id();
   if (held == nullptr) return NotKept(model, id);
   const std::string path = store_->Path(model_name, stored.name);
   // Before anything changes, and without memory for it.
@@ -103,8 +103,7 @@ absl::Status CheckpointManager::CheckNotPartial(const Model& model, const Versio
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> all,
                        store_->ListNames(model.config().name));
   for (const CheckpointStore::Stored& stored : all) {
-    if (stored.is_partial && stored.problem.ok() && stored.id.version == id.version &&
-        (id.incarnation == 0 || stored.id.incarnation == id.incarnation)) {
+    if (stored.is_partial && stored.problem.ok() && id.Names(stored.id.version_id())) {
       return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPartialCheckpoint,
                        absl::StrCat("model \"", model.config().name, "\": of version ", id.version,
                                     " only some tracks were saved, as ", stored.name));
@@ -153,18 +152,14 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
                                    id.incarnation, " given, expected 1 or more of 0 or more"));
   }
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
-  const auto is_it = [&id](const VersionId& other) {
-    return other.version == id.version &&
-           (id.incarnation == 0 || other.incarnation == id.incarnation);
-  };
   // A rollback to it has been made, and nothing has been committed since.
-  const bool is_there =
-      latest.has_value() &&
-      (is_it(latest->id()) || (latest->restored_from.has_value() && is_it(*latest->restored_from)));
+  const bool is_there = latest.has_value() &&
+                        (id.Names(latest->id()) ||
+                         (latest->restored_from.has_value() && id.Names(*latest->restored_from)));
   std::optional<int64_t> step;
   if (is_there) step = latest->step;
   for (const KnownVersion& version : known) {
-    if (!step.has_value() && is_it(version.id)) step = version.step;
+    if (!step.has_value() && id.Names(version.id)) step = version.step;
   }
   if (!step.has_value()) {
     EMA_RETURN_IF_ERROR(CheckNotPartial(model, id));

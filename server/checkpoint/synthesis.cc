@@ -107,7 +107,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
   std::vector<KnownVersion> on_disk;
   on_disk.reserve(held.ids().size());
   for (const CheckpointId& id : held.ids()) {
-    on_disk.push_back({.id = {id.version, id.incarnation}, .step = id.step});
+    on_disk.push_back({.id = id.version_id(), .step = id.step});
   }
   std::vector<StoredCheckpoint> checkpoints;
   BranchWalk walk(latest);

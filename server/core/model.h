@@ -388,8 +388,7 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // While the result is held, or a copy of it.
   SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  SnapshotRef FindSnapshotLocked(int64_t version, int64_t incarnation) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  SnapshotRef FindSnapshotLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or ABORTED, STEP_GIVEN_UP.
   absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Remembers it; of many, the latest ones.

@@ -55,7 +55,7 @@ std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t inc
     return std::pair(of, r.version) <= std::pair(incarnation, version);
   });
   for (; it != records_.end() && static_cast<int64_t>(entries.size()) < limit; ++it) {
-    entries.push_back({*it, FindSnapshotLocked(it->version, it->incarnation) != nullptr});
+    entries.push_back({*it, FindSnapshotLocked(it->id()) != nullptr});
   }
   return entries;
 }

@@ -28,8 +28,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
                                                             Selection selection) {
   if (SnapshotRef synthesized = FindSynthesized(track)) {
     const VersionRecord& record = synthesized->record;
-    if (version != 0 &&
-        (version != record.version || (incarnation != 0 && incarnation != record.incarnation))) {
+    if (version != 0 && !VersionId{version, incarnation}.Names(record.id())) {
       return MakeError(
           absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
           absl::StrCat("version: ", version, " given, but \"", std::string(track),
@@ -132,8 +131,7 @@ absl::StatusOr<std::optional<VersionId>> Model::FindStep(std::string_view track,
   for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
     if (!walk.Takes(record->id(), record->step, record->restored_from)) continue;
     if (record->step < step) break;
-    if (record->step == step &&
-        FindSnapshotLocked(record->version, record->incarnation) != nullptr) {
+    if (record->step == step && FindSnapshotLocked(record->id()) != nullptr) {
       return record->id();
     }
   }
@@ -154,11 +152,8 @@ absl::Status Model::CheckHasVersionLocked() const {
   return absl::OkStatus();
 }
 
-SnapshotRef Model::FindSnapshotLocked(int64_t version, int64_t incarnation) const {
-  const auto matches = [&](const SnapshotRef& snapshot) {
-    return snapshot->record.version == version &&
-           (incarnation == 0 || snapshot->record.incarnation == incarnation);
-  };
+SnapshotRef Model::FindSnapshotLocked(const VersionId& id) const {
+  const auto matches = [&](const SnapshotRef& snapshot) { return id.Names(snapshot->record.id()); };
   if (matches(current_)) return current_;
   const auto it = std::find_if(older_.begin(), older_.end(), matches);
   return it != older_.end() ? *it : nullptr;
@@ -178,7 +173,7 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
                                                     int64_t incarnation) {
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
   const VersionRecord& latest = current_->record;
-  SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked(version, incarnation);
+  SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked({version, incarnation});
   if (snapshot == nullptr) {
     const bool future = version > latest.version && incarnation >= 0 &&
                         (incarnation == 0 || incarnation == incarnation_);
