@@ -187,18 +187,22 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
   const bool is_new = !pins_.contains(snapshot.get());
   const int64_t pinned = static_cast<int64_t>(pins_.size()) + (is_new ? 1 : 0);
   if ((is_new || spare_count > 0) && pinned + spare_count > config_.max_pinned_versions) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
-                     absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(),
-                                  " versions, as many as max_pinned_versions allows"),
-                     absl::Milliseconds(100));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+        absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(), " of the ",
+                     config_.max_pinned_versions, " versions that max_pinned_versions allows",
+                     spare_count > 0 ? ", and one must be left to them" : ""),
+        absl::Milliseconds(100));
   }
   return PinLocked(snapshot);
 }
 
 SnapshotRef Model::PinLocked(const SnapshotRef& snapshot) {
   ++pins_[snapshot.get()];
-  return SnapshotRef(snapshot.get(), [model = shared_from_this(),
-                                      snapshot](const Snapshot* pinned) { model->Unpin(pinned); });
+  // No reference of its own, which would outlive Unpin(): the model keeps what is pinned.
+  return SnapshotRef(snapshot.get(), [model = shared_from_this()](const Snapshot* pinned) {
+    model->Unpin(pinned);
+  });
 }
 
 void Model::Unpin(const Snapshot* snapshot) {
