@@ -379,9 +379,9 @@ bool Model::DetachLocked(const PushSession* session) {
 
 void Model::Publish(const std::shared_ptr<PushSession>& session) {
   const absl::Time begin = absl::Now();
-  const absl::StatusOr<std::shared_ptr<Snapshot>> taken = session->TakeSnapshot();
+  absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());
-  const std::shared_ptr<Snapshot>& next = *taken;
+  const std::shared_ptr<Snapshot>& next = taken->snapshot;
   if (next == nullptr) return;  // Ended otherwise in the meantime.
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;
@@ -399,6 +399,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) {
     plan = PlanLocked();
     warnings = NewWarningsLocked(next->record);
   }
+  taken->hold = nullptr;
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
   FreeEvicted(std::move(evicted));

@@ -169,15 +169,20 @@ class PushSession {
   std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
   std::chrono::steady_clock::time_point last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  struct Taken {
+    std::shared_ptr<void> hold;  // AwaitFreed() waits until this has gone, too.
+    std::shared_ptr<Snapshot> snapshot;
+  };
   // The next snapshot, its record without incarnation and commit time. Null: the session has ended.
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
-  absl::StatusOr<std::shared_ptr<Snapshot>> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<Taken> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the session; the first call wins, later ones do nothing and return false. Gives the blocks
   // and the base back, or leaves that to the folds that are running. Then tells the observer and
   // calls every open stream's `on_end`.
   bool End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
-  // Blocks until it has ended, and the blocks and the base have come back.
+  // Blocks until it has ended, and the blocks and the base have come back, or have become a
+  // version.
   void AwaitFreed() const { freed_.WaitForNotification(); }
 
  private:

@@ -135,12 +135,12 @@ absl::Status PushSession::RestoreTensors(const Memory& memory,
   return stream->Synchronize().status();
 }
 
-absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
+absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
   constexpr size_t kNamedTensors = 16;
   absl::btree_set<int64_t> skipped;
   {
     absl::MutexLock lock(&mu_);
-    if (ended_.has_value()) return nullptr;
+    if (ended_.has_value()) return Taken();
     ++work_count_;  // So that an End() meanwhile does not free the memory.
     skipped = skipped_tensors_;
   }
@@ -193,7 +193,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> PushSession::TakeSnapshot() {
         TakeBlocks(next.low_blocks, plan.base != nullptr ? &plan.base->low_blocks : nullptr);
     snapshot->tracks.push_back(std::move(track));
   }
-  return snapshot;
+  return Taken{memory_.end, std::move(snapshot)};
 }
 
 int64_t PushSession::FrozenRunEpoch(const TrackPlan& plan, bool differs,
