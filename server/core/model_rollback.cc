@@ -175,10 +175,13 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   std::vector<std::string> left_out;
   {
     absl::MutexLock lock(&mu_);
+    absl::Status refused = loaded.status();
+    refused.Update(closing_);
+    if (refused.ok()) refused = CheckHasTrackOfLocked(**loaded);
+    // Before a run may begin, which has its memory.
+    if (!refused.ok()) loaded = refused;
     is_rolling_back_ = false;
-    EMA_RETURN_IF_ERROR(loaded.status());
-    EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(CheckHasTrackOfLocked(**loaded));
+    EMA_RETURN_IF_ERROR(refused);
     left_out = NamesOf((*loaded)->record.tracks);
     replaced = ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
