@@ -337,15 +337,15 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
 absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId& id) const {
   std::set<VersionId> others;
   for (const auto& [key, saving] : saving_) {
-    if (saving.model.get() == &model && saving.info.id != id) others.insert(saving.info.id);
+    if (key.first == model.config().name && saving.info.id != id) others.insert(saving.info.id);
   }
   const int64_t limit = std::max<int64_t>(model.config().max_pinned_versions - 1, 1);
   if (static_cast<int64_t>(others.size()) < limit) return absl::OkStatus();
   return MakeError(
       absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
       absl::StrCat("model \"", model.config().name, "\": ", others.size(),
-                   " other versions wait to be saved; readers need what max_pinned_versions allows "
-                   "besides"),
+                   " other versions are being saved, or wait for that; readers need what "
+                   "max_pinned_versions allows besides"),
       absl::Seconds(1));
 }
 

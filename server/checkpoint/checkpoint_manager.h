@@ -186,8 +186,9 @@ class CheckpointManager final : public Checkpoints {
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
-  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: so many other versions of the model wait for RunQueue() that
-  // readers could pin none with this one.
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: so many other versions of the model are being saved, or wait
+  // for RunQueue(), that readers could pin none with this one. A step that is saved exactly, and
+  // waits for the scheduler, comes on top of these.
   absl::Status CheckMayWait(const Model& model, const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/synchronization/notification.h"
@@ -103,7 +104,12 @@ TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
   EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
 }
 
-TEST(WaitingSavesTest, LeaveAPinForReaders) {
+// Of saves that wait, or of one that a caller waits for.
+class WaitingSavesTest : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(, WaitingSavesTest, testing::Bool());
+
+TEST_P(WaitingSavesTest, LeaveAPinForReaders) {
+  const bool is_async = GetParam();
   FakeFileSystem files;
   TestServer server(files, {}, TwoTracks(/*max_pinned_versions=*/2));
   absl::Notification is_saving;
@@ -120,12 +126,17 @@ TEST(WaitingSavesTest, LeaveAPinForReaders) {
         .status();
   };
   server.PushTo(2);
-  EXPECT_THAT(save(1, "one"), IsOk());
+  std::thread saving([&] {
+    EXPECT_THAT(
+        server.manager().Save(server.model(), {.id = {1, 0}, .async = is_async, .label = "one"}),
+        IsOk());
+  });
   is_saving.WaitForNotification();
   EXPECT_THAT(save(2, "two"), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_THAT(save(1, "same"), IsOk());
   EXPECT_THAT(server.model().PinVersion(2), IsOk());
   may_end.Notify();
+  saving.join();
   server.manager().AwaitIdle();
   files.set_hook(nullptr);
   EXPECT_THAT(save(2, "two"), IsOk());
