@@ -156,11 +156,13 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   }
   models_ = &models;
   if (options_.scrub_interval > absl::ZeroDuration()) {
-    if (const std::optional<absl::Time> before = store_->ReadScrubTime(); before.has_value()) {
-      absl::MutexLock lock(&mu_);
-      scrub_time_ = std::min(*before, absl::Now());
+    const absl::Time now = absl::Now();
+    const absl::StatusOr<absl::Time> before = store_->ReadScrubTime();
+    if (absl::IsNotFound(before.status())) {
+      NoteScrubTime(now);
     } else {
-      NoteScrubTime(absl::Now());
+      absl::MutexLock lock(&mu_);
+      scrub_time_ = std::min(before.value_or(now), now);
     }
     scrub_thread_ = std::thread([this] { RunScrub(); });
   }

@@ -56,6 +56,11 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
   constexpr int kRestPerRead = 9;
   ScrubReport report;
   const auto rest = [&](absl::Duration time) { return report.is_complete = Rest(time); };
+  const auto skip = [&](Model& model, const std::string& name, const absl::Status& why) {
+    Log(LogLevel::kError, "checkpoint not read again", model,
+        {{"checkpoint", name}, {"error", why}});
+    ++report.skipped_count;
+  };
   for (const std::shared_ptr<Model>& model : models.List()) {
     const std::string& model_name = model->config().name;
     const auto all = store_->ListNames(model_name);
@@ -72,7 +77,11 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
       const SteadyTime begin = SteadyNow();
       {
         const auto held = store_->Hold(model_name, stored.name);
-        if (!held.ok() || *held == nullptr) continue;  // Removed meanwhile.
+        if (!held.ok()) {
+          skip(*model, stored.name, held.status());
+          continue;
+        }
+        if (*held == nullptr) continue;  // Removed meanwhile.
         const absl::Status status = ReadAgain(*model, stored.name);
         // Of a deleted model the files go, which is no fault of theirs.
         if (absl::IsCancelled(status) || absl::IsNotFound(status) || !model->closed().ok()) {
@@ -86,9 +95,7 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
           NoteUnreadable(*model, stored.name, status);
           ++report.unreadable_count;
         } else {
-          Log(LogLevel::kError, "checkpoint not read again", *model,
-              {{"checkpoint", stored.name}, {"error", status}});
-          ++report.skipped_count;
+          skip(*model, stored.name, status);
         }
       }
       if (!rest(absl::FromChrono(SteadyNow() - begin) * kRestPerRead)) return report;

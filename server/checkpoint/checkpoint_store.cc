@@ -118,14 +118,13 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
   return absl::OkStatus();
 }
 
-std::optional<absl::Time> CheckpointStore::ReadScrubTime() {
-  const absl::StatusOr<std::string> text =
-      file_system_.ReadSmallFile(JoinPath(options_.data_dir, kScrubbedFileName), 64);
+absl::StatusOr<absl::Time> CheckpointStore::ReadScrubTime() {
+  EMA_ASSIGN_OR_RETURN(
+      const std::string text,
+      file_system_.ReadSmallFile(JoinPath(options_.data_dir, kScrubbedFileName), 64));
   absl::Time time;
-  if (!text.ok() || !absl::ParseTime(absl::RFC3339_full, *text, &time, nullptr)) {
-    return std::nullopt;
-  }
-  return time;
+  if (absl::ParseTime(absl::RFC3339_full, text, &time, nullptr)) return time;
+  return absl::NotFoundError("SCRUBBED: not a time");
 }
 
 absl::Status CheckpointStore::NoteScrubTime(absl::Time time) {

@@ -227,8 +227,8 @@ class CheckpointStore {
                                 const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   // When all checkpoints of the directory were last read again, as was noted, by an earlier server
-  // or this. Absent: nobody has, or that cannot be read.
-  std::optional<absl::Time> ReadScrubTime();
+  // or this. NOT_FOUND: nobody has noted a time. Other errors: the disk does not say.
+  absl::StatusOr<absl::Time> ReadScrubTime();
   // Durable. Errors as Save(). One at a time.
   absl::Status NoteScrubTime(absl::Time time);
 

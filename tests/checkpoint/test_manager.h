@@ -37,9 +37,8 @@ class TestServer {
     options.store.data_dir = "/data";
     options.retry_delay = absl::Hours(1);
     options.log = [this](const LogEvent& event) {
-      if (event.level != LogLevel::kError) return;
       absl::MutexLock lock(&mu_);
-      errors_.push_back(ToText(event));
+      (event.level == LogLevel::kError ? errors_ : others_).push_back(ToText(event));
     };
     Start(files, std::move(options), config, now);
   }
@@ -51,9 +50,14 @@ class TestServer {
   Model& model() { return *model_; }
   const std::shared_ptr<Model>& shared_model() { return model_; }
   int64_t version() const { return model_->latest().has_value() ? model_->latest()->version : 0; }
+  // What was logged.
   std::vector<std::string> errors() {
     absl::MutexLock lock(&mu_);
     return errors_;
+  }
+  std::vector<std::string> others() {
+    absl::MutexLock lock(&mu_);
+    return others_;
   }
 
   // Opens a run, if none of this server's is open, and commits versions up to `version`, of steps
@@ -114,6 +118,7 @@ class TestServer {
 
   absl::Mutex mu_;
   std::vector<std::string> errors_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> others_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<ModelStore> models_;
   std::shared_ptr<Model> model_;
   std::unique_ptr<TestRank> rank_;
