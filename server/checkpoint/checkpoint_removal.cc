@@ -39,6 +39,8 @@ absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::s
 }
 
 absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
+  // What an error has left may have the name that one of these takes on its way out.
+  EMA_RETURN_IF_ERROR(ClearTemporary(folder.path));
   std::set<VersionId> labelled;
   {
     absl::MutexLock lock(&folder.state_mu);

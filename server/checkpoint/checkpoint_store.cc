@@ -319,11 +319,14 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
 
 bool CheckpointStore::WasKept(const Folder& folder, const std::string& name) {
   // A disk that does not say so may have had it.
-  const auto has_keep = [&](std::string_view prefix) {
-    const std::string path = JoinPath(folder.path, std::string(prefix).append(name));
-    return file_system_.Exists(JoinPath(path, kKeepFileName)).value_or(true);
-  };
-  return has_keep("") || has_keep(kCorruptPrefix);
+  const auto entries = file_system_.ListDirectory(folder.path);
+  if (!entries.ok()) return true;
+  const std::optional<StoredName> wanted = ParseStoredName(name);
+  return std::any_of(entries->begin(), entries->end(), [&](const DirectoryEntry& entry) {
+    return (entry.name == name || ParseSetAsideName(entry.name) == wanted) &&
+           file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName))
+               .value_or(true);
+  });
 }
 
 absl::Status CheckpointStore::Keep(const std::string& checkpoint_path) {

@@ -146,6 +146,10 @@ TEST_F(CheckpointScrubTest, WhatIsSavedAnewIsKeptIfItWas) {
     TestServer server(files_);
     server.PushTo(server.version() + 1);
     EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
+    // It was bad before it had one.
+    Damage(saved.name);
+    server.manager().Scrub(server.models());
+    server.manager().AwaitIdle();
     const std::string keep = PathOf(saved.name) + "/KEEP";
     ASSERT_THAT(files_.NewWritableFile(keep), IsOk());
     if (is_damaged) {
@@ -156,7 +160,7 @@ TEST_F(CheckpointScrubTest, WhatIsSavedAnewIsKeptIfItWas) {
     server.manager().Scrub(server.models());
     server.manager().AwaitIdle();
     files_.set_hook(nullptr);
-    EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name)));
+    EXPECT_TRUE(*files_.Exists(PathOf(".corrupt-" + saved.name + "-1")));
     EXPECT_TRUE(*files_.Exists(keep)) << is_damaged;
   }
 }
@@ -338,6 +342,12 @@ TEST_F(CheckpointScrubTest, WhenItWasOutlivesAServer) {
     EXPECT_THAT(server.errors(), ElementsAre(HasSubstr("checkpoint not read again")));
     EXPECT_EQ(server.manager().scrub_time(), long_ago);
   }
+  // A disk that does not say when it was.
+  files_.set_hook([](const std::string& operation, const std::string& path) {
+    const bool is_bad = operation == "read" && path == "/data/SCRUBBED";
+    return is_bad ? absl::UnavailableError("Input/output error") : absl::OkStatus();
+  });
+  EXPECT_GE(TestServer(files_, options).manager().scrub_time().value(), begin);
   files_.set_hook(nullptr);
   TestServer server(files_, options);
   while (server.manager().scrub_time() == long_ago && absl::Now() < deadline) {
