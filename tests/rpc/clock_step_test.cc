@@ -2,7 +2,10 @@
 //
 // A server's own threads while somebody sets the system's clock. A program of its own, since that
 // clock is.
+#include <thread>
+
 #include "absl/time/clock.h"
+#include "ema/error_reason.h"
 #include "server/base/steady_wait.h"
 #include "tests/core/test_model.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -53,9 +56,13 @@ TEST_F(ClockStepTest, ADrainEndsAtItsTimeAfterItWasSetBack) {
   const auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(const auto push, rank.Open(1, outcome));
   step_seconds = 3600;
-  const SteadyTime deadline = After(SteadyNow(), absl::Milliseconds(20));
+  const SteadyTime deadline = After(SteadyNow(), absl::Milliseconds(300));
+  std::thread draining([&] { store_->Drain(deadline); });
+  while (GetErrorReason(TestRank(*store_->Get("m"), "late").Join()) != ErrorReason::kDraining) {
+    std::this_thread::yield();
+  }
   step_seconds = 0;
-  store_->Drain(deadline);
+  draining.join();
   EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kDraining));
   store_->Close();
   server_->Shutdown(deadline);
