@@ -214,7 +214,7 @@ class AcceleratorDevice : public Device {
     return {.bytes_per_stream = ring_bytes,
             .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
-            .host_bytes_per_reader = block_bytes,
+            .host_bytes_per_reader = 2 * block_bytes,
             .shared_host_bytes = options.kept_host_bytes + shared_bytes};
   }
   void Trim() override {

@@ -181,8 +181,9 @@ class Device {
     int64_t bytes_per_stream = 0;       // Of the device.
     int64_t shared_bytes = 0;           // Likewise, for kOtherStreams, all readers and sums.
     int64_t host_bytes_per_stream = 0;  // Pinned, as all that follows.
-    int64_t host_bytes_per_reader = 0;  // What a HostView() holds.
-    int64_t shared_host_bytes = 0;      // As shared_bytes, and what is kept for the next readers.
+    // What two HostView() hold: of a chunk that is being made, and of the one that is being sent.
+    int64_t host_bytes_per_reader = 0;
+    int64_t shared_host_bytes = 0;  // As shared_bytes, and what is kept for the next readers.
   };
   // `block_bytes`: the largest block that readers ask for.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
