@@ -213,10 +213,8 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
   const absl::StatusOr<Results> results = benchmark.Run();
   absl::Status removed = remove();
   if (!removed.ok()) {
-    PrintError(
-        absl::Status(removed.code(), absl::StrCat("model ", model, " is left on the server: ",
-                                                  std::string(removed.message()))),
-        session.json);
+    PrintError(WithPlace(removed, absl::StrCat("model ", model, " is left on the server: ")),
+               session.json);
   }
   EMA_RETURN_IF_ERROR(results.status());
   if (session.json) {

@@ -88,7 +88,7 @@ absl::Status Health(const Session& session, const HealthOptions& options);
 
 // To stderr: "emactl: message", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);
-// For Client::Options::on_wait. To stderr, but not with `json`.
+// For Client::Options::on_wait. To stderr; not for use with --json.
 void PrintWait(const absl::Status& error);
 
 }  // namespace ema::cli

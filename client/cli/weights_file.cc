@@ -40,8 +40,10 @@ std::string RealPath(const std::string& path) {
 }
 
 absl::Status FileError(const std::string& path, const absl::Status& status) {
-  return absl::Status(absl::IsUnavailable(status) ? absl::StatusCode::kUnknown : status.code(),
-                      absl::StrCat(path, ": ", status.message()));
+  if (absl::IsUnavailable(status)) {
+    return absl::UnknownError(absl::StrCat(path, ": ", status.message()));
+  }
+  return WithPlace(status, absl::StrCat(path, ": "));
 }
 
 absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
