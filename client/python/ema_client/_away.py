@@ -141,13 +141,8 @@ class Link:
 
     def wait_back(self, until: float) -> None:
         """Waits until all ranks have joined again, a newer run pushes, or it is `until` (monotonic)."""
-        # A lock cannot wait for ever: threading.TIMEOUT_MAX is years.
-        while not self._is_settled.wait(
-            min(
-                max(0.0, until - time.monotonic()),
-                threading.TIMEOUT_MAX if self._unstarted is None else _FIRST_PAUSE_S,
-            )
-        ):
+        # A Ctrl-C that comes just before a lock is waited for is noticed only after that wait.
+        while not self._is_settled.wait(min(max(0.0, until - time.monotonic()), _FIRST_PAUSE_S)):
             if time.monotonic() >= until:
                 return
             self.start()
