@@ -60,3 +60,31 @@ def test_do_not_change_how_the_program_ends(server, client, model, call):
             timeout=60,
         )
         assert (ended.stdout, ended.stderr, ended.returncode) == ("trained\n", "", 0)
+
+
+LOGGING = """
+import logging, threading, time
+import ema_client
+
+class Slow(logging.Handler):
+    def emit(self, record):
+        writing.set()
+        time.sleep(0.5)  # Lets Python's lock go, and takes it after the interpreter's end.
+
+writing = threading.Event()
+logging.getLogger("ema_client").addHandler(Slow())
+logging.getLogger("ema_client").setLevel(logging.INFO)
+threading.Thread(target=lambda: ema_client.Client("127.0.0.1:1").models(), daemon=True).start()
+assert writing.wait(60)
+import ctypes
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.usleep, ctypes.c_void_p(1_000_000), None)
+print("trained", flush=True)
+"""
+
+
+def test_a_call_that_is_telling_of_its_wait_does_not_either():
+    ended = subprocess.run(
+        [sys.executable, "-c", LOGGING], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("trained\n", "", 0)

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#define PY_SSIZE_T_CLEAN  // For "y#".
 #include "client/python/src/python_error.h"
 
 #include <nanobind/stl/string.h>
 
 #include <string>
+#include <string_view>
 
 #include "ema/error_reason.h"
 
@@ -31,20 +33,19 @@ bool SignalRaised() {
 void LogWait(const absl::Status& error) {
   const GilHeld held;
   if (PyErr_Occurred() != nullptr) return;
-  const std::string message(error.message());
-  OrForever([&] {
-    try {
-      nb::module_::import_("ema_client._errors")
-          .attr("log_wait")(nb::bytes(message.data(), message.size()));
-    } catch (nb::python_error& thrown) {
-      // What a signal handler raises ends the call, as it does in SignalRaised().
-      if (thrown.matches(PyExc_Exception)) {
-        thrown.discard_as_unraisable("ema_client, logging");
-      } else {
-        thrown.restore();
-      }
-    }
+  const std::string_view message(error.message().data(), error.message().size());
+  // Nothing in it that has a destructor, which could run without the lock.
+  const bool is_done = OrForever([message] {
+    PyObject* const module = PyImport_ImportModule("ema_client._errors");
+    if (module == nullptr) return false;
+    PyObject* const result = PyObject_CallMethod(module, "log_wait", "y#", message.data(),
+                                                 static_cast<Py_ssize_t>(message.size()));
+    Py_DECREF(module);
+    Py_XDECREF(result);
+    return result != nullptr;
   });
+  // What a signal handler raises stays, and ends the call, as it does in SignalRaised().
+  if (!is_done && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_WriteUnraisable(nullptr);
 }
 
 }  // namespace ema::python

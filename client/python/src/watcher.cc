@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 #include "ema/internal/status_macros.h"
 
@@ -29,6 +30,7 @@ absl::StatusOr<std::unique_ptr<Watcher>> Watcher::Start(std::string_view address
 Watcher::~Watcher() {
   if (client_ == nullptr) return;
   if (getpid() == pid_) {
+    const GilReleased released;
     Stop();
     return;
   }

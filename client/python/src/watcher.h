@@ -32,7 +32,7 @@ class Watcher {
                                                         std::string_view model,
                                                         std::optional<VersionId> after,
                                                         absl::Duration timeout);
-  ~Watcher();  // Stop(). In a forked child: nothing.
+  ~Watcher();  // With the GIL, which it lets go: Stop(). In a forked child: nothing.
 
   struct Item {
     Version version;
