@@ -87,8 +87,9 @@ class Client {
     // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
     // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
     std::function<bool()> is_interrupted = nullptr;
-    // Told of a call that has been tried again for two seconds, once, with its last error, by the
-    // thread that waits in it; it goes on until its time-out. Null: nobody. Not of pushes.
+    // Told of a call that has been tried again for two seconds, once in each outage, with its last
+    // error, by the thread that waits in it; it goes on until its time-out. Null: nobody. Not of
+    // pushes.
     std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 

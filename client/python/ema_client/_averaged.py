@@ -334,7 +334,8 @@ def pull_pieces(
             return {} if weights is None else weights, pulled[0]
         # A label has moved, the model has been rolled back to the step, or the track has been
         # synthesized anew, perhaps as the same version.
-    what = f"step {step}" if step is not None else f"version {version!r}"
+    wanted = version.number if isinstance(version, Version) else version or "newest"
+    what = f"step {step}" if step is not None else f"version {wanted}"
     raise AbortedError(f'model "{info.name}": {what} of track "{track}" moved during every pull')
 
 

@@ -145,7 +145,7 @@ class WithState:
         Args:
             timeout_s: seconds for the push, and for each call but the save, which may take minutes.
                 None: those of `attach`; with on_error "wait" `max_outage_s`, if that is more. 0: does not
-                wait for the push.
+                wait for the push. With on_error "wait" an outage may take longer.
 
         Raises:
             AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
