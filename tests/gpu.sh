@@ -301,26 +301,30 @@ run_sanitizer() {
   done
 }
 
-# measure_row KEY SECONDS. False also if there is no ratio: what is missing is in the report and the log.
+# measure_row KEY OPTION... False also if there is no ratio: what is missing is in the report and the log.
 measure_row() {
-  limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$1" \
-    --seconds "$2" >"$results/row.jsonl" || return
+  limited 60 "$programs/gpu_bench" --server "$programs/ema-server" --python python3 --row "$@" \
+    >"$results/row.jsonl" || return
   cat "$results/row.jsonl" >>"$results/rows.jsonl"
   grep --quiet '"ratio":[0-9]' "$results/row.jsonl"
 }
 
-# measure_rows SECONDS: of each row, at most; it has five rounds in any case.
+# measure_rows OPTION...: of gpu_bench.
 measure_rows() {
-  local key keys
+  local key keys clocks
   keys=$("$programs/gpu_bench" --list 2>"$results/gpu_bench.log") ||
     record failed "gpu_bench lists no rows; see gpu_bench.log"
   for key in $keys; do
     has_time "benchmark $key" 30 || continue
-    check "benchmark $key" measure_row "$key" "$1"
-    # Just after a row: at rest they are others.
-    [[ -s $results/clocks.csv ]] ||
+    clocks=
+    # During the first row: at rest they are others.
+    [[ -e $results/clocks.csv ]] || {
       nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem \
-        --format=csv >"$results/clocks.csv" 2>/dev/null
+        --format=csv --loop-ms=1000 >"$results/clocks.csv" 2>/dev/null 9>&- &
+      clocks=$!
+    }
+    check "benchmark $key" measure_row "$key" "$@"
+    [[ -z $clocks ]] || kill "$clocks" 2>/dev/null
     [[ ! -f $results/rows.jsonl ]] ||
       python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
     write_results
@@ -339,7 +343,7 @@ measure_training() {
 }
 
 run_bench() {
-  measure_rows 5
+  measure_rows
   measure_training "training benchmark" 200 --output "$results/training.md"
 }
 
@@ -350,7 +354,7 @@ run_smoke() {
     'GpuTest.*:*.ManyTargetsAtOnce*/Cuda:*.ManyRunsAreOneSum/Cuda:*.AViewInAnotherDtype*/Cuda'
   run_program rpc_test 60
   try_sanitizer
-  measure_rows 1
+  measure_rows --megabytes 100 --rounds 1
   train smoke-training 60 '::test_training[float32-foreach]'
   measure_training "training benchmark in short" 120 --layers 1 --steps 2 --rounds 1
 }
@@ -363,7 +367,7 @@ write_results() {
   {
     printf '# %s, %s\n\n%s; built at revision %s\n\n' "$device" "$(date +%F)" "$versions" "$(<"$revision")"
     printf 'Begun:%s%s. Not begun:%s.\n\n%s' "$begun" "$running" "${to_come:- nothing}" "$notes"
-    [[ ! -s $results/clocks.csv ]] || printf 'Just after a row:\n\n```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
+    [[ ! -s $results/clocks.csv ]] || printf 'During the first row, each second:\n\n```\n%s\n```\n\n' "$(<"$results/clocks.csv")"
     printf '```\n%s\n```\n' "$(<"$results/summary.txt")"
     [[ ! -f $results/report.md ]] || printf '\n%s\n' "$(<"$results/report.md")"
     [[ ! -f $results/training.md ]] || printf '\n%s\n' "$(<"$results/training.md")"

@@ -7,11 +7,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/connection_count.h"
 
 namespace ema::bench {
 namespace {
 
 constexpr int64_t kStandardTensors = 400;
+// In which a run looks by how many connections it pushes: 1, 2, 4 or 8.
+constexpr int kSearchPushes = ConnectionCount::kWarmUp + 4 * ConnectionCount::kPushes;
 
 Manifest NewManifest(size_t total_bytes, int64_t tensor_count) {
   const int64_t elements = static_cast<int64_t>(total_bytes / sizeof(float)) / tensor_count;
@@ -86,7 +89,9 @@ Trainer::Trainer(const ServerProcess& server, std::string model,
     : address_(server.address()),
       model_(std::move(model)),
       weights_(std::move(weights)),
-      warm_up_pushes_(static_cast<int>(options.max_pinned_versions) + 2) {
+      warm_up_pushes_(std::max(
+          static_cast<int>(options.max_pinned_versions) + 2,
+          options.same_host_lane || std::thread::hardware_concurrency() < 4 ? 0 : kSearchPushes)) {
   std::vector<TrackConfig> tracks;
   for (int i = 0; i < options.track_count; ++i) {
     tracks.push_back({.name = absl::StrCat("ema", i),

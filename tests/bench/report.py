@@ -51,7 +51,7 @@ def number(value: float | None) -> str:
 def ratio(row: Row) -> str:
     if row["ratio"] is None:
         return "-"
-    return f"{row['ratio']:.2f} ({row['ratio_min']:.2f} - {row['ratio_max']:.2f})"
+    return f"{row['ratio']:.3f} ({row['ratio_min']:.3f} - {row['ratio_max']:.3f})"
 
 
 def goal(row: Row) -> str:

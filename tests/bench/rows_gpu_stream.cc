@@ -28,13 +28,16 @@ class Receiver {
     Must(streams_[0]->Synchronize());
   }
 
-  // All of it, in tensors of so many elements.
-  void Receive(int64_t tensor_elements) {
+  // All of it, in tensors of so many elements, so many times.
+  void Receive(int64_t tensor_elements, int passes = 1) {
     const auto count = static_cast<int64_t>(streams_.size());
     std::vector<std::jthread> threads;
     for (int64_t i = 0; i < count; ++i) {
-      const auto fold = [this, i, count, tensor_elements] {
-        Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count, tensor_elements);
+      const auto fold = [this, i, count, tensor_elements, passes] {
+        for (int pass = 0; pass < passes; ++pass) {
+          Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count, tensor_elements);
+        }
+        Must(streams_[i]->Synchronize());
       };
       if (i + 1 < count) {
         threads.emplace_back(fold);
@@ -58,7 +61,6 @@ class Receiver {
                         .targets = {&target, 1}}));
       at = run_end;
     }
-    Must(stream.Synchronize());
   }
 
   const std::unique_ptr<Device> device_;
@@ -77,10 +79,13 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   const int stream_count =
       std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, 8);
   const int64_t total_bytes = bench.parameters() * kFloatBytes;
-  row.ours.gigabytes = row.peer.gigabytes = Gigabytes(static_cast<size_t>(total_bytes));
+  // A round of one would be milliseconds, of which starting the threads is a part.
+  const int passes = bench.repeats;
+  row.ours.gigabytes = row.peer.gigabytes = passes * Gigabytes(static_cast<size_t>(total_bytes));
   const auto receiver = std::make_shared<Receiver>(bench, stream_count, bench.parameters());
-  row.ours =
-      SpeedOf(row.ours, [receiver] { receiver->Receive(std::numeric_limits<int64_t>::max()); });
+  row.ours = SpeedOf(row.ours, [receiver, passes] {
+    receiver->Receive(std::numeric_limits<int64_t>::max(), passes);
+  });
 
   const std::shared_ptr<BlockPool::Memory> pinned =
       Must(bench.accelerator->AllocatePinned(total_bytes));
@@ -88,7 +93,9 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
       Must(bench.accelerator->AllocateDevice(total_bytes));
   const std::shared_ptr<Accelerator::Queue> queue = Must(bench.accelerator->NewQueue());
   row.peer = SpeedOf(row.peer, [=] {
-    Must(queue->CopyToDevice(memory->data(), pinned->data(), total_bytes));
+    for (int pass = 0; pass < passes; ++pass) {
+      Must(queue->CopyToDevice(memory->data(), pinned->data(), total_bytes));
+    }
     Must(queue->Mark(0));
     Must(queue->Wait(0));
   });
