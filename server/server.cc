@@ -141,7 +141,7 @@ void LogCommit(const Model& model, const VersionRecord& record) {
       {{"model", model.config().name},
        {"run", record.run_epoch},
        {"step", record.step},
-       {"version", record.version}});
+       {"version", record.number}});
 }
 
 // What `--memory-bytes` is if nobody says it.

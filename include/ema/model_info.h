@@ -28,10 +28,10 @@ struct TrackVersion {
   double window_steps = 0;
   std::string config;
   double stall_gap = 0;
-  std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule.
+  std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule, in their order.
 };
 
-// The record of one commit.
+// The record of one commit; ema.v1.VersionRecord says what each field means.
 struct Version {
   int64_t incarnation = 0;
   int64_t number = 0;
@@ -45,8 +45,11 @@ struct Version {
   std::vector<std::string> skipped_tensors;
   WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
   std::optional<VersionId> restored_from;       // Not a push made it, but a rollback to this one.
-  // In what ListVersions(), Watch() and ModelInfo::latest give: those that have been computed.
+  // Of some tracks, in any order. In what ListVersions(), Watch() and ModelInfo::latest give: those
+  // that have been computed.
   std::vector<TrackStatistics> statistics;
+
+  VersionId id() const { return {number, incarnation}; }
 };
 
 struct ModelInfo {

@@ -58,7 +58,7 @@ absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const 
     EMA_RETURN_IF_ERROR(model.CheckTrack(name));
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
                      absl::StrCat("model \"", model.config().name, "\": track \"", name,
-                                  "\" has no value in version ", snapshot.record.version));
+                                  "\" has no value in version ", snapshot.record.number));
   }
   const bool has_all =
       std::all_of(snapshot.tracks.begin(), snapshot.tracks.end(),
@@ -150,7 +150,7 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
     LogTo(options_.log, LogLevel::kInfo, "restored",
           {{"model", loaded.model},
            {"step", loaded.record.step},
-           {"version", loaded.record.version},
+           {"version", loaded.record.number},
            {"checkpoint", loaded.checkpoint},
            {"bytes", loaded.total_bytes}});
   }
@@ -204,7 +204,7 @@ void CheckpointManager::LogFailedSave(const Model& model, const SnapshotRef& sna
   std::vector<LogField> fields;
   if (snapshot != nullptr) {
     fields = {{"step", snapshot->record.step},
-              {"version", snapshot->record.version},
+              {"version", snapshot->record.number},
               {"checkpoint", CheckpointStore::NameOf(*snapshot, tracks)}};
   }
   fields.insert(fields.end(), more.begin(), more.end());
@@ -241,13 +241,13 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   if (!was_there) {
     Log(LogLevel::kInfo, "checkpoint saved", model,
         {{"step", snapshot->record.step},
-         {"version", snapshot->record.version},
+         {"version", snapshot->record.number},
          {"checkpoint", saved->name},
          {"bytes", saved->total_bytes},
          {"keep", options.keep}});
   }
   if (options.label.has_value()) {
-    LogLabelSet(model, options.label->name, snapshot->record.version, snapshot->record.step);
+    LogLabelSet(model, options.label->name, snapshot->record.number, snapshot->record.step);
   }
   return Saved{snapshot->record, saved->name, saved->total_bytes};
 }

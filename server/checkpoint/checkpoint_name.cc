@@ -28,7 +28,7 @@ std::optional<int64_t> TakeNumber(std::string_view prefix, std::string_view& tex
 }  // namespace
 
 CheckpointId IdOf(const VersionRecord& record) {
-  return {record.incarnation, record.version, record.step};
+  return {record.incarnation, record.number, record.step};
 }
 
 std::string CheckpointName(const CheckpointId& id) {

@@ -44,7 +44,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
   const VersionRecord& record = (*newest)->record;
   Log(LogLevel::kInfo, "rolled back", model,
       {{"step", record.step},
-       {"version", record.version},
+       {"version", record.number},
        {"from_version", record.restored_from->version}});
   EMA_RETURN_IF_ERROR(SaveRollback(model, record, *newest));
   return record;
@@ -60,7 +60,7 @@ absl::Status CheckpointManager::SaveRollback(Model& model, const VersionRecord& 
   return MakeError(
       absl::StatusCode::kUnavailable, GetErrorReason(saved),
       absl::StrCat("model \"", model.config().name, "\" is rolled back to version ",
-                   rollback.restored_from->version, " in memory, as version ", rollback.version,
+                   rollback.restored_from->version, " in memory, as version ", rollback.number,
                    ", but that is not on the disk: ", saved.message()));
 }
 

@@ -37,7 +37,7 @@ bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const Vers
                int64_t durable_step) {
   if (record.id() <= durable) return false;
   // Versions count on over the server's lives.
-  if (policy.every_commits > 0 && record.version - durable.version >= policy.every_commits) {
+  if (policy.every_commits > 0 && record.number - durable.version >= policy.every_commits) {
     return true;
   }
   // After a rollback that could not be saved, the durable step is the later one.
@@ -72,7 +72,7 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   SnapshotRef exact;
   if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
       record.step % policy.step_multiple == 0) {
-    if (auto pinned = model->PinVersion(record.version, record.incarnation); pinned.ok()) {
+    if (auto pinned = model->PinVersion(record.number, record.incarnation); pinned.ok()) {
       exact = *std::move(pinned);
     }
   }

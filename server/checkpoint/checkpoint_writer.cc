@@ -89,7 +89,7 @@ std::map<std::string, std::string> FileMetadata(const Job& job, const Track& tra
           {"ema.model", job.model.config().name},
           {"ema.track", track.name()},
           {"ema.step", absl::StrCat(job.record.step)},
-          {"ema.version", absl::StrCat(job.record.version)},
+          {"ema.version", absl::StrCat(job.record.number)},
           {"ema.incarnation", absl::StrCat(job.record.incarnation)}};
 }
 

@@ -33,7 +33,7 @@ Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
 
 Json EncodeVersion(const VersionRecord& record) {
   Json json = {{"incarnation", record.incarnation},
-               {"version", record.version},
+               {"version", record.number},
                {"step", record.step},
                {"run_epoch", record.run_epoch},
                {"commit_time_us", absl::ToUnixMicros(record.commit_time)},
@@ -123,7 +123,7 @@ absl::StatusOr<Manifest> ParseTensors(const Json& json) {
 
 absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
   EMA_ASSIGN_OR_RETURN(record.incarnation, fields.Integer("incarnation", 0));
-  EMA_ASSIGN_OR_RETURN(record.version, fields.Integer("version", 1));
+  EMA_ASSIGN_OR_RETURN(record.number, fields.Integer("version", 1));
   EMA_ASSIGN_OR_RETURN(record.step, fields.Integer("step", 0));
   EMA_ASSIGN_OR_RETURN(record.run_epoch, fields.Integer("run_epoch", 0));
   EMA_ASSIGN_OR_RETURN(const int64_t commit_time_us, fields.Integer("commit_time_us", INT64_MIN));

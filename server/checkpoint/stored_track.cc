@@ -177,7 +177,7 @@ absl::StatusOr<const CheckpointTrack*> FindTrack(const CheckpointManifest& check
   }
   return MakeError(
       absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
-      absl::StrCat("the checkpoint of version ", checkpoint.record.version, " has no track \"",
+      absl::StrCat("the checkpoint of version ", checkpoint.record.number, " has no track \"",
                    std::string(track_name), "\"; it has ", absl::StrJoin(names, ", ")));
 }
 

@@ -354,7 +354,7 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
                                  [&](const StoredCheckpoint& c) { return c.id == newest_id; });
   const TrainingTime* const known = clock.Find(step);
   plan.record = {.incarnation = newest_id.incarnation,
-                 .version = newest_id.version,
+                 .number = newest_id.version,
                  .step = step,
                  .time = known != nullptr ? *known : OneUnit(unit, end + last->origin),
                  .run_epoch = from->manifest.record.run_epoch,

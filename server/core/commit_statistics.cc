@@ -17,7 +17,7 @@ CommitStatistics::~CommitStatistics() {
 }
 
 void CommitStatistics::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
-  if (snapshot.record.version % every_commits_ != 0) return;
+  if (snapshot.record.number % every_commits_ != 0) return;
   absl::MutexLock lock(&mu_);
   const bool is_busy = std::any_of(work_.begin(), work_.end(), [&](const Work& work) {
     return !work.model.owner_before(model) && !model.owner_before(work.model);

@@ -39,7 +39,7 @@ std::vector<KnownVersion> KnownVersions(const Model& model, absl::Span<const Kno
 class BranchWalk {
  public:
   explicit BranchWalk(const VersionRecord& latest)
-      : latest_(latest.id()), version_(latest.version + 1), step_(latest.step) {}
+      : latest_(latest.id()), version_(latest.number + 1), step_(latest.step) {}
 
   // True: it is on the branch. To be asked of versions in turn, newest first. One that was restored
   // goes on with what it was restored from, as far as that is known.

@@ -52,7 +52,7 @@ std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t inc
   std::vector<RecordEntry> entries;
   auto it = std::partition_point(records_.begin(), records_.end(), [&](const VersionRecord& r) {
     const int64_t of = incarnation == 0 ? 0 : r.incarnation;
-    return std::pair(of, r.version) <= std::pair(incarnation, version);
+    return std::pair(of, r.number) <= std::pair(incarnation, version);
   });
   for (; it != records_.end() && static_cast<int64_t>(entries.size()) < limit; ++it) {
     entries.push_back({*it, FindSnapshotLocked(it->id()) != nullptr});

@@ -32,7 +32,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
       return MakeError(
           absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
           absl::StrCat("version: ", version, " given, but \"", std::string(track),
-                       "\" has been built as version ", record.version, " for step ", record.step));
+                       "\" has been built as version ", record.number, " for step ", record.step));
     }
     const TrackSnapshot& only = synthesized->tracks[0];
     return ShareReading(std::move(synthesized), only, std::move(selection));
@@ -56,7 +56,7 @@ absl::StatusOr<const TrackSnapshot*> Model::FindTrack(const Snapshot& version,
   EMA_RETURN_IF_ERROR(CheckTrack(name));
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
                    absl::StrCat("track \"", std::string(name), "\" has no value in version ",
-                                version.record.version, " yet"));
+                                version.record.number, " yet"));
 }
 
 absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
@@ -175,13 +175,13 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
   const VersionRecord& latest = current_->record;
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked({version, incarnation});
   if (snapshot == nullptr) {
-    const bool future = version > latest.version && incarnation >= 0 &&
+    const bool future = version > latest.number && incarnation >= 0 &&
                         (incarnation == 0 || incarnation == incarnation_);
     return MakeError(absl::StatusCode::kOutOfRange,
                      future ? ErrorReason::kVersionNotYet : ErrorReason::kVersionNotKept,
                      absl::StrCat("model \"", config_.name, "\": version ", version,
                                   future ? " is not committed yet" : " is not kept",
-                                  "; the newest is ", latest.version));
+                                  "; the newest is ", latest.number));
   }
   // What is pinned can be pinned again, also where a rollback has pinned one too many.
   const bool is_new = !pins_.contains(snapshot.get());
@@ -220,7 +220,7 @@ std::deque<VersionRecord>::const_iterator Model::FindRecordLocked(const VersionI
   // By ascending version.
   const auto it = std::partition_point(
       records_.begin(), records_.end(),
-      [&id](const VersionRecord& record) { return record.version < id.version; });
+      [&id](const VersionRecord& record) { return record.number < id.version; });
   return it != records_.end() && it->id() == id ? it : records_.end();
 }
 

@@ -218,14 +218,14 @@ absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
   }
   return MakeError(
       absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
-      absl::StrCat("model \"", config_.name, "\": version ", version.record.version,
+      absl::StrCat("model \"", config_.name, "\": version ", version.record.number,
                    " has the tracks ", absl::StrJoin(NamesOf(version.record.tracks), ", "),
                    ", of which the model has none, or in another form"));
 }
 
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
   VersionRecord& record = loaded.record;
-  record.version = current_ != nullptr ? current_->record.version + 1 : 1;
+  record.number = current_ != nullptr ? current_->record.number + 1 : 1;
   record.run_epoch = ++run_epoch_;
   record.restored_from = from;
   record.tracks.clear();
@@ -239,7 +239,7 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
     if (found == loaded.tracks.end()) continue;
     // It may have been configured otherwise since.
     found->track = track;
-    found->block_versions.assign(found->blocks.size(), record.version);
+    found->block_versions.assign(found->blocks.size(), record.number);
     found->frozen_run_epoch = 0;
     record.tracks.push_back(RestoredRecord(*found));
     kept.push_back(std::move(*found));

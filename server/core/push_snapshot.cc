@@ -155,7 +155,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
   auto snapshot = std::make_shared<Snapshot>();
   VersionRecord& record = snapshot->record;
   // Nothing is committed between a session's start and its end.
-  record.version = memory_.base != nullptr ? memory_.base->record.version + 1 : 1;
+  record.number = memory_.base != nullptr ? memory_.base->record.number + 1 : 1;
   record.step = plan_.step;
   record.time = plan_.time;
   record.run_epoch = run_->epoch();
@@ -186,7 +186,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
     track.frozen_run_epoch = FrozenRunEpoch(plan, differs, skipped);
     track.block_versions.resize(std::max(track.block_versions.size(), next.blocks.size()));
     for (size_t i = 0; i < next.blocks.size(); ++i) {
-      if (next.blocks[i] != nullptr) track.block_versions[i] = record.version;
+      if (next.blocks[i] != nullptr) track.block_versions[i] = record.number;
     }
     track.blocks = TakeBlocks(next.blocks, plan.base != nullptr ? &plan.base->blocks : nullptr);
     track.low_blocks =

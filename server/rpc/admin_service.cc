@@ -290,7 +290,7 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
     const std::vector<Model::RecordEntry> entries =
         model->RecordsAfter(version, /*incarnation=*/0, kRecordsAtOnce);
     if (entries.empty()) break;
-    version = entries.back().record.version;
+    version = entries.back().record.number;
     for (const Model::RecordEntry& entry : entries) {
       v1::ListVersionsResponse::Entry* const out = response.add_versions();
       *out->mutable_version() = ToProto(entry.record);

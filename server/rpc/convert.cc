@@ -132,7 +132,7 @@ absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {
 v1::VersionRecord ToProto(const VersionRecord& record) {
   v1::VersionRecord proto;
   proto.set_incarnation(record.incarnation);
-  proto.set_version(record.version);
+  proto.set_version(record.number);
   proto.set_step(record.step);
   ToProto(record.time, proto.mutable_time());
   proto.set_run_epoch(record.run_epoch);

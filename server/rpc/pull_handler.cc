@@ -117,7 +117,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
     const v1::VersionId& known = request.if_newer_than();
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionRecord> newest,
                          model_->NewestOf(request.track()));
-    if (newest.has_value() && std::pair(newest->incarnation, newest->version) <=
+    if (newest.has_value() && std::pair(newest->incarnation, newest->number) <=
                                   std::pair(known.incarnation(), known.version())) {
       record_ = *newest;
       return absl::OkStatus();

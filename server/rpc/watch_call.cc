@@ -55,7 +55,7 @@ void WatchCall::OnRead(bool ok) {
       last_version_ = request_.after_version();
       last_incarnation_ = request_.incarnation();
     } else if (latest.has_value()) {
-      last_version_ = latest->version;
+      last_version_ = latest->number;
       last_incarnation_ = latest->incarnation;
     }
     // Tells the reader that it misses nothing from here on.
@@ -99,9 +99,9 @@ void WatchCall::Advance() {
   *response.mutable_version() = ToProto(record);
   // Across a restart versions may repeat, and nobody knows how many there were.
   if (last_incarnation_ == 0 || last_incarnation_ == record.incarnation) {
-    response.set_skipped_count(record.version - last_version_ - 1);
+    response.set_skipped_count(record.number - last_version_ - 1);
   }
-  last_version_ = record.version;
+  last_version_ = record.number;
   last_incarnation_ = record.incarnation;
   writing_ = true;
   stream_.Write(response, written_.Arm(shared_from_this()));

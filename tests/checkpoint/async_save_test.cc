@@ -51,7 +51,7 @@ TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
                            manager_->Save(*model_, {.async = true, .label = "one"}));
   EXPECT_EQ(saved.state, State::kSaving);
-  EXPECT_EQ(saved.record.version, 1);
+  EXPECT_EQ(saved.record.number, 1);
   EMA_ASSERT_OK_AND_ASSIGN(const auto joined,
                            manager_->Save(*model_, {.async = true, .label = "two"}));
   EXPECT_EQ(joined.name, saved.name);

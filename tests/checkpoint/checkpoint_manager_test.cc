@@ -39,7 +39,7 @@ TEST_F(CheckpointManagerTest, SavesAVersionInMemoryAndFindsOneOnTheDisk) {
   EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kNoVersion));
   server.PushTo(1);
   EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved first, server.Save());
-  EXPECT_EQ(first.record.version, 1);
+  EXPECT_EQ(first.record.number, 1);
   EXPECT_EQ(first.name, NameOf(first.record));
   EXPECT_EQ(first.state, State::kComplete);
   server.PushTo(3);
@@ -51,7 +51,7 @@ TEST_F(CheckpointManagerTest, SavesAVersionInMemoryAndFindsOneOnTheDisk) {
   });
   EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved again, server.Save(1));
   files_.set_hook(nullptr);
-  EXPECT_EQ(again.record.version, 1);
+  EXPECT_EQ(again.record.number, 1);
   EXPECT_EQ(again.name, first.name);
   EXPECT_EQ(again.total_bytes, first.total_bytes);
   EXPECT_THAT(server.Save(4), ReasonIs(ErrorReason::kVersionNotYet));

@@ -39,7 +39,7 @@ TEST_F(RollbackTest, ToAVersionInMemory) {
   const auto before = *ReadAll(server.model(), "ema", 1);
   EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
                            server.manager().Restore(server.model(), {1, 0}, ""));
-  EXPECT_EQ(record.version, 4);
+  EXPECT_EQ(record.number, 4);
   EXPECT_EQ(record.step, 10);
   EXPECT_EQ(record.restored_from, (VersionId{1, server.manager().incarnation()}));
   EXPECT_TRUE(*ReadAll(server.model(), "ema") == before);
@@ -57,7 +57,7 @@ TEST_F(RollbackTest, ToAVersionOnTheDiskOrALabel) {
   ASSERT_THAT(server.manager().SetLabel(server.model(), "good", {2, 0}), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
                            server.manager().Restore(server.model(), {}, "good"));
-  EXPECT_EQ(record.version, 4);
+  EXPECT_EQ(record.number, 4);
   EXPECT_EQ(record.step, 20);
   EXPECT_EQ(server.RawValue(), 2);
   EXPECT_THAT(server.manager().Restore(server.model(), {}, "none"),

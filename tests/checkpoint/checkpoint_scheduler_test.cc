@@ -378,7 +378,7 @@ TEST(IsSaveDueTest, CountsFromWhatIsDurable) {
   const auto record = [](int64_t version, int64_t step, int64_t incarnation = 7) {
     VersionRecord result;
     result.incarnation = incarnation;
-    result.version = version;
+    result.number = version;
     result.step = step;
     return result;
   };

@@ -132,7 +132,7 @@ TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
   TestRank uninterrupted(versions.model, "launch 2");
   ASSERT_THAT(uninterrupted.Join(), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult expected, uninterrupted.Push(30, weights));
-  EXPECT_EQ(after.record.version, expected.record.version);
+  EXPECT_EQ(after.record.number, expected.record.number);
   for (const char* track : {"fast", "slow", "raw", "exact", "some"}) {
     EXPECT_EQ(*ReadAll(*model, track), *ReadAll(*versions.model, track)) << track;
   }
@@ -230,7 +230,7 @@ TEST(CheckpointStoreTest, AnOlderVersionSavedLateIsNotTheLatest) {
     EXPECT_EQ(Saved(*files.AfterCrash(PowerLoss::kNothing)).size(), 2u);
   }
   Restarted server(files);
-  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+  EXPECT_EQ(server.report.loaded.at(0).record.number, 2);
 }
 
 TEST(CheckpointStoreTest, SavesOfManyModelsAndThreadsDoNotMix) {
@@ -316,7 +316,7 @@ TEST_F(DamageTest, EveryChangedByteIsDetectedAndTheOlderVersionIsLoaded) {
       Restarted server(*files);
       ASSERT_EQ(server.report.quarantined.size(), 1u) << file << " " << at;
       ASSERT_EQ(server.report.loaded.size(), 1u) << file << " " << at;
-      ASSERT_EQ(server.report.loaded[0].record.version, 1) << file << " " << at;
+      ASSERT_EQ(server.report.loaded[0].record.number, 1) << file << " " << at;
     }
   }
 }
@@ -388,7 +388,7 @@ TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace)
                 IsOk());
   }
   Restarted server(files);
-  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+  EXPECT_EQ(server.report.loaded.at(0).record.number, 2);
   EXPECT_EQ(Saved(files).size(), 2u);
 }
 
@@ -404,7 +404,7 @@ TEST(CheckpointStoreTest, AnOldVersionWhoseCheckpointIsBadIsSavedAnewAsAnOldOne)
     ASSERT_THAT(store->Save(*versions.model, versions[1]), IsOk());
   }
   Restarted server(files);
-  EXPECT_EQ(server.report.loaded.at(0).record.version, 2);
+  EXPECT_EQ(server.report.loaded.at(0).record.number, 2);
   EXPECT_EQ(Saved(files).size(), 2u);
 }
 

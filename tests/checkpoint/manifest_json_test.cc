@@ -43,7 +43,7 @@ CheckpointManifest MakeCheckpoint() {
                          {"\"n\" \xc3\xa4", Dtype::kInt64, {}}});
   checkpoint.max_pinned_versions = 3;
   checkpoint.record = {.incarnation = 1'760'000'000,
-                       .version = 8,
+                       .number = 8,
                        .step = 40,
                        .time = Time(40, 0.1 + 0.2),
                        .run_epoch = 1'760'000'001,
@@ -123,7 +123,7 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   EXPECT_EQ(after.record.skipped_tensor_count, before.record.skipped_tensor_count);
   EXPECT_EQ(after.record.skipped_tensors, before.record.skipped_tensors);
   EXPECT_EQ(after.record.incarnation, before.record.incarnation);
-  EXPECT_EQ(after.record.version, before.record.version);
+  EXPECT_EQ(after.record.number, before.record.number);
   EXPECT_EQ(after.record.step, before.record.step);
   EXPECT_EQ(after.record.time, before.record.time);
   EXPECT_EQ(after.record.run_epoch, before.record.run_epoch);

@@ -148,7 +148,7 @@ struct Server {
     ModelStore found(TestDevice(), SmallBlocks());
     const auto report = store->LoadAll(found);
     if (!report.ok()) return false;
-    allowed.versions = {report->loaded.empty() ? 0 : report->loaded[0].record.version};
+    allowed.versions = {report->loaded.empty() ? 0 : report->loaded[0].record.number};
     const auto labelled = LabelledVersion(*store);
     if (!labelled.ok()) return false;
     allowed.labelled = {*labelled};
@@ -189,7 +189,7 @@ struct Server {
     return manager->LoadAll(*models).ok();
   }
   Model& model() const { return **models->Get("m"); }
-  int64_t newest() const { return model().latest()->version; }
+  int64_t newest() const { return model().latest()->number; }
 
   // Commits the next version, which the policy may have saved.
   bool Push() {
@@ -272,7 +272,7 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
       return absl::StrCat("checkpoint ", report->quarantined[0].checkpoint,
                           " is none: ", report->quarantined[0].problem.ToString());
     }
-    const int64_t found = report->loaded.empty() ? 0 : report->loaded[0].record.version;
+    const int64_t found = report->loaded.empty() ? 0 : report->loaded[0].record.number;
     if (!allowed.versions.contains(found)) return absl::StrCat("it loads version ", found);
     allowed.versions = {found};  // And the next start the same.
     if (found > 0 && Versions::ContentOf(**models.Get("m")) !=

@@ -115,7 +115,7 @@ TEST_F(StoredTrackTest, EveryKindOfTensorIsRight) {
                                OpenStoredVersion(files_, "/every", checkpoint, name));
       ASSERT_THAT(snapshot->tracks, SizeIs(1));
       const TrackSnapshot& of_track = snapshot->tracks[0];
-      EXPECT_EQ(snapshot->record.version, 1);
+      EXPECT_EQ(snapshot->record.number, 1);
       EXPECT_EQ(of_track.track->config(), versions[1]->tracks[t].track->config());
       EXPECT_EQ(of_track.state, versions[1]->tracks[t].state);
       EXPECT_EQ(of_track.last_steps, versions[1]->tracks[t].last_steps);

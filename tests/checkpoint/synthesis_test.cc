@@ -133,7 +133,7 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   PushAndSave({5, 10, 15, 20, 25}, 27);
   EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(.07, 22));
   EXPECT_EQ(synthesis.record.step, 22);
-  EXPECT_EQ(synthesis.record.version, 20);
+  EXPECT_EQ(synthesis.record.number, 20);
   EXPECT_EQ(synthesis.record.time, TrainingTime::AtBatch(22));
   ASSERT_EQ(synthesis.record.tracks.size(), 1u);
   EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("sigma_rel=0.07"));
@@ -331,7 +331,7 @@ TEST(SynthesisPlanTest, OfVeryManySnapshotsSomeAreLeftOut) {
   for (int64_t step = kCount; step > 0; --step) {
     StoredCheckpoint& checkpoint = checkpoints.emplace_back();
     checkpoint.id = {7, step, step};
-    checkpoint.manifest.record = {.incarnation = 7, .version = step, .step = step};
+    checkpoint.manifest.record = {.incarnation = 7, .number = step, .step = step};
     checkpoint.manifest.record.time = TrainingTime::AtBatch(step);
     for (size_t t = 0; t < 2; ++t) {
       CheckpointTrack track{.config = config.tracks[t],
@@ -402,7 +402,7 @@ TEST_F(SynthesisBranchTest, ACorruptCheckpointIsSetAside) {
               AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(name)),
                     ReasonIs(ErrorReason::kCheckpointCorrupt)));
   EXPECT_EQ(server_->manager().CountAll()["m"].corrupt, 1);
-  EXPECT_EQ(RecordAt(30).version, 3);
+  EXPECT_EQ(RecordAt(30).number, 3);
 }
 
 TEST_F(SynthesisBranchTest, AFutureThatWasGivenUpIsNotUsed) {
@@ -410,9 +410,9 @@ TEST_F(SynthesisBranchTest, AFutureThatWasGivenUpIsNotUsed) {
   PushAndSave({{10, 10}, {20, 20}, {30, 30}});
   Restore(1);                         // Version 4.
   PushAndSave({{20, 25}, {40, 45}});  // Versions 5 and 6.
-  EXPECT_EQ(RecordAt(20).version, 5);
+  EXPECT_EQ(RecordAt(20).number, 5);
   EXPECT_EQ(RecordAt(20).time, TrainingTime::AtBatch(25));
-  EXPECT_EQ(RecordAt(35).version, 5);
+  EXPECT_EQ(RecordAt(35).number, 5);
 }
 
 TEST_F(SynthesisBranchTest, NorIsItsTime) {
@@ -424,7 +424,7 @@ TEST_F(SynthesisBranchTest, NorIsItsTime) {
   const CheckpointId id{server_->manager().incarnation(), 6, 30};
   ASSERT_THAT(server_->manager().Delete(server_->model(), CheckpointName(id)), IsOk());
   EXPECT_EQ(RecordAt(30).time, TrainingTime::AtBatch(90));
-  EXPECT_EQ(RecordAt(30).version, 5);
+  EXPECT_EQ(RecordAt(30).number, 5);
 }
 
 TEST_F(SynthesisBranchTest, WhatWasRestoredLastIsUsedAlsoBehindAnotherRestore) {
@@ -433,13 +433,13 @@ TEST_F(SynthesisBranchTest, WhatWasRestoredLastIsUsedAlsoBehindAnotherRestore) {
   Restore(1);               // Version 4.
   PushAndSave({{20, 25}});  // Version 5.
   Restore(3);               // Version 6.
-  EXPECT_EQ(RecordAt(20).version, 2);
+  EXPECT_EQ(RecordAt(20).number, 2);
   EXPECT_EQ(RecordAt(20).time, TrainingTime::AtBatch(20));
   // The manifests say it, too.
   Start();
-  EXPECT_EQ(RecordAt(20).version, 2);
-  EXPECT_EQ(RecordAt(25).version, 2);
-  EXPECT_EQ(RecordAt(30).version, 6);
+  EXPECT_EQ(RecordAt(20).number, 2);
+  EXPECT_EQ(RecordAt(25).number, 2);
+  EXPECT_EQ(RecordAt(30).number, 6);
 }
 
 }  // namespace

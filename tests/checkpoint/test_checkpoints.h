@@ -132,7 +132,7 @@ inline void ExpectSameVersion(Model& loaded, Model& saved, const Snapshot& expec
   EXPECT_EQ(loaded.config().DifferenceFrom(saved.config()), "");
   const VersionRecord& record = (*snapshot)->record;
   ASSERT_EQ(record.incarnation, expected.record.incarnation);
-  ASSERT_EQ(record.version, expected.record.version);
+  ASSERT_EQ(record.number, expected.record.number);
   EXPECT_EQ(record.step, expected.record.step);
   EXPECT_EQ(record.time, expected.record.time);
   EXPECT_EQ(absl::ToUnixMicros(record.commit_time),

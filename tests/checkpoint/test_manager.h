@@ -49,7 +49,7 @@ class TestServer {
   ModelStore& models() { return *models_; }
   Model& model() { return *model_; }
   const std::shared_ptr<Model>& shared_model() { return model_; }
-  int64_t version() const { return model_->latest().has_value() ? model_->latest()->version : 0; }
+  int64_t version() const { return model_->latest().has_value() ? model_->latest()->number : 0; }
   // What was logged.
   std::vector<std::string> errors() {
     absl::MutexLock lock(&mu_);

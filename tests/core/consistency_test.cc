@@ -31,8 +31,8 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
       while (!done) {
         const auto snapshot = model->PinVersion(0);
         if (!snapshot.ok()) continue;
-        EXPECT_GE((*snapshot)->record.version, last_version);
-        last_version = (*snapshot)->record.version;
+        EXPECT_GE((*snapshot)->record.number, last_version);
+        last_version = (*snapshot)->record.number;
         const Track& track = *(*snapshot)->tracks[0].track;
         const auto pieces = ReadBlocks(model->device(), track, (*snapshot)->tracks[0].blocks, 0,
                                        track.layout().total_bytes());
@@ -97,7 +97,7 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
   }
   done = true;
   for (std::thread& reader : readers) reader.join();
-  EXPECT_EQ(model->latest()->version, committed);
+  EXPECT_EQ(model->latest()->number, committed);
   EXPECT_GT(reads, 0);
 }
 

@@ -385,7 +385,7 @@ class SessionPropertyTest : public testing::Test {
       ASSERT_THAT(status, IsOk());
       rank.committed = true;
     }
-    const int64_t version = model_->latest().has_value() ? model_->latest()->version : 0;
+    const int64_t version = model_->latest().has_value() ? model_->latest()->number : 0;
     ASSERT_EQ(version, version_before + (rank.committed && is_last ? 1 : 0));
     if (!status.ok()) OpenStream(rank, step);
   }
@@ -394,7 +394,7 @@ class SessionPropertyTest : public testing::Test {
   // end it.
   void RunStep(int64_t step, bool gives_up) {
     const Values values = RandomValues(random_, *manifest_);
-    const int64_t before = model_->latest().has_value() ? model_->latest()->version : 0;
+    const int64_t before = model_->latest().has_value() ? model_->latest()->number : 0;
     for (const auto& rank : ranks_) {
       rank->Fill(*manifest_, values);
       OpenStream(*rank, step);
@@ -417,7 +417,7 @@ class SessionPropertyTest : public testing::Test {
     for (const auto& rank : ranks_) {
       ASSERT_EQ(rank->outcome->calls, 1);
       ASSERT_THAT(rank->outcome->result, IsOk());
-      ASSERT_EQ(rank->outcome->result->record.version, before + 1);
+      ASSERT_EQ(rank->outcome->result->record.number, before + 1);
       ASSERT_FALSE(rank->outcome->result->duplicate);
     }
     Apply(values);

@@ -55,7 +55,7 @@ TEST_F(ModelTest, FirstPushInitializesEveryTrack) {
   ASSERT_THAT(rank.Join(), IsOk());
   const std::vector<float> values = Values(1);
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank.Push(1, BytesOf(values)));
-  EXPECT_EQ(result.record.version, 1);
+  EXPECT_EQ(result.record.number, 1);
   EXPECT_EQ(result.record.incarnation, 7);
   EXPECT_EQ(result.record.step, 1);
   EXPECT_FALSE(result.duplicate);
@@ -127,7 +127,7 @@ TEST_F(ModelTest, NothingIsVisibleBeforeEveryRankHasCommitted) {
   EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kNoVersion));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, second.Push(1, b));
   EXPECT_EQ(outcome->calls, 1);
-  EXPECT_EQ(outcome->result->record.version, result.record.version);
+  EXPECT_EQ(outcome->result->record.number, result.record.number);
 }
 
 TEST_F(ModelTest, RefusedPushesLeaveTheAverageAsItWas) {
@@ -162,12 +162,12 @@ TEST_F(ModelTest, RefusedPushesLeaveTheAverageAsItWas) {
     EXPECT_THAT(push->Commit({1, total - 400, 1}), ReasonIs(ErrorReason::kDigestMismatch));
   }
   EXPECT_EQ(Read("fast"), before);
-  EXPECT_EQ(model_->latest()->version, 1);
+  EXPECT_EQ(model_->latest()->number, 1);
   EXPECT_EQ(outcome->calls, 0);
 
   EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(2, outcome));
   EXPECT_THAT(push->Commit({0, 0, Crc32c(0, bytes)}), IsOk());
-  EXPECT_EQ(outcome->result->record.version, 2);
+  EXPECT_EQ(outcome->result->record.number, 2);
 }
 
 TEST_F(ModelTest, NonFiniteValuesDropTheStepAndNameTensorElementAndRank) {
@@ -210,9 +210,9 @@ TEST_F(ModelTest, ACommittedStepPushedAgainIsADuplicateOnlyWithTheSameContent) {
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, rank.Push(1, BytesOf(Values(1)), 444));
   EXPECT_TRUE(again.duplicate);
-  EXPECT_EQ(again.record.version, 1);
+  EXPECT_EQ(again.record.number, 1);
   EXPECT_THAT(rank.Push(1, BytesOf(Values(2))), ReasonIs(ErrorReason::kStaleStep));
-  EXPECT_EQ(model_->latest()->version, 1);
+  EXPECT_EQ(model_->latest()->number, 1);
 }
 
 TEST_F(ModelTest, ANewLaunchFencesTheOldOne) {
@@ -268,7 +268,7 @@ TEST_F(ModelTest, ARankThatCannotBeginALaterStepLeavesTheOpenOneAlone) {
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr("draining")));
   EXPECT_EQ(waiting->calls, 0);
   EXPECT_THAT(second.Push(1, b), IsOk());
-  EXPECT_EQ(waiting->result->record.version, 1);
+  EXPECT_EQ(waiting->result->record.number, 1);
 }
 
 TEST_F(ModelTest, RanksThatDisagreeOnTheTimeOfAStepAreTold) {
@@ -304,7 +304,7 @@ TEST_F(ModelTest, ANewerStreamOfARankFencesTheOlderAndKeepsWhatArrived) {
 
   ASSERT_THAT(TestRank::AddChunk(*newer, bytes, 6000, total - 6000), IsOk());
   ASSERT_THAT(newer->Commit({1, total - 6000, Crc32c(0, bytes)}), IsOk());
-  EXPECT_EQ(outcome->result->record.version, 1);
+  EXPECT_EQ(outcome->result->record.number, 1);
   EXPECT_EQ(Read("raw"), Values(1));
 }
 
@@ -328,7 +328,7 @@ TEST_F(ModelTest, StreamsOfOneGroupPushSideBySide) {
   ASSERT_THAT(second->Commit({1, total - 6000, digest}), IsOk());
   EXPECT_EQ(outcome->calls, 2);  // Each has its reply.
   ASSERT_THAT(outcome->result, IsOk());
-  EXPECT_EQ(outcome->result->record.version, 1);
+  EXPECT_EQ(outcome->result->record.number, 1);
   EXPECT_EQ(Read("raw"), Values(1));
   // Sent again, each stream learns that the step is committed.
   EMA_ASSERT_OK_AND_ASSIGN(auto again, rank.Open(1, outcome));
@@ -404,7 +404,7 @@ TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const auto committed, model_->QueryPush(rank.run_epoch(), 1, 0, true));
   EXPECT_EQ(committed.state, Model::PushState::State::kCommitted);
-  EXPECT_EQ(committed.record->version, 1);
+  EXPECT_EQ(committed.record->number, 1);
   EXPECT_EQ(committed.digest, Crc32c(0, BytesOf(Values(1))));
   ASSERT_THAT(rank.Push(2, BytesOf(Values(2))), IsOk());
   EXPECT_EQ(model_->QueryPush(rank.run_epoch(), 1, 0, false)->digest, std::nullopt);
@@ -611,7 +611,7 @@ TEST_F(ModelTest, AModelMadeAgainRepeatsNeitherVersionsNorRunEpochs) {
   EXPECT_THAT(again.model->OpenPush(old_rank.Start(5000), [](const auto&) {}),
               ReasonIs(ErrorReason::kFenced));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult new_push, new_rank.Push(1, BytesOf(Values(1))));
-  EXPECT_EQ(new_push.record.version, old_push.record.version);
+  EXPECT_EQ(new_push.record.number, old_push.record.number);
   EXPECT_GT(new_push.record.incarnation, old_push.record.incarnation);
 }
 
@@ -630,9 +630,9 @@ TEST_F(ModelTest, ACrashThatLosesVersionsHidesNoneOfTheNext) {
   ASSERT_THAT(next.Join(), IsOk());
   ASSERT_THAT(next.Push(2, BytesOf(Values(3))), IsOk());
   const auto records =
-      restored.model->RecordsAfter(seen.record.version, seen.record.incarnation, 10);
+      restored.model->RecordsAfter(seen.record.number, seen.record.incarnation, 10);
   ASSERT_EQ(records.size(), 1u);
-  EXPECT_EQ(records[0].record.version, 2);
+  EXPECT_EQ(records[0].record.number, 2);
   EXPECT_GT(records[0].record.incarnation, seen.record.incarnation);
   EXPECT_THAT(restored.model->PinVersion(3, seen.record.incarnation),
               ReasonIs(ErrorReason::kVersionNotKept));
@@ -681,8 +681,8 @@ TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
   std::vector<int64_t> versions;
   std::vector<int64_t> available;
   for (const auto& entry : model_->RecordsAfter(2, 0, 100)) {
-    versions.push_back(entry.record.version);
-    if (entry.available) available.push_back(entry.record.version);
+    versions.push_back(entry.record.number);
+    if (entry.available) available.push_back(entry.record.number);
   }
   EXPECT_THAT(versions, ElementsAre(3, 4, 5, 6));
   EXPECT_THAT(available, ElementsAre(4, 5, 6));
@@ -702,7 +702,7 @@ TEST_F(ModelTest, QuietIsWhenNoPushArrives) {
     ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
     ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
   }
-  EXPECT_EQ(model_->latest()->version, 1);
+  EXPECT_EQ(model_->latest()->number, 1);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ class RollbackTest : public testing::Test {
   explicit RollbackTest(ModelStore::Options options = SmallBlocks()) {
     options.model.on_commit = [this](const std::shared_ptr<Model>&, const Snapshot& snapshot) {
       absl::MutexLock lock(&mu_);
-      committed_.push_back(snapshot.record.version);
+      committed_.push_back(snapshot.record.number);
     };
     options.model.log = [this](const LogEvent& event) {
       if (event.level != LogLevel::kWarning || event.name == "step dropped") return;
@@ -174,7 +174,7 @@ class RollbackTest : public testing::Test {
   std::vector<int64_t> Versions() const {
     std::vector<int64_t> versions;
     for (const Model::RecordEntry& entry : model_->RecordsAfter(0, 0, 100)) {
-      versions.push_back(entry.record.version);
+      versions.push_back(entry.record.number);
     }
     return versions;
   }
@@ -234,7 +234,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
     Train(*straight_rank, step, step);
     ExpectSame(*model_, *straight);
   }
-  EXPECT_EQ(model_->latest()->version, 17);
+  EXPECT_EQ(model_->latest()->number, 17);
   EXPECT_FALSE(model_->latest()->restored_from.has_value());
 }
 
@@ -319,7 +319,7 @@ TEST_F(RollbackTest, TheOpenSessionEndsAndItsWritersAreFenced) {
   EXPECT_TRUE(is_fenced(rank->Join()));
   EXPECT_TRUE(is_fenced(model_->IsRunOpen("old").status()));
   EXPECT_THAT(model_->IsRunOpen("new"), IsOkAndHolds(false));
-  EXPECT_EQ(model_->latest()->version, 3);
+  EXPECT_EQ(model_->latest()->number, 3);
 
   const auto next = OpenRun(model_, "new");
   EXPECT_THAT(model_->IsRunOpen("new"), IsOkAndHolds(true));
@@ -349,7 +349,7 @@ TEST_F(RollbackTest, TheNextRunLearnsWhereItStandsAndGoesOnFromThere) {
   EXPECT_EQ(model_->QueryPush(next->run_epoch(), 2, 0, false)->state,
             Model::PushState::State::kUnknown);
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, next->Push(3, Weights(3)));
-  EXPECT_EQ(pushed.record.version, 6);
+  EXPECT_EQ(pushed.record.number, 6);
   EXPECT_FALSE(pushed.duplicate);
 }
 
@@ -366,13 +366,13 @@ TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {
       EXPECT_EQ(GetErrorReason(status), ErrorReason::kSessionBusy);
       EXPECT_GT(GetRetryDelay(status), absl::ZeroDuration());
     }
-    EXPECT_EQ(model_->latest()->version, 2);
+    EXPECT_EQ(model_->latest()->number, 2);
     EXPECT_THAT(ReadAll(*model_, "ema"), IsOk());
     EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->PinVersion(1));
     return Load(version, Source::kFresh);
   });
   ASSERT_THAT(rolled, IsOk());
-  EXPECT_EQ((*rolled)->record.version, 3);
+  EXPECT_EQ((*rolled)->record.number, 3);
   EXPECT_THAT(newcomer.Join(), IsOk());
 }
 
@@ -390,7 +390,7 @@ TEST_F(RollbackTest, WhenLoadingFailsOnlyTheRunHasEnded) {
 
   const auto next = OpenRun(model_, "new");
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, next->Push(4, Weights(4)));
-  EXPECT_EQ(pushed.record.version, 4);
+  EXPECT_EQ(pushed.record.number, 4);
   EXPECT_THAT(RollBack(3), IsOk());
 }
 
@@ -419,7 +419,7 @@ TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
 
 TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
   std::vector<int64_t> seen;
-  const int64_t watcher = model_->Watch([&] { seen.push_back(model_->latest()->version); });
+  const int64_t watcher = model_->Watch([&] { seen.push_back(model_->latest()->number); });
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
   ASSERT_THAT(RollBack(1), IsOk());
@@ -521,7 +521,7 @@ TEST_F(RollbackTest, AVersionOfWhichNoTrackFitsIsRefused) {
   EXPECT_THAT(committed(), ElementsAre(1));
   EXPECT_THAT(OpenRun(model_, "next")->Push(2, Weights(2)), IsOk());
   EXPECT_THAT(RollBack(1), ReasonIs(ErrorReason::kModelDiffers));
-  EXPECT_EQ(model_->latest()->version, 2);
+  EXPECT_EQ(model_->latest()->number, 2);
 }
 
 TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
@@ -622,7 +622,7 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
     return Load(version, Source::kMemory);
   });
   EXPECT_EQ(rolled.status(), draining);
-  EXPECT_EQ(model_->latest()->version, 2);
+  EXPECT_EQ(model_->latest()->number, 2);
   bool was_called = false;
   EXPECT_EQ(model_
                 ->RollBack({1, 7},
@@ -711,8 +711,8 @@ TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
     int64_t last = 0;
     while (!is_over) {
       const SnapshotRef newest = *model_->PinVersion(0);
-      EXPECT_GE(newest->record.version, last);
-      last = newest->record.version;
+      EXPECT_GE(newest->record.number, last);
+      last = newest->record.number;
       if (newest->record.restored_from.has_value()) {
         EXPECT_TRUE(*ReadAll(*model_, "raw", last) == expected);
       }

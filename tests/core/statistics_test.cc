@@ -85,7 +85,7 @@ TEST_F(StatisticsTest, NormAndDistanceAreThoseOfTheValues) {
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(Push(2, {4, -8, 8}), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, model_->Statistics({}, {}));
-  EXPECT_EQ(record.version, 2);
+  EXPECT_EQ(record.number, 2);
   EXPECT_EQ(record.step, 2);
   // (2, -4, 4) and (1, -2, 2); the raw weights are no average.
   EXPECT_THAT(record.statistics, ElementsAre(Are("half", 6, 6), Are("most", 3, 9)));

@@ -78,7 +78,7 @@ class StoredReadingTest : public testing::Test {
     EXPECT_FALSE(in_memory.is_stored());
     ASSERT_EQ(stored.total_bytes(), in_memory.total_bytes());
     for (int64_t at = 0; at < stored.total_bytes(); at = stored.ChunkEnd(at)) {
-      EXPECT_TRUE(stored.ChunkChangedSince(in_memory.snapshot()->record.version, at));
+      EXPECT_TRUE(stored.ChunkChangedSince(in_memory.snapshot()->record.number, at));
       const int64_t end = stored.ChunkEnd(at);
       for (const int64_t from : {at, at + (end - at) / 3, end - 1}) {
         const auto expected = in_memory.Read(from, end - from);

@@ -106,7 +106,7 @@ ModelConfig Config() {
 // Adds the next version to `model`.
 void TrainOneStep(const std::shared_ptr<Model>& model) {
   const absl::StatusOr<SnapshotRef> newest = model->PinVersion(0);
-  const int64_t number = newest.ok() ? (*newest)->record.version + 1 : 1;
+  const int64_t number = newest.ok() ? (*newest)->record.number + 1 : 1;
   std::vector<float> weights(30 * 50 + 7);
   for (size_t i = 0; i < weights.size(); ++i) {
     weights[i] = static_cast<float>(number) + 0.001f * static_cast<float>(i);
@@ -141,7 +141,7 @@ void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
     digest = Digest(**model);
   }
   Print(absl::StrFormat("version=%d step=%d from=%d digest=%08x incarnation=%d quarantined=%d\n",
-                        record.version, record.step,
+                        record.number, record.step,
                         record.restored_from.value_or(VersionId{}).version, digest, incarnation,
                         quarantined));
 }

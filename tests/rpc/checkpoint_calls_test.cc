@@ -236,7 +236,7 @@ TEST_F(CheckpointCallsTest, ACallThatIsWrongItselfFencesNobody) {
   expect_bad(bad, v1::ERROR_REASON_LAYOUT_HOLE, "");
   // Nothing has been rolled back.
   PushSteps(3, 3);
-  EXPECT_EQ((*store_->Get("m"))->latest()->version, 3);
+  EXPECT_EQ((*store_->Get("m"))->latest()->number, 3);
 }
 
 // A disk whose saves do not end before they may.
