@@ -135,7 +135,7 @@ absl::StatusOr<ServingProcess::LogLevels> ChangeLogLevel(std::string_view name) 
 }
 
 // At debug: there may be many a second.
-void LogCommit(const Model& model, const VersionRecord& record) {
+void LogCommit(const Model& model, const Version& record) {
   if (log_level() > LogLevel::kDebug) return;
   Log(LogLevel::kDebug, "committed",
       {{"model", model.config().name},

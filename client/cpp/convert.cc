@@ -39,20 +39,6 @@ absl::StatusOr<TrackConfig> CheckedTrack(const v1::Track& proto) {
   return track;
 }
 
-TrackVersion FromProto(const v1::TrackRecord& proto) {
-  TrackVersion track{.track = proto.track(),
-                     .updated = proto.updated(),
-                     .update_weight = proto.update_weight(),
-                     .elapsed = proto.elapsed(),
-                     .update_count = proto.update_count(),
-                     .window_steps = proto.window_steps(),
-                     .config = proto.config(),
-                     .stall_gap = proto.stall_gap(),
-                     .rules = {}};
-  for (const v1::TrackRecord& rule : proto.rules()) track.rules.push_back(FromProto(rule));
-  return track;
-}
-
 absl::StatusOr<Client::CheckpointInfo::State> StateFromProto(v1::Checkpoint::State proto) {
   using State = Client::CheckpointInfo::State;
   switch (proto) {
@@ -96,28 +82,6 @@ absl::Status ErrorOf(const v1::LaneError& error) {
 
 absl::Status MalformedReply(std::string_view what) {
   return absl::InternalError(absl::StrCat("the server's reply is malformed: ", std::string(what)));
-}
-
-Version FromProto(const v1::VersionRecord& proto) {
-  Version version;
-  version.incarnation = proto.incarnation();
-  version.number = proto.version();
-  version.step = proto.step();
-  version.time = ema::FromProto(proto.time());
-  version.run_epoch = proto.run_epoch();
-  version.commit_time = absl::FromUnixMicros(proto.commit_time_us());
-  version.tracks.reserve(proto.tracks_size());
-  for (const v1::TrackRecord& track : proto.tracks()) version.tracks.push_back(FromProto(track));
-  version.skipped_tensor_count = proto.skipped_tensor_count();
-  version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
-  version.wire_dtype = static_cast<WireDtype>(proto.wire_dtype());
-  if (proto.has_restored_from()) {
-    version.restored_from = {proto.restored_from().version(), proto.restored_from().incarnation()};
-  }
-  for (const v1::TrackStatistics& track : proto.statistics()) {
-    version.statistics.push_back(ema::FromProto(track));
-  }
-  return version;
 }
 
 absl::Status CheckPartitions(const v1::Model& proto) {

@@ -30,7 +30,7 @@ absl::Status ErrorOf(const v1::LaneError& error);
 // INTERNAL.
 absl::Status MalformedReply(std::string_view what);
 
-Version FromProto(const v1::VersionRecord& proto);
+using ema::FromProto;  // Those of include/ema.
 // UNIMPLEMENTED: the model does not lie whole on the server that answered.
 absl::Status CheckPartitions(const v1::Model& proto);
 // Without tensors (as ListModels gives it): an empty manifest.

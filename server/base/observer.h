@@ -49,7 +49,7 @@ class ServerObserver {
     int64_t step = 0;
     absl::Status status;               // Not OK: it was dropped.
     absl::Duration duration;           // From its first header on.
-    int64_t skipped_tensor_count = 0;  // As VersionRecord has it.
+    int64_t skipped_tensor_count = 0;  // As Version has it.
   };
   virtual void OnStepEnded(const StepEnd& /*end*/) {}
 

@@ -591,7 +591,7 @@ absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& 
 absl::Status CheckpointManager::NotKept(const Model& model, const VersionId& id) {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
   int64_t step = 0;
-  if (const std::optional<VersionRecord> latest = model.latest()) step = latest->step;
+  if (const std::optional<Version> latest = model.latest()) step = latest->step;
   return MakeError(
       absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
       absl::StrCat("model \"", model.config().name, "\": version ", id.version,

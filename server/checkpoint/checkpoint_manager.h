@@ -126,8 +126,8 @@ class CheckpointManager final : public Checkpoints {
     return List(model, std::nullopt);
   }
   absl::Status Delete(Model& model, std::string_view name) override;
-  absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
-                                        std::string_view label) override;
+  absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
+                                  std::string_view label) override;
   absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const std::string& launch_id,
                                                   const ResumePoint& point) override;
   absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
@@ -224,19 +224,19 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<CheckpointLabel> Place(Model& model, CheckpointLabel label, const VersionId& id);
 
   // Restore() from memory or the disk, and the save after it.
-  absl::StatusOr<VersionRecord> GoBack(Model& model, const VersionId& id);
+  absl::StatusOr<Version> GoBack(Model& model, const VersionId& id);
   absl::StatusOr<SnapshotRef> GoBackToStored(Model& model, const CheckpointStore::Stored& stored);
   // PARTIAL_CHECKPOINT: of that version there is only some of the tracks.
   absl::Status CheckNotPartial(const Model& model, const VersionId& id);
   // Saves the newest version, which is, or came of, `rollback`. UNAVAILABLE: it is in memory only.
-  absl::Status SaveRollback(Model& model, const VersionRecord& rollback, const SnapshotRef& newest);
+  absl::Status SaveRollback(Model& model, const Version& rollback, const SnapshotRef& newest);
   // The same, if there is a rollback after what is on the disk.
   absl::Status SaveRollbackInMemory(Model& model);
   // Which version Resume() must go back to; nullopt: the model, at `latest`, stands there.
-  absl::StatusOr<std::optional<VersionId>> TargetAtVersion(
-      Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest);
+  absl::StatusOr<std::optional<VersionId>> TargetAtVersion(Model& model, const ResumePoint& point,
+                                                           const std::optional<Version>& latest);
   absl::StatusOr<std::optional<VersionId>> TargetAtStep(Model& model, const ResumePoint& point,
-                                                        const std::optional<VersionRecord>& latest);
+                                                        const std::optional<Version>& latest);
   // Of a version in memory or on the disk.
   absl::StatusOr<Model::Standing> StandingOf(Model& model, const VersionId& id);
   // RESUME_MISMATCH: the trainer was to update a track between `from` and `point`, which has a

@@ -27,7 +27,7 @@ std::optional<int64_t> TakeNumber(std::string_view prefix, std::string_view& tex
 
 }  // namespace
 
-CheckpointId IdOf(const VersionRecord& record) {
+CheckpointId IdOf(const Version& record) {
   return {record.incarnation, record.number, record.step};
 }
 

@@ -11,8 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "ema/model_info.h"
 #include "ema/version_id.h"
-#include "server/core/version_record.h"
 
 namespace ema {
 
@@ -36,7 +36,7 @@ struct CheckpointId {
   friend auto operator<=>(const CheckpointId&, const CheckpointId&) = default;
 };
 
-CheckpointId IdOf(const VersionRecord& record);
+CheckpointId IdOf(const Version& record);
 
 // "step-000000000040-version-1760000000-8": step, incarnation, version.
 std::string CheckpointName(const CheckpointId& id);

@@ -13,8 +13,8 @@
 
 namespace ema {
 
-absl::StatusOr<VersionRecord> CheckpointManager::Restore(Model& model, const VersionId& id,
-                                                         std::string_view label) {
+absl::StatusOr<Version> CheckpointManager::Restore(Model& model, const VersionId& id,
+                                                   std::string_view label) {
   if ((id.version > 0) == !label.empty()) {
     return BadRequest("version, label: one of the two must be given");
   }
@@ -23,7 +23,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::Restore(Model& model, const Ver
   return GoBack(model, labelled);
 }
 
-absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const VersionId& id) {
+absl::StatusOr<Version> CheckpointManager::GoBack(Model& model, const VersionId& id) {
   absl::StatusOr<SnapshotRef> newest;
   if (const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
       pinned.ok()) {
@@ -41,7 +41,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
     newest = GoBackToStored(model, *stored);
   }
   EMA_RETURN_IF_ERROR(newest.status());
-  const VersionRecord& record = (*newest)->record;
+  const Version& record = (*newest)->record;
   Log(LogLevel::kInfo, "rolled back", model,
       {{"step", record.step},
        {"version", record.number},
@@ -50,7 +50,7 @@ absl::StatusOr<VersionRecord> CheckpointManager::GoBack(Model& model, const Vers
   return record;
 }
 
-absl::Status CheckpointManager::SaveRollback(Model& model, const VersionRecord& rollback,
+absl::Status CheckpointManager::SaveRollback(Model& model, const Version& rollback,
                                              const SnapshotRef& newest) {
   // Or a crash would bring the future back that has been given up.
   absl::Status saved = SaveSnapshot(model, newest, {}).status();
@@ -131,12 +131,12 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
   }
   EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch_id));
   if (is_open) return std::nullopt;
-  const std::optional<VersionRecord> latest = model.latest();
+  const std::optional<Version> latest = model.latest();
   EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> target,
                        point.version.has_value() ? TargetAtVersion(model, point, latest)
                                                  : TargetAtStep(model, point, latest));
   if (target.has_value()) {
-    EMA_ASSIGN_OR_RETURN(const VersionRecord record, GoBack(model, *target));
+    EMA_ASSIGN_OR_RETURN(const Version record, GoBack(model, *target));
     return record.id();
   }
   // A call before may have gone back without getting that onto the disk.
@@ -145,7 +145,7 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
 }
 
 absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
-    Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest) {
+    Model& model, const ResumePoint& point, const std::optional<Version>& latest) {
   const VersionId& id = *point.version;
   if (id.version < 1 || id.incarnation < 0) {
     return BadRequest(absl::StrCat("resume.version: ", id.version, " of incarnation ",
@@ -184,7 +184,7 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
 }
 
 absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtStep(
-    Model& model, const ResumePoint& point, const std::optional<VersionRecord>& latest) {
+    Model& model, const ResumePoint& point, const std::optional<Version>& latest) {
   const std::string where = latest.has_value() ? absl::StrCat("the average at step ", latest->step)
                                                : "and nothing has been committed yet";
   const int64_t latest_step = latest.has_value() ? latest->step : 0;

@@ -22,7 +22,7 @@ bool IsTrackDue(const TrackSnapshot& track, const std::optional<TrainingTime>& k
 }
 
 bool HasUnsaved(const Model& model) {
-  const std::optional<VersionRecord> latest = model.latest();
+  const std::optional<Version> latest = model.latest();
   return latest.has_value() && latest->id() > model.durable_version();
 }
 
@@ -33,7 +33,7 @@ bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept
                      [&](const TrackSnapshot& track) { return IsTrackDue(track, kept_time); });
 }
 
-bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const VersionId& durable,
+bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId& durable,
                int64_t durable_step) {
   if (record.id() <= durable) return false;
   // Versions count on over the server's lives.
@@ -64,7 +64,7 @@ CheckpointScheduler::State& CheckpointScheduler::StateOf(const std::shared_ptr<M
 }
 
 void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
-  const VersionRecord& record = snapshot.record;
+  const Version& record = snapshot.record;
   const SavePolicy& policy = options_.policy;
   const bool is_keep_due = IsKeepDue(snapshot, model->kept_time());
   const bool is_save_due =

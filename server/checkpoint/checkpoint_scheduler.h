@@ -40,7 +40,7 @@ struct SavePolicy {
 };
 
 // True if `record`, the newest version, is due by its commits or step.
-bool IsSaveDue(const SavePolicy& policy, const VersionRecord& record, const VersionId& durable,
+bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId& durable,
                int64_t durable_step);
 
 // Told of every commit; saves those that are due in a thread of its own, one at a time, so that

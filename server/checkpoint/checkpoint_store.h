@@ -116,7 +116,7 @@ class CheckpointStore {
   struct Loaded {
     std::string model;
     std::string checkpoint;
-    VersionRecord record;
+    Version record;
     int64_t total_bytes = 0;
   };
   struct LoadReport {

@@ -47,7 +47,7 @@ struct Job {
   SyncLatch& latch;
   const std::string& path;
   Model& model;
-  const VersionRecord& record;
+  const Version& record;
   const WriteOptions& options;
   const std::vector<std::shared_ptr<const AttachedFile>>& attached_files;
   Pacer& pacer;

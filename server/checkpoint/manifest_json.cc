@@ -31,7 +31,7 @@ Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
   return json;
 }
 
-Json EncodeVersion(const VersionRecord& record) {
+Json EncodeVersion(const Version& record) {
   Json json = {{"incarnation", record.incarnation},
                {"version", record.number},
                {"step", record.step},
@@ -42,7 +42,7 @@ Json EncodeVersion(const VersionRecord& record) {
                {"skipped_tensor_count", record.skipped_tensor_count},
                {"skipped_tensors", record.skipped_tensors},
                {"wire_dtype", WireDtypeName(record.wire_dtype)}};
-  for (const TrackRecord& track : record.tracks) json["tracks"].push_back(EncodeRecord(track));
+  for (const TrackVersion& track : record.tracks) json["tracks"].push_back(EncodeRecord(track));
   if (record.restored_from.has_value()) {
     json["restored_from"] = {{"version", record.restored_from->version},
                              {"incarnation", record.restored_from->incarnation}};
@@ -121,7 +121,7 @@ absl::StatusOr<Manifest> ParseTensors(const Json& json) {
   return manifest;
 }
 
-absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
+absl::Status ParseVersion(const Fields& fields, Version& record) {
   EMA_ASSIGN_OR_RETURN(record.incarnation, fields.Integer("incarnation", 0));
   EMA_ASSIGN_OR_RETURN(record.number, fields.Integer("version", 1));
   EMA_ASSIGN_OR_RETURN(record.step, fields.Integer("step", 0));
@@ -132,7 +132,7 @@ absl::Status ParseVersion(const Fields& fields, VersionRecord& record) {
   EMA_ASSIGN_OR_RETURN(record.time, ParseTime(time));
   EMA_RETURN_IF_ERROR(
       fields.ForEachObject("tracks", [&record](const Fields& track) -> absl::Status {
-        EMA_ASSIGN_OR_RETURN(TrackRecord parsed, ParseRecord(track));
+        EMA_ASSIGN_OR_RETURN(TrackVersion parsed, ParseRecord(track));
         record.tracks.push_back(std::move(parsed));
         return absl::OkStatus();
       }));

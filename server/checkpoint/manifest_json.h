@@ -12,9 +12,9 @@
 
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
+#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "ema/track.h"
-#include "server/core/version_record.h"
 
 namespace ema {
 
@@ -81,7 +81,7 @@ struct CheckpointManifest {
   // As CreateModel asked for them; `tracks` are what UpdateModel has made of them.
   std::vector<TrackConfig> created_tracks;
   // record.tracks is of the whole version. Its commit_time is kept to the microsecond.
-  VersionRecord record;
+  Version record;
   std::vector<CheckpointTrack> tracks;
   // The model had more tracks with a value, which are not in `tracks`: this is no whole model.
   bool is_partial = false;

@@ -103,7 +103,7 @@ class BlocksMixer {
 // Which checkpoints there are on the branch of `latest`, newest first, and what they say.
 absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held, const Model& model,
-    const VersionRecord& latest, ReadErrorHandler on_error) {
+    const Version& latest, ReadErrorHandler on_error) {
   std::vector<KnownVersion> on_disk;
   on_disk.reserve(held.ids().size());
   for (const CheckpointId& id : held.ids()) {
@@ -196,7 +196,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
                                          ReadErrorHandler on_error) {
   EMA_RETURN_IF_ERROR(model.closed());
   EMA_RETURN_IF_ERROR(ValidateName("name", request.name));
-  const std::optional<VersionRecord> latest = model.latest();
+  const std::optional<Version> latest = model.latest();
   if (!latest.has_value()) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,

@@ -221,7 +221,7 @@ Clock MakeClock(const Model& model, absl::Span<const StoredCheckpoint> checkpoin
   if (records.empty()) return clock;
   BranchWalk walk(records.back().record);
   for (auto entry = records.rbegin(); entry != records.rend(); ++entry) {
-    const VersionRecord& record = entry->record;
+    const Version& record = entry->record;
     if (!walk.Takes(record.id(), record.step, record.restored_from)) continue;
     clock.Add(record.step, record.time);
   }

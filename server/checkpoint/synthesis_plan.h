@@ -35,7 +35,7 @@ struct SynthesisPlan {
   std::vector<Source> sources;
   // What is not averaged comes from here.
   Source newest;
-  VersionRecord record;
+  Version record;
   double residual = 0;
 };
 

@@ -134,7 +134,7 @@ absl::StatusOr<Schedule::State> ParseState(const Fields& fields) {
   return state;
 }
 
-Json EncodeRecord(const TrackRecord& record) {
+Json EncodeRecord(const TrackVersion& record) {
   Json json = {{"track", record.track},
                {"updated", record.updated},
                {"update_weight", record.update_weight},
@@ -143,12 +143,12 @@ Json EncodeRecord(const TrackRecord& record) {
                {"window_steps", record.window_steps},
                {"config", record.config},
                {"stall_gap", record.stall_gap}};
-  for (const TrackRecord& rule : record.rules) json["rules"].push_back(EncodeRecord(rule));
+  for (const TrackVersion& rule : record.rules) json["rules"].push_back(EncodeRecord(rule));
   return json;
 }
 
-absl::StatusOr<TrackRecord> ParseRecord(const Fields& fields) {
-  TrackRecord record;
+absl::StatusOr<TrackVersion> ParseRecord(const Fields& fields) {
+  TrackVersion record;
   EMA_ASSIGN_OR_RETURN(record.track, fields.String("track"));
   EMA_ASSIGN_OR_RETURN(record.updated, fields.Boolean("updated"));
   EMA_ASSIGN_OR_RETURN(record.update_weight, fields.Number("update_weight"));

@@ -6,11 +6,11 @@
 #define EMA_SERVER_CHECKPOINT_TRACK_JSON_H_
 
 #include "absl/status/statusor.h"
+#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "ema/time.h"
 #include "ema/track.h"
 #include "server/checkpoint/json_fields.h"
-#include "server/core/version_record.h"
 
 namespace ema {
 
@@ -23,8 +23,8 @@ absl::StatusOr<TrackConfig> ParseConfig(const Fields& fields);
 Json EncodeState(const Schedule::State& state);
 absl::StatusOr<Schedule::State> ParseState(const Fields& fields);
 
-Json EncodeRecord(const TrackRecord& record);
-absl::StatusOr<TrackRecord> ParseRecord(const Fields& fields);
+Json EncodeRecord(const TrackVersion& record);
+absl::StatusOr<TrackVersion> ParseRecord(const Fields& fields);
 
 }  // namespace ema
 

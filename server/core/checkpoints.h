@@ -37,7 +37,7 @@ class Checkpoints {
     std::string label;
   };
   struct Saved {
-    VersionRecord record;
+    Version record;
     std::string name;
     int64_t total_bytes = 0;
     CheckpointInfo::State state = CheckpointInfo::State::kComplete;
@@ -52,8 +52,8 @@ class Checkpoints {
   virtual absl::Status Delete(Model& model, std::string_view name) = 0;
 
   // Rolls the model back to one of the two; `id` with incarnation 0: the newest of that number.
-  virtual absl::StatusOr<VersionRecord> Restore(Model& model, const VersionId& id,
-                                                std::string_view label) = 0;
+  virtual absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
+                                          std::string_view label) = 0;
   // Before the run `launch_id` opens: brings the model to where the trainer stands. Does nothing if
   // that run is open already, or the model stands there; but a rollback that is only in memory is
   // saved. Returns the newest version then, for Model::JoinRun(); nullopt: the run is open.

@@ -49,8 +49,7 @@ bool BranchWalk::Takes(const VersionId& id, int64_t step,
   return true;
 }
 
-std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
-                                   const VersionRecord& latest) {
+std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known, const Version& latest) {
   std::vector<KnownVersion> branch;
   BranchWalk walk(latest);
   for (const KnownVersion& candidate : known) {

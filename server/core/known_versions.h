@@ -38,7 +38,7 @@ std::vector<KnownVersion> KnownVersions(const Model& model, absl::Span<const Kno
 // and what came of restoring it, have the same step, and both are on it.
 class BranchWalk {
  public:
-  explicit BranchWalk(const VersionRecord& latest)
+  explicit BranchWalk(const Version& latest)
       : latest_(latest.id()), version_(latest.number + 1), step_(latest.step) {}
 
   // True: it is on the branch. To be asked of versions in turn, newest first. One that was restored
@@ -52,8 +52,7 @@ class BranchWalk {
 };
 
 // Those of `known`, newest first, that are on the branch of `latest`.
-std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known,
-                                   const VersionRecord& latest);
+std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known, const Version& latest);
 
 // The version on `branch` (as BranchOf() gives it) that an uninterrupted run has after `step`, a
 // step before the newest version's: of that step, or the last one before, if the version after that

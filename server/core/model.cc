@@ -157,7 +157,7 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   EMA_RETURN_IF_ERROR(start.time.Validate());
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
   if (current_ == nullptr) return false;
-  const VersionRecord& last = current_->record;
+  const Version& last = current_->record;
   if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
     const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
     if (omits_frozen == last_commit_.omits_frozen) return true;

@@ -113,7 +113,7 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t layout_digest = 0;
     bool ready = false;
     std::vector<int64_t> missing_ranks;
-    std::optional<VersionRecord> latest;
+    std::optional<Version> latest;
     PushPlan plan;
   };
   // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before, and must
@@ -171,7 +171,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   struct PushState {
     enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
-    std::optional<VersionRecord> record;
+    std::optional<Version> record;
     PushPlan plan;  // If committed.
     // The rank's, if this is what was committed last.
     std::optional<uint32_t> digest;
@@ -240,11 +240,10 @@ class Model : public std::enable_shared_from_this<Model> {
   // the end. REQUIRES: Drain() has returned, so that nothing more is being built.
   SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  std::optional<VersionRecord> latest() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of what OpenReading() gives for version 0; absent: nothing has been committed yet, or the track
   // is synthesized, perhaps anew as the same version. NOT_FOUND, TRACK_NOT_FOUND.
-  absl::StatusOr<std::optional<VersionRecord>> NewestOf(std::string_view track)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::optional<Version>> NewestOf(std::string_view track) ABSL_LOCKS_EXCLUDED(mu_);
   // Of what OpenReading() gives, the newest version of that step on the branch that the model is on
   // (see BranchWalk); nullopt: none is in memory. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
   // VERSION_NOT_YET; VERSION_NOT_KEPT: the track is synthesized, for another step.
@@ -271,8 +270,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // blocks for as long as it takes to read it. Errors as PinVersion(). NOT_FOUND, TRACK_NOT_FOUND.
   // FAILED_PRECONDITION, NO_VERSION: a track has no value in that version. INVALID_ARGUMENT,
   // BAD_REQUEST: a track averages nothing. RESOURCE_EXHAUSTED or INTERNAL: as Device::SumSquares().
-  absl::StatusOr<VersionRecord> Statistics(const VersionId& id,
-                                           absl::Span<const std::string> tracks)
+  absl::StatusOr<Version> Statistics(const VersionId& id, absl::Span<const std::string> tracks)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // How things stand, for people and for metrics: read at once, but never a commit waited for.
@@ -304,7 +302,7 @@ class Model : public std::enable_shared_from_this<Model> {
       std::string_view what, int64_t bytes) const;
 
   struct RecordEntry {
-    VersionRecord record;
+    Version record;
     bool available = false;
   };
   // The records after (`incarnation`, `version`) that are still there, oldest first, at most
@@ -364,8 +362,7 @@ class Model : public std::enable_shared_from_this<Model> {
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // What Options::log is to be told of a commit.
-  std::vector<LogEvent> NewWarningsLocked(const VersionRecord& record)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::vector<LogEvent> NewWarningsLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The open session if `start` belongs to it; null if a new one must be made, which ends the open
@@ -394,7 +391,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Remembers it; of many, the latest ones.
   void NoteGivenUpLocked(int64_t step, GivenUp given_up) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.
-  std::deque<VersionRecord>::const_iterator FindRecordLocked(const VersionId& id) const
+  std::deque<Version>::const_iterator FindRecordLocked(const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // A track of a version. NOT_FOUND, TRACK_NOT_FOUND: the model has not even one without a value.
   // FAILED_PRECONDITION, NO_VERSION.
@@ -475,7 +472,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Older versions, oldest first: at most max_pinned_versions, all pinned ones among them.
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<const Snapshot*, int64_t> pins_ ABSL_GUARDED_BY(mu_);
-  std::deque<VersionRecord> records_ ABSL_GUARDED_BY(mu_);
+  std::deque<Version> records_ ABSL_GUARDED_BY(mu_);
   std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);

@@ -16,7 +16,7 @@ constexpr int64_t kNamedRanks = 8;
 
 // Adds what `record` says of tracks of which newer ones have not said it. False: older ones have
 // nothing to add.
-bool AddFrom(const VersionRecord& record, std::vector<ModelOverview::Track>& tracks) {
+bool AddFrom(const Version& record, std::vector<ModelOverview::Track>& tracks) {
   bool is_missing = false;
   for (ModelOverview::Track& track : tracks) {
     const auto is_it = [&track](const auto& of) { return of.track == track.name; };
@@ -35,7 +35,7 @@ bool AddFrom(const VersionRecord& record, std::vector<ModelOverview::Track>& tra
 
 }  // namespace
 
-std::optional<VersionRecord> Model::latest() const {
+std::optional<Version> Model::latest() const {
   absl::MutexLock lock(&mu_);
   if (current_ == nullptr) return std::nullopt;
   return records_.back();  // With its statistics.
@@ -50,7 +50,7 @@ std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t inc
                                                     int64_t limit) const {
   absl::MutexLock lock(&mu_);
   std::vector<RecordEntry> entries;
-  auto it = std::partition_point(records_.begin(), records_.end(), [&](const VersionRecord& r) {
+  auto it = std::partition_point(records_.begin(), records_.end(), [&](const Version& r) {
     const int64_t of = incarnation == 0 ? 0 : r.incarnation;
     return std::pair(of, r.number) <= std::pair(incarnation, version);
   });
@@ -105,7 +105,7 @@ std::vector<StatisticsPoint> Model::StatisticsHistory(size_t limit) const {
   std::vector<StatisticsPoint> all;
   {
     absl::MutexLock lock(&mu_);
-    for (const VersionRecord& record : records_) {
+    for (const Version& record : records_) {
       if (!record.statistics.empty()) all.push_back({record.step, record.statistics});
     }
   }

@@ -19,7 +19,7 @@ namespace ema {
 struct ModelOverview {
   struct Track {
     std::string name;
-    std::string config;  // As VersionRecord has it.
+    std::string config;  // As Version has it.
     bool is_paused = false;
     double update_weight = 0;                   // Of its last update; 0: none is remembered.
     std::optional<TrackStatistics> statistics;  // The newest that are remembered.

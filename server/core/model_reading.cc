@@ -27,7 +27,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
                                                             int64_t incarnation,
                                                             Selection selection) {
   if (SnapshotRef synthesized = FindSynthesized(track)) {
-    const VersionRecord& record = synthesized->record;
+    const Version& record = synthesized->record;
     if (version != 0 && !VersionId{version, incarnation}.Names(record.id())) {
       return MakeError(
           absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
@@ -108,7 +108,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
   return made;
 }
 
-absl::StatusOr<std::optional<VersionRecord>> Model::NewestOf(std::string_view track) {
+absl::StatusOr<std::optional<Version>> Model::NewestOf(std::string_view track) {
   if (FindSynthesized(track) != nullptr) return std::nullopt;
   EMA_RETURN_IF_ERROR(CheckTrack(track));
   EMA_RETURN_IF_ERROR(closed());
@@ -117,7 +117,7 @@ absl::StatusOr<std::optional<VersionRecord>> Model::NewestOf(std::string_view tr
 
 absl::StatusOr<std::optional<VersionId>> Model::FindStep(std::string_view track, int64_t step) {
   if (const SnapshotRef synthesized = FindSynthesized(track)) {
-    const VersionRecord& record = synthesized->record;
+    const Version& record = synthesized->record;
     if (record.step == step) return record.id();
     return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
                      absl::StrCat("step: ", step, " given, but \"", std::string(track),
@@ -125,7 +125,7 @@ absl::StatusOr<std::optional<VersionId>> Model::FindStep(std::string_view track,
   }
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
-  const VersionRecord& latest = current_->record;
+  const Version& latest = current_->record;
   if (step > latest.step) return StepNotYet(config_.name, step, latest.id(), latest.step);
   BranchWalk walk(latest);
   for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
@@ -172,7 +172,7 @@ absl::StatusOr<SnapshotRef> Model::PinSpare(int64_t version, int64_t incarnation
 absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t version,
                                                     int64_t incarnation) {
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
-  const VersionRecord& latest = current_->record;
+  const Version& latest = current_->record;
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked({version, incarnation});
   if (snapshot == nullptr) {
     const bool future = version > latest.number && incarnation >= 0 &&
@@ -216,11 +216,11 @@ SnapshotRef Model::NewestAfterDrain() const {
   return current_;
 }
 
-std::deque<VersionRecord>::const_iterator Model::FindRecordLocked(const VersionId& id) const {
+std::deque<Version>::const_iterator Model::FindRecordLocked(const VersionId& id) const {
   // By ascending version.
-  const auto it = std::partition_point(
-      records_.begin(), records_.end(),
-      [&id](const VersionRecord& record) { return record.number < id.version; });
+  const auto it =
+      std::partition_point(records_.begin(), records_.end(),
+                           [&id](const Version& record) { return record.number < id.version; });
   return it != records_.end() && it->id() == id ? it : records_.end();
 }
 

@@ -24,15 +24,15 @@ absl::Status Fenced(const std::string& message) {
 bool IsSame(const Track& a, const Track& b) { return a.name() == b.name() && a.HasFormOf(b); }
 
 // Of a track that a rollback has brought back.
-TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
+TrackVersion RestoredRecord(const TrackSnapshot& snapshot) {
   const TrackConfig& config = snapshot.track->config();
   const std::vector<const Schedule*> schedules = SchedulesOf(config);
   const auto count = [&](size_t i) {
     return i < snapshot.state.size() ? snapshot.state[i].update_count : 0;
   };
-  TrackRecord record{.track = snapshot.track->name(),
-                     .update_count = count(0),
-                     .config = snapshot.track->config_text()};
+  TrackVersion record{.track = snapshot.track->name(),
+                      .update_count = count(0),
+                      .config = snapshot.track->config_text()};
   for (const TensorRule& rule : config.tensor_rules) {
     if (!rule.schedule.has_value()) continue;
     const size_t i = record.rules.size() + 1;
@@ -42,10 +42,10 @@ TrackRecord RestoredRecord(const TrackSnapshot& snapshot) {
   return record;
 }
 
-std::vector<std::string> NamesOf(const std::vector<TrackRecord>& tracks) {
+std::vector<std::string> NamesOf(const std::vector<TrackVersion>& tracks) {
   std::vector<std::string> names;
   names.reserve(tracks.size());
-  for (const TrackRecord& track : tracks) names.push_back(track.track);
+  for (const TrackVersion& track : tracks) names.push_back(track.track);
   return names;
 }
 
@@ -159,7 +159,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     fenced = TakeSessionLocked();
     last = last_session_.lock();
     const auto record = std::find_if(records_.begin(), records_.end(),
-                                     [&](const VersionRecord& r) { return r.id() == from; });
+                                     [&](const Version& r) { return r.id() == from; });
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
   }
   if (fenced != nullptr) {
@@ -185,7 +185,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     left_out = NamesOf((*loaded)->record.tracks);
     replaced = ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
-    for (const TrackRecord& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
+    for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = PutInPlaceLocked(*loaded);
     result = PinLocked(*loaded);
     last_commit_ = {};
@@ -224,7 +224,7 @@ absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
 }
 
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
-  VersionRecord& record = loaded.record;
+  Version& record = loaded.record;
   record.number = current_ != nullptr ? current_->record.number + 1 : 1;
   record.run_epoch = ++run_epoch_;
   record.restored_from = from;

@@ -80,12 +80,12 @@ absl::StatusOr<TrackStatistics> Compute(const Snapshot& version, const TrackSnap
 
 }  // namespace
 
-absl::StatusOr<VersionRecord> Model::Statistics(const VersionId& id,
-                                                absl::Span<const std::string> tracks) {
+absl::StatusOr<Version> Model::Statistics(const VersionId& id,
+                                          absl::Span<const std::string> tracks) {
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, PinVersion(id.version, id.incarnation));
   EMA_ASSIGN_OR_RETURN(const std::vector<const TrackSnapshot*> wanted,
                        AveragingTracks(*snapshot, tracks));
-  VersionRecord record = snapshot->record;
+  Version record = snapshot->record;
   for (const TrackSnapshot* const track : wanted) {
     std::optional<TrackStatistics> statistics = FindStatistics(record.id(), track->track->name());
     if (!statistics.has_value()) {

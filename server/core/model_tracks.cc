@@ -312,13 +312,13 @@ void Model::SetKeptTime(const TrainingTime& time) {
   kept_time_ = time;
 }
 
-std::vector<LogEvent> Model::NewWarningsLocked(const VersionRecord& record) {
+std::vector<LogEvent> Model::NewWarningsLocked(const Version& record) {
   constexpr double kStallGap = 5e-4;  // Of decays of 0.9999 and up.
   std::vector<LogEvent> warnings;
   // `rule`: of the track's, by whose schedule the tensors go; null: the track's own schedule.
-  const auto check = [&](const TrackRecord& track,
-                         const TrackRecord* rule) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const TrackRecord& by = rule != nullptr ? *rule : track;
+  const auto check = [&](const TrackVersion& track,
+                         const TrackVersion* rule) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const TrackVersion& by = rule != nullptr ? *rule : track;
     if (by.stall_gap < kStallGap) return;
     LogEvent event{LogLevel::kWarning, "float32 stalls", {{"model", config_.name}}};
     event.fields.emplace_back("track", track.track);
@@ -333,9 +333,9 @@ std::vector<LogEvent> Model::NewWarningsLocked(const VersionRecord& record) {
                               "does not");
     warnings.push_back(std::move(event));
   };
-  for (const TrackRecord& track : record.tracks) {
+  for (const TrackVersion& track : record.tracks) {
     check(track, nullptr);
-    for (const TrackRecord& rule : track.rules) check(track, &rule);
+    for (const TrackVersion& rule : track.rules) check(track, &rule);
   }
   return warnings;
 }

@@ -24,7 +24,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NoDataDir(); }
   absl::StatusOr<Listing> List(Model&) override { return NoDataDir(); }
   absl::Status Delete(Model&, std::string_view) override { return NoDataDir(); }
-  absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
+  absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
     return NoDataDir();
   }
   absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,

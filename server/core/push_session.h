@@ -50,7 +50,7 @@ struct PushPlan {
 
 // How a push ended, the same for all ranks.
 struct PushResult {
-  VersionRecord record;
+  Version record;
   bool duplicate = false;
   PushPlan plan;
   absl::Duration commit_time;  // What making it the next version took.
@@ -258,9 +258,9 @@ class PushSession {
   // As TrackSnapshot::frozen_run_epoch.
   int64_t FrozenRunEpoch(const TrackPlan& plan, bool differs,
                          const absl::btree_set<int64_t>& skipped) const;
-  TrackRecord RecordOf(const TrackPlan& plan) const;
+  TrackVersion RecordOf(const TrackPlan& plan) const;
   // What the `i`-th schedule of the track did.
-  TrackRecord ScheduleRecord(const TrackPlan& plan, size_t i) const;
+  TrackVersion ScheduleRecord(const TrackPlan& plan, size_t i) const;
   // The blocks, if nobody needs them any more; to be destroyed without the lock.
   Memory TakeUnusedMemoryLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void BeginWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

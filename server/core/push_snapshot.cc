@@ -153,7 +153,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
   // All ranks have committed: nobody folds any more.
   EMA_RETURN_IF_ERROR(RestoreTensors(memory_, skipped));
   auto snapshot = std::make_shared<Snapshot>();
-  VersionRecord& record = snapshot->record;
+  Version& record = snapshot->record;
   // Nothing is committed between a session's start and its end.
   record.number = memory_.base != nullptr ? memory_.base->record.number + 1 : 1;
   record.step = plan_.step;
@@ -212,17 +212,17 @@ int64_t PushSession::FrozenRunEpoch(const TrackPlan& plan, bool differs,
              : 0;
 }
 
-TrackRecord PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {
+TrackVersion PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {
   // Bits of a float32's fraction, the hidden one included.
   constexpr double kFloatUnit = 0x1p-24;
   const Schedule& schedule = *SchedulesOf(plan.track->config())[i];
   const Schedule::Update& update = plan.updates[i];
   const bool has_state = plan.base != nullptr && i < plan.base->state.size();
-  TrackRecord record{.updated = update.due,
-                     .elapsed = update.elapsed,
-                     .update_count = (i < plan.state.size() ? plan.state[i].update_count : 0) +
-                                     (update.due ? 1 : 0),
-                     .config = schedule.ToString()};
+  TrackVersion record{.updated = update.due,
+                      .elapsed = update.elapsed,
+                      .update_count = (i < plan.state.size() ? plan.state[i].update_count : 0) +
+                                      (update.due ? 1 : 0),
+                      .config = schedule.ToString()};
   const double weight = update.update_weight;
   if (!update.due || weight == 0) return record;
   const bool is_compensated = plan.track->config().compensated;
@@ -233,8 +233,8 @@ TrackRecord PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {
   return record;
 }
 
-TrackRecord PushSession::RecordOf(const TrackPlan& plan) const {
-  TrackRecord record = ScheduleRecord(plan, 0);
+TrackVersion PushSession::RecordOf(const TrackPlan& plan) const {
+  TrackVersion record = ScheduleRecord(plan, 0);
   record.track = plan.track->name();
   record.config = plan.track->config_text();
   for (const TensorRule& rule : plan.track->config().tensor_rules) {

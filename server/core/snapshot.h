@@ -18,9 +18,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "server/core/track.h"
-#include "server/core/version_record.h"
 #include "server/device/device.h"
 
 namespace ema {
@@ -66,7 +66,7 @@ struct TrackSnapshot {
 // so any thread may read it; alive while somebody holds a reference. Blocks that did not change are
 // shared with other versions.
 struct Snapshot {
-  VersionRecord record;
+  Version record;
   std::vector<TrackSnapshot> tracks;
 
   // Null: there is no such track.

@@ -29,7 +29,7 @@ struct Synthesis {
     int64_t step = 0;
     double weight = 0;
   };
-  VersionRecord record;
+  Version record;
   double residual = 0;
   std::vector<Source> sources;
 };

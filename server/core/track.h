@@ -60,7 +60,7 @@ class Track {
   int64_t id() const { return id_; }
   const TrackConfig& config() const { return config_; }
   const std::string& name() const { return config_.name; }
-  // As VersionRecord shows it.
+  // As Version shows it.
   const std::string& config_text() const { return config_text_; }
   TensorAction action(int64_t tensor_index) const { return actions_[tensor_index]; }
   const std::vector<TensorAction>& actions() const { return actions_; }

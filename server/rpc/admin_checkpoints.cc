@@ -75,8 +75,7 @@ absl::StatusOr<v1::RestoreCheckpointResponse> AdminService::RestoreCheckpoint(
   if ((id.version > 0) == !request.label().empty()) {
     return BadRequest("version, label: one of the two must be given");
   }
-  EMA_ASSIGN_OR_RETURN(const VersionRecord record,
-                       checkpoints_.Restore(*model, id, request.label()));
+  EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
   v1::RestoreCheckpointResponse response;
   *response.mutable_version() = ToProto(record);
   return response;

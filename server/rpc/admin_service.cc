@@ -306,7 +306,7 @@ absl::StatusOr<v1::GetStatisticsResponse> AdminService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
-  EMA_ASSIGN_OR_RETURN(const VersionRecord record,
+  EMA_ASSIGN_OR_RETURN(const Version record,
                        model->Statistics({request.version(), request.incarnation()}, tracks));
   v1::GetStatisticsResponse response;
   *response.mutable_version() = ToProto(record);

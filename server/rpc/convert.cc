@@ -32,18 +32,6 @@ absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
   }
 }
 
-void ToProto(const TrackRecord& record, v1::TrackRecord* proto) {
-  proto->set_track(record.track);
-  proto->set_updated(record.updated);
-  proto->set_update_weight(record.update_weight);
-  proto->set_elapsed(record.elapsed);
-  proto->set_update_count(record.update_count);
-  proto->set_window_steps(record.window_steps);
-  proto->set_config(record.config);
-  proto->set_stall_gap(record.stall_gap);
-  for (const TrackRecord& rule : record.rules) ToProto(rule, proto->add_rules());
-}
-
 }  // namespace
 
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
@@ -127,26 +115,6 @@ absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {
     return BadRequest(absl::StrCat(field, ": ", value, " given, expected 0 to 2^32 - 1"));
   }
   return static_cast<uint32_t>(value);
-}
-
-v1::VersionRecord ToProto(const VersionRecord& record) {
-  v1::VersionRecord proto;
-  proto.set_incarnation(record.incarnation);
-  proto.set_version(record.number);
-  proto.set_step(record.step);
-  ToProto(record.time, proto.mutable_time());
-  proto.set_run_epoch(record.run_epoch);
-  for (const TrackRecord& track : record.tracks) ToProto(track, proto.add_tracks());
-  proto.set_commit_time_us(absl::ToUnixMicros(record.commit_time));
-  proto.set_skipped_tensor_count(record.skipped_tensor_count);
-  for (const std::string& tensor : record.skipped_tensors) proto.add_skipped_tensors(tensor);
-  proto.set_wire_dtype(static_cast<v1::WireDtype>(record.wire_dtype));
-  if (record.restored_from.has_value()) {
-    proto.mutable_restored_from()->set_version(record.restored_from->version);
-    proto.mutable_restored_from()->set_incarnation(record.restored_from->incarnation);
-  }
-  for (const TrackStatistics& track : record.statistics) ToProto(track, proto.add_statistics());
-  return proto;
 }
 
 v1::Checkpoint ToProto(const CheckpointInfo& checkpoint) {

@@ -25,7 +25,6 @@ std::string Quoted(std::string_view text);
 // A CRC32C from a field that the wire has as int64. INVALID_ARGUMENT: it is not of 32 bits.
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
 
-v1::VersionRecord ToProto(const VersionRecord& record);
 v1::Checkpoint ToProto(const CheckpointInfo& checkpoint);
 v1::Label ToProto(const CheckpointLabel& label);
 // `known_revision`: of the plan whose tracks the reader has already.

@@ -72,7 +72,7 @@ absl::Status PullHandler::OpenStored() {
 
 absl::Status PullHandler::FindStoredStep() {
   Wanted wanted = *std::exchange(on_disk_, std::nullopt);
-  const std::optional<VersionRecord> latest = model_->latest();
+  const std::optional<Version> latest = model_->latest();
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, checkpoints_->Known(*model_));
   EMA_ASSIGN_OR_RETURN(
       wanted.id, VersionAtStep(model_->config().name, BranchOf(known, *latest), *wanted.step));
@@ -115,8 +115,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(wanted.id, FindVersion(request));
   if (request.has_if_newer_than()) {
     const v1::VersionId& known = request.if_newer_than();
-    EMA_ASSIGN_OR_RETURN(const std::optional<VersionRecord> newest,
-                         model_->NewestOf(request.track()));
+    EMA_ASSIGN_OR_RETURN(const std::optional<Version> newest, model_->NewestOf(request.track()));
     if (newest.has_value() && std::pair(newest->incarnation, newest->number) <=
                                   std::pair(known.incarnation(), known.version())) {
       record_ = *newest;

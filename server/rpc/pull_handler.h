@@ -90,7 +90,7 @@ class PullHandler {
   ModelStore* const store_;
   Checkpoints* const checkpoints_;
   std::shared_ptr<Model> model_;
-  VersionRecord record_;
+  Version record_;
   std::optional<Wanted> on_disk_;        // Until it is open.
   std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
   std::optional<int64_t> base_version_;  // The reader has what was the same then.

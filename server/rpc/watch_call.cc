@@ -50,7 +50,7 @@ void WatchCall::OnRead(bool ok) {
     absl::MutexLock lock(&mu_);
     if (!status.ok()) FinishLocked(status);
     if (finishing_) return;  // Or the reader has left.
-    const std::optional<VersionRecord> latest = model_->latest();
+    const std::optional<Version> latest = model_->latest();
     if (request_.has_after_version()) {
       last_version_ = request_.after_version();
       last_incarnation_ = request_.incarnation();
@@ -94,7 +94,7 @@ void WatchCall::Advance() {
     if (absl::Status closed = model_->closed(); !closed.ok()) FinishLocked(closed);
     return;
   }
-  const VersionRecord& record = next.front().record;
+  const Version& record = next.front().record;
   v1::WatchResponse response;
   *response.mutable_version() = ToProto(record);
   // Across a restart versions may repeat, and nobody knows how many there were.

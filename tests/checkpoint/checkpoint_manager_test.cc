@@ -25,7 +25,7 @@ using State = CheckpointInfo::State;
 
 absl::Status DiskError() { return absl::UnavailableError("Input/output error"); }
 
-std::string NameOf(const VersionRecord& record) { return CheckpointName(IdOf(record)); }
+std::string NameOf(const Version& record) { return CheckpointName(IdOf(record)); }
 
 class CheckpointManagerTest : public testing::Test {
  protected:

@@ -37,7 +37,7 @@ TEST_F(RollbackTest, ToAVersionInMemory) {
   TestServer server(files_, {}, TwoTracks(/*max_pinned_versions=*/4));
   server.PushTo(3);
   const auto before = *ReadAll(server.model(), "ema", 1);
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record,
                            server.manager().Restore(server.model(), {1, 0}, ""));
   EXPECT_EQ(record.number, 4);
   EXPECT_EQ(record.step, 10);
@@ -55,7 +55,7 @@ TEST_F(RollbackTest, ToAVersionOnTheDiskOrALabel) {
   SaveThree();
   TestServer server(files_);
   ASSERT_THAT(server.manager().SetLabel(server.model(), "good", {2, 0}), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record,
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record,
                            server.manager().Restore(server.model(), {}, "good"));
   EXPECT_EQ(record.number, 4);
   EXPECT_EQ(record.step, 20);
@@ -288,7 +288,7 @@ class ResumeTest : public RollbackTest {
                       const std::string& launch_id = "new") {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> newest,
                          server.manager().Resume(server.model(), launch_id, point));
-    const std::optional<VersionRecord> latest = server.model().latest();
+    const std::optional<Version> latest = server.model().latest();
     if (!*server.model().IsRunOpen(launch_id)) {
       EXPECT_EQ(newest, latest.has_value() ? latest->id() : VersionId{});
     }

@@ -376,7 +376,7 @@ TEST(IsSaveDueTest, CountsFromWhatIsDurable) {
   const SavePolicy commits{.every_commits = 4};
   const SavePolicy steps{.step_multiple = 100};
   const auto record = [](int64_t version, int64_t step, int64_t incarnation = 7) {
-    VersionRecord result;
+    Version result;
     result.incarnation = incarnation;
     result.number = version;
     result.step = step;

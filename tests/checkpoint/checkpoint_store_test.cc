@@ -596,7 +596,7 @@ TEST(IncarnationTest, NoneOfALifesModelsAndRunsIsUsedAgainAfterTheClockWasSetBac
     EXPECT_THAT(rank.Push(10, BytesOf({1, 1, 1})), IsOk());
     return *model->latest();
   };
-  VersionRecord first;
+  Version first;
   {
     Restarted server(files, kNow + absl::Hours(1));
     create(server, "a");
@@ -604,7 +604,7 @@ TEST(IncarnationTest, NoneOfALifesModelsAndRunsIsUsedAgainAfterTheClockWasSetBac
   }
   // Nothing has been saved.
   Restarted server(files, kNow);
-  const VersionRecord second = push(create(server, "b"));
+  const Version second = push(create(server, "b"));
   EXPECT_GT(second.id(), first.id());
   EXPECT_GT(second.run_epoch, first.run_epoch);
 }

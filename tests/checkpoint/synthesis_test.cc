@@ -381,7 +381,7 @@ class SynthesisBranchTest : public testing::Test {
     ASSERT_THAT(server_->manager().Restore(server_->model(), {version, 0}, ""), IsOk());
   }
 
-  VersionRecord RecordAt(int64_t step) {
+  Version RecordAt(int64_t step) {
     const auto synthesis = server_->manager().Synthesize(
         server_->model(), {.name = "x", .profile = .07, .step = step});
     EXPECT_THAT(synthesis, IsOk());

@@ -130,7 +130,7 @@ inline void ExpectSameVersion(Model& loaded, Model& saved, const Snapshot& expec
   const auto snapshot = loaded.PinVersion(0);
   ASSERT_THAT(snapshot, IsOk());
   EXPECT_EQ(loaded.config().DifferenceFrom(saved.config()), "");
-  const VersionRecord& record = (*snapshot)->record;
+  const Version& record = (*snapshot)->record;
   ASSERT_EQ(record.incarnation, expected.record.incarnation);
   ASSERT_EQ(record.number, expected.record.number);
   EXPECT_EQ(record.step, expected.record.step);

@@ -171,7 +171,7 @@ TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
   EXPECT_EQ(Read("compensated")[0], static_cast<float>(expected));
   ASSERT_EQ(warnings_.size(), 1);
   EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track=plain"), HasSubstr("compensated")));
-  const VersionRecord record = *model_->latest();
+  const Version record = *model_->latest();
   EXPECT_NEAR(record.tracks[0].stall_gap, 0x1p-24 / 1e-5, 1e-8);
   EXPECT_EQ(record.tracks[1].stall_gap, 0);
 }
@@ -184,7 +184,7 @@ TEST_F(AveragingTest, RecordsSayTheWindowAndTheConfig) {
   EXPECT_FALSE(model_->latest()->tracks[0].updated);
   EXPECT_EQ(model_->latest()->tracks[0].window_steps, 0);
   ASSERT_THAT(Push(10, {0, 0, 0}), IsOk());
-  const TrackRecord track = model_->latest()->tracks[0];
+  const TrackVersion track = model_->latest()->tracks[0];
   EXPECT_NEAR(track.window_steps, 50, 1e-9);
   EXPECT_EQ(track.config, "smoothing=0.9, update_interval=5ba");
   EXPECT_EQ(track.update_count, 2);

@@ -14,8 +14,8 @@ KnownVersion Known(int64_t version, int64_t step, bool can_restore = true,
   return {.id = {version, incarnation}, .step = step, .can_restore = can_restore};
 }
 
-VersionRecord RecordOf(const KnownVersion& version) {
-  VersionRecord record;
+Version RecordOf(const KnownVersion& version) {
+  Version record;
   record.number = version.id.version;
   record.incarnation = version.id.incarnation;
   record.step = version.step;

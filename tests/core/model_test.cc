@@ -59,7 +59,7 @@ TEST_F(ModelTest, FirstPushInitializesEveryTrack) {
   EXPECT_EQ(result.record.incarnation, 7);
   EXPECT_EQ(result.record.step, 1);
   EXPECT_FALSE(result.duplicate);
-  for (const TrackRecord& track : result.record.tracks) {
+  for (const TrackVersion& track : result.record.tracks) {
     EXPECT_TRUE(track.updated);
     EXPECT_EQ(track.update_weight, 1.0f);
     EXPECT_EQ(track.update_count, 1);

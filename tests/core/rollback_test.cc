@@ -130,14 +130,13 @@ class RollbackTest : public testing::Test {
     EMA_ASSIGN_OR_RETURN(blocks, writer->Finish());
     return absl::OkStatus();
   }
-  absl::StatusOr<VersionRecord> RollBack(const SnapshotRef& version,
-                                         Source source = Source::kMemory) {
+  absl::StatusOr<Version> RollBack(const SnapshotRef& version, Source source = Source::kMemory) {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model_->RollBack(version->record.id(), [&] {
       return Load(version, source);
     }));
     return newest->record;
   }
-  absl::StatusOr<VersionRecord> RollBack(int64_t version, Source source = Source::kMemory) {
+  absl::StatusOr<Version> RollBack(int64_t version, Source source = Source::kMemory) {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef pinned, model_->PinVersion(version));
     return RollBack(pinned, source);
   }
@@ -212,7 +211,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   const SnapshotRef good = *model_->PinVersion(0);
   Train(*first, 6, 9, /*scale=*/1e6f);
 
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, RollBack(good, GetParam()));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record, RollBack(good, GetParam()));
   EXPECT_EQ(record.id(), (VersionId{10, 7}));
   EXPECT_EQ(record.step, 5);
   EXPECT_EQ(record.time, TrainingTime::AtBatch(5));
@@ -220,7 +219,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   EXPECT_GT(record.run_epoch, first->run_epoch());
   EXPECT_GE(record.commit_time, good->record.commit_time);
   EXPECT_EQ(record.tracks.size(), 5);
-  for (const TrackRecord& track : record.tracks) EXPECT_FALSE(track.updated);
+  for (const TrackVersion& track : record.tracks) EXPECT_FALSE(track.updated);
   EXPECT_EQ(model_->latest()->id(), record.id());
   ExpectSame(*model_, *straight);
   for (const TrackConfig& track : Tracks()) {
@@ -330,7 +329,7 @@ TEST_F(RollbackTest, TheOpenSessionEndsAndItsWritersAreFenced) {
 TEST_F(RollbackTest, TheNextRunLearnsWhereItStandsAndGoesOnFromThere) {
   const auto rank = OpenRun(model_, "old");
   Train(*rank, 1, 4);
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, RollBack(2));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record, RollBack(2));
   EMA_ASSERT_OK_AND_ASSIGN(
       RankLayout layout,
       RankLayout::Create(model_->manifest(),
@@ -449,9 +448,9 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   TrackConfig faster{.name = "ema", .schedule = MakeSchedule("smoothing=0.25")};
   ASSERT_THAT(model_->UpdateTracks({.put = {faster}, .remove = {"fine"}}), IsOk());
 
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, RollBack(good));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record, RollBack(good));
   std::vector<std::string> names;
-  for (const TrackRecord& track : record.tracks) names.push_back(track.track);
+  for (const TrackVersion& track : record.tracks) names.push_back(track.track);
   EXPECT_THAT(names, ElementsAre("ema", "slow", "zero"));
   const SnapshotRef now = *model_->PinVersion(0);
   EXPECT_EQ(now->Find("raw"), nullptr);
@@ -465,7 +464,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   const auto next = OpenRun(model_, "next");
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, next->Push(4, Weights(4)));
   const auto late = std::find_if(pushed.record.tracks.begin(), pushed.record.tracks.end(),
-                                 [](const TrackRecord& track) { return track.track == "late"; });
+                                 [](const TrackVersion& track) { return track.track == "late"; });
   ASSERT_NE(late, pushed.record.tracks.end());
   EXPECT_EQ(late->update_count, 1);
   const std::vector<float> ema = FloatsOf(*ReadAll(*model_, "ema"));
@@ -554,7 +553,7 @@ TEST_F(RollbackTest, AModelWithoutAVersionCanBeginWithOne) {
   const SnapshotRef there = *other->PinVersion(0);
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest,
                            model_->RollBack({5, 6}, [&] { return Load(there, Source::kFresh); }));
-  const VersionRecord& record = newest->record;
+  const Version& record = newest->record;
   EXPECT_EQ(record.id(), (VersionId{1, 7}));
   EXPECT_EQ(record.step, 5);
   const auto next = OpenRun(model_, "next");

@@ -300,7 +300,7 @@ TEST_F(SharingTest, ATensorGoesByTheScheduleOfItsRule) {
     const auto [shared, all] = SharedBlocks("ema", 2, 3);
     EXPECT_EQ(shared, 1);
   }
-  const TrackRecord& record = third.record.tracks[0];
+  const TrackVersion& record = third.record.tracks[0];
   EXPECT_FALSE(record.updated);
   EXPECT_EQ(record.update_count, 2);
   ASSERT_EQ(record.rules.size(), 1);

@@ -84,7 +84,7 @@ TEST_F(StatisticsTest, NormAndDistanceAreThoseOfTheValues) {
   Create({Track("half", "smoothing=0.5"), Track("raw", "copy"), Track("most", "smoothing=0.75")});
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(Push(2, {4, -8, 8}), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const VersionRecord record, model_->Statistics({}, {}));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record, model_->Statistics({}, {}));
   EXPECT_EQ(record.number, 2);
   EXPECT_EQ(record.step, 2);
   // (2, -4, 4) and (1, -2, 2); the raw weights are no average.

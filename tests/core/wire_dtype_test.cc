@@ -40,8 +40,8 @@ class WireDtypeTest : public testing::Test {
     return bytes;
   }
 
-  absl::StatusOr<VersionRecord> Push(const Model::JoinResult& joined, int64_t step,
-                                     const std::vector<std::byte>& bytes) {
+  absl::StatusOr<Version> Push(const Model::JoinResult& joined, int64_t step,
+                               const std::vector<std::byte>& bytes) {
     auto outcome = std::make_shared<PushOutcome>();
     EMA_ASSIGN_OR_RETURN(
         const std::unique_ptr<RankPush> push,

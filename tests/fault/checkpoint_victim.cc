@@ -134,7 +134,7 @@ uint32_t Digest(Model& model) {
 }
 
 void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
-  VersionRecord record;
+  Version record;
   uint32_t digest = 0;
   if (const auto model = models.Get(kModel); model.ok()) {
     record = ValueOf((*model)->PinVersion(0))->record;

@@ -81,7 +81,7 @@ class FakeCheckpoints final : public Checkpoints {
   absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NotAskedFor(); }
   absl::StatusOr<Listing> List(Model&) override { return NotAskedFor(); }
   absl::Status Delete(Model&, std::string_view) override { return NotAskedFor(); }
-  absl::StatusOr<VersionRecord> Restore(Model&, const VersionId&, std::string_view) override {
+  absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
     return NotAskedFor();
   }
   absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/schedule_parts.h"
@@ -201,6 +202,32 @@ v1::TensorAction ActionToProto(TensorAction action) {
 
 int64_t Whole(double value) { return static_cast<int64_t>(std::llround(value)); }
 
+TrackVersion FromProto(const v1::TrackRecord& proto) {
+  TrackVersion track{.track = proto.track(),
+                     .updated = proto.updated(),
+                     .update_weight = proto.update_weight(),
+                     .elapsed = proto.elapsed(),
+                     .update_count = proto.update_count(),
+                     .window_steps = proto.window_steps(),
+                     .config = proto.config(),
+                     .stall_gap = proto.stall_gap(),
+                     .rules = {}};
+  for (const v1::TrackRecord& rule : proto.rules()) track.rules.push_back(FromProto(rule));
+  return track;
+}
+
+void ToProto(const TrackVersion& track, v1::TrackRecord* proto) {
+  proto->set_track(track.track);
+  proto->set_updated(track.updated);
+  proto->set_update_weight(track.update_weight);
+  proto->set_elapsed(track.elapsed);
+  proto->set_update_count(track.update_count);
+  proto->set_window_steps(track.window_steps);
+  proto->set_config(track.config);
+  proto->set_stall_gap(track.stall_gap);
+  for (const TrackVersion& rule : track.rules) ToProto(rule, proto->add_rules());
+}
+
 }  // namespace
 
 absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto) {
@@ -288,6 +315,28 @@ TrackStatistics FromProto(const v1::TrackStatistics& proto) {
   return statistics;
 }
 
+Version FromProto(const v1::VersionRecord& proto) {
+  Version version;
+  version.incarnation = proto.incarnation();
+  version.number = proto.version();
+  version.step = proto.step();
+  version.time = FromProto(proto.time());
+  version.run_epoch = proto.run_epoch();
+  version.commit_time = absl::FromUnixMicros(proto.commit_time_us());
+  version.tracks.reserve(proto.tracks_size());
+  for (const v1::TrackRecord& track : proto.tracks()) version.tracks.push_back(FromProto(track));
+  version.skipped_tensor_count = proto.skipped_tensor_count();
+  version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
+  version.wire_dtype = static_cast<WireDtype>(proto.wire_dtype());
+  if (proto.has_restored_from()) {
+    version.restored_from = {proto.restored_from().version(), proto.restored_from().incarnation()};
+  }
+  for (const v1::TrackStatistics& track : proto.statistics()) {
+    version.statistics.push_back(FromProto(track));
+  }
+  return version;
+}
+
 std::vector<Shard> FromProto(const v1::RankLayout& proto) {
   std::vector<Shard> shards;
   shards.reserve(proto.shards_size());
@@ -368,6 +417,26 @@ void ToProto(const TrackStatistics& statistics, v1::TrackStatistics* proto) {
   proto->set_track(statistics.track);
   proto->set_norm(statistics.norm);
   if (statistics.distance.has_value()) proto->set_distance(*statistics.distance);
+}
+
+v1::VersionRecord ToProto(const Version& version) {
+  v1::VersionRecord proto;
+  proto.set_incarnation(version.incarnation);
+  proto.set_version(version.number);
+  proto.set_step(version.step);
+  ToProto(version.time, proto.mutable_time());
+  proto.set_run_epoch(version.run_epoch);
+  for (const TrackVersion& track : version.tracks) ToProto(track, proto.add_tracks());
+  proto.set_commit_time_us(absl::ToUnixMicros(version.commit_time));
+  proto.set_skipped_tensor_count(version.skipped_tensor_count);
+  for (const std::string& tensor : version.skipped_tensors) proto.add_skipped_tensors(tensor);
+  proto.set_wire_dtype(static_cast<v1::WireDtype>(version.wire_dtype));
+  if (version.restored_from.has_value()) {
+    proto.mutable_restored_from()->set_version(version.restored_from->version);
+    proto.mutable_restored_from()->set_incarnation(version.restored_from->incarnation);
+  }
+  for (const TrackStatistics& track : version.statistics) ToProto(track, proto.add_statistics());
+  return proto;
 }
 
 void ToProto(const RankLayout& layout, v1::RankLayout* proto) {

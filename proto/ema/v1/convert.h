@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
+#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "ema/selection.h"
 #include "ema/shard.h"
@@ -28,6 +29,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto);
 TrainingTime FromProto(const v1::TrainingTime& proto);
 Schedule::State FromProto(const v1::ScheduleState& proto);
 TrackStatistics FromProto(const v1::TrackStatistics& proto);
+Version FromProto(const v1::VersionRecord& proto);
 std::vector<Shard> FromProto(const v1::RankLayout& proto);
 // INVALID_ARGUMENT, BAD_REQUEST: a dtype that this build does not know; not otherwise validated.
 absl::StatusOr<Selection> FromProto(const v1::Selection& proto);
@@ -38,6 +40,7 @@ void ToProto(const TrackConfig& track, v1::Track* proto);
 void ToProto(const TrainingTime& time, v1::TrainingTime* proto);
 void ToProto(const Schedule::State& state, v1::ScheduleState* proto);
 void ToProto(const TrackStatistics& statistics, v1::TrackStatistics* proto);
+v1::VersionRecord ToProto(const Version& version);
 void ToProto(const RankLayout& layout, v1::RankLayout* proto);
 void ToProto(const Selection& selection, v1::Selection* proto);
 
