@@ -74,24 +74,16 @@ absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
 absl::Status AddFiles(const Session& session, const FileOptions& options) {
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                        AttachFiles(session, options.model, options.paths));
-  if (session.json) {
-    PrintJson({{"model", options.model}, {"attached", names}});
-  } else {
-    Print(absl::StrCat("attached to ", options.model, ", from the next checkpoint on: ",
-                       names.empty() ? "nothing" : absl::StrJoin(names, ", "), "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, {{"model", options.model}, {"attached", names}},
+                     absl::StrCat("attached to ", options.model, ", from the next checkpoint on: ",
+                                  names.empty() ? "nothing" : absl::StrJoin(names, ", "), "\n"));
 }
 
 absl::Status RemoveFile(const Session& session, const FileOptions& options) {
   EMA_RETURN_IF_ERROR(session.client->RemoveFile(options.model, options.name, session.timeout));
-  if (session.json) {
-    PrintJson({{"model", options.model}, {"removed", options.name}});
-  } else {
-    Print(absl::StrCat("removed ", options.name, " from ", options.model,
-                       ", from the next checkpoint on\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, {{"model", options.model}, {"removed", options.name}},
+                     absl::StrCat("removed ", options.name, " from ", options.model,
+                                  ", from the next checkpoint on\n"));
 }
 
 }  // namespace ema::cli

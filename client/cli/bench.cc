@@ -217,16 +217,14 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
                session.json);
   }
   EMA_RETURN_IF_ERROR(results.status());
-  if (session.json) {
-    PrintJson({{"bytes", options.bytes},
-               {"rounds", options.rounds},
-               {"push", ToJson(results->push)},
-               {"pull", ToJson(results->pull)}});
-  } else {
-    Print(absl::StrCat(ToText("push to commit", results->push),
-                       ToText("pull          ", results->pull), options.rounds, " rounds of ",
-                       FormatBytes(options.bytes), ", one track\n"));
-  }
+  EMA_RETURN_IF_ERROR(PrintResult(
+      session.json,
+      {{"bytes", options.bytes},
+       {"rounds", options.rounds},
+       {"push", ToJson(results->push)},
+       {"pull", ToJson(results->pull)}},
+      absl::StrCat(ToText("push to commit", results->push), ToText("pull          ", results->pull),
+                   options.rounds, " rounds of ", FormatBytes(options.bytes), ", one track\n")));
   return removed;
 }
 

@@ -20,13 +20,6 @@ std::string Describe(const Client::Label& label) {
                       "\n");
 }
 
-template <typename Item>
-Json ToJsonList(const std::vector<Item>& items) {
-  Json list = Json::array();
-  for (const Item& item : items) list.push_back(ToJson(item));
-  return list;
-}
-
 }  // namespace
 
 absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_t incarnation) {
@@ -51,53 +44,40 @@ absl::Status CreateCheckpoint(const Session& session, const CheckpointOptions& o
       const Client::CheckpointResult result,
       session.client->CreateCheckpoint(options.model, options.request, session.disk_timeout()));
   const bool is_saving = result.state == Client::CheckpointInfo::State::kSaving;
-  if (session.json) {
-    PrintJson({{"checkpoint", result.checkpoint},
-               {"state", std::string(CheckpointStateName(result.state))},
-               {"version", ToJson(result.version)},
-               {"total_bytes", result.total_bytes}});
-  } else {
-    Print(absl::StrCat(
-        "checkpoint ", result.checkpoint, ": version ", result.version.number, " (step ",
-        result.version.step, "), ",
-        is_saving ? "being saved" : absl::StrCat(FormatBytes(result.total_bytes), ", on the disk"),
-        "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json,
+      {{"checkpoint", result.checkpoint},
+       {"state", std::string(CheckpointStateName(result.state))},
+       {"version", ToJson(result.version)},
+       {"total_bytes", result.total_bytes}},
+      absl::StrCat("checkpoint ", result.checkpoint, ": version ", result.version.number, " (step ",
+                   result.version.step, "), ",
+                   is_saving ? "being saved"
+                             : absl::StrCat(FormatBytes(result.total_bytes), ", on the disk"),
+                   "\n"));
 }
 
 absl::Status ListCheckpoints(const Session& session, const CheckpointOptions& options) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
                        session.client->ListCheckpoints(options.model, session.timeout));
-  if (session.json) {
-    PrintJson({{"checkpoints", ToJsonList(list.checkpoints)}, {"labels", ToJsonList(list.labels)}});
-  } else {
-    Print(list.checkpoints.empty() ? "no checkpoints\n" : CheckpointTable(list.checkpoints));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json,
+      {{"checkpoints", ToJsonList(list.checkpoints)}, {"labels", ToJsonList(list.labels)}},
+      list.checkpoints.empty() ? "no checkpoints\n" : CheckpointTable(list.checkpoints));
 }
 
 absl::Status ShowCheckpoint(const Session& session, const CheckpointOptions& options) {
   EMA_ASSIGN_OR_RETURN(
       const Client::CheckpointInfo info,
       session.client->GetCheckpoint(options.model, options.checkpoint, session.timeout));
-  if (session.json) {
-    PrintJson(ToJson(info));
-  } else {
-    Print(DescribeCheckpoint(info));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(info), DescribeCheckpoint(info));
 }
 
 absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& options) {
   EMA_RETURN_IF_ERROR(
       session.client->DeleteCheckpoint(options.model, options.checkpoint, session.timeout));
-  if (session.json) {
-    PrintJson(Json::object({{"deleted", options.checkpoint}}));
-  } else {
-    Print(absl::StrCat("deleted checkpoint ", options.checkpoint, "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"deleted", options.checkpoint}}),
+                     absl::StrCat("deleted checkpoint ", options.checkpoint, "\n"));
 }
 
 absl::Status Rollback(const Session& session, const RollbackOptions& options) {
@@ -108,58 +88,39 @@ absl::Status Rollback(const Session& session, const RollbackOptions& options) {
           ? session.client->RestoreCheckpoint(options.model, to.id, session.disk_timeout())
           : session.client->RestoreCheckpoint(options.model, to.label, session.disk_timeout());
   EMA_RETURN_IF_ERROR(version.status());
-  if (session.json) {
-    PrintJson(ToJson(*version));
-  } else {
-    Print(absl::StrCat("version ", version->number, " of ", options.model, " is ", options.to,
-                       " (step ", version->step, ") again; the run that pushed has ended\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json, ToJson(*version),
+      absl::StrCat("version ", version->number, " of ", options.model, " is ", options.to,
+                   " (step ", version->step, ") again; the run that pushed has ended\n"));
 }
 
 absl::Status SetLabel(const Session& session, const LabelOptions& options) {
   EMA_ASSIGN_OR_RETURN(
       const Client::Label label,
       session.client->SetLabel(options.model, options.label, options.id, session.disk_timeout()));
-  if (session.json) {
-    PrintJson(ToJson(label));
-  } else {
-    Print(Describe(label));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(label), Describe(label));
 }
 
 absl::Status RemoveLabel(const Session& session, const LabelOptions& options) {
   EMA_RETURN_IF_ERROR(session.client->RemoveLabel(options.model, options.label, session.timeout));
-  if (session.json) {
-    PrintJson(Json::object({{"removed", options.label}}));
-  } else {
-    Print(absl::StrCat("removed label ", options.label, "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"removed", options.label}}),
+                     absl::StrCat("removed label ", options.label, "\n"));
 }
 
 absl::Status ListLabels(const Session& session, const LabelOptions& options) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
                        session.client->ListCheckpoints(options.model, session.timeout));
-  if (session.json) {
-    PrintJson(Json::object({{"labels", ToJsonList(list.labels)}}));
-  } else {
-    Print(list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"labels", ToJsonList(list.labels)}}),
+                     list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
 }
 
 absl::Status ReportMetric(const Session& session, const MetricOptions& options) {
   EMA_ASSIGN_OR_RETURN(
       const Client::MetricResult result,
       session.client->ReportMetric(options.model, options.metric, session.disk_timeout()));
-  if (session.json) {
-    PrintJson({{"moved", result.moved}, {"label", ToJson(result.label)}});
-  } else {
-    Print(absl::StrCat(result.moved ? "better: " : "not better: ", Describe(result.label)));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json, {{"moved", result.moved}, {"label", ToJson(result.label)}},
+      absl::StrCat(result.moved ? "better: " : "not better: ", Describe(result.label)));
 }
 
 }  // namespace ema::cli

@@ -123,7 +123,7 @@ std::vector<Finding> Verify(const Found& found) {
   return findings;
 }
 
-void PrintFindings(const std::vector<Finding>& findings, bool json) {
+absl::Status PrintFindings(const std::vector<Finding>& findings, bool json) {
   const auto verdict = [](const Finding& finding) {
     return finding.status.ok() ? std::string("ok") : std::string(finding.status.message());
   };
@@ -139,8 +139,7 @@ void PrintFindings(const std::vector<Finding>& findings, bool json) {
                     {"ok", finding.status.ok()}});
     if (!finding.status.ok()) rows.back()["problem"] = verdict(finding);
   }
-  const Json document = {{"verified", std::move(rows)}};
-  Print(json ? Dump(document, 2) : table.ToString());
+  return PrintResult(json, Json::object({{"verified", std::move(rows)}}), table.ToString());
 }
 
 }  // namespace
@@ -151,7 +150,7 @@ absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
   for (const Found& checkpoint : checkpoints) {
     for (Finding& finding : Verify(checkpoint)) findings.push_back(std::move(finding));
   }
-  PrintFindings(findings, json);
+  EMA_RETURN_IF_ERROR(PrintFindings(findings, json));
   for (const Finding& finding : findings) {
     if (finding.status.ok()) continue;
     const std::string track =
@@ -166,18 +165,15 @@ absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool
   const absl::StatusOr<CheckpointManifest> copied =
       ema::CopyCheckpoint(PosixFileSystem(), from, to);
   if (!copied.ok()) return WithPlace(copied.status(), absl::StrCat(from, " to ", to, ": "));
-  if (json) {
-    const Json document = {{"copied", BaseName(from)},
-                           {"to", to},
-                           {"step", copied->record.step},
-                           {"version", copied->record.version},
-                           {"bytes", copied->total_bytes}};
-    PrintJson(document);
-    return absl::OkStatus();
-  }
-  Print(absl::StrCat(BaseName(from), " (step ", copied->record.step, ", ", copied->total_bytes,
-                     " bytes of weights and more) copied to ", to, " and verified\n"));
-  return absl::OkStatus();
+  return PrintResult(
+      json,
+      {{"copied", BaseName(from)},
+       {"to", to},
+       {"step", copied->record.step},
+       {"version", copied->record.version},
+       {"bytes", copied->total_bytes}},
+      absl::StrCat(BaseName(from), " (step ", copied->record.step, ", ", copied->total_bytes,
+                   " bytes of weights and more) copied to ", to, " and verified\n"));
 }
 
 }  // namespace ema::cli

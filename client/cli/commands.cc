@@ -19,14 +19,11 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult result,
                        session.client->CreateModel(options.model, file.manifest(), options.tracks,
                                                    options.model_options, session.timeout));
-  if (session.json) {
-    PrintJson({{"created", result.created}, {"model", ToJson(result.model)}});
-  } else {
-    Print(absl::StrCat(result.created ? "created " : "exists already: ", result.model.name, ", ",
-                       result.model.manifest.tensor_count(), " tensors, ",
-                       FormatBytes(result.model.reserved_bytes), " reserved\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json, {{"created", result.created}, {"model", ToJson(result.model)}},
+      absl::StrCat(result.created ? "created " : "exists already: ", result.model.name, ", ",
+                   result.model.manifest.tensor_count(), " tensors, ",
+                   FormatBytes(result.model.reserved_bytes), " reserved\n"));
 }
 
 absl::Status Update(const Session& session, const UpdateOptions& options) {
@@ -49,52 +46,26 @@ absl::Status Update(const Session& session, const UpdateOptions& options) {
   }
   EMA_ASSIGN_OR_RETURN(const ModelInfo info,
                        session.client->UpdateModel(options.model, changes, session.timeout));
-  if (session.json) {
-    PrintJson(ToJson(info));
-  } else {
-    Print(DescribeModel(info));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(info), DescribeModel(info));
 }
 
 absl::Status List(const Session& session) {
   EMA_ASSIGN_OR_RETURN(const std::vector<ModelInfo> models,
                        session.client->ListModels(session.timeout));
-  if (!session.json) {
-    Print(models.empty() ? "no models\n" : ModelTable(models));
-    return absl::OkStatus();
-  }
-  Json list = Json::array();
-  for (const ModelInfo& model : models) list.push_back(ToJson(model));
-  PrintJson(Json::object({{"models", std::move(list)}}));
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"models", ToJsonList(models)}}),
+                     models.empty() ? "no models\n" : ModelTable(models));
 }
 
 absl::Status Describe(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
-  if (session.json) {
-    PrintJson(ToJson(info));
-  } else {
-    Print(DescribeModel(info));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(info), DescribeModel(info));
 }
 
 absl::Status Versions(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<Client::ListedVersion> versions,
                        session.client->ListVersions(model, 0, session.timeout));
-  if (!session.json) {
-    Print(versions.empty() ? "nothing committed yet\n" : VersionTable(versions));
-    return absl::OkStatus();
-  }
-  Json list = Json::array();
-  for (const Client::ListedVersion& entry : versions) {
-    Json json = ToJson(entry.version);
-    json["available"] = entry.available;
-    list.push_back(std::move(json));
-  }
-  PrintJson(Json::object({{"versions", std::move(list)}}));
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"versions", ToJsonList(versions)}}),
+                     versions.empty() ? "nothing committed yet\n" : VersionTable(versions));
 }
 
 absl::Status Watch(const Session& session, const WatchOptions& options) {
@@ -123,39 +94,29 @@ absl::Status Statistics(const Session& session, const StatisticsOptions& options
   EMA_ASSIGN_OR_RETURN(
       const Version version,
       session.client->GetStatistics(options.model, options.request, session.disk_timeout()));
-  if (session.json) {
-    PrintJson(ToJson(version));
-  } else {
-    Print(absl::StrCat("version ", version.number, ", step ", version.step, "\n\n",
-                       StatisticsTable(version.statistics)));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(version),
+                     absl::StrCat("version ", version.number, ", step ", version.step, "\n\n",
+                                  StatisticsTable(version.statistics)));
 }
 
 absl::Status Synthesize(const Session& session, const SynthesizeOptions& options) {
   EMA_ASSIGN_OR_RETURN(
       const Client::SynthesizeResult result,
       session.client->Synthesize(options.model, options.request, session.disk_timeout()));
-  if (session.json) {
-    Json sources = Json::array();
-    for (const auto& source : result.sources) {
-      sources.push_back(
-          {{"track", source.track}, {"step", source.step}, {"weight", source.weight}});
-    }
-    PrintJson({{"name", options.request.name},
-               {"version", ToJson(result.version)},
-               {"residual", result.residual},
-               {"sources", std::move(sources)}});
-    return absl::OkStatus();
-  }
+  Json sources = Json::array();
   Table table({"TRACK", "STEP", "WEIGHT"});
   for (const auto& source : result.sources) {
+    sources.push_back({{"track", source.track}, {"step", source.step}, {"weight", source.weight}});
     table.Add({source.track, absl::StrCat(source.step), absl::StrCat(source.weight)});
   }
-  Print(absl::StrCat(options.request.name, ": step ", result.version.step, ", residual ",
-                     result.residual, ", from ", result.sources.size(), " snapshots\n\n",
-                     table.ToString()));
-  return absl::OkStatus();
+  return PrintResult(session.json,
+                     {{"name", options.request.name},
+                      {"version", ToJson(result.version)},
+                      {"residual", result.residual},
+                      {"sources", std::move(sources)}},
+                     absl::StrCat(options.request.name, ": step ", result.version.step,
+                                  ", residual ", result.residual, ", from ", result.sources.size(),
+                                  " snapshots\n\n", table.ToString()));
 }
 
 absl::Status Delete(const Session& session, const DeleteOptions& options) {
@@ -165,12 +126,8 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
                                    "\", the model that is to be deleted"));
   }
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
-  if (session.json) {
-    PrintJson(Json::object({{"deleted", model}}));
-  } else {
-    Print(absl::StrCat("deleted ", model, "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, Json::object({{"deleted", model}}),
+                     absl::StrCat("deleted ", model, "\n"));
 }
 
 absl::Status Health(const Session& session, const HealthOptions& options) {
@@ -178,11 +135,8 @@ absl::Status Health(const Session& session, const HealthOptions& options) {
   const absl::Duration timeout = session.has_timeout ? session.timeout : absl::Seconds(5);
   EMA_ASSIGN_OR_RETURN(const bool is_serving, session.client->IsServing(options.service, timeout));
   const char* const state = is_serving ? "SERVING" : "NOT_SERVING";
-  if (session.json) {
-    PrintJson({{"service", options.service}, {"status", state}});
-  } else {
-    Print(absl::StrCat(state, "\n"));
-  }
+  EMA_RETURN_IF_ERROR(PrintResult(session.json, {{"service", options.service}, {"status", state}},
+                                  absl::StrCat(state, "\n")));
   return is_serving ? absl::OkStatus() : absl::UnavailableError("the server is not serving");
 }
 

@@ -276,12 +276,7 @@ absl::Status Explain(const ExplainOptions& options, bool json) {
     total = *parsed;
   }
   EMA_ASSIGN_OR_RETURN(const Explanation explanation, ExplainSchedule(schedule, total));
-  if (json) {
-    PrintJson(ToJson(explanation));
-  } else {
-    Print(ExplanationText(explanation));
-  }
-  return absl::OkStatus();
+  return PrintResult(json, ToJson(explanation), ExplanationText(explanation));
 }
 
 }  // namespace ema::cli

@@ -80,17 +80,15 @@ absl::Status Import(const Session& session, const ImportOptions& options) {
     version = run->Push(options.step, time, std::move(weights.tensors), session.disk_timeout());
   }
   EMA_RETURN_IF_ERROR(version.status());
-  if (session.json) {
-    PrintJson({{"model", options.model},
-               {"tensor_count", file.manifest().tensor_count()},
-               {"total_bytes", file.manifest().total_bytes()},
-               {"version", ToJson(*version)}});
-  } else {
-    Print(absl::StrCat("imported ", options.from, ": version ", version->number, " (step ",
-                       version->step, ") of ", options.model, ", ", file.manifest().tensor_count(),
-                       " tensors, ", FormatBytes(file.manifest().total_bytes()), "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json,
+      {{"model", options.model},
+       {"tensor_count", file.manifest().tensor_count()},
+       {"total_bytes", file.manifest().total_bytes()},
+       {"version", ToJson(*version)}},
+      absl::StrCat("imported ", options.from, ": version ", version->number, " (step ",
+                   version->step, ") of ", options.model, ", ", file.manifest().tensor_count(),
+                   " tensors, ", FormatBytes(file.manifest().total_bytes()), "\n"));
 }
 
 }  // namespace ema::cli

@@ -44,20 +44,6 @@ std::string JoinTracks(const ModelInfo& model) {
   });
 }
 
-// Of a track, or of a tensor rule with a schedule.
-Json ToJson(const TrackVersion& track) {
-  Json json = {{"track", track.track},
-               {"updated", track.updated},
-               {"update_weight", track.update_weight},
-               {"elapsed", track.elapsed},
-               {"update_count", track.update_count},
-               {"window_steps", track.window_steps},
-               {"config", track.config},
-               {"stall_gap", track.stall_gap}};
-  for (const TrackVersion& rule : track.rules) json["rules"].push_back(ToJson(rule));
-  return json;
-}
-
 std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
 }
@@ -109,11 +95,25 @@ std::string Dump(const Json& json, int indent) {
   return json.dump(indent, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-void PrintJson(const Json& json) { Print(Dump(json, 2)); }
+absl::Status PrintResult(bool json, const Json& document, const std::string& text) {
+  Print(json ? Dump(document, 2) : text);
+  return absl::OkStatus();
+}
+
+Json ToJson(const TrackVersion& track) {
+  Json json = {{"track", track.track},
+               {"updated", track.updated},
+               {"update_weight", track.update_weight},
+               {"elapsed", track.elapsed},
+               {"update_count", track.update_count},
+               {"window_steps", track.window_steps},
+               {"config", track.config},
+               {"stall_gap", track.stall_gap}};
+  for (const TrackVersion& rule : track.rules) json["rules"].push_back(ToJson(rule));
+  return json;
+}
 
 Json ToJson(const Version& version) {
-  Json tracks = Json::array();
-  for (const TrackVersion& track : version.tracks) tracks.push_back(ToJson(track));
   Json statistics = Json::array();
   for (const TrackStatistics& track : version.statistics) {
     statistics.push_back(
@@ -128,13 +128,19 @@ Json ToJson(const Version& version) {
           {"run_epoch", version.run_epoch},
           {"commit_time",
            absl::FormatTime(absl::RFC3339_full, version.commit_time, absl::UTCTimeZone())},
-          {"tracks", std::move(tracks)},
+          {"tracks", ToJsonList(version.tracks)},
           {"skipped_tensor_count", version.skipped_tensor_count},
           {"skipped_tensors", version.skipped_tensors},
           {"wire_dtype", std::string(WireDtypeName(version.wire_dtype))},
           {"restored_from",
            version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()},
           {"statistics", std::move(statistics)}};
+}
+
+Json ToJson(const Client::ListedVersion& entry) {
+  Json json = ToJson(entry.version);
+  json["available"] = entry.available;
+  return json;
 }
 
 Json ToJson(const Client::CheckpointInfo& checkpoint) {
@@ -193,16 +199,10 @@ Json ToJson(const TrackConfig& track) {
 }
 
 Json ToJson(const ModelInfo& model) {
-  Json tracks = Json::array();
-  for (const TrackConfig& track : model.tracks) tracks.push_back(ToJson(track));
-  Json pending;
-  if (model.pending_tracks.has_value()) {
-    pending = Json::array();
-    for (const TrackConfig& track : *model.pending_tracks) pending.push_back(ToJson(track));
-  }
   Json json = {{"name", model.name},
-               {"tracks", std::move(tracks)},
-               {"pending_tracks", std::move(pending)},
+               {"tracks", ToJsonList(model.tracks)},
+               {"pending_tracks",
+                model.pending_tracks.has_value() ? ToJsonList(*model.pending_tracks) : Json()},
                {"plan_revision", model.plan_revision},
                {"max_pinned_versions", model.max_pinned_versions},
                {"non_finite", NonFiniteName(model.non_finite)},
@@ -214,10 +214,8 @@ Json ToJson(const ModelInfo& model) {
     json["attached_files"][file.name] = file.total_bytes;
   }
   if (model.manifest.tensor_count() == 0) return json;
-  Json tensors = Json::array();
-  for (const TensorSpec& tensor : model.manifest.tensors()) tensors.push_back(ToJson(tensor));
   json["total_bytes"] = model.manifest.total_bytes();
-  json["tensors"] = std::move(tensors);
+  json["tensors"] = ToJsonList(model.manifest.tensors());
   return json;
 }
 

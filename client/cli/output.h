@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "ema/client.h"
 
 namespace ema::cli {
@@ -16,18 +17,29 @@ using Json = nlohmann::ordered_json;
 
 // To stdout.
 void Print(const std::string& text);
-void PrintJson(const Json& json);
+// A command's result: `document` with --json, else `text`. OK.
+absl::Status PrintResult(bool json, const Json& document, const std::string& text);
 // On one line if `indent` is negative; with a line's end. Names and messages are UTF-8 by contract;
 // what is not is shown, not thrown about.
 std::string Dump(const Json& json, int indent);
 
 Json ToJson(const Version& version);
+Json ToJson(const Client::ListedVersion& entry);
+// Of a track, or of a tensor rule with a schedule.
+Json ToJson(const TrackVersion& track);
 Json ToJson(const TensorSpec& spec);
 Json ToJson(const TrackConfig& track);
 Json ToJson(const Client::CheckpointInfo& checkpoint);
 Json ToJson(const Client::Label& label);
 // Without the tensors if the manifest is empty.
 Json ToJson(const ModelInfo& model);
+
+template <typename Items>
+Json ToJsonList(const Items& items) {
+  Json list = Json::array();
+  for (const auto& item : items) list.push_back(ToJson(item));
+  return list;
+}
 
 // Aligned columns, two spaces between them; the first row is the heading.
 class Table {

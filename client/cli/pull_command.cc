@@ -186,22 +186,20 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   EMA_RETURN_IF_ERROR(file.Commit());
   std::vector<std::string> beside;
   for (const auto& entry : files) beside.push_back(entry.first);
-  if (session.json) {
-    PrintJson({{"file", file.path()},
-               {"beside", beside},
-               {"model", options.model},
-               {"track", options.track},
-               {"version", ToJson(info->version)},
-               {"tensor_count", info->tensors.size()},
-               {"total_bytes", info->total_bytes}});
-  } else {
-    Print(absl::StrCat(file.path(), ": version ", info->version.number, " (step ",
-                       info->version.step, ") of ", options.model, "/", options.track, ", ",
-                       info->tensors.size(), " tensors, ", FormatBytes(info->total_bytes),
-                       beside.empty() ? "" : absl::StrCat(", and ", absl::StrJoin(beside, ", ")),
-                       "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(
+      session.json,
+      {{"file", file.path()},
+       {"beside", beside},
+       {"model", options.model},
+       {"track", options.track},
+       {"version", ToJson(info->version)},
+       {"tensor_count", info->tensors.size()},
+       {"total_bytes", info->total_bytes}},
+      absl::StrCat(file.path(), ": version ", info->version.number, " (step ", info->version.step,
+                   ") of ", options.model, "/", options.track, ", ", info->tensors.size(),
+                   " tensors, ", FormatBytes(info->total_bytes),
+                   beside.empty() ? "" : absl::StrCat(", and ", absl::StrJoin(beside, ", ")),
+                   "\n"));
 }
 
 }  // namespace ema::cli

@@ -50,37 +50,25 @@ std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
 absl::Status Info(const Session& session) {
   EMA_ASSIGN_OR_RETURN(const Client::ServerInfo info,
                        session.client->GetServerInfo(session.timeout));
-  if (session.json) {
-    PrintJson(ToJson(info));
-  } else {
-    Print(DescribeServer(info, absl::Now()));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, ToJson(info), DescribeServer(info, absl::Now()));
 }
 
 absl::Status SetLogLevel(const Session& session, const std::string& level) {
   EMA_ASSIGN_OR_RETURN(const Client::LogLevels levels,
                        session.client->SetLogLevel(level, session.timeout));
-  if (session.json) {
-    PrintJson({{"before", levels.before}, {"now", levels.now}});
-  } else {
-    Print(absl::StrCat(levels.now, "\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json, {{"before", levels.before}, {"now", levels.now}},
+                     absl::StrCat(levels.now, "\n"));
 }
 
 absl::Status Drain(const Session& session) {
   EMA_ASSIGN_OR_RETURN(const Client::DrainResult result, session.client->Drain(session.timeout));
-  if (session.json) {
-    PrintJson({{"began", result.began},
-               {"delay_seconds", absl::ToDoubleSeconds(result.delay)},
-               {"grace_seconds", absl::ToDoubleSeconds(result.grace)}});
-  } else {
-    Print(absl::StrCat(result.began ? "draining" : "draining already", ": serves for ",
-                       absl::FormatDuration(result.delay), " more, then ends within ",
-                       absl::FormatDuration(result.grace), " and the time to save\n"));
-  }
-  return absl::OkStatus();
+  return PrintResult(session.json,
+                     {{"began", result.began},
+                      {"delay_seconds", absl::ToDoubleSeconds(result.delay)},
+                      {"grace_seconds", absl::ToDoubleSeconds(result.grace)}},
+                     absl::StrCat(result.began ? "draining" : "draining already", ": serves for ",
+                                  absl::FormatDuration(result.delay), " more, then ends within ",
+                                  absl::FormatDuration(result.grace), " and the time to save\n"));
 }
 
 }  // namespace ema::cli

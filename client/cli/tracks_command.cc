@@ -102,21 +102,15 @@ std::string TrackTable(const ModelInfo& model) {
 
 absl::Status Tracks(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
-  if (!session.json) {
-    const std::string where =
-        info.latest.has_value()
-            ? absl::StrCat("version ", info.latest->number, ", step ", info.latest->step)
-            : "nothing committed yet";
-    Print(absl::StrCat("model ", info.name, ", ", where, "\n\n", TrackTable(info)));
-    return absl::OkStatus();
-  }
-  Json tracks = Json::array();
-  for (const Standing& standing : StandingsOf(info)) tracks.push_back(ToJson(standing));
-  PrintJson({{"model", info.name},
-             {"version", info.latest.has_value() ? Json(info.latest->number) : Json()},
-             {"step", info.latest.has_value() ? Json(info.latest->step) : Json()},
-             {"tracks", std::move(tracks)}});
-  return absl::OkStatus();
+  const std::string where = info.latest.has_value() ? absl::StrCat("version ", info.latest->number,
+                                                                   ", step ", info.latest->step)
+                                                    : "nothing committed yet";
+  return PrintResult(session.json,
+                     {{"model", info.name},
+                      {"version", info.latest.has_value() ? Json(info.latest->number) : Json()},
+                      {"step", info.latest.has_value() ? Json(info.latest->step) : Json()},
+                      {"tracks", ToJsonList(StandingsOf(info))}},
+                     absl::StrCat("model ", info.name, ", ", where, "\n\n", TrackTable(info)));
 }
 
 }  // namespace ema::cli
