@@ -90,9 +90,9 @@ absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view m
   for (const TrackConfig& track : tracks) ToProto(track, request.add_tracks());
   request.set_max_pinned_versions(options.max_pinned_versions);
   request.set_non_finite(static_cast<v1::NonFinitePolicy>(options.non_finite));
-  v1::CreateModelResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::CreateModelResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, timeout));
   EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
   return CreateModelResult{std::move(info), response.created()};
@@ -106,47 +106,41 @@ absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const Mode
   for (const std::string& name : changes.remove) request.add_remove_tracks(name);
   for (const std::string& name : changes.pause) request.add_pause_tracks(name);
   for (const std::string& name : changes.resume) request.add_resume_tracks(name);
-  v1::UpdateModelResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::UpdateModelResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, timeout));
   EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
   return FromProto(response.model());
-}
-
-absl::Status Client::Impl::CheckHealth(const grpc::health::v1::HealthCheckRequest& request,
-                                       grpc::health::v1::HealthCheckResponse* response,
-                                       absl::Duration timeout) {
-  Interrupt interrupt(&options_.is_interrupted);
-  return Try(Deadline(timeout), &interrupt, [&](Call& call) {
-    grpc::CompletionQueue queue;
-    return AwaitUnary(
-        call.connection().health_stub().PrepareAsyncCheck(call.context(), request, &queue), &queue,
-        response, call);
-  });
 }
 
 absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration timeout) {
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(std::string(service));
-  grpc::health::v1::HealthCheckResponse response;
-  EMA_RETURN_IF_ERROR(impl_->CheckHealth(request, &response, timeout));
+  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
+  // Once: an answer that comes late is none.
+  EMA_ASSIGN_OR_RETURN(const grpc::health::v1::HealthCheckResponse response,
+                       impl_->Try(impl_->Deadline(timeout), &interrupt, [&](Impl::Call& call) {
+                         grpc::CompletionQueue queue;
+                         return Impl::AwaitUnary(call.connection().health_stub().PrepareAsyncCheck(
+                                                     call.context(), request, &queue),
+                                                 &queue, call);
+                       }));
   return response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
 }
 
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
   v1::GetModelRequest request;
   request.set_model(std::string(model));
-  v1::GetModelResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::GetModelResponse response,
+                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, timeout));
   EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
   return FromProto(response.model());
 }
 
 absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout) {
-  v1::ListModelsResponse response;
-  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListModels,
-                                   v1::ListModelsRequest(), &response, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::ListModelsResponse response,
+                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListModels,
+                                    v1::ListModelsRequest(), timeout));
   std::vector<ModelInfo> models;
   models.reserve(response.models_size());
   for (const v1::Model& model : response.models()) {
@@ -161,8 +155,7 @@ absl::Status Client::DeleteModel(std::string_view model, bool purge, absl::Durat
   request.set_model(std::string(model));
   request.set_confirm_model(std::string(model));
   request.set_purge(purge);
-  v1::DeleteModelResponse response;
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteModel, request, &response, timeout);
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteModel, request, timeout).status();
 }
 
 absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::string_view model,
@@ -173,9 +166,9 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
   std::vector<ListedVersion> versions;
   while (true) {
     request.set_after_version(after_version);
-    v1::ListVersionsResponse response;
-    EMA_RETURN_IF_ERROR(
-        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListVersions, request, &response, timeout));
+    EMA_ASSIGN_OR_RETURN(
+        const v1::ListVersionsResponse response,
+        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListVersions, request, timeout));
     if (response.versions().empty() ||
         response.versions().rbegin()->version().version() <= after_version) {
       return versions;
@@ -195,9 +188,9 @@ absl::StatusOr<Version> Client::GetStatistics(std::string_view model,
   request.set_version(options.id.version);
   request.set_incarnation(options.id.incarnation);
   for (const std::string& track : options.tracks) request.add_tracks(track);
-  v1::GetStatisticsResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetStatistics, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetStatisticsResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetStatistics, request, timeout));
   return FromProto(response.version());
 }
 
@@ -218,9 +211,9 @@ absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view mod
   if (!options.half_life.empty()) request.set_half_life(options.half_life);
   request.set_step(options.step);
   for (const std::string& track : options.tracks) request.add_tracks(track);
-  v1::SynthesizeResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSynthesize, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::SynthesizeResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSynthesize, request, timeout));
   SynthesizeResult result{FromProto(response.version()), response.residual(), {}};
   for (const v1::SynthesizeResponse::Source& source : response.sources()) {
     result.sources.push_back({source.track(), source.step(), source.weight()});

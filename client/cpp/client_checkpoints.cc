@@ -54,9 +54,9 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
     const std::string_view part = bytes.substr(offset, kFilePartBytes);
     request.set_offset(static_cast<int64_t>(offset));
     request.set_data(part.data(), part.size());
-    v1::AttachFileResponse response;
-    EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request,
-                                     &response, deadline, &interrupt));
+    EMA_RETURN_IF_ERROR(
+        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, deadline, &interrupt)
+            .status());
     offset += part.size();
   } while (offset < bytes.size());
   return absl::OkStatus();
@@ -73,16 +73,15 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
     std::string bytes;
     while (true) {
       request.set_offset(static_cast<int64_t>(bytes.size()));
-      v1::GetAttachedFileResponse part;
-      const absl::Status status = impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetAttachedFile,
-                                               request, &part, deadline, &interrupt);
+      const absl::StatusOr<v1::GetAttachedFileResponse> part = impl_->Unary(
+          &v1::EmaService::Stub::PrepareAsyncGetAttachedFile, request, deadline, &interrupt);
       // A shorter one has taken its place.
-      if (absl::IsOutOfRange(status)) break;
-      EMA_RETURN_IF_ERROR(status);
-      bytes += part.data();
-      const int64_t left = part.total_bytes() - static_cast<int64_t>(bytes.size());
-      if (left > 0 && !part.data().empty()) continue;
-      if (left == 0 && Crc32c(0, std::as_bytes(std::span(bytes))) == part.crc32c()) return bytes;
+      if (absl::IsOutOfRange(part.status())) break;
+      EMA_RETURN_IF_ERROR(part.status());
+      bytes += part->data();
+      const int64_t left = part->total_bytes() - static_cast<int64_t>(bytes.size());
+      if (left > 0 && !part->data().empty()) continue;
+      if (left == 0 && Crc32c(0, std::as_bytes(std::span(bytes))) == part->crc32c()) return bytes;
       break;
     }
   }
@@ -96,8 +95,7 @@ absl::Status Client::RemoveFile(std::string_view model, std::string_view name,
   request.set_model(std::string(model));
   request.set_name(std::string(name));
   request.set_remove(true);
-  v1::AttachFileResponse response;
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, &response, timeout);
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, timeout).status();
 }
 
 absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
@@ -110,9 +108,9 @@ absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_vi
   for (const std::string& track : options.tracks) request.add_tracks(track);
   request.set_async(options.async);
   request.set_label(options.label);
-  v1::CreateCheckpointResponse response;
-  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request,
-                                   &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::CreateCheckpointResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request, timeout));
   return CheckpointResult{
       FromProto(response.version()), response.checkpoint(), response.total_bytes(),
       response.state() == v1::Checkpoint::STATE_SAVING ? CheckpointInfo::State::kSaving
@@ -125,9 +123,9 @@ absl::StatusOr<Client::CheckpointInfo> Client::GetCheckpoint(std::string_view mo
   v1::GetCheckpointRequest request;
   request.set_model(std::string(model));
   request.set_checkpoint(std::string(checkpoint));
-  v1::GetCheckpointResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetCheckpoint, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetCheckpointResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetCheckpoint, request, timeout));
   return FromProto(response.checkpoint());
 }
 
@@ -135,9 +133,9 @@ absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view 
                                                                absl::Duration timeout) {
   v1::ListCheckpointsRequest request;
   request.set_model(std::string(model));
-  v1::ListCheckpointsResponse response;
-  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListCheckpoints, request,
-                                   &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::ListCheckpointsResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListCheckpoints, request, timeout));
   CheckpointList list;
   for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
     EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FromProto(checkpoint));
@@ -152,9 +150,8 @@ absl::Status Client::DeleteCheckpoint(std::string_view model, std::string_view c
   v1::DeleteCheckpointRequest request;
   request.set_model(std::string(model));
   request.set_checkpoint(std::string(checkpoint));
-  v1::DeleteCheckpointResponse response;
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteCheckpoint, request, &response,
-                      timeout);
+  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteCheckpoint, request, timeout)
+      .status();
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const VersionId& id,
@@ -163,7 +160,11 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const 
   request.set_model(std::string(model));
   request.set_version(id.version);
   request.set_incarnation(id.incarnation);
-  return impl_->Restore(request, timeout);
+  // Once: nobody knows what became of one whose answer is lost.
+  EMA_ASSIGN_OR_RETURN(
+      const v1::RestoreCheckpointResponse response,
+      impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
+  return FromProto(response.version());
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::string_view label,
@@ -171,17 +172,9 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::s
   v1::RestoreCheckpointRequest request;
   request.set_model(std::string(model));
   request.set_label(std::string(label));
-  return impl_->Restore(request, timeout);
-}
-
-absl::StatusOr<Version> Client::Impl::Restore(const v1::RestoreCheckpointRequest& request,
-                                              absl::Duration timeout) {
-  Interrupt interrupt(&options_.is_interrupted);
-  v1::RestoreCheckpointResponse response;
-  EMA_RETURN_IF_ERROR(Try(Deadline(timeout), &interrupt, [&](Call& call) {
-    return UnaryOnce(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, &response,
-                     call);
-  }));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::RestoreCheckpointResponse response,
+      impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(response.version());
 }
 
@@ -192,9 +185,8 @@ absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::stri
   request.set_label(std::string(label));
   request.set_version(id.version);
   request.set_incarnation(id.incarnation);
-  v1::SetLabelResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::SetLabelResponse response,
+                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, timeout));
   if (!response.has_label()) return client_internal::MalformedReply("no label");
   return FromProto(response.label());
 }
@@ -205,9 +197,8 @@ absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
   request.set_model(std::string(model));
   request.set_label(std::string(label));
   request.set_remove(true);
-  v1::SetLabelResponse response;
-  const absl::Status status =
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, &response, timeout);
+  absl::Status status =
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, timeout).status();
   // Perhaps a try before, whose answer was lost, has taken it away.
   return GetErrorReason(status) == ErrorReason::kLabelNotFound ? absl::OkStatus() : status;
 }
@@ -222,9 +213,9 @@ absl::StatusOr<Client::MetricResult> Client::ReportMetric(std::string_view model
   request.set_value(metric.value);
   request.set_lower_is_better(metric.lower_is_better);
   request.set_label(metric.label);
-  v1::ReportMetricResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncReportMetric, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::ReportMetricResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncReportMetric, request, timeout));
   return MetricResult{FromProto(response.label()), response.moved()};
 }
 

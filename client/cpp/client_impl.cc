@@ -95,12 +95,11 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
     if (absl::Now() < no_lane_until_) return false;
   }
   Call call(*connection, std::min(deadline, absl::Now() + kMaxWait), interrupt);
-  v1::GetLaneResponse offer;
-  const absl::Status asked =
-      UnaryOnce(&v1::EmaService::Stub::PrepareAsyncGetLane, v1::GetLaneRequest(), &offer, call);
+  const absl::StatusOr<v1::GetLaneResponse> offer =
+      UnaryOn(call, &v1::EmaService::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
   // An old server does not know the call; one that does not answer is asked again.
-  if (!asked.ok() && asked.code() != absl::StatusCode::kUnimplemented) return false;
-  lanes_.SetOffer(offer);
+  if (!offer.ok() && !absl::IsUnimplemented(offer.status())) return false;
+  lanes_.SetOffer(offer.value_or(v1::GetLaneResponse()));
   absl::MutexLock lock(&mu_);
   lanes_of_ = *connection;
   return lanes_.has_offer();
@@ -122,13 +121,6 @@ std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt*
   no_lane_until_ = absl::Now() + lane_pause_;
   lane_pause_ = std::min(2 * lane_pause_, kMaxPause);
   return nullptr;
-}
-
-absl::Status Client::Impl::Try(absl::Time deadline, Interrupt* interrupt,
-                               absl::FunctionRef<absl::Status(Call&)> attempt) {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection, Connect(deadline, interrupt));
-  Call call(std::move(connection), deadline, interrupt);
-  return attempt(call);
 }
 
 absl::Status Client::Impl::Retry(absl::Time deadline, Interrupt* interrupt,

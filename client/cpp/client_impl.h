@@ -7,6 +7,8 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,6 +24,7 @@
 #include "client/cpp/lanes.h"
 #include "client/cpp/token.h"
 #include "ema/client.h"
+#include "ema/internal/status_macros.h"
 #include "grpc/health/v1/health.pb.h"
 
 namespace ema {
@@ -64,62 +67,75 @@ class Client::Impl {
   // True if there are lanes.
   bool HasLane(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // One call without retries.
-  absl::Status Try(absl::Time deadline, Interrupt* interrupt,
-                   absl::FunctionRef<absl::Status(Call&)> attempt);
+  // One call without retries: what `attempt` gives, a Status or StatusOr.
+  template <typename Attempt>
+  std::invoke_result_t<Attempt, Call&> Try(absl::Time deadline, Interrupt* interrupt,
+                                           Attempt attempt) {
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection, Connect(deadline, interrupt));
+    Call call(std::move(connection), deadline, interrupt);
+    return attempt(call);
+  }
 
   // Again and again, while the error is one that goes away by itself and the deadline allows. The
   // last such error if time runs out.
   absl::Status Retry(absl::Time deadline, Interrupt* interrupt,
                      absl::FunctionRef<absl::Status(Call&)> attempt);
 
-  // RestoreCheckpoint, once: nobody knows what became of one whose answer is lost.
-  absl::StatusOr<Version> Restore(const v1::RestoreCheckpointRequest& request,
-                                  absl::Duration timeout);
-
-  // Drain, once: a server that was started again must not be drained, too.
-  absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
-
-  // A health check, once: an answer that comes late is none.
-  absl::Status CheckHealth(const grpc::health::v1::HealthCheckRequest& request,
-                           grpc::health::v1::HealthCheckResponse* response, absl::Duration timeout);
-
-  // A unary call, with retries.
   template <typename Request, typename Response>
   using UnaryMethod = std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> (
       v1::EmaService::Stub::*)(grpc::ClientContext*, const Request&, grpc::CompletionQueue*);
+  // A unary call, with retries.
   template <typename Request, typename Response>
-  absl::Status Unary(UnaryMethod<Request, Response> prepare, const Request& request,
-                     Response* response, absl::Time deadline, Interrupt* interrupt) {
-    return Retry(deadline, interrupt,
-                 [&](Call& call) { return UnaryOnce(prepare, request, response, call); });
+  absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
+                                 absl::Time deadline, Interrupt* interrupt) {
+    Response response;
+    EMA_RETURN_IF_ERROR(Retry(deadline, interrupt, [&](Call& call) -> absl::Status {
+      EMA_ASSIGN_OR_RETURN(response, UnaryOn(call, prepare, request));
+      return absl::OkStatus();
+    }));
+    return response;
   }
-  // The same for a call of the user's, in whose thread it runs.
+  // The same without.
   template <typename Request, typename Response>
-  absl::Status Unary(UnaryMethod<Request, Response> prepare, const Request& request,
-                     Response* response, absl::Duration timeout) {
+  absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
+                                absl::Time deadline, Interrupt* interrupt) {
+    return Try(deadline, interrupt, [&](Call& call) { return UnaryOn(call, prepare, request); });
+  }
+  // Both for a call of the user's, in whose thread it runs.
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
+                                 absl::Duration timeout) {
     Interrupt interrupt(&options_.is_interrupted);
-    return Unary(prepare, request, response, Deadline(timeout), &interrupt);
+    return Unary(prepare, request, Deadline(timeout), &interrupt);
   }
-  // One try, on a call that has been made.
   template <typename Request, typename Response>
-  static absl::Status UnaryOnce(UnaryMethod<Request, Response> prepare, const Request& request,
-                                Response* response, Call& call) {
+  absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
+                                absl::Duration timeout) {
+    Interrupt interrupt(&options_.is_interrupted);
+    return Once(prepare, request, Deadline(timeout), &interrupt);
+  }
+  // On a call that has been made.
+  template <typename Request, typename Response>
+  static absl::StatusOr<Response> UnaryOn(Call& call, UnaryMethod<Request, Response> prepare,
+                                          const Request& request) {
     // Not gRPC's blocking form: that cannot ask the interrupt meanwhile.
     grpc::CompletionQueue queue;
     return AwaitUnary((call.connection().stub().*prepare)(call.context(), request, &queue), &queue,
-                      response, call);
+                      call);
   }
   // Starts what has been prepared on `queue`, and waits for its end. Shuts the queue down.
   template <typename Response>
-  static absl::Status AwaitUnary(std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> reader,
-                                 grpc::CompletionQueue* queue, Response* response, Call& call) {
+  static absl::StatusOr<Response> AwaitUnary(
+      std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> reader,
+      grpc::CompletionQueue* queue, Call& call) {
     reader->StartCall();
+    Response response;
     grpc::Status status;
-    reader->Finish(response, &status, reader.get());
+    reader->Finish(&response, &status, reader.get());
     call.Await(queue);
     queue->Shutdown();
-    return call.Result(status);
+    EMA_RETURN_IF_ERROR(call.Result(status));
+    return response;
   }
 
  private:

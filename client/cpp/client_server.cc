@@ -8,9 +8,9 @@
 namespace ema {
 
 absl::StatusOr<Client::ServerInfo> Client::GetServerInfo(absl::Duration timeout) {
-  v1::GetServerInfoResponse response;
-  EMA_RETURN_IF_ERROR(impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetServerInfo,
-                                   v1::GetServerInfoRequest(), &response, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::GetServerInfoResponse response,
+                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetServerInfo,
+                                    v1::GetServerInfoRequest(), timeout));
   ServerInfo info{.version = response.version(),
                   .device = response.device(),
                   .incarnation = response.incarnation(),
@@ -31,23 +31,17 @@ absl::StatusOr<Client::LogLevels> Client::SetLogLevel(std::string_view level,
                                                       absl::Duration timeout) {
   v1::SetLogLevelRequest request;
   request.set_level(std::string(level));
-  v1::SetLogLevelResponse response;
-  EMA_RETURN_IF_ERROR(
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLogLevel, request, &response, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::SetLogLevelResponse response,
+      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLogLevel, request, timeout));
   return LogLevels{response.old_level(), response.level()};
 }
 
-absl::StatusOr<v1::DrainResponse> Client::Impl::Drain(absl::Duration timeout) {
-  Interrupt interrupt(&options_.is_interrupted);
-  v1::DrainResponse response;
-  EMA_RETURN_IF_ERROR(Try(Deadline(timeout), &interrupt, [&](Call& call) {
-    return UnaryOnce(&v1::EmaService::Stub::PrepareAsyncDrain, v1::DrainRequest(), &response, call);
-  }));
-  return response;
-}
-
 absl::StatusOr<Client::DrainResult> Client::Drain(absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(const v1::DrainResponse response, impl_->Drain(timeout));
+  // Once: a server that was started again must not be drained, too.
+  EMA_ASSIGN_OR_RETURN(
+      const v1::DrainResponse response,
+      impl_->Once(&v1::EmaService::Stub::PrepareAsyncDrain, v1::DrainRequest(), timeout));
   return DrainResult{absl::Seconds(response.delay_seconds()),
                      absl::Seconds(response.grace_seconds()), response.began()};
 }

@@ -49,9 +49,9 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
   }
   v1::GetModelRequest request;
   request.set_model(std::string(model));
-  v1::GetModelResponse response;
-  EMA_RETURN_IF_ERROR(client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, &response,
-                                    deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetModelResponse response,
+      client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, deadline, interrupt));
   EMA_RETURN_IF_ERROR(CheckPartitions(response.model()));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
 
@@ -109,9 +109,9 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
   if (options_.resume.has_value() && !HasBeenReady()) {
     FillResume(*options_.resume, request.mutable_resume());
   }
-  v1::OpenRunResponse response;
-  EMA_RETURN_IF_ERROR(client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, &response,
-                                     deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::OpenRunResponse response,
+      client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
   if (response.layout_digest() != layout_.digest()) {
     return MalformedReply(absl::StrCat("the layout's digest is ", layout_.digest(), " here, ",
                                        response.layout_digest(), " there"));
@@ -173,13 +173,10 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   request.set_rank(rank());
   request.set_abandon_if_unfinished(abandon_if_unfinished);
   request.set_give_up_reason(std::string(give_up_reason));
-  v1::QueryPushResponse response;
-  const auto query = [&](Call& call) {
-    return Client::Impl::UnaryOnce(&v1::EmaService::Stub::PrepareAsyncQueryPush, request, &response,
-                                   call);
-  };
-  EMA_RETURN_IF_ERROR(retry ? client_->Retry(deadline, interrupt, query)
-                            : client_->Try(deadline, interrupt, query));
+  constexpr auto kMethod = &v1::EmaService::Stub::PrepareAsyncQueryPush;
+  EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
+                       retry ? client_->Unary(kMethod, request, deadline, interrupt)
+                             : client_->Once(kMethod, request, deadline, interrupt));
   return FromProto(response);
 }
 

@@ -107,9 +107,9 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
     // lost.
     v1::GetModelRequest model_request;
     model_request.set_model(request.model());
-    v1::GetModelResponse response;
-    EMA_RETURN_IF_ERROR(
-        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request, &response,
+    EMA_ASSIGN_OR_RETURN(
+        const v1::GetModelResponse response,
+        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request,
                      std::min(start + timeout, impl_->Deadline(absl::ZeroDuration())), &interrupt));
     request.set_after_version(response.model().latest().version());
     request.set_incarnation(response.model().latest().incarnation());
