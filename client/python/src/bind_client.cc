@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
@@ -107,6 +108,24 @@ nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
 }
 
 class PyClient {
+ private:  // First, as what Call() returns is deduced.
+  // What `method`, which takes a client, `arguments` and a time-out, gives. The client stays alive
+  // as long, also where another thread closes it.
+  template <class Method, class... Arguments>
+  auto Call(const Method& method, double timeout_s, const Arguments&... arguments) const {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    const std::shared_ptr<Client> client = Get();
+    return CallWithoutGil([&] { return std::invoke(method, *client, arguments..., timeout); });
+  }
+
+  std::shared_ptr<Client> Get() const {
+    if (client_ == nullptr) {
+      ThrowStatus(MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                            "the client is closed"));
+    }
+    return client_;
+  }
+
  public:
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
            int64_t max_connections, bool report_timing,
@@ -141,10 +160,10 @@ class PyClient {
     const Manifest manifest = ToManifest(specs);
     const Client::ModelOptions options{.max_pinned_versions = max_pinned_versions,
                                        .non_finite = ToNonFinite(non_finite)};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const auto result = CallWithoutGil(
-        [&] { return client->CreateModel(model, manifest, tracks, options, timeout); });
+    const auto create = [&](Client& client, absl::Duration timeout) {
+      return client.CreateModel(model, manifest, tracks, options, timeout);
+    };
+    const auto result = Call(create, timeout_s);
     return nb::make_tuple(FromModel(result.model), result.created);
   }
 
@@ -153,67 +172,47 @@ class PyClient {
                        const std::vector<std::string>& pause,
                        const std::vector<std::string>& resume, double timeout_s) {
     const Client::ModelChanges changes{put, remove, pause, resume};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromModel(CallWithoutGil([&] { return client->UpdateModel(model, changes, timeout); }));
+    return FromModel(Call(&Client::UpdateModel, timeout_s, model, changes));
   }
 
   nb::dict GetServerInfo(double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromServerInfo(CallWithoutGil([&] { return client->GetServerInfo(timeout); }));
+    return FromServerInfo(Call(&Client::GetServerInfo, timeout_s));
   }
 
   nb::dict GetModel(const std::string& model, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromModel(CallWithoutGil([&] { return client->GetModel(model, timeout); }));
+    return FromModel(Call(&Client::GetModel, timeout_s, model));
   }
 
   nb::list ListModels(double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
     nb::list result;
-    for (const ModelInfo& model : CallWithoutGil([&] { return client->ListModels(timeout); })) {
+    for (const ModelInfo& model : Call(&Client::ListModels, timeout_s)) {
       result.append(FromModel(model));
     }
     return result;
   }
 
   void DeleteModel(const std::string& model, bool purge, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    CallWithoutGil([&] { return client->DeleteModel(model, purge, timeout); });
+    Call(&Client::DeleteModel, timeout_s, model, purge);
   }
 
   void AttachFile(const std::string& model, const std::string& name, const nb::bytes& data,
                   double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
     const std::string_view bytes(data.c_str(), data.size());
-    CallWithoutGil([&] { return client->AttachFile(model, name, bytes, timeout); });
+    Call(&Client::AttachFile, timeout_s, model, name, bytes);
   }
 
   nb::bytes GetAttachedFile(const std::string& model, const std::string& name, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const std::string bytes =
-        CallWithoutGil([&] { return client->GetAttachedFile(model, name, timeout); });
+    const std::string bytes = Call(&Client::GetAttachedFile, timeout_s, model, name);
     return nb::bytes(bytes.data(), bytes.size());
   }
 
   void RemoveFile(const std::string& model, const std::string& name, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    CallWithoutGil([&] { return client->RemoveFile(model, name, timeout); });
+    Call(&Client::RemoveFile, timeout_s, model, name);
   }
 
   nb::list ListVersions(const std::string& model, int64_t after, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
     nb::list result;
-    for (const auto& [version, available] :
-         CallWithoutGil([&] { return client->ListVersions(model, after, timeout); })) {
+    for (const auto& [version, available] : Call(&Client::ListVersions, timeout_s, model, after)) {
       result.append(nb::make_tuple(FromVersion(version), available));
     }
     return result;
@@ -222,10 +221,10 @@ class PyClient {
   nb::dict GetStatistics(const std::string& model, int64_t version, int64_t incarnation,
                          const std::vector<std::string>& tracks, double timeout_s) {
     const Client::StatisticsOptions options{.id = {version, incarnation}, .tracks = tracks};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromVersion(
-        CallWithoutGil([&] { return client->GetStatistics(model, options, timeout); }));
+    const auto get = [&](Client& client, absl::Duration timeout) {
+      return client.GetStatistics(model, options, timeout);
+    };
+    return FromVersion(Call(get, timeout_s));
   }
 
   // (version, checkpoint, bytes, state)
@@ -237,27 +236,22 @@ class PyClient {
                                             .tracks = tracks,
                                             .async = !wait,
                                             .label = label};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const auto result =
-        CallWithoutGil([&] { return client->CreateCheckpoint(model, options, timeout); });
+    const auto create = [&](Client& client, absl::Duration timeout) {
+      return client.CreateCheckpoint(model, options, timeout);
+    };
+    const auto result = Call(create, timeout_s);
     return nb::make_tuple(FromVersion(result.version), nb::cast(result.checkpoint),
                           result.total_bytes, std::string(CheckpointStateName(result.state)));
   }
 
   nb::dict GetCheckpoint(const std::string& model, const std::string& checkpoint,
                          double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromCheckpoint(
-        CallWithoutGil([&] { return client->GetCheckpoint(model, checkpoint, timeout); }));
+    return FromCheckpoint(Call(&Client::GetCheckpoint, timeout_s, model, checkpoint));
   }
 
   // ([checkpoint], [label])
   nb::tuple ListCheckpoints(const std::string& model, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const auto list = CallWithoutGil([&] { return client->ListCheckpoints(model, timeout); });
+    const auto list = Call(&Client::ListCheckpoints, timeout_s, model);
     nb::list checkpoints;
     for (const auto& checkpoint : list.checkpoints) checkpoints.append(FromCheckpoint(checkpoint));
     nb::list labels;
@@ -266,36 +260,28 @@ class PyClient {
   }
 
   void DeleteCheckpoint(const std::string& model, const std::string& checkpoint, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    CallWithoutGil([&] { return client->DeleteCheckpoint(model, checkpoint, timeout); });
+    Call(&Client::DeleteCheckpoint, timeout_s, model, checkpoint);
   }
 
   // By `label` if there is one.
   nb::dict RestoreCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
                              const std::string& label, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromVersion(CallWithoutGil([&] {
+    const auto restore = [&](Client& client, absl::Duration timeout) {
       return label.empty()
-                 ? client->RestoreCheckpoint(model, VersionId{version, incarnation}, timeout)
-                 : client->RestoreCheckpoint(model, label, timeout);
-    }));
+                 ? client.RestoreCheckpoint(model, VersionId{version, incarnation}, timeout)
+                 : client.RestoreCheckpoint(model, label, timeout);
+    };
+    return FromVersion(Call(restore, timeout_s));
   }
 
   nb::dict SetLabel(const std::string& model, const std::string& label, int64_t version,
                     int64_t incarnation, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    return FromLabel(CallWithoutGil([&] {
-      return client->SetLabel(model, label, VersionId{version, incarnation}, timeout);
-    }));
+    return FromLabel(
+        Call(&Client::SetLabel, timeout_s, model, label, VersionId{version, incarnation}));
   }
 
   void RemoveLabel(const std::string& model, const std::string& label, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    CallWithoutGil([&] { return client->RemoveLabel(model, label, timeout); });
+    Call(&Client::RemoveLabel, timeout_s, model, label);
   }
 
   // (label, moved)
@@ -306,10 +292,7 @@ class PyClient {
                                 .value = value,
                                 .lower_is_better = lower_is_better,
                                 .label = label};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const auto result =
-        CallWithoutGil([&] { return client->ReportMetric(model, metric, timeout); });
+    const auto result = Call(&Client::ReportMetric, timeout_s, model, metric);
     return nb::make_tuple(FromLabel(result.label), result.moved);
   }
 
@@ -322,9 +305,7 @@ class PyClient {
                                             .half_life = half_life,
                                             .step = step,
                                             .tracks = tracks};
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    const auto made = CallWithoutGil([&] { return client->Synthesize(model, options, timeout); });
+    const auto made = Call(&Client::Synthesize, timeout_s, model, options);
     nb::list sources;
     for (const auto& source : made.sources) {
       sources.append(nb::make_tuple(nb::cast(source.track), source.step, source.weight));
@@ -380,8 +361,6 @@ class PyClient {
       pulled->selection.slices.push_back({tensor, offsets, extents});
     }
     if (dtype.has_value()) pulled->selection.dtype = Unwrap(ParseDtype(*dtype));
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
     const Client::PullOptions options{.version = version,
                                       .incarnation = incarnation,
                                       .label = label,
@@ -403,8 +382,10 @@ class PyClient {
         has_raised = !result.is_valid();
       };
     }
-    pulled->info = CallWithoutGil(
-        [&] { return client->Pull(model, track, options, allocate, timeout, progress); });
+    const auto pull = [&](Client& client, absl::Duration timeout) {
+      return client.Pull(model, track, options, allocate, timeout, progress);
+    };
+    pulled->info = Call(pull, timeout_s);
     return pulled;
   }
 
@@ -415,17 +396,16 @@ class PyClient {
       options.base = {pulled->info.version.number, pulled->info.version.incarnation};
       options.if_newer_than = options.base;
     }
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const auto client = Get();
-    PullInfo info = CallWithoutGil([&] {
-      return client->Pull(
+    const auto pull = [&](Client& client, absl::Duration timeout) {
+      return client.Pull(
           pulled->model, pulled->track, options,
           [&](const PullInfo& coming) {
             pulled->is_mixed = true;
             return pulled->MemoryFor(coming);
           },
           timeout);
-    });
+    };
+    PullInfo info = Call(pull, timeout_s);
     if (info.not_newer) return false;
     pulled->is_mixed = false;
     pulled->info = std::move(info);
@@ -442,14 +422,6 @@ class PyClient {
   }
 
  private:
-  std::shared_ptr<Client> Get() const {
-    if (client_ == nullptr) {
-      ThrowStatus(MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
-                            "the client is closed"));
-    }
-    return client_;
-  }
-
   const std::string address_;
   Client::Options options_;
   std::shared_ptr<Client> client_;  // Under the GIL; null when closed.
