@@ -33,9 +33,9 @@ class DueTracks {
   // Those that a push would update; if all are paused, those that it would update else. Errors as
   // PlanTrack().
   absl::StatusOr<std::vector<Due>> At(const TrainingTime& now) const;
-  // These are tried now.
+  // These are tried now. REQUIRES: they are of At(now) since the last plan.
   void Count(absl::Span<const Due> due, const TrainingTime& now);
-  // True if a push would update none of them.
+  // True if a push would update none of them. REQUIRES: as above.
   bool ArePaused(absl::Span<const Due> due) const;
 
  private:

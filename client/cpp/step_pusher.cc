@@ -187,9 +187,9 @@ absl::Status StepPusher::Impl::PushIfDue(const ReadWeights& read) {
   if (due.empty()) return absl::OkStatus();
   const bool can_push = IsBack() && PreviousHasEnded();
   // All ranks have the reply to the push before by now, and go by its plan from this step on.
-  if (can_push && due_.Adopt(run_->plan())) {
-    EMA_ASSIGN_OR_RETURN(due, due_.At(now));
-  }
+  if (can_push) due_.Adopt(run_->plan());
+  // Alone, this rank may have gone by it since the reply.
+  EMA_ASSIGN_OR_RETURN(due, due_.At(now));
   due_.Count(due, now);
   if (due_.ArePaused(due)) {
     // An error changes nothing: it is asked again when the next one is due.

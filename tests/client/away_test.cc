@@ -384,6 +384,27 @@ TEST_F(LostReplyTest, TheStepThatIsSkippedMeanwhileIsTold) {
   EXPECT_EQ(pusher_->stats().pushes, 1);
 }
 
+TEST_F(LostReplyTest, MayTakeATrackAwayWhileAStepWaitsForIt) {
+  AttachBy(*far_client_, OnError::kSkip, {});
+  const TrackConfig more = {.name = "more", .schedule = *Schedule::Parse("copy")};
+  ASSERT_THAT(client_->UpdateModel("m", {.put = {more}}), IsOk());
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  ASSERT_THAT(client_->UpdateModel("m", {.remove = {"ema"}}), IsOk());
+  proxy_->HoldReplies(true);
+  Step();
+  AwaitVersion(2);
+  std::thread answer([this] {
+    absl::SleepFor(absl::Milliseconds(300));
+    proxy_->HoldReplies(false);
+  });
+  Step();
+  answer.join();
+  EXPECT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 3) << pusher_->stats().last_error;
+  EXPECT_THAT(told_, ElementsAre());
+}
+
 TEST_F(LostReplyTest, DoesNotHoldAnException) {
   StepPusher::Options options;
   options.timeout = options.max_wait = absl::Hours(1);

@@ -132,8 +132,10 @@ class Pushing:
             return
         can_push = self._is_back() and self._previous_has_ended()
         # All ranks have the reply to the push before by now, and go by its plan from this step on.
-        if can_push and self._due.adopt():
-            due = self._due.at(now)
+        if can_push:
+            self._due.adopt()
+        # Alone, this rank may have gone by it since the reply.
+        due = self._due.at(now)
         self._due.count(due, now)
         if all(track.paused for track in due):
             if due and can_push:
