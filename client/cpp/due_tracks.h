@@ -38,6 +38,9 @@ class DueTracks {
   // True if a push would update none of them. REQUIRES: as above.
   bool ArePaused(absl::Span<const Due> due) const;
 
+  // The plan's, by Due::index.
+  const std::vector<RunPlan::Entry>& tracks() const { return tracks_; }
+
  private:
   int64_t revision_ = 0;
   std::vector<RunPlan::Entry> tracks_;

@@ -27,56 +27,38 @@ class DueTracks:
     def __init__(self, run: Run, time_of: Callable[[int], TimeLike] | None) -> None:
         self._run = run
         self._time_of = time_of
-        self._states: dict[str, list[_ema.ScheduleState]] = {}
-        self._track_ids: dict[str, int] = {}
-        self._revision = 0
-        self._tracks: list[_ema.Track] = []
+        self._tracks = _ema.DueTracks()
         self.adopt()
 
     @property
     def tracks(self) -> list[_ema.Track]:
-        return self._tracks
+        return self._tracks.tracks
 
     def go_on(self, run: Run) -> None:
         """By another run of the same trainer. The server may have been restarted, and counts anew."""
         self._run = run
-        self._revision = 0
+        self._tracks.go_on()
 
     def time(self, step: int) -> dict[str, float]:
         """The training time after so many steps."""
         time_like = None if self._time_of is None else self._time_of(step)
         return time_dict(time_like, step=step)
 
-    def at(self, now: dict[str, float]) -> list[_ema.Track]:
+    def at(self, now: dict[str, float]) -> list[_ema.DueTrack]:
         """Tracks that a push would update; if all are paused, those that it would update else."""
-        active = [track for track in self._tracks if not track.paused] or self._tracks
-        return [
-            track
-            for track in active
-            if any(due for due, *_ in track.plan(self._states[track.name], now))
-        ]
+        return self._tracks.at(now)
 
-    def count(self, tracks: list[_ema.Track], now: dict[str, float]) -> None:
-        """These are tried now."""
-        for track in tracks:
-            self._states[track.name] = track.next(self._states[track.name], now)
+    def count(self, due: list[_ema.DueTrack], now: dict[str, float]) -> None:
+        """These are tried now. They must be of `at(now)` since the last `adopt`."""
+        self._tracks.count(due, now)
 
-    def adopt(self) -> bool:
-        """Takes over what UpdateModel has changed, as far as this rank knows. True: something."""
-        revision, entries = self._run.plan
-        if revision == self._revision:
-            return False
-        self._revision = revision
-        self._tracks = [track for track, _, _ in entries]
-        ids = {track.name: track_id for track, _, track_id in entries}
-        self._states = {
-            track.name: (
-                self._states[track.name] if self._track_ids.get(track.name) == track_id else state
-            )
-            for track, state, track_id in entries
-        }
-        self._track_ids = ids
-        return True
+    def are_paused(self, due: list[_ema.DueTrack]) -> bool:
+        """Whether a push would update none of them. They must be as for `count`."""
+        return self._tracks.are_paused(due)
+
+    def adopt(self) -> None:
+        """Takes over what UpdateModel has changed, as far as this rank knows."""
+        self._tracks.adopt(self._run._get())
 
     def refresh(self) -> None:
         """Asks for the plan: with every track paused, no reply to a push brings it."""

@@ -137,7 +137,7 @@ class Pushing:
         # Alone, this rank may have gone by it since the reply.
         due = self._due.at(now)
         self._due.count(due, now)
-        if all(track.paused for track in due):
+        if self._due.are_paused(due):
             if due and can_push:
                 self._due.refresh()
             return

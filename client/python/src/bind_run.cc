@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "client/cpp/due_tracks.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
@@ -25,6 +26,8 @@ using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 
 namespace ema::python {
 namespace {
+
+using client_internal::DueTracks;
 
 // A GPU's index and a stream of it, as PyTorch's cuda_stream says it.
 using StreamTuple = std::tuple<int, uintptr_t>;
@@ -248,6 +251,35 @@ void BindRun(nb::module_& module) {
       .def_prop_ro("run_epoch", [](const PyRun& self) { return self.run().run_epoch(); })
       .def_prop_ro("rank", [](const PyRun& self) { return self.run().rank(); })
       .def_prop_ro("latest", &Latest);
+
+  // For any thread: all calls keep the GIL.
+  nb::class_<DueTracks::Due>(module, "DueTrack");
+  nb::class_<DueTracks>(module, "DueTracks")
+      .def(nb::init<>())
+      .def(
+          "adopt", [](DueTracks& self, const PyRun& run) { self.Adopt(run.run().plan()); }, "run"_a)
+      .def("go_on", &DueTracks::GoOn)
+      .def(
+          "at",
+          [](const DueTracks& self, const nb::dict& now) { return Unwrap(self.At(ToTime(now))); },
+          "now"_a)
+      .def(
+          "count",
+          [](DueTracks& self, const std::vector<DueTracks::Due>& due, const nb::dict& now) {
+            self.Count(due, ToTime(now));
+          },
+          "due"_a, "now"_a)
+      .def(
+          "are_paused",
+          [](const DueTracks& self, const std::vector<DueTracks::Due>& due) {
+            return self.ArePaused(due);
+          },
+          "due"_a)
+      .def_prop_ro("tracks", [](const DueTracks& self) {
+        std::vector<TrackConfig> tracks;
+        for (const RunPlan::Entry& entry : self.tracks()) tracks.push_back(entry.track);
+        return tracks;
+      });
 }
 
 }  // namespace ema::python
