@@ -25,8 +25,10 @@ import json
 import logging
 import os
 import pathlib
+import select
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import ema_client
@@ -134,7 +136,7 @@ class Training:
 
     def obey(self) -> None:
         assert self.ema is not None
-        for line in sys.stdin:
+        for line in commands():
             answer: dict[str, Any] = {}
             match line.strip():
                 case "step":
@@ -162,6 +164,21 @@ class Training:
             stats = self.ema.stats
             answer |= {"step": self.ema.step, "pushes": stats.pushes, "skipped": stats.skipped}
             print(json.dumps(answer), flush=True)
+
+
+def commands() -> Iterator[str]:
+    """The lines of standard input.
+
+    No read waits: a signal that comes just before one is noticed by Python only when it has returned, which
+    is never if the test sends no other command. Commands come one at a time, so none is in the buffer,
+    where `select` would not see it.
+    """
+    while True:
+        if select.select([sys.stdin], [], [], 0.2)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            yield line
 
 
 def no_memory() -> NoReturn:
