@@ -236,16 +236,16 @@ def attach(
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None
     try:
-        plan = Plan.make(
-            url,
-            ranks,
-            layout,
-            track_list,
-            max_pinned_versions,
-            non_finite,
-            wire_dtype,
-            small_files(files) if files is not None and ranks.rank == 0 else {},
-            timeout_s,
+        plan = Plan(
+            url=url,
+            ranks=ranks,
+            layout=layout,
+            tracks=track_list,
+            max_pinned_versions=max_pinned_versions,
+            non_finite=non_finite,
+            wire_dtype=wire_dtype,
+            files=small_files(files) if files is not None and ranks.rank == 0 else {},
+            timeout_s=timeout_s,
         )
     except Exception as raised:
         failure = raised

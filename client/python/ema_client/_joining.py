@@ -16,7 +16,7 @@ from ema_client._holdings import Layout
 from ema_client._ranks import Ranks
 from ema_client._resume import DISK_TIMEOUT_S, State
 from ema_client._run import Joined, Run
-from ema_client._types import NonFinite, Shard, WireDtype, model_from
+from ema_client._types import NonFinite, WireDtype, model_from
 from ema_client._url import split_url
 
 
@@ -78,24 +78,12 @@ class Launch:
     state: State | None
 
 
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """What one rank needs to make the model and to join its run."""
 
-    client: Client
-    model_name: str
-    ranks: Ranks
-    layout: Layout
-    shards: list[Shard]
-    tracks: list[_ema.Track]
-    max_pinned_versions: int
-    non_finite: NonFinite
-    wire_dtype: WireDtype
-    files: dict[str, bytes]
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
+        *,
         url: str,
         ranks: Ranks,
         layout: Layout,
@@ -105,48 +93,43 @@ class Plan:
         wire_dtype: WireDtype,
         files: dict[str, bytes],
         timeout_s: float | None,
-    ) -> Plan:
-        address, model_name = split_url(url)
-        client = Client(address, timeout_s=timeout_s)
-        layout = layout.without(ignored_by_all(layout.specs, tracks))
-        check_dtypes(layout.specs)
-        return cls(
-            client,
-            model_name,
-            ranks,
-            layout,
-            layout.shards(ranks.rank),
-            [track.without_idle_rules(layout.specs) for track in tracks],
-            max_pinned_versions,
-            non_finite,
-            wire_dtype,
-            files,
-        )
+    ) -> None:
+        address, self.model_name = split_url(url)
+        self.client = Client(address, timeout_s=timeout_s)
+        self.layout = layout.without(ignored_by_all(layout.specs, tracks))
+        check_dtypes(self.layout.specs)
+        self._ranks = ranks
+        self._shards = self.layout.shards(ranks.rank)
+        self._tracks = [track.without_idle_rules(self.layout.specs) for track in tracks]
+        self._max_pinned_versions = max_pinned_versions
+        self._non_finite = non_finite
+        self._wire_dtype = wire_dtype
+        self._files = files
 
     def create(self, timeout_s: float, state: State | None = None) -> None:
         if state is not None and state.version != 0:
             # A model that is gone cannot be resumed; it must not be made anew.
             self.client.model(self.model_name, timeout_s=timeout_s)
         try:
-            fields = self._create(self.layout.specs, self.tracks, timeout_s)
+            fields = self._create(self.layout.specs, self._tracks, timeout_s)
         except AlreadyExistsError:
             there = self.client._client.get_model(self.model_name, timeout_s)
             if not self._may_go_on_with(there["tensors"]):
                 raise
             # The rest the server compares, which knows the tracks as they were made, too.
             places = {track.name: place for place, track in enumerate(there["tracks"])}
-            tracks = sorted(self.tracks, key=lambda track: places.get(track.name, len(places)))
+            tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
             fields = self._create(there["tensors"], tracks, timeout_s)
         if state is not None:
             state.check_fresh(model_from(fields).latest)
-        if self.files:
-            self.client.attach_files(self.model_name, self.files, timeout_s=timeout_s)
+        if self._files:
+            self.client.attach_files(self.model_name, self._files, timeout_s=timeout_s)
 
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
     ) -> dict[str, Any]:
         fields, _ = self.client._client.create_model(
-            self.model_name, specs, tracks, self.max_pinned_versions, self.non_finite, timeout_s
+            self.model_name, specs, tracks, self._max_pinned_versions, self._non_finite, timeout_s
         )
         return fields
 
@@ -168,7 +151,7 @@ class Plan:
         if launch.state != state:
             raise InvalidArgumentError(
                 f'model "{self.model_name}": the ranks resume from different states: rank '
-                f"{self.ranks.rank} from {state}, rank 0 from {launch.state}",
+                f"{self._ranks.rank} from {state}, rank 0 from {launch.state}",
                 reason="BAD_REQUEST",
             )
 
@@ -179,17 +162,17 @@ class Plan:
         run = self.client.open_run(
             self.model_name,
             launch_id=launch.id,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            shards=self.shards,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            shards=self._shards,
             frozen=self.layout.frozen,
-            wire_dtype=self.wire_dtype,
+            wire_dtype=self._wire_dtype,
             rejoins=False,
             resume=resume,
             timeout_s=timeout_s,
         )
         _arrays.check_names(
-            f'rank {self.ranks.rank}: model "{self.model_name}"',
+            f'rank {self._ranks.rank}: model "{self.model_name}"',
             expected=[spec.name for spec in run.tensors],
             given=[spec[0] for spec in self.layout.specs],
         )
@@ -201,7 +184,7 @@ class Plan:
             return self.open_run(launch, timeout_s)
         except NotFoundError:
             # The server keeps no data, and was restarted.
-            if self.ranks.rank != 0:
+            if self._ranks.rank != 0:
                 raise
         self.create(timeout_s)
         return self.open_run(launch, timeout_s)
