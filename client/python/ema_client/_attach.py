@@ -24,6 +24,7 @@ from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
 from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import Rule
+from ema_client._pushing import PushOptions
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._timeouts import CALL_TIMEOUT_S
@@ -264,19 +265,22 @@ def attach(
         undo.callback(plan.client.close)
         undo.callback(joined.run.close)
         attachment = Attachment(
+            PushOptions(
+                model_name=plan.model_name,
+                tensors_of=tensors_of,
+                is_alone=ranks.world_size == 1,
+                time_of=time,
+                max_wait_s=max_wait_s,
+                timeout_s=timeout_s,
+                on_error=on_error,
+                max_outage_s=max_outage_s,
+                check=check,
+            ),
             client=plan.client,
             joined=joined,
             join_at=functools.partial(join, ranks, plan, None, timeout_s=timeout_s),
-            model_name=plan.model_name,
             module=module,
-            tensors_of=tensors_of,
             optimizers=optimizers,
-            is_alone=ranks.world_size == 1,
-            time_of=time,
-            max_wait_s=max_wait_s,
-            timeout_s=timeout_s,
-            on_error=on_error,
-            max_outage_s=max_outage_s,
             frozen=FrozenTensors(
                 plan.layout.frozen,
                 tensors_of(),
@@ -284,7 +288,6 @@ def attach(
                 always_reads=check,
             ),
             keep_resumable=keep_resumable,
-            check=check,
         )
         undo.callback(attachment._detach)
         options.apply(attachment, ranks)

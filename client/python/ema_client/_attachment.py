@@ -13,20 +13,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client._away import OnError
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
 from ema_client._entrances import entrance, keep_uncompiled
-from ema_client._errors import DeadlineExceededError, EmaError, failure_of
+from ema_client._errors import DeadlineExceededError
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights
 from ema_client._moves import move_inside
 from ema_client._optimizers import after_closure, is_inside_step, was_skipped
-from ema_client._pushing import EXIT_WAIT_S, Pushing
+from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
 from ema_client._resume import WithState
 from ema_client._run import Joined
-from ema_client._torch_model import NamedTensors
-from ema_client._types import Stats, TimeLike, Version
+from ema_client._types import Stats, Version
 
 if TYPE_CHECKING:
     import torch
@@ -56,53 +54,26 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     def __init__(
         self,
+        options: PushOptions,
         *,
         client: Client,
         joined: Joined,
         join_at: Callable[[Mapping[str, Any]], Joined],
-        model_name: str,
         module: torch.nn.Module,
-        tensors_of: Callable[[], NamedTensors],
         optimizers: list[torch.optim.Optimizer] | None,
-        is_alone: bool,
-        time_of: Callable[[int], TimeLike] | None,
-        max_wait_s: float,
-        timeout_s: float,
-        on_error: OnError,
-        max_outage_s: float,
         frozen: FrozenTensors,
         keep_resumable: int,
-        check: bool,
     ) -> None:
-        super().__init__(
-            joined=joined,
-            model_name=model_name,
-            tensors_of=tensors_of,
-            weights=PushedWeights(optimizers, frozen.names),
-            frozen=frozen,
-            is_alone=is_alone,
-            time_of=time_of,
-            max_wait_s=max_wait_s,
-            timeout_s=timeout_s,
-            on_error=on_error,
-            max_outage_s=max_outage_s,
-            check=check,
-        )
+        super().__init__(options, joined, PushedWeights(optimizers, frozen.names), frozen)
         # Held by the thread that is in a method or hook.
         self._lock = threading.RLock()
-        # The thread that trains, by what it did last.
-        self._trainer = threading.get_ident()
         keep_uncompiled(Attachment)
         move_inside(_unread)
         self._client = client
         self._join_at = join_at  # Collective.
         self._module = module
         self._keep_resumable = keep_resumable
-        self._has_stepped = False
         self._expects_steps = optimizers is not None
-        self._wait_seconds = 0.0
-        # Called when a step has been counted, and pushed if it was due.
-        self._followers: list[Callable[[], None]] = []
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
@@ -337,28 +308,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._closing = self._closing or id(optimizer)
         if id(optimizer) == self._closing:
             self._advance(self._step + 1)
-
-    def _advance(self, step: int) -> None:
-        """Leaves what it fails with for `_raise_error`."""
-        start = time.monotonic()
-        self._trainer = threading.get_ident()
-        self._step = step
-        self._has_stepped = True
-        # The weights are others now.
-        self._pushed = None
-        self._lose()
-        self._harvest()
-        try:
-            self._push_if_due()
-        except Exception as raised:  # No memory, or the user's `time`: the training goes on.
-            self._skip(self._step, failure_of(raised))
-        self._wait_seconds += time.monotonic() - start
-        for follow in self._followers:
-            # Collective: also on a rank that has something to raise.
-            try:
-                follow()
-            except EmaError as error:
-                self._error = self._error or error
 
 
 @contextlib.contextmanager

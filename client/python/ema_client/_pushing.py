@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -40,63 +41,76 @@ EXIT_WAIT_S = 1.0
 _GIVE_UP_TIMEOUT_S = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class PushOptions:
+    """What pushes go by, as `attach` was asked."""
+
+    model_name: str
+    tensors_of: Callable[[], NamedTensors]
+    is_alone: bool  # There is one rank.
+    time_of: Callable[[int], TimeLike] | None
+    max_wait_s: float
+    timeout_s: float
+    on_error: OnError
+    max_outage_s: float
+    check: bool
+
+
 class Pushing:
     """The part of an `Attachment` that pushes. For the thread that trains."""
 
     def __init__(
         self,
-        *,
+        options: PushOptions,
         joined: Joined,
-        model_name: str,
-        tensors_of: Callable[[], NamedTensors],
         weights: PushedWeights,
         frozen: FrozenTensors,
-        is_alone: bool,
-        time_of: Callable[[int], TimeLike] | None,
-        max_wait_s: float,
-        timeout_s: float,
-        on_error: OnError,
-        max_outage_s: float,
-        check: bool,
     ) -> None:
-        self._link = Link(model_name, lambda run: self._due.go_on(run))
-        self._model_name = model_name
-        self._tensors_of = tensors_of
-        self._changes = Changes(model_name, tensors_of())
+        waits = options.on_error == "wait"
+        self._link = Link(options.model_name, lambda run: self._due.go_on(run))
+        self._model_name = options.model_name
+        self._tensors_of = options.tensors_of
+        self._changes = Changes(options.model_name, options.tensors_of())
         self._weights = weights
         self._frozen = frozen
         # With other ranks a plan is adopted at the next step that is due.
-        self._is_alone = is_alone
-        self._time_of = time_of
-        self._max_wait_s = max_wait_s
-        self._timeout_s = timeout_s
-        self._on_error = on_error
-        self._max_outage_s = max_outage_s if on_error == "wait" else 0.0
+        self._is_alone = options.is_alone
+        self._time_of = options.time_of
+        self._max_wait_s = options.max_wait_s
+        self._timeout_s = options.timeout_s
+        self._on_error = options.on_error
+        self._max_outage_s = options.max_outage_s if waits else 0.0
 
         self._pid = os.getpid()
+        # The thread that trains, by what it did last.
+        self._trainer = threading.get_ident()
+        self._has_stepped = False
         self._closed = False
         self._pending: PendingPush | None = None
         self._pending_step = 0
         self._pushes = 0
         self._skipped = 0
-        self._skips = Skips(says_all=on_error != "skip")
+        self._skips = Skips(says_all=options.on_error != "skip")
         # What had been skipped when the server went away; None: it is there.
         self._skipped_before: int | None = None
         self._sent_bytes = 0
+        self._wait_seconds = 0.0
         # False: the last push failed, so ranks may push at different steps.
         self._in_step = True
         # The reply to the pending push has been waited for.
         self._has_waited = False
         # What is left of max_wait_s for the hooks of this step.
-        self._budget_s = max_wait_s
+        self._budget_s = options.max_wait_s
         # For on_error "raise" and "wait": what the next hook raises.
         self._error: EmaError | None = None
         # For on_error "wait".
-        self._patience = Patience(max_outage_s) if on_error == "wait" else None
+        self._patience = Patience(options.max_outage_s) if waits else None
         self._pushed: Push | None = None  # What the pending push is of.
         self._again: tuple[Push, EmaError] | None = None  # It has failed, and will be tried again.
         # For `check`: what the last push reads in place.
-        self._watched = WatchedWeights() if check else None
+        self._watched = WatchedWeights() if options.check else None
+        # Called when a step has been counted, and pushed if it was due.
+        self._followers: list[Callable[[], None]] = []
         self._take(joined)
 
     def _take(self, joined: Joined) -> None:
@@ -124,6 +138,28 @@ class Pushing:
         start = time.monotonic()
         if not self._pending.wait_released(max_wait_s=max_wait_s):
             self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
+
+    def _advance(self, step: int) -> None:
+        """Counts a step, and pushes the weights if it is due. Leaves what it fails with for `_raise_error`."""
+        start = time.monotonic()
+        self._trainer = threading.get_ident()
+        self._step = step
+        self._has_stepped = True
+        # The weights are others now.
+        self._pushed = None
+        self._lose()
+        self._harvest()
+        try:
+            self._push_if_due()
+        except Exception as raised:  # No memory, or the user's `time`: the training goes on.
+            self._skip(self._step, failure_of(raised))
+        self._wait_seconds += time.monotonic() - start
+        for follow in self._followers:
+            # Collective: also on a rank that has something to raise.
+            try:
+                follow()
+            except EmaError as error:
+                self._error = self._error or error
 
     def _push_if_due(self) -> None:
         now = self._due.time(self._step)
