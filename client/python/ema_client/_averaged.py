@@ -31,7 +31,7 @@ from ema_client._torch_model import (
     unwrap,
     write,
 )
-from ema_client._track import only_average, track_of
+from ema_client._track import ignored_by, only_average
 from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
 
@@ -348,11 +348,8 @@ def version_alone(
     client: Client, info: ModelInfo, track: str, version: VersionLike, step: int | None
 ) -> Version:
     """The record of what a pull would give. A pull that names nothing is of everything."""
-    ignored: set[str] = set()
-    if track in info.tracks:
-        specs = [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
-        actions = track_of(track, info.tracks[track]).actions(specs)
-        ignored = {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
+    specs = [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
+    ignored = ignored_by(track, info.tracks, specs)
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
     smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
     return client.pull(
@@ -370,8 +367,5 @@ def only_average_of(info: ModelInfo) -> str:
 def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
     """Tensors that the track does not have: the model keeps its own."""
     other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
-    if track not in info.tracks:  # Removed since; its older versions are still there.
-        return other
     specs = [spec for spec in specs_of(tensors) if spec[0] not in other]
-    actions = track_of(track, info.tracks[track]).actions(specs)
-    return other | {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
+    return other | ignored_by(track, info.tracks, specs)

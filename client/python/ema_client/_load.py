@@ -23,7 +23,7 @@ from ema_client._torch_model import (
     unwrap,
     write,
 )
-from ema_client._track import track_of
+from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, Version, VersionLike
 from ema_client._url import split_url
 
@@ -193,13 +193,10 @@ class _Match:
 
 
 def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
-    specs = {spec.name: spec for spec in info.tensors}
-    if track in info.tracks:  # Else it is synthesized, or was removed since.
-        actions = track_of(track, info.tracks[track]).actions(
-            [_arrays.spec_of(name, spec) for name, spec in specs.items()]
-        )
-        kept = [spec for spec, (action, _) in zip(info.tensors, actions) if action != "ignore"]
-        specs = {spec.name: spec for spec in kept}
+    ignored = ignored_by(
+        track, info.tracks, [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
+    )
+    specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored}
     first_names = {alias: spec.name for spec in specs.values() for alias in spec.aliases}
     first_names |= {name: name for name in specs}
     names: dict[str, str] = {}

@@ -339,6 +339,15 @@ def only_average(where: str, are_copies: Mapping[str, bool]) -> str:
     )
 
 
+def ignored_by(name: str, tracks: Mapping[str, Track], specs: list[_ema.Spec]) -> set[str]:
+    """The names of those that the track `name` does not have. None of them, if it is not among the
+    model's `tracks`: then it is synthesized, or was removed since, and older versions have it."""
+    if name not in tracks:
+        return set()
+    actions = track_of(name, tracks[name]).actions(specs)
+    return {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
+
+
 def tracks_of(
     half_life: str | None,
     smoothing: float | None,
