@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _attachment
 from ema_client._client import Client
-from ema_client._ema_model import half_of
 from ema_client._errors import (
     AbortedError,
     InvalidArgumentError,
@@ -24,6 +23,7 @@ from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
     NamedTensors,
+    half_of,
     has_pieces,
     named_tensors,
     shard_again,

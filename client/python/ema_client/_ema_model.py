@@ -17,9 +17,9 @@ from ema_client._errors import (
     FailedPreconditionError,
     InvalidArgumentError,
 )
-from ema_client._torch_model import check_whole, named_tensors
+from ema_client._torch_model import check_whole, half_of, named_tensors
 from ema_client._track import only_average
-from ema_client._types import Version, Weights, version_id
+from ema_client._types import Version, version_id
 
 if TYPE_CHECKING:
     import torch
@@ -113,16 +113,6 @@ def _check_same(model: Mapping[str, torch.Tensor], given: Mapping[str, torch.Ten
         raise InvalidArgumentError(
             f"ema_model: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
-
-
-def half_of(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What the server shall cast floats to: the dtype of all of them, if it is of two bytes."""
-    dtypes = {
-        str(tensor.dtype).removeprefix("torch.")
-        for tensor in tensors.values()
-        if tensor.is_floating_point()
-    }
-    return dtypes.pop() if dtypes in ({"bfloat16"}, {"float16"}) else None
 
 
 def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:

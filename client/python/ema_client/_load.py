@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _arrays
 from ema_client._averaged import only_average_of, pull_pieces, release, version_alone
 from ema_client._client import Client
-from ema_client._ema_model import half_of
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import pieces_of
 from ema_client._ranks import Ranks
 from ema_client._torch_model import (
     NamedTensors,
+    half_of,
     has_pieces,
     named_tensors,
     shard_again,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _ema
@@ -190,6 +190,16 @@ def has_pieces(module: torch.nn.Module) -> bool:
     parts of one model, all find the same."""
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))
+
+
+def half_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What the server shall cast floats to: the dtype of all of them, if it is of two bytes."""
+    dtypes = {
+        str(tensor.dtype).removeprefix("torch.")
+        for tensor in tensors.values()
+        if tensor.is_floating_point()
+    }
+    return dtypes.pop() if dtypes in ({"bfloat16"}, {"float16"}) else None
 
 
 def _refuse_fsdp1(module: torch.nn.Module) -> None:
