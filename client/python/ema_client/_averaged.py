@@ -244,11 +244,11 @@ def _targets(
         raise InvalidArgumentError(
             f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
-    release(named.values())
+    wait_unread(named.values())
     return tensors
 
 
-def release(tensors: Iterable[torch.Tensor]) -> None:
+def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
     """Waits until no attachment's push reads any of these where they lie."""
     ids = set(map(id, tensors))
     for attachment in list(_attachment.live):

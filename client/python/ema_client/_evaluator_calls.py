@@ -172,7 +172,7 @@ class EvaluatorCalls(CheckpointCalls):
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
-        _wait_released(targets.values())
+        _wait_unread(targets.values())
         copy_into(targets, arrays, aliases)
         arrays = {tensor: given[tensor] for tensor in targets}
         return Weights(arrays, version=record, track=track, aliases=aliases)
@@ -445,7 +445,7 @@ class EvaluatorCalls(CheckpointCalls):
         raise NotImplementedError
 
 
-def _wait_released(arrays: Iterable[Any]) -> None:
+def _wait_unread(arrays: Iterable[Any]) -> None:
     """Waits until no attachment's push reads the memory of any of these, torch tensors or NumPy arrays."""
     from ema_client import _attachment  # Which imports this module.
 

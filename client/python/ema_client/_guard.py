@@ -102,7 +102,7 @@ class PushedWeights:
         """Whether some of what was taken last lies in this host memory."""
         return storage.data_ptr() in self._memory
 
-    def release(self) -> list[str]:
+    def take_written(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
         in_place, self._in_place = self._in_place, []
         written = [

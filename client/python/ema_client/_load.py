@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import only_average_of, pull_pieces, release, version_alone
+from ema_client._averaged import only_average_of, pull_pieces, version_alone, wait_unread
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._pieces import pieces_of
@@ -152,7 +152,7 @@ def load_into(
     except Exception as raised:
         failure = raised
     ranks.gather_or_raise(failure, None)
-    release(named.all().values())
+    wait_unread(named.all().values())
     _write({n: t for n, t in targets.items() if n not in fresh}, match.names, values)
     _put_in(module, made)
     kept = set(map(id, named.buffers.values())) | set(map(id, made.values()))

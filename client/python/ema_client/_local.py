@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
-from ema_client._averaged import copy_into, release, swapped
+from ema_client._averaged import copy_into, swapped, wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
 from ema_client._preset_arguments import Rule
@@ -71,7 +71,7 @@ def compute_ema(
             f"ema_model: tensors do not match: {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
 
-    release(target.values())
+    wait_unread(target.values())
     # By the tensor: tied ones once.
     pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
     averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]

@@ -351,7 +351,7 @@ class Pushing:
         raises."""
         if not self._is_ours():
             return
-        written = self._weights.release()
+        written = self._weights.take_written()
         moved = [] if self._watched is None else self._watched.moved()
         if not written and not moved:
             return

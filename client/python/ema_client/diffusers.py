@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
-from ema_client._averaged import release
+from ema_client._averaged import wait_unread
 from ema_client._callbacks import check_options, check_tracks, saved_state
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._optimizers import parameter_ids, unwrap_optimizers
@@ -379,5 +379,5 @@ class EMAModel:
 
 
 def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    release(targets)
+    wait_unread(targets)
     write(zip(targets, values))
