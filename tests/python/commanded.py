@@ -11,14 +11,13 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ema_client
 import numpy as np
 from replay import half_life_weight
-from testing import Weights, assert_same_bits, replay
+from testing import Weights, assert_same_bits, replay, wait_for
 
 HERE = pathlib.Path(__file__).parent
 HALF_LIFE = 4
@@ -77,17 +76,15 @@ class Rank:
         return self.answer()
 
     def await_log(self, text: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.log():
-            assert time.monotonic() < deadline, f"rank {self.rank} does not say {text!r}"
-            time.sleep(0.02)
+        wait_for(lambda: text in self.log(), f"rank {self.rank} says {text!r}", PATIENCE_S)
 
     def await_stats(self, **expected: int) -> None:
         """Until what it answers has these values."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not expected.items() <= (answer := self.do("stats")).items():
-            assert time.monotonic() < deadline, f"rank {self.rank}: {answer}, not {expected}"
-            time.sleep(0.02)
+        wait_for(
+            lambda: expected.items() <= self.do("stats").items(),
+            lambda: f"rank {self.rank}: {self.do('stats')}, not {expected}",
+            PATIENCE_S,
+        )
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -95,10 +92,11 @@ class Rank:
     def wait(self) -> int:
         """Its exit code. Nothing that it has started may be left."""
         code = self.process.wait(PATIENCE_S)
-        deadline = time.monotonic() + PATIENCE_S
-        while is_alive(self.process.pid):
-            assert time.monotonic() < deadline, f"rank {self.rank} leaves processes"
-            time.sleep(0.02)
+        wait_for(
+            lambda: not is_alive(self.process.pid),
+            f"rank {self.rank} leaves no process",
+            PATIENCE_S,
+        )
         return code
 
     def kill(self) -> None:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 
 from server_process import ServerProcess
 
@@ -15,13 +13,6 @@ from server_process import ServerProcess
 Series = dict[tuple[tuple[str, str], ...], float]
 
 LISTEN = ("--http-listen", "127.0.0.1:0")
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def find_url(log: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
-from testing import assert_same_bits, replay
+from testing import assert_same_bits, replay, step_until, wait_for
 
 HERE = pathlib.Path(__file__).parent
 
@@ -56,10 +56,7 @@ def train(trainer, steps):
 
 def await_pushes(ema, count):
     """Until so many have ended, well or not."""
-    deadline = time.monotonic() + 30
-    while ema.stats.pushes + ema.stats.skipped < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: ema.stats.pushes + ema.stats.skipped >= count, f"{count} pushes", 30)
 
 
 def pushes_of(client, model, logged):
@@ -241,10 +238,9 @@ def test_pushes_start_again_when_the_server_is_back(model, trainer, tmp_path):
             train(trainer, 2)
             assert ema.stats.skipped >= 1
             server.start(port=server.port)
-            deadline = time.monotonic() + 30
-            while ema.version.incarnation == saved.incarnation and time.monotonic() < deadline:
-                train(trainer, 1)
-                time.sleep(0.05)
+            step_until(
+                lambda: ema.version.incarnation != saved.incarnation, trainer.step, timeout_s=30
+            )
         assert ema.version.incarnation > saved.incarnation
         assert ema.version.number > saved.number
         # The half-life is right in spite of the steps that were skipped.
@@ -259,12 +255,8 @@ def test_a_server_that_has_forgotten_the_model_gets_it_again(model, trainer, tmp
             train(trainer, 3)
             server.kill()
             server.start(port=server.port)
-            deadline = time.monotonic() + 60
             pushes = ema.stats.pushes
-            while ema.stats.pushes < pushes + 2 and time.monotonic() < deadline:
-                train(trainer, 1)
-                time.sleep(0.05)
-        assert ema.stats.pushes >= pushes + 2
+            step_until(lambda: ema.stats.pushes >= pushes + 2, trainer.step)
         with ema_client.Client(server.address) as client:
             assert client.model(model).latest == ema.version
 

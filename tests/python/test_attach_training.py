@@ -8,13 +8,12 @@ import io
 import os
 import signal
 import threading
-import time
 
 import ema_client
 import pytest
 import torch
 from ema_client._guard import Push
-from testing import assert_same_bits, replay
+from testing import assert_same_bits, replay, step_until, wait_for
 
 
 def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -278,10 +277,8 @@ class Normalised(torch.nn.Module):
         return x @ self.weight.T
 
 
-def await_pushes(ema: ema_client.Attachment, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while ema.stats.pushes < count:
-        assert time.monotonic() < deadline
+def await_versions(ema: ema_client.Attachment, count: int) -> None:
+    wait_for(lambda: ema.stats.pushes >= count, f"{count} versions", 30)
 
 
 def warnings_of(caplog):
@@ -297,7 +294,7 @@ def test_a_forward_that_writes_parameters_is_noticed(server, client, model, capl
             module(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()
             logged[step] = values_of(module)
-            await_pushes(ema, step)
+            await_versions(ema, step)
     (warning,) = warnings_of(caplog)
     assert "step 1 " in warning and ": weight; copied" in warning
     pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]
@@ -320,7 +317,7 @@ def test_writes_through_data_are_noticed(server, client, model, caplog, shape):
             module.weight.grad = torch.ones_like(module.weight)
             optimizer.step()
             logged[step] = values_of(module)
-            await_pushes(ema, step)
+            await_versions(ema, step)
             module.weight.data.clamp_(-0.1, 0.1)
     (warning,) = warnings_of(caplog)
     assert "step 1 " in warning and ": weight; copied" in warning
@@ -349,10 +346,7 @@ def test_a_push_of_parameters_that_the_forward_writes_is_given_up(server, client
             assert ema.stats.skipped >= 1
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 60
-        while ema.stats.pushes < 3:
-            assert time.monotonic() < deadline
-            step()
+        step_until(lambda: ema.stats.pushes >= 3, step)
     (warning,) = warnings_of(caplog)
     assert "push of step 1 skipped" in warning and ": weight; copied" in warning
     pushes = [(entry.version, logged[entry.version.step]) for entry in client.versions(model)]

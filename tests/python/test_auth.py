@@ -8,26 +8,19 @@ import json
 import os
 import pathlib
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
 import torch
 from server_process import ROOT, ServerProcess
+from testing import wait_for
 
 TRAINER = "trainer-6f1d2c70b4e94b0f"
 EVALUATOR = "evaluator-0d0f6f0c0b3a4a8c"
 ADMIN = "admin-51e3a0b2c7d84f60"
 WEIGHTS = {"w": np.arange(1000, dtype=np.float32)}
-
-
-def eventually(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def write(path: pathlib.Path, text: str) -> None:
@@ -141,19 +134,21 @@ def test_changed_files_are_taken_over_on_both_sides(
                     return True
                 return False
 
-            eventually(is_refused)
+            wait_for(is_refused, "the old token is refused", 30)
             with pytest.raises(ema_client.UnauthenticatedError):
                 run.push(step=2, weights=WEIGHTS)
             write(mine, new)
             assert run.push(step=3, weights=WEIGHTS).number == 2
     # A file that is wrong is not taken over, and the log says so, without what is in it.
     write(tokens, f"nobody {ADMIN}")
-    eventually(lambda: "not taken over" in server.log_path.read_text())
+    wait_for(lambda: "not taken over" in server.log_path.read_text(), "the log says so", 30)
     with client_of(server, new) as trainer:
         assert trainer.model("digits-3").name == "digits-3"
     write(tokens, f"admin {new}")
-    eventually(
-        lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1]
+    wait_for(
+        lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1],
+        "the file is taken over",
+        30,
     )
 
 
@@ -187,7 +182,11 @@ def test_a_watch_ends_when_its_token_is_taken_away(
             assert '"step":1' in watch.stdout.readline().replace(" ", "")
             # A file that says the same of it ends nothing.
             write(tokens, f"trainer {TRAINER} digits-*\nevaluator {EVALUATOR}\n")
-            eventually(lambda: server.log_path.read_text().count("token file taken over") == 1)
+            wait_for(
+                lambda: server.log_path.read_text().count("token file taken over") == 1,
+                "the file is taken over",
+                30,
+            )
             run.push(step=2, weights=WEIGHTS)
             assert '"step":2' in watch.stdout.readline().replace(" ", "")
             write(tokens, f"trainer {TRAINER} digits-*\nevaluator {EVALUATOR} faces\n")

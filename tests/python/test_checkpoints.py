@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from server_process import ServerProcess
 from test_emactl import emactl  # noqa: F401
-from testing import assert_same_bits, random_weights
+from testing import assert_same_bits, random_weights, wait_for
 
 TRACKS = {"fast": "20ba", "raw": "copy"}
 
@@ -76,10 +76,8 @@ def test_what_was_saved_is_listed_shown_and_deleted(client, model, rng, versions
 def test_a_save_without_waiting_tells_when_it_is_done(client, model, versions):
     saving = client.create_checkpoint(model, wait=False)
     assert saving.version == versions[-1][0]
-    deadline = time.monotonic() + 60
-    while (info := client.checkpoint(model, saving.name)).state == "saving":
-        assert time.monotonic() < deadline
-    assert info.state == "complete"
+    wait_for(lambda: client.checkpoint(model, saving.name).state != "saving", "the save has ended")
+    assert client.checkpoint(model, saving.name).state == "complete"
 
 
 def test_a_part_of_the_tracks(client, model, versions):

@@ -13,8 +13,9 @@ import subprocess
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, scrape, wait_for
+from http_pages import LISTEN, scrape
 from server_process import ROOT, ServerProcess, server_binary
+from testing import wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 

@@ -61,7 +61,7 @@ def test_a_child_may_exit_in_any_way(server, client, model):
     if child == 0:
         del push, run
         os._exit(0)
-    assert wait_for(child) == 0
+    assert exit_code_of(child) == 0
     assert push.wait().number == 1
     program = f"""
 import os, sys, ema_client, torch
@@ -88,7 +88,7 @@ def test_a_child_that_uses_the_parents_client_is_told(client, model):
         except ema_client.FailedPreconditionError:
             os._exit(7)
         os._exit(1)
-    assert wait_for(child) == 7
+    assert exit_code_of(child) == 7
     client.model(model)
 
 
@@ -107,7 +107,7 @@ def test_a_child_may_write_the_weights_that_its_parent_pushes(server, model):
             except BaseException:
                 os._exit(1)
             os._exit(0)
-        assert wait_for(child) == 0
+        assert exit_code_of(child) == 0
 
 
 def test_a_child_takes_nothing_that_its_parent_shall_find(server, model):
@@ -120,11 +120,11 @@ def test_a_child_takes_nothing_that_its_parent_shall_find(server, model):
         child = os.fork()
         if child == 0:
             os._exit(0 if ema.stats.pushes == 1 and ema._link._lost_version is not None else 1)
-        assert wait_for(child) == 0
+        assert exit_code_of(child) == 0
         assert ema.stats.pushes == 2
 
 
-def wait_for(child: int, timeout_s: float = 30.0) -> int:
+def exit_code_of(child: int, timeout_s: float = 30.0) -> int:
     """The exit code of a forked child; one that hangs is killed."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

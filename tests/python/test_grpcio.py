@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 from examples import run_example
-from http_pages import wait_for
 from server_process import ROOT, ServerProcess
+from testing import wait_for
 
 pytestmark = pytest.mark.framework
 

@@ -12,9 +12,9 @@ import ema_client
 import numpy as np
 import pytest
 from half_sent import HalfSender
-from http_pages import LISTEN, find_url, get, scrape, value, wait_for
+from http_pages import LISTEN, find_url, get, scrape, value
 from server_process import ServerProcess
-from testing import SERVING, check_health
+from testing import SERVING, check_health, wait_for
 
 ADMIN = "admin-51e3a0b2c7d84f60"
 EMA = "/ema.v1.EmaService/"

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, wait_for
+from http_pages import LISTEN, find_url, get
 from server_process import ServerProcess, server_binary
 from system_calls import why_no_strace
-from testing import NOT_SERVING, check_health
+from testing import NOT_SERVING, check_health, wait_for
 
 WEIGHTS = {"w": np.ones(1000, np.float32)}
 TRACKS = {"ema": "4ba", "raw": "copy"}

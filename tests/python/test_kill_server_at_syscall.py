@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from server_process import ServerError, ServerProcess, server_binary
 from system_calls import Point, attach, kill_at, why_no_strace, write_killed_binary
+from testing import wait_for
 
 # Calls by which the disk changes, or what was written becomes durable.
 CHANGES = "fsync fdatasync rename renameat renameat2 unlink unlinkat rmdir mkdir mkdirat ftruncate".split()
@@ -199,10 +200,8 @@ def is_answered(server: ServerProcess, act: Callable[[ema_client.Client], object
         called.result(timeout=1)
         return True
     except (concurrent.futures.TimeoutError, ema_client.UnavailableError):
-        deadline = time.monotonic() + 10
-        while server.is_running() and time.monotonic() < deadline:
-            time.sleep(0.01)  # A killed process takes a moment to be gone.
-        assert not server.is_running()
+        # A killed process takes a moment to be gone.
+        wait_for(lambda: not server.is_running(), "the server's end", 10)
         return False
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, scrape, value, wait_for
+from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
+from testing import wait_for
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("grpc_tools")

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, scrape, value, wait_for
+from http_pages import LISTEN, find_url, get, scrape, value
 from metrics_contract import METRICS, TLS_ONLY
 from server_process import ServerProcess
+from testing import wait_for
 
 WEIGHTS = {"w": np.ones(100_000, np.float32)}
 TRACKS = {"ema": "4ba", "raw": "copy"}

@@ -7,7 +7,6 @@ import json
 import math
 import pathlib
 import subprocess
-import time
 
 import ema_client
 import numpy as np
@@ -19,7 +18,7 @@ from ema_client._pieces import pieces_of
 from ema_client._ranks import Ranks
 from server_process import ServerProcess
 from test_emactl import EMACTL
-from testing import assert_same_bits
+from testing import assert_same_bits, wait_for
 
 STEPS = 400
 HALF_LIFE = 20
@@ -44,12 +43,14 @@ def kept_steps(data_dir: pathlib.Path, model: str) -> list[int]:
 def wait_until_kept(server: ServerProcess, model: str, step: int) -> None:
     """Until the server has said so: then it can keep the next."""
     line = f" checkpoint saved model={model} step={step} "
-    deadline = time.monotonic() + 30
-    while not any(
-        line in text and " keep=true" in text for text in server.log_path.read_text().splitlines()
-    ):
-        assert time.monotonic() < deadline, (step, server.log())
-        time.sleep(0.002)
+    wait_for(
+        lambda: any(
+            line in text and " keep=true" in text
+            for text in server.log_path.read_text().splitlines()
+        ),
+        lambda: f"step {step} is kept; {server.log()}",
+        30,
+    )
 
 
 class Walk:

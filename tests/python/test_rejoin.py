@@ -15,6 +15,7 @@ import torch
 from ema_client._away import Link, is_outage
 from ema_client._run import Joined
 from server_process import ServerProcess
+from testing import step_until
 
 
 class FakeRun:
@@ -195,10 +196,7 @@ def test_a_training_whose_process_has_no_more_threads(tmp_path, model, monkeypat
                     step()
             assert ema.stats.pushes == 1 and ema.stats.skipped >= 1
             server.start(port=server.port)
-            deadline = time.monotonic() + 60
-            while ema.stats.pushes < 2:
-                assert time.monotonic() < deadline, caplog.text
-                step()
+            step_until(lambda: ema.stats.pushes >= 2, step)
             lost = ema.stats.skipped
             for _ in range(3):
                 step()

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 import ema_client
 import numpy as np
 import pytest
-from http_pages import wait_for
 from server_process import ROOT, ServerProcess, server_binary
 from system_calls import why_no_strace
-from testing import NOT_SERVING, SERVING, assert_same_bits, check_health
+from testing import NOT_SERVING, SERVING, assert_same_bits, check_health, wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 WEIGHTS = {"w": np.arange(1000, dtype=np.float32)}

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from ema_client._url import split_url, with_port
-from http_pages import LISTEN, scrape, value, wait_for
+from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
+from testing import wait_for
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
+from testing import wait_for
 
 
 def floats(*values: float) -> np.ndarray:
@@ -96,10 +97,7 @@ def test_tracks_change_while_a_trainer_is_attached(server, client, model):
     def train_and_wait(steps: int) -> None:
         for _ in range(steps):
             train(module, optimizer, 1)
-            deadline = time.monotonic() + 30
-            while ema._pending is not None and not ema._pending.done:
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            wait_for(lambda: ema._pending is None or ema._pending.done, "the push has ended", 30)
 
     with ema:
         train_and_wait(6)
@@ -323,9 +321,7 @@ def test_statistics_come_by_themselves_where_the_server_is_told_so(tmp_path, mod
         with client.open_run(model) as run:
             for step in (1, 2):
                 run.push(step=step, weights=weights)
-        deadline = time.monotonic() + 20
-        while not (statistics := client.model(model).latest.statistics):
-            assert time.monotonic() < deadline
+        statistics = wait_for(lambda: client.model(model).latest.statistics, "statistics", 20)
         assert statistics == {"ema": ema_client.TrackStatistics(norm=5.0)}
         assert not client.versions(model)[0].version.statistics
 

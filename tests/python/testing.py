@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import ema_client
 import numpy as np
@@ -14,12 +15,35 @@ import pytest
 from replay import Replay, differing_bits
 
 Weights = dict[str, np.ndarray]
+Found = TypeVar("Found")
 
 _COMPOSER_PYTHON = pathlib.Path(__file__).parents[2] / "build/venv-composer/bin/python"
 
 # HealthCheckResponse{status}
 SERVING = b"\x08\x01"
 NOT_SERVING = b"\x08\x02"
+
+
+def wait_for(
+    condition: Callable[[], Found], what: str | Callable[[], str], timeout_s: float = 60.0
+) -> Found:
+    """What `condition` gives when that is true. `what`: for the failure; a function is called then."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        is_in_time = time.monotonic() < deadline
+        assert is_in_time, f"not within {timeout_s} s: {what if isinstance(what, str) else what()}"
+        time.sleep(0.005)
+    return found
+
+
+def step_until(
+    condition: Callable[[], object], step: Callable[[], object], timeout_s: float = 60.0
+) -> None:
+    """Makes steps of a training until `condition` gives something true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        step()
 
 
 def composer_python() -> pathlib.Path:
