@@ -6,13 +6,25 @@ from __future__ import annotations
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
+import pytest
 from server_process import ServerProcess
 
 # Of a metric: its labels, sorted, and what it is.
 Series = dict[tuple[tuple[str, str], ...], float]
 
 LISTEN = ("--http-listen", "127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """For a test file to import: a server that shows them, all statistics included."""
+    folder = tmp_path_factory.mktemp("server")
+    flags = (*LISTEN, "--statistics-every-commits", "1")
+    with ServerProcess(folder, *flags, data_dir=folder / "data") as process:
+        yield process
+        assert process.stop() == 0, process.log()
 
 
 def find_url(log: str) -> str:

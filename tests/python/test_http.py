@@ -8,12 +8,11 @@ import pathlib
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get
+from http_pages import LISTEN, find_url, get, server  # noqa: F401
 from server_process import ServerProcess, server_binary
 from system_calls import why_no_strace
 from testing import NOT_SERVING, check_health, wait_for
@@ -24,15 +23,6 @@ TRACKS = {"ema": "4ba", "raw": "copy"}
 
 def url_of(server: ServerProcess) -> str:
     return find_url(server.log_path.read_text())
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("server")
-    flags = (*LISTEN, "--statistics-every-commits", "1")
-    with ServerProcess(folder, *flags, data_dir=folder / "data") as process:
-        yield process
-        assert process.stop() == 0, process.log()
 
 
 def test_probes_of_a_server_that_serves(server):

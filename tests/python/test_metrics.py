@@ -5,27 +5,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, scrape, value
+from http_pages import find_url, get, scrape, server, value  # noqa: F401
 from metrics_contract import METRICS, TLS_ONLY
-from server_process import ServerProcess
 from testing import wait_for
 
 WEIGHTS = {"w": np.ones(100_000, np.float32)}
 TRACKS = {"ema": "4ba", "raw": "copy"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("server")
-    flags = (*LISTEN, "--statistics-every-commits", "1")
-    with ServerProcess(folder, *flags, data_dir=folder / "data") as process:
-        yield process
-        assert process.stop() == 0, process.log()
 
 
 @pytest.fixture
