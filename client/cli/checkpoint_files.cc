@@ -170,7 +170,7 @@ absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool
       {{"copied", BaseName(from)},
        {"to", to},
        {"step", copied->record.step},
-       {"version", copied->record.version},
+       {"version", copied->record.number},
        {"bytes", copied->total_bytes}},
       absl::StrCat(BaseName(from), " (step ", copied->record.step, ", ", copied->total_bytes,
                    " bytes of weights and more) copied to ", to, " and verified\n"));

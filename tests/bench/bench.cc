@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kStandardTensors = 400;
 // In which a run looks by how many connections it pushes: 1, 2, 4 or 8.
-constexpr int kSearchPushes = ConnectionCount::kWarmUp + 4 * ConnectionCount::kPushes;
+constexpr int kSearchPushes =
+    client_internal::ConnectionCount::kWarmUp + 4 * client_internal::ConnectionCount::kPushes;
 
 Manifest NewManifest(size_t total_bytes, int64_t tensor_count) {
   const int64_t elements = static_cast<int64_t>(total_bytes / sizeof(float)) / tensor_count;
