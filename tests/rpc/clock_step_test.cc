@@ -58,7 +58,7 @@ TEST_F(ClockStepTest, ADrainEndsAtItsTimeAfterItWasSetBack) {
   step_seconds = 3600;
   const SteadyTime deadline = After(SteadyNow(), absl::Milliseconds(300));
   std::thread draining([&] { store_->Drain(deadline); });
-  while (GetErrorReason(TestRank(*store_->Get("m"), "late").Join()) != ErrorReason::kDraining) {
+  while (GetErrorReason(rank.Join()) != ErrorReason::kDraining) {
     std::this_thread::yield();
   }
   step_seconds = 0;
