@@ -295,15 +295,19 @@ TEST_F(CheckpointScrubTest, WhatCannotBeFoundAgainIsSkipped) {
   // While the first one is read, another is removed, but the disk fails: what is there must be
   // looked for.
   bool has_begun = false;
-  files_.set_hook([&](const std::string& operation, const std::string&) {
-    if (operation == "rename" || operation == "list") return absl::UnavailableError("I/O error");
+  bool has_failed = false;
+  files_.set_hook([&](const std::string& operation, const std::string& path) {
+    if (operation == "rename") has_failed = true;
+    if (has_failed && (operation == "rename" || path == kTestFolder)) {
+      return absl::UnavailableError("Input/output error");
+    }
     if (operation == "read" && !std::exchange(has_begun, true)) {
       EXPECT_FALSE(server.manager().Delete(server.model(), names[1]).ok());
     }
     return absl::OkStatus();
   });
   const CheckpointManager::ScrubReport report = server.manager().Scrub(server.models());
-  EXPECT_TRUE(has_begun);
+  EXPECT_TRUE(has_failed);
   EXPECT_GT(report.skipped_count, 0);
   EXPECT_EQ(report.bad_count + report.unreadable_count, 0);
   files_.set_hook(nullptr);
