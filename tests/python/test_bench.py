@@ -116,7 +116,7 @@ def test_report_has_every_row(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, FOLDER / "report.py", rows, tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == (tmp_path / "report.md").read_text()
-    assert "| 1.10 (0.90 - 1.20) | at least 1 | yes | 0.14 + 0.13 |" in result.stdout
+    assert "| 1.100 (0.900 - 1.200) | at least 1 | yes | 0.14 + 0.13 |" in result.stdout
     assert "another push: missing. peer: no Ray here." in result.stdout
     assert [row["met"] for row in json.loads((tmp_path / "report.json").read_text())] == [
         True,
