@@ -199,8 +199,9 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
 
 SnapshotRef Model::PinLocked(const SnapshotRef& snapshot) {
   ++pins_[snapshot.get()];
-  // No reference of its own, which would outlive Unpin(): the model keeps what is pinned.
-  return SnapshotRef(snapshot.get(), [model = shared_from_this()](const Snapshot* pinned) {
+  return SnapshotRef(snapshot.get(), [model = shared_from_this(),
+                                      held = snapshot](const Snapshot* pinned) mutable {
+    held = nullptr;  // A commit that evicts it after Unpin() is to be the last to let go of it.
     model->Unpin(pinned);
   });
 }
