@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ema_client
 import numpy as np
@@ -63,13 +63,17 @@ class Rank:
 
     def answer(self) -> dict[str, Any]:
         if not self.answers(PATIENCE_S):
-            self.send(signal.SIGUSR1)
-            self.answers(1)
-            raise AssertionError(f"rank {self.rank} hangs: {self.log()}")
+            self.fail_hanging()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"rank {self.rank} has ended: {self.log()}"
         return dict(json.loads(line))
+
+    def fail_hanging(self) -> NoReturn:
+        """Fails with where it hangs."""
+        self.send(signal.SIGUSR1)
+        self.answers(1)
+        raise AssertionError(f"rank {self.rank} hangs: {self.log()}")
 
     def do(self, command: str = "step") -> dict[str, Any]:
         self.tell(command)
@@ -91,7 +95,10 @@ class Rank:
 
     def wait(self) -> int:
         """Its exit code. Nothing that it has started may be left."""
-        code = self.process.wait(PATIENCE_S)
+        try:
+            code = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.fail_hanging()
         wait_for(
             lambda: not is_alive(self.process.pid),
             f"rank {self.rank} leaves no process",
