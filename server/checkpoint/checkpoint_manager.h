@@ -87,7 +87,8 @@ class CheckpointManager final : public Checkpoints {
   // Of every model that has any. Never blocks on the disk.
   std::map<std::string, CheckpointCounts> CountAll() ABSL_LOCKS_EXCLUDED(mu_);
   // When the last complete scrub that skipped none ended, of this server or an earlier one of the
-  // same directory; the first LoadAll() there counts as one. Absent: there are none.
+  // same directory; the first LoadAll() there counts as one, and any to which the disk does not
+  // say. Absent: there are none.
   std::optional<absl::Time> scrub_time() ABSL_LOCKS_EXCLUDED(mu_);
 
   // As Model::Options::on_commit. Never waits for the disk.

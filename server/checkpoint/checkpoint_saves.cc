@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of CheckpointManager that saves, at once or later.
+#include <algorithm>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/steady_wait.h"
+#include "server/checkpoint/checkpoint_manager.h"
+
+namespace ema {
+namespace {
+
+constexpr size_t kMaxFailed = 64;  // Of a model.
+
+// What is known of a version that is to be saved under `name`.
+CheckpointInfo InfoOf(const std::string& name, const Snapshot& snapshot,
+                      const std::vector<std::string>& tracks) {
+  CheckpointInfo info{.name = name,
+                      .state = CheckpointInfo::State::kSaving,
+                      .id = snapshot.record.id(),
+                      .step = snapshot.record.step,
+                      .commit_time = snapshot.record.commit_time,
+                      .tracks = tracks,
+                      .is_partial = !tracks.empty()};
+  if (!tracks.empty()) return info;
+  for (const TrackSnapshot& track : snapshot.tracks) info.tracks.push_back(track.track->name());
+  return info;
+}
+
+// The tracks to be saved: sorted, once each; none: all that the model has are asked for.
+absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const Snapshot& snapshot,
+                                                      const std::vector<std::string>& asked) {
+  const std::set<std::string> names(asked.begin(), asked.end());
+  for (const std::string& name : names) {
+    if (snapshot.Find(name) != nullptr) continue;
+    EMA_RETURN_IF_ERROR(model.CheckTrack(name));
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                     absl::StrCat("model \"", model.config().name, "\": track \"", name,
+                                  "\" has no value in version ", snapshot.record.number));
+  }
+  const bool has_all =
+      std::all_of(snapshot.tracks.begin(), snapshot.tracks.end(),
+                  [&](const TrackSnapshot& track) { return names.contains(track.track->name()); });
+  if (has_all) return std::vector<std::string>();
+  return std::vector<std::string>(names.begin(), names.end());
+}
+
+}  // namespace
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
+    Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
+  absl::StatusOr<Saved> saved = TrySave(model, snapshot, options);
+  if (!saved.ok()) LogFailedSave(model, snapshot, options.tracks, saved.status(), {});
+  return saved;
+}
+
+void CheckpointManager::LogFailedSave(const Model& model, const SnapshotRef& snapshot,
+                                      const std::vector<std::string>& tracks,
+                                      const absl::Status& status,
+                                      const std::vector<LogField>& more) const {
+  // Of a model that has been deleted, nothing is missing.
+  if (absl::IsNotFound(status)) return;
+  std::vector<LogField> fields;
+  if (snapshot != nullptr) {
+    fields = {{"step", snapshot->record.step},
+              {"version", snapshot->record.number},
+              {"checkpoint", CheckpointStore::NameOf(*snapshot, tracks)}};
+  }
+  fields.insert(fields.end(), more.begin(), more.end());
+  if (const ErrorReason reason = GetErrorReason(status); reason != ErrorReason::kUnspecified) {
+    fields.emplace_back("reason", ErrorReasonName(reason));
+  }
+  fields.emplace_back("error", status);
+  Log(LogLevel::kError, kSaveFailed, model, std::move(fields));
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
+    Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
+  const Key key{model.config().name, CheckpointStore::NameOf(*snapshot, options.tracks)};
+  {
+    absl::MutexLock lock(&mu_);
+    Saving& saving = saving_[key];
+    if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, options.tracks);
+  }
+  const VersionId durable = model.durable_version();
+  const absl::Time begin = absl::Now();
+  const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
+  const bool was_there = saved.ok() && !saved->was_written;
+  // Of a model that is deleted meanwhile nobody asks; another may have its name by now.
+  if (!was_there && !absl::IsNotFound(saved.status())) {
+    options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
+  }
+  // Not after some tracks only, or what was there before: that puts no automatic save off.
+  if (model.durable_version() > durable) scheduler_->OnSaved(model);
+  {
+    absl::MutexLock lock(&mu_);
+    NoteEnd(key, saved.status());
+  }
+  EMA_RETURN_IF_ERROR(saved.status());
+  if (!was_there) {
+    Log(LogLevel::kInfo, "checkpoint saved", model,
+        {{"step", snapshot->record.step},
+         {"version", snapshot->record.number},
+         {"checkpoint", saved->name},
+         {"bytes", saved->total_bytes},
+         {"keep", options.keep}});
+  }
+  if (options.label.has_value()) {
+    LogLabelSet(model, options.label->name, snapshot->record.number, snapshot->record.step);
+  }
+  return Saved{snapshot->record, saved->name, saved->total_bytes};
+}
+
+void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
+  const auto it = saving_.find(key);
+  std::deque<CheckpointInfo>& failed = failed_[key.first];
+  std::erase_if(failed, [&](const CheckpointInfo& info) { return info.name == key.second; });
+  // Of a model that has been deleted, nothing is missing.
+  if (!status.ok() && !absl::IsNotFound(status)) {
+    failed.push_back(it->second.info);
+    failed.back().state = CheckpointInfo::State::kFailed;
+    failed.back().problem = status.ToString(absl::StatusToStringMode::kWithNoExtraData);
+    if (failed.size() > kMaxFailed) failed.pop_front();
+  }
+  if (failed.empty()) failed_.erase(key.first);
+  if (--it->second.count == 0) saving_.erase(it);
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
+                                                           const SaveRequest& request) {
+  if (!request.label.empty()) {
+    EMA_RETURN_IF_ERROR(ValidateName("label", request.label));
+    if (!request.tracks.empty()) {
+      return BadRequest(absl::StrCat("label: \"", request.label,
+                                     "\" given together with tracks; only a checkpoint with all "
+                                     "tracks can have one"));
+    }
+  }
+  const absl::StatusOr<SnapshotRef> pinned =
+      model.PinVersion(request.id.version, request.id.incarnation);
+  if (!pinned.ok()) {
+    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
+    if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
+    EMA_RETURN_IF_ERROR(CheckIsDurable(model, stored->id.version_id(), stored->is_partial));
+    EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
+    if (held == nullptr) return NotKept(model, request.id);
+    EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
+    if (!request.label.empty()) {
+      EMA_RETURN_IF_ERROR(PutLabel(
+          model,
+          {.name = request.label, .id = manifest.record.id(), .step = manifest.record.step}));
+    }
+    return Saved{manifest.record, stored->name, manifest.total_bytes};
+  }
+  SaveRequest wanted = request;
+  EMA_ASSIGN_OR_RETURN(wanted.tracks, ChooseTracks(model, **pinned, request.tracks));
+  if (wanted.async) return Enqueue(model, *pinned, wanted);
+  CheckpointStore::SaveOptions options{.tracks = wanted.tracks};
+  if (!wanted.label.empty()) options.label = CheckpointLabel{.name = wanted.label};
+  return SaveSnapshot(model, *pinned, options);
+}
+
+absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
+                                                              const SnapshotRef& snapshot,
+                                                              const SaveRequest& request) {
+  const Key key{model.config().name, CheckpointStore::NameOf(*snapshot, request.tracks)};
+  Saved saved{
+      .record = snapshot->record, .name = key.second, .state = CheckpointInfo::State::kSaving};
+  if (request.label.empty()) {
+    EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
+    if (known.has_value() && known->state == CheckpointInfo::State::kComplete &&
+        known->problem.empty() && CheckIsDurable(model, known->id, known->is_partial).ok()) {
+      saved.state = known->state;
+      saved.total_bytes = known->total_bytes;
+      return saved;
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  if (is_stopping_) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                     "the server is stopping");
+  }
+  EMA_RETURN_IF_ERROR(CheckMayWait(model, saved.record.id()));
+  Saving& saving = saving_[key];
+  if (!request.label.empty()) saving.labels.push_back(request.label);
+  if (saving.is_queued) return saved;
+  if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, request.tracks);
+  saving.is_queued = true;
+  saving.snapshot = snapshot;
+  saving.model = model.shared_from_this();
+  saving.tracks = request.tracks;
+  queue_.push_back(key);
+  wait_.WakeAll();
+  return saved;
+}
+
+absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId& id) const {
+  std::set<VersionId> others;
+  for (const auto& [key, saving] : saving_) {
+    if (key.first == model.config().name && saving.info.id != id) others.insert(saving.info.id);
+  }
+  const int64_t limit = std::max<int64_t>(model.config().max_pinned_versions - 1, 1);
+  if (static_cast<int64_t>(others.size()) < limit) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+      absl::StrCat("model \"", model.config().name, "\": ", others.size(),
+                   " other versions are being saved, or wait for that; readers need what "
+                   "max_pinned_versions allows besides"),
+      absl::Seconds(1));
+}
+
+void CheckpointManager::RunQueue() {
+  const auto is_ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return is_stopping_ || !queue_.empty();
+  };
+  while (true) {
+    Key key;
+    std::shared_ptr<Model> model;
+    SnapshotRef snapshot;
+    CheckpointStore::SaveOptions options;
+    {
+      absl::MutexLock lock(&mu_);
+      if (wait_.AwaitUntil(mu_, After(SteadyNow(), options_.free_space_interval), is_ready)) {
+        if (queue_.empty()) return;  // What was asked for is done.
+        key = queue_.front();
+        const Saving& saving = saving_[key];
+        model = saving.model;
+        snapshot = saving.snapshot;
+        options.tracks = saving.tracks;
+      }
+    }
+    if (model == nullptr) {
+      const Heartbeat::Work at_work(queue_heartbeat_);
+      NoteFreeSpace();
+      continue;
+    }
+    absl::Status status;
+    // Once, and once more for each label; what is on the disk then is not written again.
+    for (bool is_done = false; !is_done && status.ok();) {
+      {
+        absl::MutexLock lock(&mu_);
+        std::vector<std::string>& labels = saving_[key].labels;
+        options.label.reset();
+        if (!labels.empty()) {
+          options.label = CheckpointLabel{.name = labels.back()};
+          labels.pop_back();
+        }
+      }
+      {
+        const Heartbeat::Work at_work(queue_heartbeat_);
+        status = SaveSnapshot(*model, snapshot, options).status();
+      }
+      absl::MutexLock lock(&mu_);
+      Saving& saving = saving_[key];
+      is_done = saving.labels.empty();
+      if (!is_done && status.ok()) continue;
+      saving.is_queued = false;
+      saving.labels.clear();
+      saving.snapshot = nullptr;
+      saving.model = nullptr;
+    }
+    NoteFreeSpace();
+    // Lets go of the version before it is said that nothing is waiting.
+    snapshot = nullptr;
+    model = nullptr;
+    absl::MutexLock lock(&mu_);
+    queue_.pop_front();
+    NoteEnd(key, status);
+  }
+}
+
+}  // namespace ema
