@@ -27,38 +27,42 @@ namespace {
 
 // What gRPC may hold of one: its window, or a message that has arrived in part.
 int64_t PushStreamBytes(const ServerOptions& options) {
-  return std::max(RpcServer::kMaxWindowBytes, 2 * options.max_message_bytes);
+  return std::max(RpcServer::kMaxWindowBytes, 2 * options.limits.max_message_bytes);
 }
 
 // Those whose callers may make them, and probes.
 int64_t RequestCount(const ServerOptions& options) {
-  return options.max_arriving_requests + RpcServer::kMaxArrivingProbes;
+  return options.limits.max_arriving_requests + RpcServer::kMaxArrivingProbes;
 }
 
 // Of one that has arrived but for its end, and one read of the socket beside it.
 int64_t RequestBytes(const ServerOptions& options) {
-  return options.max_message_bytes + (int64_t{1} << 20);
+  return options.limits.max_message_bytes + (int64_t{1} << 20);
 }
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   // A chunk that is being made, one that is being sent, and gRPC's buffers.
-  constexpr int64_t kPullBytes = int64_t{4} << 20;
+  constexpr int64_t kPullBytes = (int64_t{4} << 20) + Reading::kFreeBytes;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
   MemoryFormula formula;
   formula.push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
   formula.pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
   formula.lane_bytes = 2 * SharedRing::kBytes;
-  formula.lane_count =
-      options.same_host_lane == "on" ? options.max_push_streams + options.max_pull_streams : 0;
-  formula.stream_bytes = options.max_push_streams * formula.push_bytes +
-                         options.max_pull_streams * formula.pull_bytes +
+  formula.lane_count = options.same_host_lane == "on"
+                           ? options.limits.max_push_streams + options.limits.max_pull_streams
+                           : 0;
+  formula.stream_bytes = options.limits.max_push_streams * formula.push_bytes +
+                         options.limits.max_pull_streams * formula.pull_bytes +
                          formula.lane_count * formula.lane_bytes +
                          RequestCount(options) * RequestBytes(options);
+  formula.waiting_bytes = std::max(RpcServer::kMaxWaitingBytes, options.limits.max_message_bytes);
+  formula.record_bytes = options.max_models * Model::kUncountedBytes;
   formula.kept_bytes = Server::kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
   if (!device.is_host()) {
     const int64_t left_bytes = MakeCpuDevice(0)->total_memory_bytes() - formula.process_bytes -
-                               formula.stream_bytes - formula.kept_bytes;
+                               formula.stream_bytes - formula.waiting_bytes - formula.record_bytes -
+                               formula.kept_bytes;
     formula.host_budget_bytes = std::max(left_bytes / 5 * 4, kMaxAttachedFileBytes);
   }
   return formula;
@@ -78,36 +82,40 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
   const int64_t host_model_bytes = device.is_host() ? model_bytes : 0;
   const int64_t at_most_bytes = formula.process_bytes + host_model_bytes +
                                 formula.host_budget_bytes + formula.stream_bytes +
-                                formula.kept_bytes;
+                                formula.waiting_bytes + formula.record_bytes + formula.kept_bytes;
   Log(LogLevel::kInfo, "memory",
       {{"at_most_bytes", at_most_bytes},
        {"formula",
         "now + models + files_and_casts + push_streams * push_stream + pull_streams * pull_stream "
-        "+ lanes * lane + requests * request + freed; a model takes the bytes of its tracks * (2 + "
-        "max_pinned_versions)"},
+        "+ lanes * lane + requests * request + waiting + max_models * records + freed; a model "
+        "takes the bytes of its tracks * (2 + max_pinned_versions)"},
        {"now", formula.process_bytes},
        {"models", host_model_bytes},
        {"files_and_casts", formula.host_budget_bytes},
-       {"push_streams", options.max_push_streams},
+       {"push_streams", options.limits.max_push_streams},
        {"push_stream", formula.push_bytes},
-       {"pull_streams", options.max_pull_streams},
+       {"pull_streams", options.limits.max_pull_streams},
        {"pull_stream", formula.pull_bytes},
        {"lanes", formula.lane_count},
        {"lane", formula.lane_bytes},
        {"requests", RequestCount(options)},
        {"request", RequestBytes(options)},
+       {"waiting", formula.waiting_bytes},
+       {"max_models", options.max_models},
+       {"records", Model::kUncountedBytes},
        {"freed", formula.kept_bytes}});
   WarnOfMemory("host", at_most_bytes, MakeCpuDevice(0)->total_memory_bytes());
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
-  const int64_t device_at_most_bytes =
-      model_bytes + options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes;
+  const int64_t device_at_most_bytes = model_bytes +
+                                       options.limits.max_push_streams * overhead.bytes_per_stream +
+                                       overhead.shared_bytes;
   Log(LogLevel::kInfo, "device memory",
       {{"at_most_bytes", device_at_most_bytes},
        {"formula", "models + push_streams * push_stream + readers"},
        {"device", device.name()},
        {"models", model_bytes},
-       {"push_streams", options.max_push_streams},
+       {"push_streams", options.limits.max_push_streams},
        {"push_stream", overhead.bytes_per_stream},
        {"readers", overhead.shared_bytes}});
   WarnOfMemory(device.name().c_str(), device_at_most_bytes, device.total_memory_bytes());
@@ -152,8 +160,8 @@ int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device) {
   const MemoryFormula formula = FormulaOf(options, device);
   const int64_t beside_bytes =
       device.is_host()
-          ? formula.stream_bytes + formula.kept_bytes
-          : options.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes;
+          ? formula.stream_bytes + formula.waiting_bytes + formula.record_bytes + formula.kept_bytes
+          : options.limits.max_push_streams * overhead.bytes_per_stream + overhead.shared_bytes;
   return (total_bytes - std::min(beside_bytes, total_bytes / 2)) / 5 * 4;
 }
 
@@ -189,24 +197,10 @@ CheckpointManager::Options Server::CheckpointOptions() {
 RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   RpcServer::Options rpc;
   rpc.listen_addresses = options_.listen;
-  rpc.connections = {options_.max_connections, options_.max_connections_per_peer};
-  rpc.max_streams_per_connection = options_.max_streams_per_connection;
-  rpc.max_message_bytes = options_.max_message_bytes;
-  rpc.max_metadata_bytes = options_.max_metadata_bytes;
-  rpc.handshake_timeout = options_.handshake_timeout;
-  rpc.keepalive_time = options_.keepalive_time;
-  rpc.keepalive_timeout = options_.keepalive_timeout;
-  rpc.max_connection_idle = options_.max_connection_idle;
+  rpc.limits = options_.limits;
   rpc.tls = {options_.tls_cert, options_.tls_key, options_.tls_client_ca};
   rpc.thread_count = static_cast<int>(options_.thread_count);
-  rpc.max_push_streams = options_.max_push_streams;
-  rpc.max_pull_streams = options_.max_pull_streams;
-  rpc.max_watch_streams = options_.max_watch_streams;
-  rpc.max_arriving_requests = options_.max_arriving_requests;
   rpc.same_host_lane = options_.same_host_lane == "on";
-  rpc.session_timeout = options_.session_timeout;
-  rpc.max_calls_per_second = options_.max_calls_per_second;
-  rpc.stall_timeout = options_.stream_timeout;
   rpc.authenticator = tokens_.get();
   rpc.log = Sink();
   rpc.heartbeats = heartbeats_;

@@ -72,12 +72,13 @@ ServerState Server::State(bool with_history) const {
                     .incarnation = incarnation_,
                     .statistics_every_commits = options_.statistics_every_commits,
                     .max_models = store_->max_models(),
-                    .max_connections_per_peer = options_.max_connections_per_peer,
-                    .max_sessions = options_.max_sessions,
-                    .max_calls_per_second = options_.max_calls_per_second};
+                    .limits = options_.limits,
+                    .max_sessions = options_.max_sessions};
   state.memory = {.budget_bytes = store_->budget().total_bytes(),
                   .reserved_bytes = store_->budget().reserved_bytes(),
                   .stream_bytes = formula_.stream_bytes,
+                  .waiting_bytes = formula_.waiting_bytes,
+                  .record_bytes = formula_.record_bytes,
                   .kept_bytes = formula_.kept_bytes,
                   .process_bytes = formula_.process_bytes,
                   .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0,
@@ -97,22 +98,12 @@ ServerState Server::State(bool with_history) const {
     absl::MutexLock lock(&mu_);
     if (serving_ != nullptr) {
       if (checkpoints_ != nullptr) state.checkpoints_health = serving_->checkpoints_health();
-      const RpcServer::Usage usage = serving_->usage();
-      state.push_streams = {usage.push_streams, usage.max_push_streams};
-      state.pull_streams = {usage.pull_streams, usage.max_pull_streams};
-      state.watch_streams = {usage.watch_streams, usage.max_watch_streams};
-      state.arriving_requests = {usage.arriving_requests, usage.max_arriving_requests};
-      state.connections = {usage.connections, usage.max_connections};
+      state.usage = serving_->usage();
       if (const auto certificate = serving_->certificate()) {
         state.tls = {.expiry = certificate->expiry, .has_rejected_files = certificate->is_rejected};
       }
     } else {
       state.is_recovering = true;
-      state.push_streams.limit = options_.max_push_streams;
-      state.pull_streams.limit = options_.max_pull_streams;
-      state.watch_streams.limit = options_.max_watch_streams;
-      state.arriving_requests.limit = options_.max_arriving_requests;
-      state.connections.limit = options_.max_connections;
     }
   }
   state.has_rejected_tokens = tokens_ != nullptr && !tokens_->problem().ok();

@@ -313,8 +313,9 @@ class Client {
     bool moved = false;  // By this call; after a retry it may be false although it was.
   };
   // An evaluator's score: the first and each better one moves the label to its version.
-  // INVALID_ARGUMENT: a score that is no number, or another direction than the label's scores
-  // before. Other errors as SetLabel.
+  // INVALID_ARGUMENT: a score that is no number, another direction than the label's scores before,
+  // or a label that SetLabel() has set, which stays until it is removed. RESOURCE_EXHAUSTED: the
+  // model has 16 labels that scores move. Other errors as SetLabel.
   absl::StatusOr<MetricResult> ReportMetric(std::string_view model, const Metric& metric,
                                             absl::Duration timeout = absl::Minutes(10));
 

@@ -42,6 +42,8 @@ class Manifest {
 
   // Sum of the tensors' bytes in the dtypes that are pushed.
   int64_t total_bytes() const { return total_bytes_; }
+  // What it takes, about.
+  int64_t memory_bytes() const;
   // CRC32C over, per tensor: name, a zero byte, dtype number (plus 128 for a buffer) and rank as
   // one byte each, extents as little-endian int64; per alias: a byte 1, name, a zero byte. Equal
   // manifests have equal digests.

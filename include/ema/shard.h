@@ -4,11 +4,11 @@
 #ifndef EMA_SHARD_H_
 #define EMA_SHARD_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
-#include "absl/container/btree_map.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ema/manifest.h"
@@ -58,6 +58,9 @@ class RankLayout {
   // is 0, the number of frozen ones; then -1, if the wire dtype is bfloat16.
   int64_t digest() const { return digest_; }
 
+  // What it takes, about.
+  int64_t memory_bytes() const;
+
   // The shard that holds byte `offset`. REQUIRES: 0 <= offset < total_bytes().
   int64_t FindShard(int64_t offset) const;
 
@@ -84,52 +87,16 @@ class RankLayout {
     Dtype dtype = Dtype::kFloat32;
     int64_t element_size = 0;
     int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
-    std::vector<int64_t> shape;
+    size_t shape = 0;              // Of the tensor, in shapes_.
   };
 
   std::vector<Shard> shards_;
   std::vector<Geometry> geometry_;
+  std::vector<std::vector<int64_t>> shapes_;  // One for all shards in a row of one tensor.
   std::vector<int64_t> starts_ = {0};
   int64_t frozen_shard_count_ = 0;
   WireDtype wire_dtype_ = WireDtype::kAsPushed;
   int64_t digest_ = 0;
-};
-
-// Counts which elements of a manifest the joined layouts hold.
-class LayoutCoverage {
- public:
-  explicit LayoutCoverage(const Manifest* manifest);
-
-  // Adds rank `rank`'s shards. INVALID_ARGUMENT: LAYOUT_OVERLAP, an element is held already;
-  // BAD_LAYOUT, a tensor is frozen here and not on another rank. The message names the tensor and
-  // both ranks, and nothing was added.
-  absl::Status Add(int64_t rank, const RankLayout& layout);
-
-  // By tensor: frozen on all ranks that hold some of it.
-  std::vector<bool> FrozenTensors() const;
-
-  // OK if every element is held. INVALID_ARGUMENT, LAYOUT_HOLE: names the first tensor with a hole
-  // and how many of its elements are in no shard.
-  absl::Status CheckComplete() const;
-
- private:
-  struct Box {
-    int64_t rank = 0;
-    Shard shard;
-  };
-  struct Tensor {
-    int64_t covered_elements = 0;
-    bool is_frozen = false;  // If it has boxes.
-    // By first element, row-major: boxes that share no element differ in it. None reaches further
-    // than `longest_reach` elements past its first, so few of them can touch a new one.
-    absl::btree_map<int64_t, Box> boxes;
-    int64_t longest_reach = 0;
-  };
-  // A box that is held already and shares an element with `shard`; nullptr: none.
-  const Box* FindOverlap(const Shard& shard) const;
-
-  const Manifest* manifest_;
-  std::vector<Tensor> tensors_;
 };
 
 // Tensors of a model by index; empty: none.

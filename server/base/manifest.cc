@@ -144,6 +144,25 @@ absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
   return manifest;
 }
 
+int64_t Manifest::memory_bytes() const {
+  // A place in an index, and besides its text or extents a piece of the heap.
+  constexpr size_t kIndexBytes = 2 * sizeof(std::pair<std::string, int64_t>);
+  constexpr size_t kHeapBytes = 16;
+  size_t bytes = 0;
+  const auto add_name = [&bytes](const std::string& name) {
+    bytes += kIndexBytes + 2 * (name.size() + kHeapBytes);
+  };
+  for (const TensorSpec& spec : tensors_) {
+    bytes += sizeof(spec) + kHeapBytes + spec.shape.size() * sizeof(int64_t);
+    add_name(spec.name);
+    for (const std::string& alias : spec.aliases) {
+      bytes += sizeof(alias);
+      add_name(alias);
+    }
+  }
+  return static_cast<int64_t>(bytes);
+}
+
 std::optional<int64_t> Manifest::Find(std::string_view name) const { return FindIn(index_, name); }
 
 std::optional<int64_t> Manifest::FindAlias(std::string_view alias) const {

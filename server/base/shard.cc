@@ -10,10 +10,12 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/box_tree.h"
 #include "server/base/crc32c.h"
 
 namespace ema {
@@ -26,16 +28,6 @@ absl::Status Refuse(ErrorReason reason, std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, reason, message);
 }
 std::string Label(const TensorSpec& spec) { return absl::StrCat("tensor \"", spec.name, "\""); }
-
-// Such as "[0:2, 16:32]".
-std::string BoxString(const Shard& shard) {
-  std::string text;
-  for (size_t d = 0; d < shard.offsets.size(); ++d) {
-    const int64_t end = shard.offsets[d] + shard.extents[d];
-    absl::StrAppend(&text, d == 0 ? "" : ", ", shard.offsets[d], ":", end);
-  }
-  return absl::StrCat("[", text, "]");
-}
 
 absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
   if (shard.tensor_index < 0 || shard.tensor_index >= manifest.tensor_count()) {
@@ -61,70 +53,24 @@ absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
                    quote(shard.extents), "] is not inside ", spec.TypeString()));
 }
 
-// REQUIRES: neither is empty, both are of one tensor.
-bool Overlap(const Shard& a, const Shard& b) {
-  for (size_t d = 0; d < a.offsets.size(); ++d) {
-    const int64_t distance = a.offsets[d] - b.offsets[d];
-    if (distance >= b.extents[d] || -distance >= a.extents[d]) return false;
-  }
-  return true;
-}
-
-// The dimension in which most of the boxes begin at different places.
-size_t MostDividedDimension(std::span<const Shard* const> boxes) {
-  size_t best_dimension = 0;
-  ptrdiff_t best_count = 0;
-  std::vector<int64_t> offsets(boxes.size());
-  for (size_t d = 0; d < boxes[0]->offsets.size(); ++d) {
-    std::transform(boxes.begin(), boxes.end(), offsets.begin(),
-                   [d](const Shard* box) { return box->offsets[d]; });
-    std::sort(offsets.begin(), offsets.end());
-    const ptrdiff_t count = std::unique(offsets.begin(), offsets.end()) - offsets.begin();
-    if (count > best_count) {
-      best_count = count;
-      best_dimension = d;
-    }
-  }
-  return best_dimension;
-}
-
-// Two of one tensor's non-empty boxes that share an element. Sorted along one dimension, a box is
-// compared with only those that begin before it ends.
-std::optional<std::pair<const Shard*, const Shard*>> FindPair(std::span<const Shard*> boxes) {
-  if (boxes.size() < 2) return std::nullopt;
-  if (boxes[0]->offsets.empty()) return std::pair(boxes[0], boxes[1]);
-  const size_t d = MostDividedDimension(boxes);
-  std::sort(boxes.begin(), boxes.end(),
-            [d](const Shard* a, const Shard* b) { return a->offsets[d] < b->offsets[d]; });
-  for (size_t i = 0; i < boxes.size(); ++i) {
-    const int64_t end = boxes[i]->offsets[d] + boxes[i]->extents[d];
-    for (size_t j = i + 1; j < boxes.size() && boxes[j]->offsets[d] < end; ++j) {
-      if (Overlap(*boxes[i], *boxes[j])) return std::pair(boxes[i], boxes[j]);
-    }
-  }
-  return std::nullopt;
-}
-
 absl::Status CheckDisjoint(const Manifest& manifest, const std::vector<Shard>& shards) {
-  std::vector<const Shard*> by_tensor;
-  by_tensor.reserve(shards.size());
-  for (const Shard& shard : shards) {
-    if (shard.element_count() > 0) by_tensor.push_back(&shard);
+  absl::flat_hash_map<int64_t, std::vector<BoxTree::Entry>> by_tensor;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    if (shards[i].element_count() == 0) continue;
+    by_tensor[shards[i].tensor_index].push_back({&shards[i], static_cast<int64_t>(i)});
   }
-  const auto is_before = [](const Shard* a, const Shard* b) {
-    return a->tensor_index < b->tensor_index;
-  };
-  std::stable_sort(by_tensor.begin(), by_tensor.end(), is_before);
-  for (auto begin = by_tensor.begin(); begin != by_tensor.end();) {
-    const auto end = std::upper_bound(begin, by_tensor.end(), *begin, is_before);
-    if (const auto pair = FindPair(std::span(begin, end))) {
-      return Refuse(ErrorReason::kLayoutOverlap,
-                    absl::StrCat(Label(manifest.tensor((*begin)->tensor_index)), ": shards ",
-                                 pair->first - shards.data(), " ", BoxString(*pair->first), " and ",
-                                 pair->second - shards.data(), " ", BoxString(*pair->second),
-                                 " share elements; each must be in one shard"));
+  for (auto& [index, entries] : by_tensor) {
+    if (entries.size() < 2) continue;
+    const TensorSpec& spec = manifest.tensor(index);
+    const std::optional<BoxTree> tree = BoxTree::Make(std::move(entries));
+    if (!tree.has_value()) return BoxTree::TooIrregular(spec);
+    if (const auto pair = tree->FindPair()) {
+      return Refuse(
+          ErrorReason::kLayoutOverlap,
+          absl::StrCat(Label(spec), ": shards ", pair->first.owner, " ", BoxText(*pair->first.box),
+                       " and ", pair->second.owner, " ", BoxText(*pair->second.box),
+                       " share elements; each must be in one shard"));
     }
-    begin = end;
   }
   return absl::OkStatus();
 }
@@ -142,10 +88,9 @@ absl::Status CheckFrozen(const Manifest& manifest, absl::Span<const Shard> shard
   for (const Shard& shard : shards.first(live_count)) is_live[shard.tensor_index] = true;
   for (const Shard& shard : shards.subspan(live_count)) {
     if (!is_live[shard.tensor_index]) continue;
-    return Refuse(
-        ErrorReason::kBadLayout,
-        absl::StrCat(Label(manifest.tensor(shard.tensor_index)), ": shard ", BoxString(shard),
-                     " is frozen, another is not; expected all or none"));
+    return Refuse(ErrorReason::kBadLayout,
+                  absl::StrCat(Label(manifest.tensor(shard.tensor_index)), ": shard ",
+                               BoxText(shard), " is frozen, another is not; expected all or none"));
   }
   return absl::OkStatus();
 }
@@ -210,18 +155,6 @@ class StretchCursor {
   std::array<int64_t, kMaxRank> position_ = {};
   int64_t tensor_element_ = 0;
 };
-
-// The shard's first and last element, in its tensor's row-major order. REQUIRES: it is not empty.
-std::pair<int64_t, int64_t> Reach(const Shard& shard, absl::Span<const int64_t> shape) {
-  const std::array<int64_t, kMaxRank> strides = Strides(shape);
-  int64_t first = 0;
-  int64_t distance = 0;
-  for (size_t d = 0; d < shape.size(); ++d) {
-    first += shard.offsets[d] * strides[d];
-    distance += (shard.extents[d] - 1) * strides[d];
-  }
-  return {first, first + distance};
-}
 
 // Appends the boxes that elements [begin, end) of `whole` make up, in its row-major order, each as
 // large as it can be: rows up to the next whole slab, whole slabs, rows of the last one.
@@ -322,8 +255,10 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const TensorSpec& spec = manifest.tensor(shard.tensor_index);
     const Dtype dtype = OnTheWire(spec.dtype, wire_dtype);
     const int64_t element_size = DtypeSize(dtype);
+    const bool is_next = layout.shapes_.empty() || (&shard)[-1].tensor_index != shard.tensor_index;
+    if (is_next) layout.shapes_.push_back(spec.shape);
     layout.geometry_.push_back(
-        {dtype, element_size, StretchElements(shard, spec.shape), spec.shape});
+        {dtype, element_size, StretchElements(shard, spec.shape), layout.shapes_.size() - 1});
     layout.starts_.push_back(layout.starts_.back() + shard.element_count() * element_size);
     digest_bytes.clear();
     AppendNumbers(digest_bytes, {shard.tensor_index});
@@ -340,6 +275,19 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   layout.wire_dtype_ = wire_dtype;
   layout.digest_ = crc;
   return layout;
+}
+
+int64_t RankLayout::memory_bytes() const {
+  // Besides its extents a vector's piece of the heap.
+  constexpr size_t kHeapBytes = 16;
+  size_t bytes = geometry_.size() * sizeof(Geometry) + starts_.size() * sizeof(int64_t);
+  for (const std::vector<int64_t>& shape : shapes_) {
+    bytes += sizeof(shape) + kHeapBytes + shape.size() * sizeof(int64_t);
+  }
+  for (const Shard& shard : shards_) {
+    bytes += sizeof(shard) + 2 * kHeapBytes + 2 * shard.offsets.size() * sizeof(int64_t);
+  }
+  return static_cast<int64_t>(bytes);
 }
 
 int64_t RankLayout::FindShard(int64_t offset) const {
@@ -364,7 +312,7 @@ void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
     const Geometry& geometry = geometry_[i];
     const int64_t element = (offset - starts_[i]) / geometry.element_size;
     int64_t skipped = element % geometry.stretch_elements;
-    StretchCursor cursor(shard, geometry.shape, geometry.stretch_elements,
+    StretchCursor cursor(shard, shapes_[geometry.shape], geometry.stretch_elements,
                          element / geometry.stretch_elements);
     for (; offset < shard_end; cursor.Next()) {
       const int64_t count = std::min(geometry.stretch_elements - skipped,
@@ -377,73 +325,6 @@ void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
       skipped = 0;
     }
   }
-}
-
-LayoutCoverage::LayoutCoverage(const Manifest* manifest)
-    : manifest_(manifest), tensors_(manifest->tensors().size()) {}
-
-const LayoutCoverage::Box* LayoutCoverage::FindOverlap(const Shard& shard) const {
-  const Tensor& tensor = tensors_[shard.tensor_index];
-  const auto [first, last] = Reach(shard, manifest_->tensor(shard.tensor_index).shape);
-  for (auto it = tensor.boxes.lower_bound(first - tensor.longest_reach);
-       it != tensor.boxes.end() && it->first <= last; ++it) {
-    if (Overlap(it->second.shard, shard)) return &it->second;
-  }
-  return nullptr;
-}
-
-absl::Status LayoutCoverage::Add(int64_t rank, const RankLayout& layout) {
-  for (const Shard& shard : layout.shards()) {
-    if (shard.element_count() == 0) continue;
-    if (const Box* box = FindOverlap(shard)) {
-      return Refuse(
-          ErrorReason::kLayoutOverlap,
-          absl::StrCat(Label(manifest_->tensor(shard.tensor_index)), ": ", BoxString(shard),
-                       " of rank ", rank, " and ", BoxString(box->shard), " of rank ", box->rank,
-                       " share elements; each must be held by one rank"));
-    }
-  }
-  const Shard* const frozen_begin = layout.frozen_shards().data();
-  for (const Shard& shard : layout.shards()) {
-    if (shard.element_count() == 0) continue;
-    const Tensor& tensor = tensors_[shard.tensor_index];
-    const bool is_frozen = &shard >= frozen_begin;
-    if (tensor.boxes.empty() || tensor.is_frozen == is_frozen) continue;
-    const int64_t other = tensor.boxes.begin()->second.rank;
-    return Refuse(ErrorReason::kBadLayout,
-                  absl::StrCat(Label(manifest_->tensor(shard.tensor_index)), ": frozen on rank ",
-                               is_frozen ? rank : other, ", but not on rank ",
-                               is_frozen ? other : rank, "; expected the same on all ranks"));
-  }
-  for (const Shard& shard : layout.shards()) {
-    if (shard.element_count() == 0) continue;
-    Tensor& tensor = tensors_[shard.tensor_index];
-    tensor.is_frozen = &shard >= frozen_begin;
-    const auto [first, last] = Reach(shard, manifest_->tensor(shard.tensor_index).shape);
-    tensor.covered_elements += shard.element_count();
-    tensor.longest_reach = std::max(tensor.longest_reach, last - first);
-    tensor.boxes.emplace(first, Box{rank, shard});
-  }
-  return absl::OkStatus();
-}
-
-std::vector<bool> LayoutCoverage::FrozenTensors() const {
-  std::vector<bool> frozen;
-  for (const Tensor& tensor : tensors_) frozen.push_back(tensor.is_frozen);
-  return frozen;
-}
-
-absl::Status LayoutCoverage::CheckComplete() const {
-  for (int64_t i = 0; i < manifest_->tensor_count(); ++i) {
-    const TensorSpec& spec = manifest_->tensor(i);
-    // Boxes share no element, so their sizes say it all.
-    const int64_t missing_count = spec.element_count() - tensors_[i].covered_elements;
-    if (missing_count == 0) continue;
-    return Refuse(ErrorReason::kLayoutHole,
-                  absl::StrCat(Label(spec), ": ", missing_count, " of its ", spec.element_count(),
-                               " elements are in no shard"));
-  }
-  return absl::OkStatus();
 }
 
 absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, absl::Span<const Shard> boxes,

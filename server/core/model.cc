@@ -13,8 +13,24 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;    // At most so many ranks are named in a message.
-constexpr size_t kRecordCount = 4096;  // Kept for Watch and ListVersions.
+constexpr int64_t kNamedRanks = 16;  // At most so many ranks are named in a message.
+// Kept for Watch and ListVersions, as far as they take Model::kMaxRecordBytes.
+constexpr size_t kRecordCount = 4096;
+
+int64_t BytesOf(const TrackVersion& track) {
+  int64_t bytes = sizeof(track) + sizeof(TrackStatistics) + track.config.capacity() +
+                  2 * track.track.capacity();
+  for (const TrackVersion& rule : track.rules) bytes += BytesOf(rule);
+  return bytes;
+}
+
+// With the statistics that may come.
+int64_t BytesOf(const Version& record) {
+  int64_t bytes = sizeof(record);
+  for (const TrackVersion& track : record.tracks) bytes += BytesOf(track);
+  for (const std::string& name : record.skipped_tensors) bytes += sizeof(name) + name.capacity();
+  return bytes;
+}
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -43,6 +59,15 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
   for (const std::shared_ptr<Track>& track : tracks) {
     const int64_t of_track = track->MemoryBytes(model->version_count());
     if (__builtin_add_overflow(bytes, of_track, &bytes)) bytes = INT64_MAX;
+  }
+  const int64_t place_bytes = static_cast<int64_t>(tracks.size() * sizeof(StorageLayout::Entry));
+  const int64_t needed =
+      model->manifest().memory_bytes() + place_bytes * model->manifest().tensor_count();
+  if (needed > TrainerRun::kFreeBytes) {
+    EMA_ASSIGN_OR_RETURN(
+        model->manifest_memory_,
+        model->host_budget_->Reserve(
+            absl::StrCat("the manifest of model \"", model->config_.name, "\""), needed));
   }
   // For all at once: a message that says what the model needs, not its second track.
   EMA_RETURN_IF_ERROR(
@@ -90,9 +115,9 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
                                       newest->version, "; open it again"),
                          absl::Milliseconds(20));
       }
-      EMA_ASSIGN_OR_RETURN(
-          std::shared_ptr<TrainerRun> run,
-          TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1, world_size));
+      EMA_ASSIGN_OR_RETURN(std::shared_ptr<TrainerRun> run,
+                           TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1,
+                                              world_size, host_budget_));
       EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
       FenceRunLocked();
       run_ = std::move(run);
@@ -416,8 +441,7 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   if (current_ != nullptr) older_.push_back(std::move(current_));
   current_ = next;
   given_up_.erase(given_up_.begin(), given_up_.upper_bound(next->record.step));
-  records_.push_back(next->record);
-  if (records_.size() > kRecordCount) records_.pop_front();
+  AddRecordLocked(next->record);
   if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;
   // Exists: at most max_pinned_versions are pinned (see CheckRoomForNextLocked()).
   auto it = std::find_if(older_.begin(), older_.end(),
@@ -427,6 +451,16 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   SnapshotRef evicted = std::move(*it);
   older_.erase(it);
   return evicted;
+}
+
+void Model::AddRecordLocked(const Version& record) {
+  records_.push_back(record);
+  record_bytes_ += BytesOf(record);
+  while (records_.size() > kRecordCount ||
+         (record_bytes_ > kMaxRecordBytes && records_.size() > 1)) {
+    record_bytes_ -= BytesOf(records_.front());
+    records_.pop_front();
+  }
 }
 
 void Model::FreeEvicted(SnapshotRef evicted) {
@@ -534,7 +568,7 @@ void Model::CallWatchers() {
 
 void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
   absl::MutexLock lock(&mu_);
-  records_.push_back(snapshot->record);
+  AddRecordLocked(snapshot->record);
   incarnation_ = std::max(incarnation_, snapshot->record.incarnation + 1);
   run_epoch_ = std::max(incarnation_, snapshot->record.run_epoch);
   current_ = std::move(snapshot);

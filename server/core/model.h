@@ -69,16 +69,22 @@ class Model : public std::enable_shared_from_this<Model> {
     bool has_data_dir = false;
     // Told what becomes of steps. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
-    // Of host memory, for attached files and for what is read, cast or cut out for readers. Null:
-    // the models' own budget, as blocks are host memory.
+    // Of host memory, for attached files, for what is read, cast or cut out for readers, and for
+    // manifests and layouts that are large. Null: the models' own budget, as blocks are host
+    // memory.
     std::shared_ptr<MemoryBudget> host_budget;
     // Steps that may be pushed at once, with those of other models. Null: any number.
     std::shared_ptr<PlaceLimit> sessions;
   };
 
+  // What a model may take of the host's memory that no budget counts: for its records; and as much
+  // for its manifest as for the layouts of its run.
+  static constexpr int64_t kMaxRecordBytes = int64_t{4} << 20;
+  static constexpr int64_t kUncountedBytes = kMaxRecordBytes + 2 * TrainerRun::kFreeBytes;
+
   // `tracks`: MakeTracks() of the config's, in blocks of options.block_bytes. REQUIRES:
   // config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not what they
-  // need.
+  // need, or the host's not what the manifest does.
   static absl::StatusOr<std::shared_ptr<Model>> Create(
       ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
       std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);
@@ -420,6 +426,7 @@ class Model : public std::enable_shared_from_this<Model> {
   [[nodiscard]] SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FreeEvicted(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
+  void AddRecordLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
   // Whoever has joined `run_` so far cannot do so again.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -457,6 +464,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Outlives the tracks' reservations: a pin may keep a model after its store.
   const std::shared_ptr<MemoryBudget> budget_;
   const std::shared_ptr<MemoryBudget> host_budget_;
+  std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
   AttachedFiles attached_files_;
   const Options options_;
 
@@ -472,7 +480,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // Older versions, oldest first: at most max_pinned_versions, all pinned ones among them.
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<const Snapshot*, int64_t> pins_ ABSL_GUARDED_BY(mu_);
-  std::deque<Version> records_ ABSL_GUARDED_BY(mu_);
+  std::deque<Version> records_ ABSL_GUARDED_BY(mu_);  // Oldest first.
+  int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.
   std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);

@@ -79,7 +79,7 @@ struct PushStart {
 inline constexpr int64_t kMaxStreamsOfRank = 16;
 
 // What the commit message of a push says.
-struct PushEnd {
+struct PushTotals {
   int64_t chunk_count = 0;
   int64_t total_bytes = 0;
   uint32_t digest = 0;

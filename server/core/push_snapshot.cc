@@ -4,6 +4,7 @@
 // the end.
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -14,6 +15,11 @@ namespace ema {
 namespace {
 
 constexpr int64_t kZerosBytes = int64_t{64} << 10;
+
+// JSON has no infinity, and a weight may be next to nothing.
+double Quotient(double dividend, double divisor) {
+  return std::min(dividend / divisor, std::numeric_limits<double>::max());
+}
 
 // The new blocks, and the base's (null: there is none) where there are none. References are moved:
 // to count those of a thousand blocks up and down took most of a commit.
@@ -228,8 +234,10 @@ TrackVersion PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const 
   const bool is_compensated = plan.track->config().compensated;
   record.update_weight = is_compensated ? weight : static_cast<float>(weight);
   const int64_t steps = has_state ? plan_.step - plan.base->last_steps[i] : 1;
-  record.window_steps = static_cast<double>(steps) / weight;
-  if (!schedule.is_copy() && !is_compensated && weight < 1) record.stall_gap = kFloatUnit / weight;
+  record.window_steps = Quotient(static_cast<double>(steps), weight);
+  if (!schedule.is_copy() && !is_compensated && weight < 1) {
+    record.stall_gap = Quotient(kFloatUnit, weight);
+  }
   return record;
 }
 

@@ -32,15 +32,15 @@ absl::Status RankPush::AddChunk(const ChunkHeader& header,
   return status;
 }
 
-absl::Status RankPush::Commit(const PushEnd& end) {
-  if (end.chunk_count != chunk_count_ || end.total_bytes != total_bytes_) {
+absl::Status RankPush::Commit(const PushTotals& totals) {
+  if (totals.chunk_count != chunk_count_ || totals.total_bytes != total_bytes_) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kCountMismatch,
-                     absl::StrCat("commit: chunk_count ", end.chunk_count, ", total_bytes ",
-                                  end.total_bytes, " given, but ", chunk_count_, " chunks with ",
+                     absl::StrCat("commit: chunk_count ", totals.chunk_count, ", total_bytes ",
+                                  totals.total_bytes, " given, but ", chunk_count_, " chunks with ",
                                   total_bytes_, " bytes arrived on this stream"));
   }
   if (session_ == nullptr) {
-    if (end.digest != committed_digest_) {
+    if (totals.digest != committed_digest_) {
       return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                        absl::StrCat("step ", committed_.record.step,
                                     " is committed already, with other content"));
@@ -48,7 +48,7 @@ absl::Status RankPush::Commit(const PushEnd& end) {
     on_end_(committed_);
     return absl::OkStatus();
   }
-  const absl::StatusOr<bool> last = session_->CommitRank(rank_, stream_, end.digest);
+  const absl::StatusOr<bool> last = session_->CommitRank(rank_, stream_, totals.digest);
   if (EndsStep(last.status())) {
     model_->FailSession(session_, last.status());
   }

@@ -31,7 +31,7 @@ class RankPush {
 
   // Ends the stream. OK: `on_end` is called, now or when the last rank has committed.
   // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
-  absl::Status Commit(const PushEnd& end);
+  absl::Status Commit(const PushTotals& totals);
 
  private:
   friend class Model;

@@ -52,7 +52,13 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
   EMA_RETURN_IF_ERROR(CheckCounts(selection));
   std::shared_ptr<Reading> reading(
       new Reading(std::move(snapshot), track, manifest, device, std::move(selection)));
-  if (!reading->is_as_stored()) EMA_RETURN_IF_ERROR(reading->Select());
+  if (!reading->is_as_stored()) {
+    EMA_RETURN_IF_ERROR(reading->Select());
+    if (const int64_t bytes = reading->ListBytes(); bytes > kFreeBytes) {
+      EMA_ASSIGN_OR_RETURN(reading->list_memory_,
+                           budget.Reserve("a pull of so many tensors", bytes));
+    }
+  }
   const int64_t total_bytes = reading->total_bytes();
   const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
   reading->checksums_ = std::make_unique<ChunkChecksum[]>(chunk_count);
@@ -130,6 +136,18 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
                                                 : "\" is given twice; pull each box by itself"));
   }
   return absl::OkStatus();
+}
+
+int64_t Reading::ListBytes() const {
+  // In a message, beside its name.
+  constexpr size_t kHeaderBytes = 128;
+  size_t bytes = static_cast<size_t>(boxes_.memory_bytes());
+  for (const std::string& name : selection_.tensors) bytes += sizeof(name) + name.capacity();
+  for (const Shard& box : boxes_.shards()) {
+    bytes += sizeof(StorageLayout::Entry) + sizeof(TensorSlice*) + kHeaderBytes +
+             manifest_.tensor(box.tensor_index).name.size();
+  }
+  return static_cast<int64_t>(bytes);
 }
 
 void Reading::ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const {

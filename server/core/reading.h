@@ -37,13 +37,16 @@ struct GlobBudget;
 // stays pinned. Thread-safe.
 class Reading {
  public:
+  // What a list of tensors, boxes and names may take that no budget counts.
+  static constexpr int64_t kFreeBytes = int64_t{1} << 20;
   // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
   // second-level cache between the cast and the socket.
   static constexpr int64_t kChunkBytes = int64_t{1} << 20;
 
   // `track` is one of `snapshot`'s; `manifest`, `device` and `budget` live while that is held.
   // INVALID_ARGUMENT: BAD_REQUEST, a tensor that the track has not, one twice, or a dtype that
-  // floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor.
+  // floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor. RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET: it is of so many tensors that `budget` has no room for the list.
   static absl::StatusOr<std::shared_ptr<Reading>> Create(SnapshotRef snapshot,
                                                          const TrackSnapshot& track,
                                                          const Manifest& manifest, Device& device,
@@ -120,6 +123,8 @@ class Reading {
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
   // Fills in what is to be known of a part.
   absl::Status Select();
+  // What these take, and what their header does.
+  int64_t ListBytes() const;
   absl::Status SelectSlices(GlobBudget& budget,
                             absl::btree_map<int64_t, const TensorSlice*>& selected) const;
   // What lies in [offset, end); of what is as it is stored, its bytes. REQUIRES: no element is cut.
@@ -161,6 +166,7 @@ class Reading {
   RankLayout boxes_;
   StorageLayout layout_;
   std::vector<const TensorSlice*> slices_;
+  std::unique_ptr<MemoryBudget::Reservation> list_memory_;  // Null: it is short.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
   std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: nothing is kept.
   std::unique_ptr<ChunkChecksum[]> checksums_;

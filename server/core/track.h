@@ -55,6 +55,13 @@ class Track {
            SchedulesOf(config_).size() == SchedulesOf(other.config_).size() &&
            config_.compensated == other.config_.compensated && block_starts_ == other.block_starts_;
   }
+  // The same of one that is stored, in whatever blocks.
+  bool HasFormOf(const TrackConfig& stored, const Manifest& manifest) const {
+    return actions_ == ActionsOf(stored, manifest) &&
+           schedule_indices_ == ScheduleIndicesOf(stored, manifest) &&
+           SchedulesOf(config_).size() == SchedulesOf(stored).size() &&
+           config_.compensated == stored.compensated;
+  }
 
   // -1: no model's.
   int64_t id() const { return id_; }

@@ -16,9 +16,9 @@ constexpr size_t kMaxLaunchIdBytes = 128;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TrainerRun>> TrainerRun::Create(const Manifest* manifest,
-                                                               std::string launch_id, int64_t epoch,
-                                                               int64_t world_size) {
+absl::StatusOr<std::unique_ptr<TrainerRun>> TrainerRun::Create(
+    const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
+    std::shared_ptr<MemoryBudget> memory) {
   if (launch_id.empty() || launch_id.size() > kMaxLaunchIdBytes) {
     return BadRequest(absl::StrCat("launch_id: ", launch_id.size(), " bytes given, expected 1 to ",
                                    kMaxLaunchIdBytes));
@@ -28,12 +28,16 @@ absl::StatusOr<std::unique_ptr<TrainerRun>> TrainerRun::Create(const Manifest* m
         absl::StrCat("world_size: ", world_size, " given, expected 1 to ", kMaxWorldSize));
   }
   return std::unique_ptr<TrainerRun>(
-      new TrainerRun(manifest, std::move(launch_id), epoch, world_size));
+      new TrainerRun(manifest, std::move(launch_id), epoch, world_size, std::move(memory)));
 }
 
 TrainerRun::TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch,
-                       int64_t world_size)
-    : launch_id_(std::move(launch_id)), epoch_(epoch), coverage_(manifest), layouts_(world_size) {}
+                       int64_t world_size, std::shared_ptr<MemoryBudget> memory)
+    : launch_id_(std::move(launch_id)),
+      epoch_(epoch),
+      memory_(std::move(memory)),
+      coverage_(manifest),
+      layouts_(world_size) {}
 
 absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layout) {
   if (world_size != this->world_size()) {
@@ -57,18 +61,28 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
                      std::string(WireDtypeName(layout.wire_dtype())), ", but rank ", other,
                      " joined with ", std::string(WireDtypeName(layouts_[other]->wire_dtype()))));
   }
+  const auto joining = std::make_shared<const RankLayout>(std::move(layout));
+  const int64_t bytes = joining->memory_bytes();
+  std::unique_ptr<MemoryBudget::Reservation> reserved;
+  if (memory_ != nullptr && layout_bytes_ + bytes > kFreeBytes) {
+    EMA_ASSIGN_OR_RETURN(reserved,
+                         memory_->Reserve(absl::StrCat("rank ", rank, "'s layout"), bytes));
+  }
   if (joined_count_ + 1 < world_size) {
-    EMA_RETURN_IF_ERROR(coverage_.Add(rank, layout));
+    EMA_RETURN_IF_ERROR(coverage_->Add(rank, joining));
   } else {
     // The last rank's layout must close every hole: tried on a copy, so that a refusal changes
     // nothing.
-    LayoutCoverage coverage = coverage_;
-    EMA_RETURN_IF_ERROR(coverage.Add(rank, layout));
+    LayoutCoverage coverage = *coverage_;
+    EMA_RETURN_IF_ERROR(coverage.Add(rank, joining));
     EMA_RETURN_IF_ERROR(coverage.CheckComplete());
     frozen_ = coverage.FrozenTensors();
     if (std::find(frozen_.begin(), frozen_.end(), true) == frozen_.end()) frozen_.clear();
+    coverage_.reset();
   }
-  layouts_[rank] = std::make_unique<const RankLayout>(std::move(layout));
+  layouts_[rank] = joining;
+  layout_bytes_ += bytes;
+  if (reserved != nullptr) reserved_.push_back(std::move(reserved));
   ++joined_count_;
   return absl::OkStatus();
 }

@@ -6,12 +6,15 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
+#include "server/base/layout_coverage.h"
+#include "server/core/memory_budget.h"
 
 namespace ema {
 
@@ -19,14 +22,19 @@ namespace ema {
 // thread-safe: its model locks it. Once ready() it does not change any more.
 class TrainerRun {
  public:
-  // `manifest` outlives the run. INVALID_ARGUMENT: launch_id or world_size out of range.
-  static absl::StatusOr<std::unique_ptr<TrainerRun>> Create(const Manifest* manifest,
-                                                            std::string launch_id, int64_t epoch,
-                                                            int64_t world_size);
+  // Layouts may take so many bytes that no budget counts.
+  static constexpr int64_t kFreeBytes = int64_t{1} << 20;
+
+  // `manifest` outlives the run. `memory` counts what its layouts take beyond kFreeBytes; null:
+  // nobody does. INVALID_ARGUMENT: launch_id or world_size out of range.
+  static absl::StatusOr<std::unique_ptr<TrainerRun>> Create(
+      const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
+      std::shared_ptr<MemoryBudget> memory = nullptr);
 
   // Joins a rank. The same layout again is OK. INVALID_ARGUMENT: rank or world_size does not fit,
   // another layout than this rank joined with, another wire dtype than others', LAYOUT_OVERLAP with
-  // another rank, or LAYOUT_HOLE when this is the last one. Nothing changes then.
+  // another rank, or LAYOUT_HOLE when this is the last one. RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  // Nothing changes then.
   absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
 
   const std::string& launch_id() const { return launch_id_; }
@@ -42,13 +50,17 @@ class TrainerRun {
   bool is_frozen(int64_t tensor_index) const { return has_frozen() && frozen_[tensor_index]; }
 
  private:
-  TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size);
+  TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
+             std::shared_ptr<MemoryBudget> memory);
 
   const std::string launch_id_;
   const int64_t epoch_;
-  LayoutCoverage coverage_;
-  std::vector<std::unique_ptr<const RankLayout>> layouts_;  // By rank.
-  std::vector<bool> frozen_;                                // By tensor, once ready; empty: none.
+  const std::shared_ptr<MemoryBudget> memory_;
+  std::optional<LayoutCoverage> coverage_;                            // Until ready.
+  std::vector<std::shared_ptr<const RankLayout>> layouts_;            // By rank.
+  int64_t layout_bytes_ = 0;                                          // That they take.
+  std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // Of these.
+  std::vector<bool> frozen_;  // By tensor, once ready; empty: none.
   int64_t joined_count_ = 0;
 };
 

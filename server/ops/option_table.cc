@@ -288,53 +288,53 @@ void AddStatistics(Table& table, ServerOptions& o) {
 
 void AddLimits(Table& table, ServerOptions& o) {
   table.Group(kLimits);
-  table.Count("max-push-streams", o.max_push_streams, "N", {.least = 1},
+  table.Count("max-push-streams", o.limits.max_push_streams, "N", {.least = 1},
               "Pushes that may run at once");
-  table.Count("max-pull-streams", o.max_pull_streams, "N", {.least = 1},
+  table.Count("max-pull-streams", o.limits.max_pull_streams, "N", {.least = 1},
               "Pulls that may run at once");
-  table.Count("max-watch-streams", o.max_watch_streams, "N", {.least = 1},
+  table.Count("max-watch-streams", o.limits.max_watch_streams, "N", {.least = 1},
               "Watches that may run at once");
-  table.Count("max-arriving-requests", o.max_arriving_requests, "N", {.least = 1},
+  table.Count("max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
               "Requests that may be arriving at once, of callers that may make them; each can take "
               "--max-message-bytes of memory until it is there");
   table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
               "Steps that may be pushed at once, over all models; each has one at most");
   table.Count(
-      "max-calls-per-second", o.max_calls_per_second, "N", {},
+      "max-calls-per-second", o.limits.max_calls_per_second, "N", {},
       "Calls that one IPv4 address or IPv6 /64 may begin in a second, but health probes. 0: any "
       "number");
   table.Count(
-      "max-connections", o.max_connections, "N", {.least = 1},
+      "max-connections", o.limits.max_connections, "N", {.least = 1},
       "Connections that may be open at once, of all TCP addresses together, and of unix sockets");
-  table.Count("max-connections-per-peer", o.max_connections_per_peer, "N", {.least = 1},
+  table.Count("max-connections-per-peer", o.limits.max_connections_per_peer, "N", {.least = 1},
               "The same of one IPv4 address or IPv6 /64 that is not loopback");
-  table.Count("max-streams-per-connection", o.max_streams_per_connection, "N", {.least = 1},
+  table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, "N", {.least = 1},
               "Calls that may run at once on one connection");
-  table.Bytes("max-message-bytes", o.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
+  table.Bytes("max-message-bytes", o.limits.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
               "The longest message that is taken; clients send up to 4 MiB and a header");
-  table.Bytes("max-metadata-bytes", o.max_metadata_bytes, {int64_t{1} << 10, int64_t{1} << 20},
-              "The longest headers of a call");
+  table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes,
+              {int64_t{1} << 10, int64_t{1} << 20}, "The longest headers of a call");
   table.Count("max-models", o.max_models, "N", {.least = 1}, "Models that there may be at once");
 }
 
 void AddTimeLimits(Table& table, ServerOptions& o) {
   table.Group(kTimeLimits);
-  table.Duration("handshake-timeout", o.handshake_timeout, absl::Milliseconds(1),
+  table.Duration("handshake-timeout", o.limits.handshake_timeout, absl::Milliseconds(1),
                  "Close a new connection that has not begun to speak HTTP/2 after so long",
                  kMostOfTransport);
-  table.Duration("keepalive-time", o.keepalive_time, absl::Seconds(1),
+  table.Duration("keepalive-time", o.limits.keepalive_time, absl::Seconds(1),
                  "Ask a peer that has been silent for so long whether it is there",
                  kMostOfTransport);
-  table.Duration("keepalive-timeout", o.keepalive_timeout, absl::Milliseconds(1),
+  table.Duration("keepalive-timeout", o.limits.keepalive_timeout, absl::Milliseconds(1),
                  "Close a connection whose peer does not answer that for so long",
                  kMostOfTransport);
-  table.Duration("max-connection-idle", o.max_connection_idle, absl::Milliseconds(1),
+  table.Duration("max-connection-idle", o.limits.max_connection_idle, absl::Milliseconds(1),
                  "Close a connection on which there has been no call for so long; clients open "
                  "another one by themselves",
                  kMostOfTransport);
-  table.Duration("session-timeout", o.session_timeout, absl::Milliseconds(1),
+  table.Duration("session-timeout", o.limits.session_timeout, absl::Milliseconds(1),
                  "End a push that makes no progress for so long");
-  table.Duration("stream-timeout", o.stream_timeout, absl::Milliseconds(1),
+  table.Duration("stream-timeout", o.limits.stream_timeout, absl::Milliseconds(1),
                  "End a push or pull whose peer sends or takes nothing for so long");
   table.Duration("drain-delay", o.drain_delay, absl::ZeroDuration(),
                  "After SIGTERM, serve everything for so long still, while health checks and "

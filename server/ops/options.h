@@ -10,6 +10,7 @@
 
 #include "absl/time/time.h"
 #include "server/base/log_event.h"
+#include "server/base/rpc_limits.h"
 
 namespace ema {
 
@@ -37,22 +38,9 @@ struct ServerOptions {
   // After so many commits of a model its statistics are computed; 0: only when asked for.
   int64_t statistics_every_commits = 0;
   int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
-  int64_t max_push_streams = 32;
-  int64_t max_pull_streams = 64;
-  int64_t max_watch_streams = 1024;
-  int64_t max_arriving_requests = 32;     // Each may take max_message_bytes.
-  int64_t max_sessions = 64;              // Steps that are pushed at once, over all models.
-  int64_t max_calls_per_second = 10'000;  // Of one address; 0: any number.
-  int64_t max_connections = 1024;
-  int64_t max_connections_per_peer = 64;  // Of one IPv4 address or IPv6 /64, not loopback.
-  int64_t max_streams_per_connection = 1024;
-  int64_t max_message_bytes = int64_t{8} << 20;
-  int64_t max_metadata_bytes = int64_t{8} << 10;
+  RpcLimits limits;
+  int64_t max_sessions = 64;  // Steps that are pushed at once, over all models.
   int64_t max_models = 64;
-  absl::Duration handshake_timeout = absl::Seconds(5);   // To speak HTTP/2, or TLS.
-  absl::Duration keepalive_time = absl::Seconds(60);     // A peer so long silent is asked.
-  absl::Duration keepalive_timeout = absl::Seconds(20);  // It has so long to answer.
-  absl::Duration max_connection_idle = absl::Hours(2);   // Without calls.
   // PEM files. With a certificate, host:port addresses speak TLS only; with a client CA, clients
   // must have a certificate of it.
   std::string tls_cert;
@@ -61,9 +49,6 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
-  absl::Duration session_timeout = absl::Seconds(30);  // A push session without progress ends.
-  absl::Duration stream_timeout =
-      absl::Seconds(30);  // A push or pull whose peer sends or takes nothing ends.
   // After SIGTERM: how long everything is served still, while probes say that it is not; and what
   // running calls then have.
   absl::Duration drain_delay = absl::ZeroDuration();

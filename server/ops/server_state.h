@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/base/rpc_limits.h"
 #include "server/core/checkpoint_counts.h"
 #include "server/core/model_overview.h"
 
@@ -25,6 +26,8 @@ struct ServerState {
     int64_t budget_bytes = 0;      // For models.
     int64_t reserved_bytes = 0;    // Of it.
     int64_t stream_bytes = 0;      // Receive windows, requests, and what sending and lanes take.
+    int64_t waiting_bytes = 0;     // Requests whose turn has not come.
+    int64_t record_bytes = 0;      // Of models, beside what they reserve.
     int64_t kept_bytes = 0;        // Freed buffers.
     int64_t process_bytes = 0;     // What the process took at its start.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
@@ -35,10 +38,6 @@ struct ServerState {
     int64_t block_bytes = 0;       // In blocks that somebody holds.
     int64_t free_block_bytes = 0;  // Freed, and kept for reuse.
     int64_t host_copy_bytes = 0;   // Pinned: of what a GPU has, for readers.
-  };
-  struct Usage {
-    int64_t open = 0;
-    int64_t limit = 0;
   };
   struct Tls {
     absl::Time expiry;                // Of the certificate in use.
@@ -76,14 +75,9 @@ struct ServerState {
   int64_t statistics_every_commits = 0;  // 0: only when asked for.
   int64_t max_models = 0;
   Memory memory;
-  Usage push_streams;
-  Usage pull_streams;
-  Usage watch_streams;
-  Usage arriving_requests;
-  Usage connections;
-  int64_t max_connections_per_peer = 0;
+  RpcLimits limits;
+  RpcUsage usage;
   int64_t max_sessions = 0;          // Of all models together.
-  int64_t max_calls_per_second = 0;  // Of one address; 0: any number.
   std::optional<Tls> tls;            // Absent: the server does not speak TLS, or not yet.
   bool has_rejected_tokens = false;  // The token file is not what is in use: it is wrong, or gone.
   std::vector<Worker> workers;

@@ -122,28 +122,30 @@ void AddServer(const ServerState& state, Families& families) {
           .Add(memory.host_model_bytes, {{"part", "models"}})
           .Add(memory.host_budget_bytes, {{"part", "files_and_casts"}})
           .Add(memory.stream_bytes, {{"part", "streams"}})
+          .Add(memory.waiting_bytes, {{"part", "waiting"}})
+          .Add(memory.record_bytes, {{"part", "records"}})
           .Add(memory.kept_bytes, {{"part", "kept"}}));
   families.Add(Gauge("ema_streams_open",
                      "Pushes, pulls (lanes among them), watches, and requests that arrive.")
-                   .Add(state.push_streams.open, {{"kind", "push"}})
-                   .Add(state.pull_streams.open, {{"kind", "pull"}})
-                   .Add(state.watch_streams.open, {{"kind", "watch"}})
-                   .Add(state.arriving_requests.open, {{"kind", "request"}}));
+                   .Add(state.usage.push_streams, {{"kind", "push"}})
+                   .Add(state.usage.pull_streams, {{"kind", "pull"}})
+                   .Add(state.usage.watch_streams, {{"kind", "watch"}})
+                   .Add(state.usage.arriving_requests, {{"kind", "request"}}));
   families.Add(Gauge("ema_streams_limit", "How many there may be.")
-                   .Add(state.push_streams.limit, {{"kind", "push"}})
-                   .Add(state.pull_streams.limit, {{"kind", "pull"}})
-                   .Add(state.watch_streams.limit, {{"kind", "watch"}})
-                   .Add(state.arriving_requests.limit, {{"kind", "request"}}));
+                   .Add(state.limits.max_push_streams, {{"kind", "push"}})
+                   .Add(state.limits.max_pull_streams, {{"kind", "pull"}})
+                   .Add(state.limits.max_watch_streams, {{"kind", "watch"}})
+                   .Add(state.limits.max_arriving_requests, {{"kind", "request"}}));
   families.Add("ema_sessions_limit", "Steps that may be pushed at once, over all models.",
                state.max_sessions);
   families.Add("ema_connections_open", "Connections of gRPC that are open.",
-               state.connections.open);
-  families.Add("ema_connections_limit", "How many there may be.", state.connections.limit);
+               state.usage.connections);
+  families.Add("ema_connections_limit", "How many there may be.", state.limits.max_connections);
   families.Add("ema_connections_per_peer_limit", "How many of one address.",
-               state.max_connections_per_peer);
+               state.limits.max_connections_per_peer);
   families.Add("ema_calls_per_second_limit",
                "Calls that one address may begin in a second; 0: any number.",
-               state.max_calls_per_second);
+               state.limits.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
   FamilyBuilder checkpoints =

@@ -89,9 +89,9 @@ std::string Meter(int64_t used, int64_t most) {
                          100 * std::clamp(share, 0.0, 1.0));
 }
 
-std::string UsageCard(const char* name, const ServerState::Usage& usage) {
-  return Card(name, absl::StrCat(usage.open, " <span class=\"soft\">of ", usage.limit, "</span>"),
-              Meter(usage.open, usage.limit));
+std::string UsageCard(const char* name, int64_t used, int64_t limit) {
+  return Card(name, absl::StrCat(used, " <span class=\"soft\">of ", limit, "</span>"),
+              Meter(used, limit));
 }
 
 std::string Header(const ServerState& state) {
@@ -113,6 +113,8 @@ std::string Header(const ServerState& state) {
 
 std::string Cards(const ServerState& state) {
   const ServerState::Memory& memory = state.memory;
+  const RpcLimits& limits = state.limits;
+  const RpcUsage& usage = state.usage;
   return absl::StrCat(
       "<div class=\"cards\">",
       Card("Memory promised to models",
@@ -121,10 +123,11 @@ std::string Cards(const ServerState& state) {
            absl::StrCat(Meter(memory.reserved_bytes, memory.budget_bytes), "<span class=\"soft\">",
                         Bytes(memory.block_bytes), " in use; streams up to ",
                         Bytes(memory.stream_bytes), "</span>")),
-      UsageCard("Models", {static_cast<int64_t>(state.models.size()), state.max_models}),
-      UsageCard("Push streams", state.push_streams), UsageCard("Pull streams", state.pull_streams),
-      UsageCard("Watches", state.watch_streams), UsageCard("Connections", state.connections),
-      "</div>\n");
+      UsageCard("Models", static_cast<int64_t>(state.models.size()), state.max_models),
+      UsageCard("Push streams", usage.push_streams, limits.max_push_streams),
+      UsageCard("Pull streams", usage.pull_streams, limits.max_pull_streams),
+      UsageCard("Watches", usage.watch_streams, limits.max_watch_streams),
+      UsageCard("Connections", usage.connections, limits.max_connections), "</div>\n");
 }
 
 std::string Pushers(const ModelOverview& overview) {

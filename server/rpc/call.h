@@ -25,6 +25,7 @@
 #include "server/base/observer.h"
 #include "server/base/steady_wait.h"
 #include "server/core/checkpoints.h"
+#include "server/core/memory_budget.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
 #include "server/rpc/call_queue.h"
@@ -105,6 +106,7 @@ struct RpcContext {
   StreamAdmission requests;  // That arrive.
   StreamAdmission probes;    // The same of calls that anybody may make.
   RateLimit rate;            // But of calls that anybody may make.
+  MemoryBudget waiting;      // Of long requests whose turn has not come.
   LogSink log;
   LogThrottle refusals;
   std::atomic<bool> refuses_work = false;  // Relaxed: a call may just have got in.

@@ -122,8 +122,8 @@ bool Listener::Admit(int fd) {
   if (!refusal.has_value()) return true;
   refused_.Tell(*observer_, log_, *refusal, PeerText(peer),
                 *refusal == ServerObserver::Refusal::kLimit
-                    ? connections_->limits().connections
-                    : connections_->limits().connections_per_peer);
+                    ? connections_->limits().max_connections
+                    : connections_->limits().max_connections_per_peer);
   return false;
 }
 

@@ -31,10 +31,10 @@ std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connecti
   std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
   const int64_t of_kind = Count(
       connections_, [&](const Connection& other) { return other.is_unix == connection.is_unix; });
-  if (of_kind >= limits_.connections) return ServerObserver::Refusal::kLimit;
+  if (of_kind >= limits_.max_connections) return ServerObserver::Refusal::kLimit;
   const int64_t of_network = Count(
       connections_, [&](const Connection& other) { return other.network == connection.network; });
-  if (!connection.network.empty() && of_network >= limits_.connections_per_peer) {
+  if (!connection.network.empty() && of_network >= limits_.max_connections_per_peer) {
     return ServerObserver::Refusal::kPeerLimit;
   }
   connections_.push_back(std::move(connection));

@@ -14,19 +14,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "server/base/observer.h"
+#include "server/base/rpc_limits.h"
 
 namespace ema {
 
 // The connections that a server's listeners have handed to gRPC, all of them together. Thread-safe.
 class OpenConnections {
  public:
-  struct Limits {
-    // Of all TCP addresses together, and as many of all unix sockets: strangers, whom only the
-    // first let in, must not keep a probe or an operator from the second.
-    int64_t connections = 1024;
-    // Of one network as NetworkOf() has it; loopback and unix sockets have no such limit.
-    int64_t connections_per_peer = 64;
-  };
   // gRPC does not tell when it closes one, but then the descriptor is another file, or none.
   struct Connection {
     int fd = -1;
@@ -35,15 +29,16 @@ class OpenConnections {
     std::string network;  // Of its peer; empty: of this host.
   };
 
-  explicit OpenConnections(const Limits& limits) : limits_(limits) {}
+  // Of `limits` those of connections count.
+  explicit OpenConnections(const RpcLimits& limits) : limits_(limits) {}
 
   // Counts it among those that are open; or why it may not be.
   std::optional<ServerObserver::Refusal> Keep(Connection connection) ABSL_LOCKS_EXCLUDED(mu_);
   int64_t count() const ABSL_LOCKS_EXCLUDED(mu_);
-  const Limits& limits() const { return limits_; }
+  const RpcLimits& limits() const { return limits_; }
 
  private:
-  const Limits limits_;
+  const RpcLimits limits_;
   mutable absl::Mutex mu_;
   std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // And some that are closed.
 };

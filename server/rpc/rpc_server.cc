@@ -56,9 +56,10 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
                          Listener::Bind(address, &rpc->connections_));
   }
   if (options.same_host_lane) {
-    EMA_ASSIGN_OR_RETURN(rpc->lanes_, LaneServer::Start(&rpc->rpc_, options.max_push_streams +
-                                                                        options.max_pull_streams));
-    rpc->admin_.OfferLane(rpc->lanes_->socket_name());
+    EMA_ASSIGN_OR_RETURN(rpc->lanes_,
+                         LaneServer::Start(&rpc->rpc_, options.limits.max_push_streams +
+                                                           options.limits.max_pull_streams));
+    rpc->models_.OfferLane(rpc->lanes_->socket_name());
   }
 
   // It asks nobody for a token. Before the builder is made; what is registered stays in the
@@ -73,20 +74,22 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   const auto set = [&builder](const char* name, int64_t value) {
     builder.AddChannelArgument(name, static_cast<int>(value));
   };
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
   builder.AddChannelArgument("grpc.so_reuseport", 0);
-  set("grpc.server_handshake_timeout_ms", absl::ToInt64Milliseconds(options.handshake_timeout));
-  set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.keepalive_time));
-  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.keepalive_timeout));
+  set("grpc.server_handshake_timeout_ms",
+      absl::ToInt64Milliseconds(options.limits.handshake_timeout));
+  set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.limits.keepalive_time));
+  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.limits.keepalive_timeout));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
-  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, absl::ToInt64Milliseconds(options.max_connection_idle));
+  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+      absl::ToInt64Milliseconds(options.limits.max_connection_idle));
   // What is compressed has no limit but that of its compressed bytes.
   builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
   for (const auto algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
     builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
   }
-  set(GRPC_ARG_MAX_METADATA_SIZE, options.max_metadata_bytes);
-  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_streams_per_connection);
+  set(GRPC_ARG_MAX_METADATA_SIZE, options.limits.max_metadata_bytes);
+  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.limits.max_streams_per_connection);
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
   builder.RegisterService(&rpc->rpc_.service);
   builder.RegisterService(&rpc->rpc_.health);
@@ -143,17 +146,19 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                      const Options& options)
     : options_(options),
       rpc_{.store = store,
-           .pushes = {"push", options.max_push_streams,
-                      absl::ToChronoNanoseconds(options.stall_timeout)},
-           .pulls = {"pull", options.max_pull_streams,
-                     absl::ToChronoNanoseconds(options.stall_timeout)},
-           .watches = {"watch", options.max_watch_streams,
-                       absl::ToChronoNanoseconds(options.stall_timeout), kWatchRetryDelay},
-           .requests = {"arriving request", options.max_arriving_requests,
-                        absl::ToChronoNanoseconds(options.stall_timeout)},
+           .pushes = {"push", options.limits.max_push_streams,
+                      absl::ToChronoNanoseconds(options.limits.stream_timeout)},
+           .pulls = {"pull", options.limits.max_pull_streams,
+                     absl::ToChronoNanoseconds(options.limits.stream_timeout)},
+           .watches = {"watch", options.limits.max_watch_streams,
+                       absl::ToChronoNanoseconds(options.limits.stream_timeout), kWatchRetryDelay},
+           .requests = {"arriving request", options.limits.max_arriving_requests,
+                        absl::ToChronoNanoseconds(options.limits.stream_timeout)},
            .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
                       StreamAdmission::Newcomers::kAlwaysEnter},
-           .rate = RateLimit(options.max_calls_per_second),
+           .rate = RateLimit(options.limits.max_calls_per_second),
+           .waiting = MemoryBudget(std::max(kMaxWaitingBytes, options.limits.max_message_bytes),
+                                   "waiting requests'"),
            .log = options.log,
            .refusals = {},
            .checkpoints = checkpoints,
@@ -161,12 +166,12 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .observer = options.observer,
            .disk_reader = [this](auto read) { return disk_reader_.Run(std::move(read)); },
            .device_reader = [this](auto read) { return device_reader_.Run(std::move(read)); }},
-      admin_(store, checkpoints, options.log),
+      models_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
-      connections_(options.connections),
-      disk_reader_("disk-reader", options.max_pull_streams),
-      device_reader_("device-reader", options.max_pull_streams) {}
+      connections_(options.limits),
+      disk_reader_("disk-reader", options.limits.max_pull_streams),
+      device_reader_("device-reader", options.limits.max_pull_streams) {}
 
 RpcServer::~RpcServer() { Shutdown(SteadyNow()); }
 
@@ -200,17 +205,12 @@ absl::Status RpcServer::checkpoints_health() const {
   return CheckWorkers(Heartbeats::Need::kCheckpoints, options_.disk_timeout);
 }
 
-RpcServer::Usage RpcServer::usage() const {
+RpcUsage RpcServer::usage() const {
   return {.push_streams = rpc_.pushes.open_count(),
-          .max_push_streams = rpc_.pushes.limit(),
           .pull_streams = rpc_.pulls.open_count(),
-          .max_pull_streams = rpc_.pulls.limit(),
           .watch_streams = rpc_.watches.open_count(),
-          .max_watch_streams = rpc_.watches.limit(),
           .arriving_requests = rpc_.requests.open_count(),
-          .max_arriving_requests = rpc_.requests.limit(),
-          .connections = connections_.count(),
-          .max_connections = options_.connections.connections};
+          .connections = connections_.count()};
 }
 
 std::optional<ServedCertificate::State> RpcServer::certificate() const {
@@ -219,17 +219,18 @@ std::optional<ServedCertificate::State> RpcServer::certificate() const {
 }
 
 std::vector<OperatorService::Limit> RpcServer::Limits() const {
-  const Usage used = usage();
+  const RpcUsage used = usage();
+  const RpcLimits& limits = options_.limits;
   const ModelStore& store = *rpc_.store;
-  return {{"push_streams", used.push_streams, used.max_push_streams},
-          {"pull_streams", used.pull_streams, used.max_pull_streams},
-          {"watch_streams", used.watch_streams, used.max_watch_streams},
-          {"arriving_requests", used.arriving_requests, used.max_arriving_requests},
+  return {{"push_streams", used.push_streams, limits.max_push_streams},
+          {"pull_streams", used.pull_streams, limits.max_pull_streams},
+          {"watch_streams", used.watch_streams, limits.max_watch_streams},
+          {"arriving_requests", used.arriving_requests, limits.max_arriving_requests},
           {"sessions", store.sessions().taken_count(), store.sessions().limit()},
-          {"connections", used.connections, used.max_connections},
-          {"connections_per_peer", std::nullopt, options_.connections.connections_per_peer},
+          {"connections", used.connections, limits.max_connections},
+          {"connections_per_peer", std::nullopt, limits.max_connections_per_peer},
           {"models", static_cast<int64_t>(store.List().size()), store.max_models()},
-          {"calls_per_second", std::nullopt, options_.max_calls_per_second}};
+          {"calls_per_second", std::nullopt, limits.max_calls_per_second}};
 }
 
 std::string RpcServer::addresses() const {
@@ -303,11 +304,11 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   PushCall::Listen(&rpc_, queue->get());
   PullCall::Listen(&rpc_, queue);
   WatchCall::Listen(&rpc_, queue->get());
-  admin_.Listen(&rpc_, queue->get(),
-                {.quick = quick_calls_.executor(),
-                 .saving = saving_calls_.executor(),
-                 .restoring = restoring_calls_.executor(),
-                 .computing = computing_calls_.executor()});
+  models_.Listen(&rpc_, queue->get(),
+                 {.quick = quick_calls_.executor(),
+                  .saving = saving_calls_.executor(),
+                  .restoring = restoring_calls_.executor(),
+                  .computing = computing_calls_.executor()});
   operator_.Listen(&rpc_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, &rpc_.health, kHealthCheck, queue->get(),
@@ -327,7 +328,7 @@ void RpcServer::CheckStalled() {
     const auto now = std::chrono::steady_clock::now();
     options_.heartbeats->Look(now);
     for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
-    rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.session_timeout));
+    rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.limits.session_timeout));
     rpc_.pushes.CheckStalled(now);
     rpc_.pulls.CheckStalled(now);
     rpc_.requests.CheckStalled(now);

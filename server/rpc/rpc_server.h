@@ -21,13 +21,14 @@
 #include "grpc/health/v1/health.pb.h"
 #include "server/base/heartbeat.h"
 #include "server/base/observer.h"
+#include "server/base/rpc_limits.h"
 #include "server/base/steady_wait.h"
 #include "server/core/model_store.h"
-#include "server/rpc/admin_service.h"
 #include "server/rpc/call.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
+#include "server/rpc/model_service.h"
 #include "server/rpc/open_connections.h"
 #include "server/rpc/operator_service.h"
 #include "server/rpc/served_certificate.h"
@@ -45,39 +46,15 @@ class RpcServer {
   struct Options {
     // As Listener::Bind() takes them.
     std::vector<std::string> listen_addresses = {"127.0.0.1:50051"};
-    OpenConnections::Limits connections;
     // Of all addresses but unix sockets.
     TlsFiles tls;
-    // What one connection may do.
-    int64_t max_streams_per_connection = 1024;
-    int64_t max_message_bytes = int64_t{8} << 20;
-    int64_t max_metadata_bytes = int64_t{8} << 10;
-    absl::Duration handshake_timeout = absl::Seconds(5);
-    // A peer that has been silent for `keepalive_time` is asked, and has `keepalive_timeout` to
-    // answer.
-    absl::Duration keepalive_time = absl::Seconds(60);
-    absl::Duration keepalive_timeout = absl::Seconds(20);
-    // A connection without calls for so long is closed in order: its client opens another one.
-    absl::Duration max_connection_idle = absl::Hours(2);
+    RpcLimits limits;
     // Completion queues. One is fastest where trainer and server share two cores.
     int thread_count = 1;
-    // Each may hold a receive window of up to kMaxWindowBytes.
-    int64_t max_push_streams = 32;
-    int64_t max_pull_streams = 64;
-    int64_t max_watch_streams = 1024;
-    // Requests that may be arriving; each may take what the longest message does.
-    int64_t max_arriving_requests = 32;
-    // Calls that one address may begin in a second; 0: any number. Lanes and probes do not count.
-    int64_t max_calls_per_second = 10'000;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
     // Who may call what; outlives the server. Null: everybody everything.
     Authenticator* authenticator = nullptr;
-    // A step's session ends when nothing has arrived for so long; must exceed the ranks'
-    // differences in speed.
-    absl::Duration session_timeout = absl::Seconds(30);
-    // A stream ends when its peer has sent or taken nothing for so long.
-    absl::Duration stall_timeout = absl::Seconds(30);
     // A worker that has been silent for so long is taken for stuck: one that calls need; and one
     // that waits for the disk, where a sync of a large file takes its time.
     absl::Duration worker_timeout = absl::Seconds(30);
@@ -90,10 +67,12 @@ class RpcServer {
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
-  // Beside Options::max_arriving_requests: of health checks, which need no token.
+  // Beside RpcLimits::max_arriving_requests: of health checks, which need no token.
   static constexpr int64_t kMaxArrivingProbes = 8;
   // Calls that may wait for each of the threads that run calls.
   static constexpr int64_t kMaxWaitingCalls = 64;
+  // Bytes of those that are long, all together; or what the longest message has.
+  static constexpr int64_t kMaxWaitingBytes = int64_t{64} << 20;
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
   // ServedCertificate::Open(), or INTERNAL: gRPC did not start.
@@ -118,19 +97,7 @@ class RpcServer {
   // NOT_FOUND, NO_DATA_DIR: there are none.
   absl::Status checkpoints_health() const;
 
-  struct Usage {
-    int64_t push_streams = 0;
-    int64_t max_push_streams = 0;
-    int64_t pull_streams = 0;
-    int64_t max_pull_streams = 0;
-    int64_t watch_streams = 0;
-    int64_t max_watch_streams = 0;
-    int64_t arriving_requests = 0;
-    int64_t max_arriving_requests = 0;
-    int64_t connections = 0;  // Of gRPC, not lanes.
-    int64_t max_connections = 0;
-  };
-  Usage usage() const;
+  RpcUsage usage() const;
   // Absent: the server does not speak TLS.
   std::optional<ServedCertificate::State> certificate() const;
 
@@ -154,7 +121,7 @@ class RpcServer {
 
   const Options options_;
   RpcContext rpc_;
-  AdminService admin_;
+  ModelService models_;
   OperatorService operator_;
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
   OpenConnections connections_;

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/stream_admission.h"
 
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "server/rpc/authorization.h"
 
 namespace ema {
@@ -14,6 +18,86 @@ bool StreamCall::MayGoOn(const Authenticator& authenticator) const {
   if (method_.empty()) return true;
   const absl::StatusOr<Access> access = Authorize(&authenticator, method_, authorization_);
   return access.ok() && (!model_.has_value() || access->Covers(*model_));
+}
+
+std::chrono::steady_clock::duration StreamCall::WaitingTime(
+    std::chrono::steady_clock::time_point now) const {
+  const int64_t since = waiting_since_.load(std::memory_order_relaxed);
+  return since == 0 ? std::chrono::steady_clock::duration::zero()
+                    : now - std::chrono::steady_clock::time_point(
+                                std::chrono::steady_clock::duration(since));
+}
+
+void StreamCall::BeginTiming() {
+  marked_time_ = std::chrono::steady_clock::now();
+  waited_ = worked_ = std::chrono::steady_clock::duration::zero();
+}
+
+void StreamCall::SetWaiting(bool waiting) {
+  const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+  (waiting ? worked_ : waited_) += now - marked_time_;
+  marked_time_ = now;
+  waiting_since_.store(waiting ? now.time_since_epoch().count() : 0, std::memory_order_relaxed);
+}
+
+absl::Status StreamAdmission::Enter(StreamCall* call, const Authenticator* authenticator) {
+  absl::MutexLock lock(&mu_);
+  // Under the lock, so that EndRevoked() comes after it, or has been before the question.
+  if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
+  if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                     absl::StrCat("the server has ", limit_, " ", kind_,
+                                  " streams open, as many as it may have"),
+                     retry_delay_);
+  }
+  calls_.insert(call);
+  return absl::OkStatus();
+}
+
+absl::Status StreamAdmission::SetModel(StreamCall* call, std::string_view model,
+                                       const Authenticator* authenticator) {
+  absl::MutexLock lock(&mu_);
+  call->SetModel(model);
+  if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
+  return absl::OkStatus();
+}
+
+void StreamAdmission::Leave(StreamCall* call) {
+  absl::MutexLock lock(&mu_);
+  calls_.erase(call);
+}
+
+int64_t StreamAdmission::open_count() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(calls_.size());
+}
+
+void StreamAdmission::CheckStalled(std::chrono::steady_clock::time_point now) {
+  absl::MutexLock lock(&mu_);
+  for (StreamCall* const call : calls_) {
+    if (call->WaitingTime(now) > stall_timeout_) call->End(StreamEnd::kStalled);
+  }
+}
+
+void StreamAdmission::EndRevoked(const Authenticator& authenticator) {
+  absl::MutexLock lock(&mu_);
+  for (StreamCall* const call : calls_) {
+    if (!call->MayGoOn(authenticator)) call->End(StreamEnd::kRevoked);
+  }
+}
+
+bool StreamAdmission::EndLongestStalled() {
+  const auto now = std::chrono::steady_clock::now();
+  const auto longest = std::max_element(
+      calls_.begin(), calls_.end(),
+      [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
+  if (longest == calls_.end()) return false;
+  const bool must_wait = (*longest)->WaitingTime(now) < stall_timeout_ / 10 || now < next_end_time_;
+  if (newcomers_ == Newcomers::kMayWait && must_wait) return false;
+  next_end_time_ = now + stall_timeout_ / 40;
+  (*longest)->End(StreamEnd::kStalled);
+  calls_.erase(longest);
+  return true;
 }
 
 }  // namespace ema

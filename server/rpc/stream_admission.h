@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_RPC_STREAM_ADMISSION_H_
 #define EMA_SERVER_RPC_STREAM_ADMISSION_H_
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,10 +16,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "ema/error_reason.h"
 #include "server/base/authenticator.h"
 
 namespace ema {
@@ -50,28 +47,15 @@ class StreamCall {
   // Whether the caller would be let in now.
   bool MayGoOn(const Authenticator& authenticator) const;
   // How long the call has waited for its peer; zero: it does not.
-  std::chrono::steady_clock::duration WaitingTime(std::chrono::steady_clock::time_point now) const {
-    const int64_t since = waiting_since_.load(std::memory_order_relaxed);
-    return since == 0 ? std::chrono::steady_clock::duration::zero()
-                      : now - std::chrono::steady_clock::time_point(
-                                  std::chrono::steady_clock::duration(since));
-  }
+  std::chrono::steady_clock::duration WaitingTime(std::chrono::steady_clock::time_point now) const;
   // Ends the call, soon. From any thread.
   virtual void End(StreamEnd why) = 0;
 
  protected:
   ~StreamCall() = default;
   // The call begins here, and works. On the call's thread, as all that follows.
-  void BeginTiming() {
-    marked_time_ = std::chrono::steady_clock::now();
-    waited_ = worked_ = std::chrono::steady_clock::duration::zero();
-  }
-  void SetWaiting(bool waiting) {
-    const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
-    (waiting ? worked_ : waited_) += now - marked_time_;
-    marked_time_ = now;
-    waiting_since_.store(waiting ? now.time_since_epoch().count() : 0, std::memory_order_relaxed);
-  }
+  void BeginTiming();
+  void SetWaiting(bool waiting);
   // Of the whole call, up to the last SetWaiting().
   std::chrono::steady_clock::duration waited() const { return waited_; }
   std::chrono::steady_clock::duration worked() const { return worked_; }
@@ -116,68 +100,21 @@ class StreamAdmission {
   // UNAUTHENTICATED, BAD_TOKEN: since it was let in, `authenticator` has learnt of something else;
   // null: nobody is asked.
   absl::Status Enter(StreamCall* call, const Authenticator* authenticator = nullptr)
-      ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    // Under the lock, so that EndRevoked() comes after it, or has been before the question.
-    if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
-    if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
-      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
-                       absl::StrCat("the server has ", limit_, " ", kind_,
-                                    " streams open, as many as it may have"),
-                       retry_delay_);
-    }
-    calls_.insert(call);
-    return absl::OkStatus();
-  }
+      ABSL_LOCKS_EXCLUDED(mu_);
   // What `call`, which has a place, is about. UNAUTHENTICATED, BAD_TOKEN: as Enter().
   absl::Status SetModel(StreamCall* call, std::string_view model,
-                        const Authenticator* authenticator) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    call->SetModel(model);
-    if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
-    return absl::OkStatus();
-  }
+                        const Authenticator* authenticator) ABSL_LOCKS_EXCLUDED(mu_);
   // Again, or without Enter(): does nothing.
-  void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    calls_.erase(call);
-  }
-  int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    return static_cast<int64_t>(calls_.size());
-  }
-  int64_t limit() const { return limit_; }
+  void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those that have stalled for the whole time-out.
-  void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    for (StreamCall* const call : calls_) {
-      if (call->WaitingTime(now) > stall_timeout_) call->End(StreamEnd::kStalled);
-    }
-  }
+  void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those whose callers `authenticator` would not let in any more.
-  void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    for (StreamCall* const call : calls_) {
-      if (!call->MayGoOn(authenticator)) call->End(StreamEnd::kRevoked);
-    }
-  }
+  void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // False: none has stalled.
-  bool EndLongestStalled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const auto now = std::chrono::steady_clock::now();
-    const auto longest = std::max_element(
-        calls_.begin(), calls_.end(),
-        [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
-    if (longest == calls_.end()) return false;
-    const bool must_wait =
-        (*longest)->WaitingTime(now) < stall_timeout_ / 10 || now < next_end_time_;
-    if (newcomers_ == Newcomers::kMayWait && must_wait) return false;
-    next_end_time_ = now + stall_timeout_ / 40;
-    (*longest)->End(StreamEnd::kStalled);
-    calls_.erase(longest);
-    return true;
-  }
+  bool EndLongestStalled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string kind_;
   const int64_t limit_;

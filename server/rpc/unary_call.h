@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -42,8 +43,13 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
   return {};
 }
 
-// INVALID_ARGUMENT, BAD_REQUEST: `request` is larger than one that waits for its turn may be. One
-// that opens a run may be as long as its layout.
+// One that opens a run is as long as its layout.
+template <typename Request>
+inline constexpr bool kMayBeLong = requires(const Request& request) {
+  request.layout();
+};
+
+// INVALID_ARGUMENT, BAD_REQUEST: `request` is larger than one that waits for its turn may be.
 template <typename Request>
 absl::Status CheckMayWait(const Request& request) {
   constexpr size_t kMaxBytes = size_t{64} << 10;
@@ -53,7 +59,12 @@ absl::Status CheckMayWait(const Request& request) {
           absl::StrCat("tracks: ", request.tracks_size(), " given, expected at most ", kMaxTracks));
     }
   }
-  if constexpr (!requires { request.layout(); }) {
+  if constexpr (kMayBeLong<Request>) {
+    if (request.layout().shards_size() > kMaxTensorCount) {
+      return BadRequest(absl::StrCat("layout: ", request.layout().shards_size(),
+                                     " shards given, expected at most ", kMaxTensorCount));
+    }
+  } else {
     if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxBytes) {
       return BadRequest(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,
                                      " bytes, expected at most ", kMaxBytes));
@@ -115,13 +126,33 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
       return absl::OkStatus();
     }
     EMA_RETURN_IF_ERROR(CheckMayWait(request_));
+    EMA_RETURN_IF_ERROR(Pack());
     return executor([self = this->shared_from_this()] { self->Answer(self->TakeTurn()); });
+  }
+  // While it waits, a long request takes its bytes: with all its fields it takes ten times as many.
+  absl::Status Pack() {
+    if constexpr (kMayBeLong<Request>) {
+      packed_ = request_.SerializeAsString();
+      EMA_ASSIGN_OR_RETURN(
+          packed_memory_,
+          rpc_->waiting.Reserve(absl::StrCat("a waiting ", std::string(ShortName(method_))),
+                                static_cast<int64_t>(packed_.size())));
+      request_ = Request();
+    }
+    return absl::OkStatus();
+  }
+  void Unpack() {
+    if constexpr (kMayBeLong<Request>) {
+      request_.ParseFromString(std::exchange(packed_, std::string()));
+      packed_memory_ = nullptr;
+    }
   }
   absl::Status CheckModel() {
     return rpc_->CheckModel(method_, arrival_.caller(), ModelOf(request_));
   }
   // Whether a call that has waited may still begin.
   absl::Status TakeTurn() {
+    Unpack();
     if (has_left_.load(std::memory_order_relaxed)) {
       return absl::CancelledError("the caller has left before the call's turn came");
     }
@@ -167,6 +198,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   grpc::ServerContext context_;
   grpc::ByteBuffer message_;  // As it arrives. gRPC does not tell a bad one from none.
   Request request_;
+  std::string packed_;  // The same, while the call waits.
+  std::unique_ptr<MemoryBudget::Reservation> packed_memory_;
   RequestArrival arrival_;
   grpc::ServerAsyncReaderWriter<Response, grpc::ByteBuffer> stream_{&context_};
   MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};

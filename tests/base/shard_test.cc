@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/crc32c.h"
+#include "server/base/layout_coverage.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -258,6 +259,10 @@ TEST(RankLayoutTest, RunsAreThoseOfTheNaiveModel) {
   }
 }
 
+std::shared_ptr<const RankLayout> Shared(RankLayout layout) {
+  return std::make_shared<const RankLayout>(std::move(layout));
+}
+
 bool HasDoubleElement(const Manifest& manifest, const std::vector<Shard>& shards) {
   std::set<std::pair<int64_t, int64_t>> seen;
   for (const Element& element : NaiveElements(manifest, shards)) {
@@ -288,7 +293,7 @@ TEST(LayoutCoverageTest, FindsExactlyTheSharedElements) {
       overlap_count += is_double ? 1 : 0;
       EXPECT_EQ(RankLayout::Create(manifest, joined).ok(), !is_double);
       EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, {shards[i]}));
-      ASSERT_EQ(coverage.Add(static_cast<int64_t>(i), layout).ok(), !is_double);
+      ASSERT_EQ(coverage.Add(static_cast<int64_t>(i), Shared(layout)).ok(), !is_double);
       if (!is_double) added = joined;
     }
   }
@@ -303,8 +308,8 @@ TEST(LayoutCoverageTest, NamesTensorAndBothRanksAndAddsNothing) {
       *RankLayout::Create(manifest, {WholeTensor(manifest, 0), {1, {3, 2}, {1, 4}}});
   const RankLayout rest =
       *RankLayout::Create(manifest, {WholeTensor(manifest, 0), {1, {0, 3}, {4, 3}}});
-  EXPECT_THAT(coverage.Add(5, first), IsOk());
-  const absl::Status status = coverage.Add(7, bad);
+  EXPECT_THAT(coverage.Add(5, Shared(first)), IsOk());
+  const absl::Status status = coverage.Add(7, Shared(bad));
   EXPECT_THAT(status, StatusIs(kInvalid, StartsWith("tensor \"w\": [3:4, 2:6] of rank 7 and "
                                                     "[0:4, 0:3] of rank 5 share elements")));
   EXPECT_THAT(status, ReasonIs(ErrorReason::kLayoutOverlap));
@@ -312,7 +317,7 @@ TEST(LayoutCoverageTest, NamesTensorAndBothRanksAndAddsNothing) {
   const absl::Status hole = coverage.CheckComplete();
   EXPECT_THAT(hole, StatusIs(kInvalid, "tensor \"a\": 4 of its 4 elements are in no shard"));
   EXPECT_THAT(hole, ReasonIs(ErrorReason::kLayoutHole));
-  EXPECT_THAT(coverage.Add(7, rest), IsOk());
+  EXPECT_THAT(coverage.Add(7, Shared(rest)), IsOk());
   EXPECT_THAT(coverage.CheckComplete(), IsOk());
 }
 
@@ -331,7 +336,7 @@ TEST(LayoutCoverageTest, AnyPartitionIsCompleteAndAnyHoleIsFound) {
     }
     LayoutCoverage coverage(&manifest);
     for (int64_t rank = 0; rank < 4; ++rank) {
-      ASSERT_THAT(coverage.Add(rank, *RankLayout::Create(manifest, ranks[rank])), IsOk());
+      ASSERT_THAT(coverage.Add(rank, Shared(*RankLayout::Create(manifest, ranks[rank]))), IsOk());
     }
     const int64_t hole = shards[left_out].element_count();
     if (hole > 0) {
@@ -340,7 +345,7 @@ TEST(LayoutCoverageTest, AnyPartitionIsCompleteAndAnyHoleIsFound) {
                        manifest.tensor(shards[left_out].tensor_index).element_count(), " elements");
       ASSERT_THAT(coverage.CheckComplete(), StatusIs(kInvalid, StartsWith(message)));
     }
-    ASSERT_THAT(coverage.Add(4, *RankLayout::Create(manifest, {shards[left_out]})), IsOk());
+    ASSERT_THAT(coverage.Add(4, Shared(*RankLayout::Create(manifest, {shards[left_out]}))), IsOk());
     ASSERT_THAT(coverage.CheckComplete(), IsOk());
   }
 }
@@ -367,10 +372,40 @@ TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
   EXPECT_EQ(element_count, 16 * kCount);
   LayoutCoverage coverage(&manifest);
   for (int64_t i = 0; i < kCount; ++i) {
-    ASSERT_THAT(coverage.Add(i, *RankLayout::Create(manifest, {rows[i]})), IsOk());
+    ASSERT_THAT(coverage.Add(i, Shared(*RankLayout::Create(manifest, {rows[i]}))), IsOk());
   }
-  EXPECT_THAT(coverage.Add(kCount, by_column), IsOk());
+  EXPECT_THAT(coverage.Add(kCount, Shared(by_column)), IsOk());
   EXPECT_THAT(coverage.CheckComplete(), IsOk());
+}
+
+TEST(LayoutCoverageTest, RanksThatTakeTurnsAreQuick) {
+  constexpr int64_t kCount = 100'000;
+  const Manifest manifest = Make({{"w", Dtype::kBFloat16, {2, kCount}}});
+  LayoutCoverage coverage(&manifest);
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    std::vector<Shard> columns;
+    for (int64_t i = rank; i < kCount; i += 2) columns.push_back({0, {0, i}, {2, 1}});
+    ASSERT_THAT(coverage.Add(rank, Shared(*RankLayout::Create(manifest, columns))), IsOk());
+  }
+  EXPECT_THAT(coverage.CheckComplete(), IsOk());
+  EXPECT_THAT(coverage.Add(2, Shared(*RankLayout::Create(manifest, {{0, {1, 7}, {1, 1}}}))),
+              ReasonIs(ErrorReason::kLayoutOverlap));
+}
+
+TEST(LayoutCoverageTest, WhatIsCutTooIrregularlyIsRefused) {
+  constexpr int64_t kSize = 140;
+  const Manifest manifest = Make({{"w", Dtype::kInt8, {kSize, kSize, kSize}}});
+  std::vector<Shard> bars;
+  for (int64_t i = 0; i + 1 < kSize; i += 2) {
+    for (int64_t j = 0; j + 1 < kSize; j += 2) {
+      bars.push_back({0, {0, i, j + 1}, {kSize, 1, 1}});
+      bars.push_back({0, {i + 1, 0, j}, {1, kSize, 1}});
+      bars.push_back({0, {i, j + 1, 0}, {1, 1, kSize}});
+    }
+  }
+  EXPECT_THAT(RankLayout::Create(manifest, bars).status(),
+              AllOf(ReasonIs(ErrorReason::kBadLayout),
+                    StatusIs(kInvalid, StartsWith("tensor \"w\": its shards are cut"))));
 }
 
 struct ShareCase {
@@ -417,7 +452,7 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
                                  EvenShare(c.manifest, c.rank0_only(), {}, rank, world_size));
         EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout,
                                  RankLayout::Create(c.manifest, std::move(share.shards)));
-        ASSERT_THAT(coverage.Add(rank, layout), IsOk());
+        ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
         ExpectFewContiguousBoxes(c.manifest, layout);
         for (const Shard& shard : layout.shards()) {
           EXPECT_TRUE(rank == 0 || !c.rank0_flags[shard.tensor_index]);
@@ -450,7 +485,7 @@ TEST(EvenShareTest, BoxesAreSplitAmongThoseWhoHoldThem) {
                                EvenShare(manifest, boxes, {}, {}, rank, world_size));
       EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, share.shards));
       // No element twice; 36 + 16 bytes, evenly.
-      ASSERT_THAT(coverage.Add(rank, layout), IsOk());
+      ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
       EXPECT_NEAR(layout.total_bytes(), 52.0 / static_cast<double>(world_size), 8);
       for (const Shard& shard : share.shards) {
         elements += shard.element_count();
@@ -495,7 +530,7 @@ TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
         EMA_ASSERT_OK_AND_ASSIGN(
             const RankLayout layout,
             RankLayout::Create(c.manifest, std::move(share.shards), share.frozen_shard_count));
-        ASSERT_THAT(coverage.Add(rank, layout), IsOk());
+        ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
         for (const Shard& shard : layout.frozen_shards()) {
           EXPECT_TRUE(frozen[shard.tensor_index] && !c.rank0_flags[shard.tensor_index]);
         }
@@ -534,11 +569,11 @@ TEST(RankLayoutTest, FrozenShardsAreTheLastAndOfWholeTensors) {
 TEST(LayoutCoverageTest, ATensorIsFrozenOnAllRanksOrOnNone) {
   const Manifest manifest = Make({{"w", Dtype::kFloat32, {4}}});
   LayoutCoverage coverage(&manifest);
-  ASSERT_THAT(coverage.Add(0, *RankLayout::Create(manifest, {{0, {0}, {2}}}, 1)), IsOk());
+  ASSERT_THAT(coverage.Add(0, Shared(*RankLayout::Create(manifest, {{0, {0}, {2}}}, 1))), IsOk());
   const Shard rest = {0, {2}, {2}};
-  EXPECT_THAT(coverage.Add(1, *RankLayout::Create(manifest, {rest})),
+  EXPECT_THAT(coverage.Add(1, Shared(*RankLayout::Create(manifest, {rest}))),
               StatusIs(kInvalid, HasSubstr("tensor \"w\": frozen on rank 0, but not on rank 1")));
-  EXPECT_THAT(coverage.Add(1, *RankLayout::Create(manifest, {rest}, 1)), IsOk());
+  EXPECT_THAT(coverage.Add(1, Shared(*RankLayout::Create(manifest, {rest}, 1))), IsOk());
   EXPECT_THAT(coverage.CheckComplete(), IsOk());
 }
 

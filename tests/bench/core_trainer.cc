@@ -71,7 +71,7 @@ double CoreTrainer::CommitSeconds() {
         visible = Clock::now();
         Must(result.status());
       }));
-  const PushEnd end = AddChunks(*push);
+  const PushTotals end = AddChunks(*push);
   const Clock::time_point begin = Clock::now();
   Must(push->Commit(end));
   return std::chrono::duration<double>(visible - begin).count();
@@ -82,8 +82,8 @@ double CoreTrainer::PinSeconds() {
   return SecondsOf([&] { pinned = Must(model_->PinVersion(0)); });
 }
 
-PushEnd CoreTrainer::AddChunks(RankPush& push) {
-  PushEnd end;
+PushTotals CoreTrainer::AddChunks(RankPush& push) {
+  PushTotals end;
   uint32_t digest = 0;
   for (int64_t offset = 0; offset < total_bytes_; offset += kChunkBytes) {
     const int64_t size = std::min(kChunkBytes, total_bytes_ - offset);

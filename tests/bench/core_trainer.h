@@ -37,7 +37,7 @@ class CoreTrainer {
   int64_t total_bytes() const { return total_bytes_; }
 
  private:
-  PushEnd AddChunks(RankPush& push);
+  PushTotals AddChunks(RankPush& push);
 
   const std::shared_ptr<Model> model_;
   const Arena chunk_;

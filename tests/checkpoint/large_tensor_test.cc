@@ -65,7 +65,7 @@ void Push(const std::shared_ptr<Model>& model) {
   ASSERT_THAT(rank.Join(), IsOk());
   auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(const auto push, rank.Open(10, outcome));
-  PushEnd end;
+  PushTotals end;
   for (int64_t i = 0; i < model->manifest().tensor_count(); ++i) {
     ForEachPiece(model->manifest(), i, [&](int64_t, std::span<const std::byte> bytes) {
       const auto length_bytes = static_cast<int64_t>(bytes.size());

@@ -186,12 +186,6 @@ TEST(NoServerTest, SomebodyIsToldOfALongWaitOnce) {
   EXPECT_THAT(told, ElementsAre(StatusIs(absl::StatusCode::kUnavailable, HasSubstr(address))));
 }
 
-TEST(NoServerTest, UnknownHostsAreUnavailable) {
-  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create("no-such-host.invalid:50051"));
-  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(50)),
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("no-such-host.invalid")));
-}
-
 TEST(NoServerTest, ASilentServerEndsWithTheDeadline) {
   FakeServer server(OneTensor());
   TcpProxy proxy(server.port());

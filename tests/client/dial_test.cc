@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "ema/client.h"
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -23,11 +24,12 @@ std::atomic<bool> name_service_hangs = false;
 
 }  // namespace
 
-// In place of the C library's: "server.test" is this machine.
+// In place of the C library's: "server.test" is this machine, "nobody.test" is none.
 extern "C" int getaddrinfo(const char* host, const char* port, const addrinfo* hints,
                            addrinfo** found) {
   using Function = int (*)(const char*, const char*, const addrinfo*, addrinfo**);
   static const auto real = reinterpret_cast<Function>(dlsym(RTLD_NEXT, "getaddrinfo"));
+  if (host != nullptr && std::strcmp(host, "nobody.test") == 0) return EAI_NONAME;
   if (host == nullptr || std::strcmp(host, "server.test") != 0) {
     return real(host, port, hints, found);
   }
@@ -61,6 +63,12 @@ TEST_F(DialTest, ALookUpKeepsTheDeadline) {
   SetHanging(true);
   EXPECT_THAT(Dial(absl::Milliseconds(50)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("server.test")));
+}
+
+TEST_F(DialTest, AHostThatNobodyKnowsIsUnavailable) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create("nobody.test:50051"));
+  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(50)),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("nobody.test")));
 }
 
 TEST_F(DialTest, ALookUpCanBeInterrupted) {

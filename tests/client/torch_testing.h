@@ -145,7 +145,7 @@ class TorchTest : public testing::Test {
     options.device = "cpu";
     options.memory_bytes = int64_t{1} << 30;
     options.thread_count = 2;
-    options.session_timeout = absl::Seconds(3);
+    options.limits.session_timeout = absl::Seconds(3);
     options.data_dir = data_dir_;
     EMA_ASSERT_OK_AND_ASSIGN(server_, Server::Start(options));
   }

@@ -79,7 +79,7 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
           ASSERT_THAT(TestRank::AddChunk(**push, bytes, offset, length), IsOk());  // A duplicate.
           chunks += 2;
         }
-        PushEnd end = TestRank::EndOf(bytes, chunks);
+        PushTotals end = TestRank::EndOf(bytes, chunks);
         end.total_bytes *= 2;
         if ((*push)->Commit(end).ok()) ++ok;
       });

@@ -112,7 +112,7 @@ class TestRank {
     return push.AddChunk({offset, Crc32c(0, piece), length}, {piece});
   }
 
-  static PushEnd EndOf(const std::vector<std::byte>& bytes, int64_t chunks) {
+  static PushTotals EndOf(const std::vector<std::byte>& bytes, int64_t chunks) {
     return {chunks, static_cast<int64_t>(bytes.size()), Crc32c(0, bytes)};
   }
 

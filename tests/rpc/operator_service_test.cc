@@ -46,10 +46,10 @@ class OperatorServiceTest : public RpcFixture {
 TEST_F(OperatorServiceTest, InfoSaysWhatTheServerIsAndHowItStands) {
   const absl::Time start = absl::FromUnixSeconds(1'700'000'000);
   ASSERT_NO_FATAL_FAILURE(
-      StartServer({.max_push_streams = 5,
-                   .max_pull_streams = 6,
-                   .max_watch_streams = 7,
-                   .max_calls_per_second = 0,
+      StartServer({.limits = {.max_push_streams = 5,
+                              .max_pull_streams = 6,
+                              .max_watch_streams = 7,
+                              .max_calls_per_second = 0},
                    .process = {.version = "1.2.3", .incarnation = 7, .start_time = start}}));
   CreateAndOpen();
   v1::PushResponse pushed;
@@ -146,7 +146,7 @@ TEST_F(OperatorServiceTest, WorkThatIsRefusedHindersNobodyWhoLooksOrEndsAPush) {
 }
 
 TEST_F(OperatorServiceTest, OneWatchMoreThanThereMayBeIsToldWhenToComeBack) {
-  ASSERT_NO_FATAL_FAILURE(StartServer({.max_watch_streams = 1}));
+  ASSERT_NO_FATAL_FAILURE(StartServer({.limits = {.max_watch_streams = 1}}));
   CreateAndOpen();
   v1::WatchRequest watch;
   watch.set_model("m");

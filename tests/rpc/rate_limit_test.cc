@@ -64,7 +64,7 @@ TEST(RateLimitTest, ForgetsPeersThatAreSilent) {
 class RateLimitedServerTest : public RpcFixture {};
 
 TEST_F(RateLimitedServerTest, RefusesMoreButProbesAndOurClientWaits) {
-  StartServer({.max_calls_per_second = 20});
+  StartServer({.limits = {.max_calls_per_second = 20}});
   int refused = 0;
   for (int i = 0; i < 60; ++i) {
     grpc::ClientContext context;

@@ -607,8 +607,8 @@ TEST_F(StoredPullTest, NorForOneThatIsSlowToOpen) {
 
 TEST_F(StoredPullTest, AReaderThatWaitsForTheDiskHasNotStalled) {
   RpcServer::Options options;
-  options.max_pull_streams = 1;
-  options.stall_timeout = absl::Milliseconds(20);
+  options.limits.max_pull_streams = 1;
+  options.limits.stream_timeout = absl::Milliseconds(20);
   Start(options);
   BlockReadsFrom(2);
   Pulled slow;

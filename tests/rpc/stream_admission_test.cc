@@ -38,16 +38,18 @@ TEST(StreamAdmissionTest, NobodyLosesAPlaceWhileItsPeerGetsOn) {
 }
 
 TEST(StreamAdmissionTest, WhoHasWaitedLongestLosesItsPlace) {
-  StreamAdmission admission("push", 3, kStallTimeout);
+  // Long: what is refused within a fortieth of it must be asked for as soon as that.
+  constexpr milliseconds kLongTimeout = 5 * kStallTimeout;
+  StreamAdmission admission("push", 3, kLongTimeout);
   FakeCall busy;
   FakeCall longest;
   FakeCall later;
   FakeCall newcomer;
   for (FakeCall* const call : {&busy, &longest, &later}) ASSERT_THAT(admission.Enter(call), IsOk());
   longest.SetWaiting(true);
-  std::this_thread::sleep_for(kTenth);
+  std::this_thread::sleep_for(kLongTimeout / 10);
   later.SetWaiting(true);
-  std::this_thread::sleep_for(kTenth);
+  std::this_thread::sleep_for(kLongTimeout / 10);
   ASSERT_THAT(admission.Enter(&newcomer), IsOk());
   EXPECT_EQ(longest.ended, 1);
   EXPECT_EQ(later.ended, 0);
@@ -56,7 +58,7 @@ TEST(StreamAdmissionTest, WhoHasWaitedLongestLosesItsPlace) {
   FakeCall another;
   EXPECT_THAT(admission.Enter(&another), ReasonIs(ErrorReason::kTooManyStreams));
   EXPECT_EQ(later.ended, 0);
-  std::this_thread::sleep_for(kStallTimeout / 40);
+  std::this_thread::sleep_for(kLongTimeout / 40);
   ASSERT_THAT(admission.Enter(&another), IsOk());
   EXPECT_EQ(later.ended, 1);
   FakeCall refused;

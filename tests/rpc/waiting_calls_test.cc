@@ -23,6 +23,12 @@ class HeldCheckpoints final : public NoCheckpoints {
     release.WaitForNotification();
     return Listing();
   }
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,
+                                                  const ResumePoint&) override {
+    ++begun;
+    release.WaitForNotification();
+    return std::nullopt;
+  }
   absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) override {
     ++begun;
     release.WaitForNotification();
@@ -40,6 +46,7 @@ class WaitingCallsTest : public RpcFixture {
     grpc::ClientContext context;
     v1::ListCheckpointsResponse listing;
     v1::CreateCheckpointResponse saved;
+    v1::OpenRunResponse opened;
     grpc::Status status;
     bool has_ended = false;
   };
@@ -104,6 +111,7 @@ class WaitingCallsTest : public RpcFixture {
       readers_;
   std::vector<std::unique_ptr<grpc::ClientAsyncResponseReader<v1::CreateCheckpointResponse>>>
       savers_;
+  std::vector<std::unique_ptr<grpc::ClientAsyncResponseReader<v1::OpenRunResponse>>> openers_;
 };
 
 TEST_F(WaitingCallsTest, ThoseBeyondTheLimitAreRefusedWithARetryHint) {
@@ -118,6 +126,58 @@ TEST_F(WaitingCallsTest, ThoseBeyondTheLimitAreRefusedWithARetryHint) {
   for (size_t i = 0; i + 1 < calls_.size(); ++i) {
     EXPECT_TRUE(AwaitEnd(*calls_[i]).status.ok()) << calls_[i]->status.error_message();
   }
+}
+
+// A request that resumes a run has its layout, which with all its fields takes ten times its bytes.
+TEST_F(WaitingCallsTest, LongRequestsThatWaitHaveABudget) {
+  v1::OpenRunRequest request;
+  request.set_model("m");
+  request.mutable_resume();
+  for (int i = 0; i < 100'000; ++i) {
+    v1::Shard& shard = *request.mutable_layout()->add_shards();
+    for (int d = 0; d < 8; ++d) shard.add_offsets(int64_t{1} << 60);
+  }
+  const auto bytes = static_cast<int64_t>(request.ByteSizeLong());
+  ASSERT_GT(bytes, 7 << 20);
+  const auto open = [&](const v1::OpenRunRequest& opening) -> Call& {
+    Call& call = *calls_.emplace_back(std::make_unique<Call>());
+    openers_.push_back(stub_->AsyncOpenRun(&call.context, opening, &queue_));
+    openers_.back()->Finish(&call.opened, &call.status, &call);
+    return call;
+  };
+  // One of a good layout begins to resume, and is held up there.
+  v1::OpenRunRequest good = request;
+  v1::GetModelResponse model;
+  {
+    grpc::ClientContext context;
+    v1::GetModelRequest get;
+    get.set_model("m");
+    ASSERT_TRUE(stub_->GetModel(&context, get, &model).ok());
+  }
+  good.set_manifest_digest(model.model().manifest_digest());
+  good.set_launch_id("another");
+  good.set_world_size(1);
+  good.mutable_layout()->clear_shards();
+  v1::Shard& whole = *good.mutable_layout()->add_shards();
+  whole.add_offsets(0);
+  whole.add_extents(kElements);
+  open(good);
+  Await([this] { return held_.begun == 1; });
+  const int64_t fit = RpcServer::kMaxWaitingBytes / bytes;
+  for (int64_t i = 0; i < fit; ++i) open(request);
+  const CallResult refused = AwaitEnd(open(request));
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_MEMORY_BUDGET);
+  EXPECT_GT(refused.detail.retry_delay_ms(), 0);
+  held_.release.Notify();
+  // What has waited is there again, and wrong.
+  for (int64_t i = 1; i <= fit; ++i) {
+    const CallResult result = AwaitEnd(*calls_[i]);
+    EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_LAYOUT_MISMATCH)
+        << result.status.error_message();
+  }
+  // Again there is room.
+  EXPECT_EQ(AwaitEnd(open(request)).detail.reason(), v1::ERROR_REASON_LAYOUT_MISMATCH);
 }
 
 TEST_F(WaitingCallsTest, ThoseWhoseCallerHasLeftAreSkipped) {

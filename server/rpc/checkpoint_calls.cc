@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The half of AdminService that answers calls about checkpoints and labels.
+// The half of ModelService that answers calls about checkpoints and labels.
 #include <cmath>
 #include <string>
 #include <utility>
@@ -8,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/rpc/admin_service.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/model_service.h"
 
 namespace ema {
 namespace {
@@ -24,7 +24,7 @@ absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
 
 }  // namespace
 
-absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
+absl::StatusOr<v1::CreateCheckpointResponse> ModelService::CreateCheckpoint(
     const v1::CreateCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   Checkpoints::SaveRequest wanted{.async = request.async(), .label = request.label()};
@@ -39,7 +39,7 @@ absl::StatusOr<v1::CreateCheckpointResponse> AdminService::CreateCheckpoint(
   return response;
 }
 
-absl::StatusOr<v1::GetCheckpointResponse> AdminService::GetCheckpoint(
+absl::StatusOr<v1::GetCheckpointResponse> ModelService::GetCheckpoint(
     const v1::GetCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const CheckpointInfo checkpoint,
@@ -49,7 +49,7 @@ absl::StatusOr<v1::GetCheckpointResponse> AdminService::GetCheckpoint(
   return response;
 }
 
-absl::StatusOr<v1::ListCheckpointsResponse> AdminService::ListCheckpoints(
+absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
     const v1::ListCheckpointsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const Checkpoints::Listing listing, checkpoints_.List(*model));
@@ -61,14 +61,14 @@ absl::StatusOr<v1::ListCheckpointsResponse> AdminService::ListCheckpoints(
   return response;
 }
 
-absl::StatusOr<v1::DeleteCheckpointResponse> AdminService::DeleteCheckpoint(
+absl::StatusOr<v1::DeleteCheckpointResponse> ModelService::DeleteCheckpoint(
     const v1::DeleteCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_RETURN_IF_ERROR(checkpoints_.Delete(*model, request.checkpoint()));
   return v1::DeleteCheckpointResponse();
 }
 
-absl::StatusOr<v1::RestoreCheckpointResponse> AdminService::RestoreCheckpoint(
+absl::StatusOr<v1::RestoreCheckpointResponse> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
@@ -81,7 +81,7 @@ absl::StatusOr<v1::RestoreCheckpointResponse> AdminService::RestoreCheckpoint(
   return response;
 }
 
-absl::StatusOr<v1::SetLabelResponse> AdminService::SetLabel(const v1::SetLabelRequest& request) {
+absl::StatusOr<v1::SetLabelResponse> ModelService::SetLabel(const v1::SetLabelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   v1::SetLabelResponse response;
   if (request.remove()) {
@@ -95,7 +95,7 @@ absl::StatusOr<v1::SetLabelResponse> AdminService::SetLabel(const v1::SetLabelRe
   return response;
 }
 
-absl::StatusOr<v1::ReportMetricResponse> AdminService::ReportMetric(
+absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(
     const v1::ReportMetricRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   CheckpointLabel score{.name = request.label().empty() ? kDefaultMetricLabel : request.label(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/admin_service.h"
+#include "server/rpc/model_service.h"
 
 #include <memory>
 #include <optional>
@@ -47,7 +47,7 @@ Executor Holding(SnapshotRef version, const Executor& executor) {
 
 }  // namespace
 
-void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Workers& workers) {
 #define EMA_LISTEN(method, executor) \
   EMA_LISTEN_BY(method, [chosen = Executor(executor)](const auto&) { return chosen; })
@@ -55,7 +55,7 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(          \
       rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,          \
       [this](const v1::method##Request& request, const Access& access) { \
-        return Answer(&AdminService::method, request, access);           \
+        return Answer(&ModelService::method, request, access);           \
       },                                                                 \
       choose_executor)
   Executor here;
@@ -99,13 +99,13 @@ void AdminService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
 #undef EMA_LISTEN_BY
 }
 
-void AdminService::OfferLane(const std::string& socket_name) {
+void ModelService::OfferLane(const std::string& socket_name) {
   lane_.set_host_id(HostId());
   lane_.set_socket_name(socket_name);
   lane_.set_protocol(2);
 }
 
-absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(
+absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
     const v1::CreateModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request, kDefaultMaxPinnedVersions));
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, store_->Create(std::move(config)));
@@ -123,14 +123,14 @@ absl::StatusOr<v1::CreateModelResponse> AdminService::CreateModel(
   return response;
 }
 
-absl::StatusOr<v1::GetModelResponse> AdminService::GetModel(const v1::GetModelRequest& request) {
+absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   v1::GetModelResponse response;
   *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
   return response;
 }
 
-absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListModelsRequest&,
+absl::StatusOr<v1::ListModelsResponse> ModelService::ListModels(const v1::ListModelsRequest&,
                                                                 const Access& access) {
   v1::ListModelsResponse response;
   for (const std::shared_ptr<Model>& model : store_->List()) {
@@ -140,7 +140,7 @@ absl::StatusOr<v1::ListModelsResponse> AdminService::ListModels(const v1::ListMo
   return response;
 }
 
-absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
+absl::StatusOr<v1::UpdateModelResponse> ModelService::UpdateModel(
     const v1::UpdateModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
@@ -151,7 +151,7 @@ absl::StatusOr<v1::UpdateModelResponse> AdminService::UpdateModel(
   return response;
 }
 
-absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
+absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
     const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
   if (request.confirm_model() != request.model()) {
@@ -170,7 +170,7 @@ absl::StatusOr<v1::DeleteModelResponse> AdminService::DeleteModel(
   return v1::DeleteModelResponse();
 }
 
-absl::StatusOr<v1::AttachFileResponse> AdminService::AttachFile(
+absl::StatusOr<v1::AttachFileResponse> ModelService::AttachFile(
     const v1::AttachFileRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   if (request.remove()) {
@@ -182,7 +182,7 @@ absl::StatusOr<v1::AttachFileResponse> AdminService::AttachFile(
   return v1::AttachFileResponse();
 }
 
-absl::StatusOr<v1::GetAttachedFileResponse> AdminService::GetAttachedFile(
+absl::StatusOr<v1::GetAttachedFileResponse> ModelService::GetAttachedFile(
     const v1::GetAttachedFileRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const AttachedFiles::Found found,
@@ -202,7 +202,7 @@ absl::StatusOr<v1::GetAttachedFileResponse> AdminService::GetAttachedFile(
   return response;
 }
 
-absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunRequest& request) {
+absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   if (request.manifest_digest() != model->manifest().digest()) {
     return MakeError(
@@ -213,6 +213,11 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
   const v1::WireDtype wire_dtype = request.layout().wire_dtype();
   if (!v1::WireDtype_IsValid(wire_dtype)) {
     return BadRequest(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
+  }
+  if (const int64_t count = request.layout().shards_size(); count > kMaxTensorCount) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+        absl::StrCat("layout: ", count, " shards given, expected at most ", kMaxTensorCount));
   }
   EMA_ASSIGN_OR_RETURN(RankLayout layout,
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
@@ -242,7 +247,7 @@ absl::StatusOr<v1::OpenRunResponse> AdminService::OpenRun(const v1::OpenRunReque
   return response;
 }
 
-absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPushRequest& request) {
+absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPushRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const Model::PushState state,
                        model->QueryPush(request.run_epoch(), request.step(), request.rank(),
@@ -276,7 +281,7 @@ absl::StatusOr<v1::QueryPushResponse> AdminService::QueryPush(const v1::QueryPus
   return response;
 }
 
-absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
+absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
     const v1::ListVersionsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   v1::ListVersionsResponse response;
@@ -302,7 +307,7 @@ absl::StatusOr<v1::ListVersionsResponse> AdminService::ListVersions(
   return response;
 }
 
-absl::StatusOr<v1::GetStatisticsResponse> AdminService::GetStatistics(
+absl::StatusOr<v1::GetStatisticsResponse> ModelService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
@@ -313,7 +318,7 @@ absl::StatusOr<v1::GetStatisticsResponse> AdminService::GetStatistics(
   return response;
 }
 
-absl::StatusOr<v1::SynthesizeResponse> AdminService::Synthesize(
+absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
     const v1::SynthesizeRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));

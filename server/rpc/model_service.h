@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The calls with one request and one response.
-#ifndef EMA_SERVER_RPC_ADMIN_SERVICE_H_
-#define EMA_SERVER_RPC_ADMIN_SERVICE_H_
+// The unary calls about models: their runs, versions, checkpoints and labels.
+#ifndef EMA_SERVER_RPC_MODEL_SERVICE_H_
+#define EMA_SERVER_RPC_MODEL_SERVICE_H_
 
 #include <functional>
 #include <memory>
@@ -16,12 +16,12 @@
 
 namespace ema {
 
-// Answers every unary call of the service. Thread-safe from Listen() on. Files: admin_service.cc,
-// and admin_checkpoints.cc for the calls about checkpoints and labels.
-class AdminService {
+// Answers every unary call about models. Thread-safe from Listen() on. Files: model_service.cc, and
+// checkpoint_calls.cc for the calls about checkpoints and labels.
+class ModelService {
  public:
   // `checkpoints` outlives this. `log` is told of models that are created, changed and deleted.
-  AdminService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
+  ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
       : store_(std::move(store)), checkpoints_(*checkpoints), log_(std::move(log)) {}
 
   // What GetLane() answers. REQUIRES: before Listen().
@@ -71,12 +71,12 @@ class AdminService {
   absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
 
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (AdminService::*method)(const Request&),
+  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (ModelService::*method)(const Request&),
                                   const Request& request, const Access&) {
     return (this->*method)(request);
   }
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (AdminService::*method)(const Request&,
+  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (ModelService::*method)(const Request&,
                                                                                    const Access&),
                                   const Request& request, const Access& access) {
     return (this->*method)(request, access);
@@ -90,4 +90,4 @@ class AdminService {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_RPC_ADMIN_SERVICE_H_
+#endif  // EMA_SERVER_RPC_MODEL_SERVICE_H_
