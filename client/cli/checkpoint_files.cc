@@ -25,11 +25,6 @@ struct Finding {
   absl::Status status;
 };
 
-std::string BaseName(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  return path.substr(path.find_last_of('/') + 1);
-}
-
 // True if `path` looks like a checkpoint, whole or not.
 absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
   for (const std::string& part : {JoinPath(path, kManifestFileName), TracksPath(path)}) {

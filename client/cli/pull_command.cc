@@ -52,7 +52,7 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
     return files.Rename(temporary_path, path);
   };
   const absl::Status status = write();
-  if (status.ok()) return status;
+  if (status.ok()) return absl::OkStatus();
   // What is left of a file that could not be written.
   files.RemoveFile(temporary_path).IgnoreError();
   return FileError(path, status);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The part of CheckpointManager that has labels and scores, and opens what they name.
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -12,6 +13,10 @@
 
 namespace ema {
 namespace {
+
+// Of a model. Who may report scores may have so many versions kept by them, and may not be one who
+// may set labels.
+constexpr int64_t kMaxScoreLabels = 16;
 
 absl::Status BadScore(const Model& model, const CheckpointLabel& score, const std::string& why) {
   return BadRequest(
@@ -88,6 +93,20 @@ absl::Status CheckpointManager::RemoveLabel(Model& model, const std::string& lab
   return absl::OkStatus();
 }
 
+absl::Status CheckpointManager::CheckMayScore(const Model& model,
+                                              const CheckpointLabel& score) const {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointLabel> labels,
+                       store_->Labels(model.config().name));
+  const int64_t count =
+      std::count_if(labels.begin(), labels.end(),
+                    [](const CheckpointLabel& label) { return label.metric.has_value(); });
+  if (count < kMaxScoreLabels) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
+                   absl::StrCat("model \"", model.config().name, "\", label \"", score.name,
+                                "\": the model has ", count,
+                                " labels that scores move, as many as it may have"));
+}
+
 absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
     Model& model, const CheckpointLabel& score) {
   EMA_RETURN_IF_ERROR(ValidateName("label", score.name));
@@ -100,8 +119,14 @@ absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
   const absl::StatusOr<CheckpointStore::FoundLabel> found =
       store_->FindLabel(model.config().name, score.name);
   if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
-  if (found.ok() && found->label.metric.has_value()) {
+  if (!found.ok()) {
+    EMA_RETURN_IF_ERROR(CheckMayScore(model, score));
+  } else {
     const CheckpointLabel& now = found->label;
+    if (!now.metric.has_value()) {
+      return BadScore(model, score,
+                      "it was set without a score; scores move it once it has been removed");
+    }
     if (now.lower_is_better != score.lower_is_better) {
       return BadScore(
           model, score,

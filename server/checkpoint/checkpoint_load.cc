@@ -10,16 +10,13 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/restore.h"
 
 namespace ema {
 namespace {
 
 constexpr int64_t kMaxLatestBytes = 256;
-
-absl::Status Corrupt(const std::string& problem) {
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
-}
 
 absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
                                const CheckpointManifest& checkpoint, Model& model) {
@@ -91,10 +88,10 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system_, path));
   if (checkpoint.model_name != model_name || IdOf(checkpoint.record) != id) {
-    return Corrupt(absl::StrCat("manifest.json: it is of model \"", checkpoint.model_name, "\", ",
-                                CheckpointName(IdOf(checkpoint.record))));
+    return CorruptManifest(absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
+                                        CheckpointName(IdOf(checkpoint.record))));
   }
-  if (checkpoint.is_partial) return Corrupt("manifest.json: it has not all tracks");
+  if (checkpoint.is_partial) return CorruptManifest("it has not all tracks");
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created,
                        models.Create(ConfigOf(checkpoint), GlobBudget::Unlimited()));
   if (!created.created) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis.h"
 #include "server/checkpoint/verify.h"
@@ -304,8 +305,7 @@ absl::StatusOr<CheckpointManifest> CheckpointManager::CheckIsOf(
                            checkpoint.manifest.DifferenceFrom(model.manifest()));
   }
   if (problem.empty()) return checkpoint;
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   absl::StrCat("manifest.json: ", problem));
+  return CorruptManifest(problem);
 }
 
 absl::StatusOr<CheckpointManifest> CheckpointManager::ReadManifest(

@@ -211,6 +211,8 @@ class CheckpointManager final : public Checkpoints {
   // OK: a restart finds the checkpoint of that version, which is there. UNAVAILABLE: it may not:
   // it has got its name, but its save has not ended well.
   absl::Status CheckIsDurable(const Model& model, const VersionId& id, bool is_partial) const;
+  // RESOURCE_EXHAUSTED: no more labels of scores may be made.
+  absl::Status CheckMayScore(const Model& model, const CheckpointLabel& score) const;
   // `checkpoint`, which was found as `stored`. DATA_LOSS, CHECKPOINT_CORRUPT: it is of another
   // model, or version.
   static absl::StatusOr<CheckpointManifest> CheckIsOf(const Model& model,

@@ -212,7 +212,11 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
 }
 
 absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder& folder) {
-  if (folder.is_durable) return absl::OkStatus();
+  if (folder.is_durable) {
+    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
+    if (exists) return absl::OkStatus();
+    Forget(folder);  // Somebody has removed it under the server.
+  }
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(ModelPath(model_name))));
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(folder.path)));
   EMA_RETURN_IF_ERROR(Sync(options_.data_dir));

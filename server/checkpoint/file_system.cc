@@ -26,21 +26,13 @@ namespace {
 constexpr mode_t kFileMode = 0644;
 constexpr mode_t kDirectoryMode = 0755;
 
-// Without the folders before it: messages may reach clients.
-std::string BaseName(const std::string& path) {
-  const size_t end = path.find_last_not_of('/');
-  if (end == std::string::npos) return path;
-  const size_t slash = path.find_last_of('/', end);
-  const size_t begin = slash == std::string::npos ? 0 : slash + 1;
-  return path.substr(begin, end + 1 - begin);
-}
-
 absl::Status NotRegular(const std::string& path) {
   return absl::FailedPreconditionError(
       absl::StrCat("\"", BaseName(path), "\" is not a regular file"));
 }
 
-// The Status of a failed system call. `operation` says what was tried: "write", "open".
+// The Status of a failed system call. `operation` says what was tried: "write", "open". Of paths it
+// has the last part: messages may reach clients.
 absl::Status ErrnoStatus(int error, const char* operation, const std::string& path) {
   const std::string message = absl::StrCat(operation, " \"", BaseName(path),
                                            "\": ", std::generic_category().message(error));
@@ -319,6 +311,11 @@ std::string JoinPath(std::string_view directory, std::string_view name) {
   if (!path.empty() && path.back() != '/') path += '/';
   path += name;
   return path;
+}
+
+std::string BaseName(std::string_view path) {
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path.substr(path.rfind('/') + 1));
 }
 
 }  // namespace ema

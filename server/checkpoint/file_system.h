@@ -127,6 +127,8 @@ FileSystem& PosixFileSystem();
 
 // "a/b" from "a" and "b".
 std::string JoinPath(std::string_view directory, std::string_view name);
+// "b" from "a/b" and from "a/b/".
+std::string BaseName(std::string_view path);
 
 }  // namespace ema
 

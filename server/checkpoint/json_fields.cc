@@ -10,9 +10,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
+#include "server/checkpoint/checkpoint_files.h"
 
 namespace ema {
 namespace {
@@ -58,8 +58,7 @@ class StrictnessChecker final : public nlohmann::json_sax<Json> {
 }  // namespace
 
 absl::Status CorruptManifest(const std::string& problem) {
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   absl::StrCat("manifest.json: ", problem));
+  return CorruptCheckpoint(absl::StrCat("manifest.json: ", problem));
 }
 
 std::optional<Json> ParseStrictJson(std::string_view text) {

@@ -7,9 +7,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
+#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/json_fields.h"
 
 namespace ema {
@@ -80,9 +80,8 @@ absl::StatusOr<LabelMap> ParseLabels(std::string_view text) {
   if (labels.ok() || absl::IsFailedPrecondition(labels.status())) return labels;
   // Names and types that are wrong are the file's fault, whatever their checks call it. Fields
   // speak of the file that they were made for.
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   absl::StrCat("LABELS.json: ",
-                                absl::StripPrefix(labels.status().message(), "manifest.json: ")));
+  return CorruptCheckpoint(absl::StrCat(
+      "LABELS.json: ", absl::StripPrefix(labels.status().message(), "manifest.json: ")));
 }
 
 }  // namespace ema

@@ -24,13 +24,6 @@ struct Job {
   Model& model;
 };
 
-// True if what is saved of a track can be a value of `track`.
-bool CanRestore(const CheckpointTrack& saved, const Manifest& manifest, const Track& track) {
-  return saved.config.compensated == track.config().compensated &&
-         (saved.state.empty() || saved.state.size() == SchedulesOf(track.config()).size()) &&
-         ActionsOf(saved.config, manifest) == track.actions();
-}
-
 // Whoever restores has nothing else to do, and fresh memory costs more than the disk.
 int MaxThreads() {
   return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
@@ -93,7 +86,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   for (const PushPlan::Entry& entry : model.plan().tracks) {
     const CheckpointTrack* const saved = checkpoint.Find(entry.track->name());
     if (saved == nullptr || !saved->weights.has_value() ||
-        !CanRestore(*saved, checkpoint.manifest, *entry.track)) {
+        !entry.track->HasFormOf(saved->config, checkpoint.manifest)) {
       continue;
     }
     absl::StatusOr<TrackSnapshot> restored = RestoreTrack(job, *saved, entry.track);

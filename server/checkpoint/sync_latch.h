@@ -27,9 +27,13 @@ class SyncLatch {
 
   // Passes `sync_status` on, and latches if it is an error: the result is then UNAVAILABLE,
   // STORE_READ_ONLY. RESOURCE_EXHAUSTED does not latch: of a full disk, what could not be synced is
-  // still temporary and is removed; without a free descriptor, nothing was tried.
+  // still temporary and is removed; without a free descriptor, nothing was tried. Nor do NOT_FOUND
+  // and PERMISSION_DENIED: there was nothing that could be opened.
   absl::Status Check(const absl::Status& sync_status) ABSL_LOCKS_EXCLUDED(mu_) {
-    if (sync_status.ok() || absl::IsResourceExhausted(sync_status)) return sync_status;
+    if (sync_status.ok() || absl::IsResourceExhausted(sync_status) ||
+        absl::IsNotFound(sync_status) || absl::IsPermissionDenied(sync_status)) {
+      return sync_status;
+    }
     {
       absl::MutexLock lock(&mu_);
       if (!latched_.ok()) return latched_;

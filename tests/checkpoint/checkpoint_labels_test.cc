@@ -267,9 +267,34 @@ TEST_F(CheckpointLabelsTest, ScoresGoOnAfterARestartAndByTheirDirection) {
   EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 3.5, true))->moved);
   EXPECT_FALSE(server.manager().ReportMetric(server.model(), Score(2, 4, true))->moved);
   EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, -1, true))->moved);
-  // What a person has set is moved by the first score.
+}
+
+// Evaluators may report scores, and set no labels.
+TEST_F(CheckpointLabelsTest, ScoresDoNotMoveWhatWasSetWithoutOne) {
+  TestServer server(files_);
+  server.PushTo(2);
   ASSERT_THAT(server.manager().SetLabel(server.model(), "best", {1, 0}), IsOk());
-  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, 9, false))->moved);
+  EXPECT_THAT(server.manager().ReportMetric(server.model(), Score(2, 9)),
+              AllOf(ReasonIs(ErrorReason::kBadRequest),
+                    StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("without a score"))));
+  EXPECT_EQ(server.manager().FindLabel(server.model(), "best")->version, 1);
+  ASSERT_THAT(server.manager().RemoveLabel(server.model(), "best"), IsOk());
+  EXPECT_TRUE(server.manager().ReportMetric(server.model(), Score(2, 9))->moved);
+}
+
+TEST_F(CheckpointLabelsTest, ScoresHaveSixteenLabels) {
+  TestServer server(files_);
+  server.PushTo(1);
+  const auto report = [&](const std::string& label) {
+    CheckpointLabel score = Score(1, 0.5);
+    score.name = label;
+    return server.manager().ReportMetric(server.model(), score);
+  };
+  for (int i = 0; i < 16; ++i) ASSERT_THAT(report(absl::StrCat("best-", i)), IsOk());
+  EXPECT_THAT(report("best"),
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("16 labels")));
+  EXPECT_THAT(report("best-3"), IsOk());
+  EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {1, 0}), IsOk());
 }
 
 }  // namespace

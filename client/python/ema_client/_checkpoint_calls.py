@@ -217,7 +217,8 @@ class CheckpointCalls:
             timeout_s: seconds.
 
         Raises:
-            InvalidArgumentError: the score is no number, or the direction is another than before.
+            InvalidArgumentError: the score is no number, the direction is another than before, or
+                `set_label` has set the label, which stays until it is removed.
             EmaError: as `set_label`.
 
         Example:
