@@ -16,14 +16,14 @@ RUN deploy/setup.sh --server
 
 FROM tools AS build-cpu
 COPY . .
-RUN cmake --preset release -DEMA_BUILD_TESTS=OFF \
+RUN cmake --preset release -DEMA_BUILD_TESTS=OFF -DEMA_WITH_CUDA=OFF \
     && cmake --build --preset release --target ema-server emactl \
     && cmake --install build/release --component server --strip --prefix /image/usr/local
 
 FROM tools AS build-cuda
 RUN deploy/setup.sh --cuda
 COPY . .
-RUN cmake --preset release -DEMA_BUILD_TESTS=OFF \
+RUN cmake --preset release -DEMA_BUILD_TESTS=OFF -DEMA_WITH_CUDA=ON \
       -DCMAKE_CUDA_COMPILER="$(ls "$PWD"/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)" \
     && cmake --build --preset release --target ema-server emactl \
     && cmake --install build/release --component server --strip --prefix /image/usr/local

@@ -57,7 +57,18 @@ sum_up() {
 if $all; then
   deploy/setup.sh --all
 fi
-if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON; then
+# Without a CUDA compiler what it compiles is not built, nor are the tests of that.
+cuda=()
+if ! command -v nvcc >/dev/null; then
+  if $all; then
+    deploy/setup.sh --cuda
+    cuda=(-DEMA_WITH_CUDA=ON
+      -DCMAKE_CUDA_COMPILER="$(ls "$PWD"/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)")
+  else
+    record skipped "CUDA code: no nvcc on the PATH; --all brings one"
+  fi
+fi
+if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON "${cuda[@]}"; then
   record failed "build release"
   sum_up
 fi
@@ -71,14 +82,14 @@ ctest_report cpp release
 pytest_report
 check "clang-format" check_format
 check "shellcheck" check_scripts
-check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF &&
+check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF "${cuda[@]}" &&
   check "clang-tidy" check_tidy
 check "black" build/venv/bin/black --config client/python/pyproject.toml --quiet --check \
   client/python deploy tests
 check "mypy" build/venv/bin/mypy --config-file client/python/pyproject.toml --strict \
   --cache-dir build/mypy_cache client/python/ema_client
 for sanitizer in asan tsan; do
-  check "build $sanitizer" deploy/build.sh "$sanitizer" &&
+  check "build $sanitizer" deploy/build.sh "$sanitizer" "${cuda[@]}" &&
     ctest_report "$sanitizer" "$sanitizer" --label-regex '^(unit|integration|sanitizer)$'
 done
 sum_up
