@@ -8,9 +8,9 @@
 # "N passed, N failed, N skipped".
 #
 # The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
-# pytest-timeout for the training, but no network, and a compiler only for what trains with
-# torch.compile: build/gpu, made elsewhere and brought there with the checkout, has the rest, NVIDIA's
-# compute-sanitizer too.
+# pytest-timeout for the training, but no network. For what trains with torch.compile triton also needs
+# a C compiler and Python.h (Ubuntu's python3.12-dev). build/gpu, made elsewhere and brought there with
+# the checkout, has the rest, NVIDIA's compute-sanitizer too.
 #
 # Usage: tests/gpu.sh --pack [CMAKE OPTION...] | [PART...]
 #   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
