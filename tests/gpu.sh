@@ -182,6 +182,13 @@ check_libraries() {
   [[ -z $missing ]] || fail "the programs lack: $missing"
 }
 
+# check_python PART...: the client's extension is for one version of Python.
+check_python() {
+  [[ -d $programs/python && " $* " =~ \ (smoke|training|bench)\  ]] || return 0
+  python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
+    fail "smoke, training and bench need Python 3.12 for the client in $archive; this is $versions"
+}
+
 # at_most SECONDS: so many, or what is left for all.
 at_most() {
   local left=$((${EMA_GPU_SECONDS:-1000000} - SECONDS))
@@ -410,6 +417,7 @@ export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
 ((${#parts[@]})) || parts=(tests training bench sanitizer)
+check_python "${parts[@]}"
 output=${device// /-}-$(date +%F)
 for part in "$@"; do output+=-$part; done
 output=tests/bench/results/${output,,}
