@@ -32,7 +32,7 @@ preset = {
     "update_after_step": 0,
     "update_model_with_ema_every": 3,
 }
-ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=3)
+ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=30)
 for step in range(1, 6):
     net["w"].grad = torch.ones_like(net["w"])
     if step == 4 and rank == 1:

@@ -19,8 +19,9 @@ import ema_client, numpy as np
 
 address, model, step, how = sys.argv[1:]
 client = ema_client.Client(address)
-run = client.open_run(model, launch_id="x", rank=1, world_size=2)
+# Before it joins: then rank 0 pushes, and the server waits for this rank as for one that may have died.
 weights = {"w": np.full(SIZE, int(step), np.float32)}
+run = client.open_run(model, launch_id="x", rank=1, world_size=2)
 push = run.start_push(step=int(step), weights=weights)
 if how == "die":
     while not 0 < push.stats.sent_bytes:
