@@ -8,9 +8,9 @@
 # "N passed, N failed, N skipped".
 #
 # The machine with the GPU needs a driver, CUDA 13, Python 3.12, torch==2.11.0, and NumPy, pytest and
-# pytest-timeout for the training, but no network, and a compiler only for what trains with
-# torch.compile: build/gpu, made elsewhere and brought there with the checkout, has the rest, NVIDIA's
-# compute-sanitizer too.
+# pytest-timeout for the training, but no network. For what trains with torch.compile triton also needs
+# a C compiler and Python.h (Ubuntu's python3.12-dev). build/gpu, made elsewhere and brought there with
+# the checkout, has the rest, NVIDIA's compute-sanitizer too.
 #
 # Usage: tests/gpu.sh --pack [CMAKE OPTION...] | [PART...]
 #   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
@@ -180,6 +180,13 @@ check_libraries() {
   local missing
   missing=$(ldd "$programs"/* "$programs"/python/ema_client/*.so 2>&1 | grep 'not found' | sort -u)
   [[ -z $missing ]] || fail "the programs lack: $missing"
+}
+
+# check_python PART...: the client's extension is for one version of Python.
+check_python() {
+  [[ -d $programs/python && " $* " =~ \ (smoke|training|bench)\  ]] || return 0
+  python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
+    fail "smoke, training and bench need Python 3.12 for the client in $archive; this is $versions"
 }
 
 # at_most SECONDS: so many, or what is left for all.
@@ -410,6 +417,7 @@ export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
 ((${#parts[@]})) || parts=(tests training bench sanitizer)
+check_python "${parts[@]}"
 output=${device// /-}-$(date +%F)
 for part in "$@"; do output+=-$part; done
 output=tests/bench/results/${output,,}

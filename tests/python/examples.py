@@ -14,7 +14,7 @@ def run_example(name: str, *arguments: object, ranks: int = 1, torchrun: bool | 
     """The last line that the script prints; it must end well. By torchrun, if it has several ranks."""
     command = [sys.executable]
     if ranks > 1 if torchrun is None else torchrun:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command.append(str(ROOT / "tests/python/example_rank.py"))
     result = subprocess.run(
         [*command, ROOT / "deploy/examples" / name, *map(str, arguments)],

@@ -2,7 +2,7 @@
 """A small training that goes on from its own checkpoint; a program that test_resume.py kills.
 
 Usage: resuming_trainer.py URL CHECKPOINT STEPS SAVE_EVERY [RANK WORLD_SIZE INIT_FILE]
-Prints each step's number when it has been made. What it does at a step depends on nothing but the
+Rank 0 prints each step's number when it has been made. What it does at a step depends on nothing but the
 weights, the optimizer and the step, so that a resumed training is the same as one that was never killed.
 Each rank has a checkpoint of its own, from whose average's state it resumes: these must be equal.
 """
@@ -81,7 +81,8 @@ def main() -> None:
                 }
                 torch.save(saved, f"{path}.new")
                 os.replace(f"{path}.new", path)
-            print(step, flush=True)
+            if rank == 0:
+                print(step, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ema_client._agreed import Arguments, check_agreed
 from safetensors.torch import save_file
+from testing import started
 
 LONG = {f"layer{n}.*": "copy" for n in range(50)}
 # What rank 0 and rank 1 are given, and what both must say.
@@ -83,20 +84,10 @@ for name, given in json.loads(cases).items():
 
 
 def test_arguments_that_differ_between_ranks_are_named_on_all(server, client, model, tmp_path):
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), tmp_path / "init", server.url(model), json.dumps(CASES)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
+    arguments = [tmp_path / "init", server.url(model), json.dumps(CASES)]
+    commands = [[sys.executable, "-c", RANK, rank, *arguments] for rank in (0, 1)]
+    with started(*commands, stdout=subprocess.PIPE, text=True) as ranks:
         outputs = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert outputs[0] == outputs[1]
     assert [line.partition(":")[0] for line in outputs[0]] == list(SAID)
     for line, said in zip(outputs[0], SAID.values()):

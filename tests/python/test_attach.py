@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
-from testing import assert_same_bits, replay, step_until, wait_for
+from testing import assert_same_bits, exit_codes, replay, started, step_until, wait_for
 
 HERE = pathlib.Path(__file__).parent
 
@@ -164,16 +164,15 @@ def test_nobody_writes_into_weights_that_are_being_read(server, client, model, h
 
 def test_two_ranks_each_send_half(server, client, model, tmp_path):
     steps = 30
-    ranks = [
-        subprocess.Popen(
-            [
-                *[sys.executable, HERE / "training_rank.py", str(rank), "2"],
-                *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz", str(steps)],
-            ]
-        )
+    commands = [
+        [
+            *[sys.executable, HERE / "training_rank.py", rank, 2],
+            *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz", steps],
+        ]
         for rank in (0, 1)
     ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    with started(*commands) as ranks:
+        assert exit_codes(ranks) == [0, 0]
     logs = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in (0, 1)]
 
     # The same parameters on both, other statistics: rank 0's are the ones that count.
@@ -264,19 +263,15 @@ def test_a_server_that_has_forgotten_the_model_gets_it_again(model, trainer, tmp
 def test_two_ranks_go_on_when_the_server_is_back(model, tmp_path):
     stop_file = tmp_path / "stop"
     with ServerProcess(tmp_path) as server:
-        ranks = [
-            subprocess.Popen(
-                [
-                    *[sys.executable, HERE / "training_rank.py", str(rank), "2"],
-                    *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz", "100000000"],
-                    stop_file,
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        commands = [
+            [
+                *[sys.executable, HERE / "training_rank.py", rank, 2],
+                *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz", 100_000_000],
+                stop_file,
+            ]
             for rank in (0, 1)
         ]
-        try:
+        with started(*commands, stdout=subprocess.PIPE, text=True) as ranks:
             versions = ranks[0].stdout
             for _ in range(3):
                 assert versions.readline()
@@ -296,9 +291,6 @@ def test_two_ranks_go_on_when_the_server_is_back(model, tmp_path):
             for rank in ranks:
                 rank.communicate(timeout=60)
             assert [rank.returncode for rank in ranks] == [0, 0]
-        finally:
-            for rank in ranks:
-                rank.kill()
     logs = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in (0, 1)]
     for log in logs:
         assert int(log["skipped"]) >= 2
@@ -345,19 +337,12 @@ except Exception as error:
     ],
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(server, model, tmp_path, how, error, message):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), tmp_path / "init", server.url(model), how],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    commands = [
+        [sys.executable, "-c", RANK, rank, tmp_path / "init", server.url(model), how]
         for rank in (0, 1)
     ]
-    try:
+    with started(*commands, stdout=subprocess.PIPE, text=True) as ranks:
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     for output in outputs:
         assert output.startswith(error)
         assert message in output
@@ -516,11 +501,12 @@ except KeyboardInterrupt:
     push.abandon()
     print("interrupted", flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - start < 20
-    assert process.wait(30) == 0
+    command = [sys.executable, "-c", program]
+    with started(command, stdout=subprocess.PIPE, text=True) as [process]:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - start < 20
+        assert process.wait(30) == 0

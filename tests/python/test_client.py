@@ -251,7 +251,7 @@ def test_watch_times_out_without_a_commit(client, model):
     start = time.monotonic()
     with pytest.raises(ema_client.DeadlineExceededError):
         next(client.watch(model, timeout_s=0.5))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_models_are_listed_described_and_deleted(client, model, rng):
@@ -346,7 +346,7 @@ def test_no_server_is_unavailable_within_the_time_out(tmp_path):
     start = time.monotonic()
     with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
         client.models()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_a_call_that_waits_long_says_so(caplog):

@@ -8,6 +8,7 @@ import sys
 
 import ema_client
 import torch
+from testing import started
 
 HEAD = """
 import sys
@@ -31,7 +32,7 @@ preset = {
     "update_after_step": 0,
     "update_model_with_ema_every": 3,
 }
-ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=3)
+ema = ema_client.attach(net, optimizer, url, preset=preset, on_error="raise", max_wait_s=30)
 for step in range(1, 6):
     net["w"].grad = torch.ones_like(net["w"])
     if step == 4 and rank == 1:
@@ -248,28 +249,11 @@ os._exit(0)
 
 
 def run(program, world_size, url, folder):
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                HEAD + program + TAIL,
-                str(rank),
-                str(world_size),
-                folder / "init",
-                url,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
+    command = [sys.executable, "-c", HEAD + program + TAIL]
+    commands = [[*command, rank, world_size, folder / "init", url] for rank in range(world_size)]
+    with started(*commands, stdout=subprocess.PIPE, text=True) as ranks:
         outputs = [rank.communicate(timeout=45)[0].split("\n")[:-1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * world_size
-    finally:
-        for rank in ranks:
-            rank.kill()
     return outputs
 
 

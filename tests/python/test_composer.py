@@ -20,7 +20,7 @@ import pytest
 import torch
 from libraries import UPDATES, Agreement, Net, Ours, Step, Tensors, floats, run_ours
 from ours import LocalOurs, ServerOurs, make_ours  # noqa: F401
-from testing import composer_python
+from testing import composer_python, started
 
 pytestmark = pytest.mark.framework
 
@@ -44,15 +44,9 @@ COMPOSER = {
 class Composer:
     """The real one, in a process of its environment."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, process: subprocess.Popen[str]) -> None:
         self._folder = folder
-        self._process = subprocess.Popen(
-            [composer_python(), pathlib.Path(__file__).with_name("composer_side.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        )
+        self._process = process
 
     def run(
         self, kind: str, steps: list[Step], options: dict[str, Any]
@@ -66,16 +60,19 @@ class Composer:
         assert self._process.stdout.readline() == "done\n"
         return torch.load(job["theirs"])
 
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
-        assert self._process.returncode == 0
-
 
 @pytest.fixture(scope="module")
 def composer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composer]:
-    process = Composer(tmp_path_factory.mktemp("composer"))
-    yield process
-    process.close()
+    with started(
+        [composer_python(), pathlib.Path(__file__).with_name("composer_side.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    ) as [process]:
+        yield Composer(tmp_path_factory.mktemp("composer"), process)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 class Timed:

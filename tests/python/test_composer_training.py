@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ROOT, ServerProcess
-from testing import assert_same_bits, composer_python
+from testing import assert_same_bits, composer_python, started
 
 # Importing Composer takes long where much else runs.
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(300)]
@@ -40,18 +41,25 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": ":".join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[subprocess.Popen[str]]:
-    trainings = subprocess.Popen(
+@contextlib.contextmanager
+def start_training(**variables: object) -> Iterator[subprocess.Popen[str]]:
+    """composer_training.py, for jobs."""
+    with started(
         [composer_python(), HERE / "composer_training.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(),
-    )
-    yield trainings
-    trainings.communicate(timeout=60)
-    assert trainings.returncode == 0
+        env={**environment(), **{name: str(value) for name, value in variables.items()}},
+    ) as [process]:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[subprocess.Popen[str]]:
+    with start_training() as trainings:
+        yield trainings
+        trainings.communicate(timeout=60)
+        assert trainings.returncode == 0
 
 
 @pytest.fixture
@@ -151,34 +159,23 @@ def test_evaluates_with_the_average(server, client, model, train, options, first
 def test_two_ranks_evaluate_the_same(server, client, model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        job = {
-            "kind": "ours",
-            "options": {"url": server.url(model), "half_life": "4ba", "update_interval": "2ba"},
-            "eval_interval": "3ba",
-            "out": str(tmp_path / f"{rank}.pt"),
-        }
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
-        ranks.append(
-            subprocess.Popen(
-                [composer_python(), HERE / "composer_training.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={
-                    **environment(),
-                    **{name: str(number) for name, number in numbers.items()},
-                    "MASTER_ADDR": "127.0.0.1",
-                },
-            )
-        )
-        ranks[-1].stdin.write(json.dumps(job) + "\n")
-        ranks[-1].stdin.flush()
-    for process in ranks:
-        process.communicate(timeout=100)
-        assert process.returncode == 0
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            job = {
+                "kind": "ours",
+                "options": {"url": server.url(model), "half_life": "4ba", "update_interval": "2ba"},
+                "eval_interval": "3ba",
+                "out": str(tmp_path / f"{rank}.pt"),
+            }
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            variables |= {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks.append(stack.enter_context(start_training(**variables)))
+            ranks[-1].stdin.write(json.dumps(job) + "\n")
+            ranks[-1].stdin.flush()
+        for process in ranks:
+            process.communicate(timeout=100)
+            assert process.returncode == 0
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert "error" not in first, first["error"]
     assert first["stats"]["skipped"] == second["stats"]["skipped"] == 0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from server_process import ROOT
-from testing import assert_same_bits
+from testing import assert_same_bits, started
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 WEIGHTS = {
@@ -215,15 +215,12 @@ def test_errors_as_json(emactl):
 
 
 def test_ctrl_c_ends_a_watch(server, pushed):
-    process = subprocess.Popen(
-        [EMACTL, "--server", server.address, "watch", pushed, "--after", "2"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert "step 3" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
+    command = [EMACTL, "--server", server.address, "watch", pushed, "--after", "2"]
+    with started(command, stdout=subprocess.PIPE, text=True) as [process]:
+        assert process.stdout is not None
+        assert "step 3" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
 
 
 @pytest.mark.parametrize("command", [["list"], ["--json", "list"], ["explain", "--half-life=9ba"]])

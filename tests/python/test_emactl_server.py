@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from http_pages import LISTEN, scrape
 from server_process import ROOT, ServerProcess, server_binary
-from testing import wait_for
+from testing import started, wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 
@@ -134,10 +134,10 @@ def test_bench_measures_and_leaves_nothing(tmp_path, flags):
 def test_bench_that_is_interrupted_leaves_nothing(tmp_path, sent):
     with ServerProcess(tmp_path) as server:
         command = [EMACTL, "--server", server.address, "bench", "--bytes", "4M"]
-        process = subprocess.Popen([*command, "--rounds", "1000000"], stderr=subprocess.PIPE)
-        wait_for(lambda: model_names(server) != [], "its model is there")
-        process.send_signal(sent)
-        assert process.wait(60) == 130
+        with started([*command, "--rounds", 1_000_000], stderr=subprocess.PIPE) as [process]:
+            wait_for(lambda: model_names(server) != [], "its model is there")
+            process.send_signal(sent)
+            assert process.wait(60) == 130
         assert model_names(server) == []
 
 

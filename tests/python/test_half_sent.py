@@ -63,11 +63,12 @@ def test_requests_that_arrive_have_so_many_places(server):
     with half_sender(server, ADMIN) as sender:
         before = resident_bytes(server)
         first = {sender.begin(EMA + method) for method in ("GetModel", "Pull", "Watch", "OpenRun")}
-        wait_for(
-            lambda: sender.advance(max_wait_s=0.01)
-            and value(scrape(server), "ema_streams_open", kind="request") == 4,
-            "they have begun",
-        )
+
+        def have_begun() -> bool:
+            sender.advance(max_wait_s=0.01)
+            return value(scrape(server), "ema_streams_open", kind="request") == 4
+
+        wait_for(have_begun, "they have begun")
         more = {sender.begin(EMA + "GetModel") for _ in range(200)}
         sender.advance_until_ended(more)
         assert resident_bytes(server) - before < (4 * 9 + 32) * MIB

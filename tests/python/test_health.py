@@ -14,8 +14,9 @@ import threading
 import ema_client
 import numpy as np
 import pytest
+from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
-from testing import SERVING, check_health
+from testing import SERVING, check_health, wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed: pip install grpcio")
@@ -102,13 +103,16 @@ def test_nobody_can_use_up_the_probes_of_their_address(server):
 
 def test_emactl_says_that_a_draining_server_is_not_serving(tmp_path):
     weights = {"w": np.zeros(4, np.float32)}
-    with ServerProcess(tmp_path, "--drain-grace", "60s") as server:
+    with ServerProcess(tmp_path, *LISTEN, "--drain-grace", "60s") as server:
         with ema_client.Client(server.address, timeout_s=60) as client:
             client.create_model("m", weights, tracks={"raw": "copy"})
             # The drain waits for a step that one of its two ranks has begun.
             runs = [client.open_run("m", launch_id="x", rank=r, world_size=2) for r in (0, 1)]
             pushes = [runs[0].start_push(step=1, weights=weights)]
-            assert not pushes[0].wait_done(max_wait_s=1)
+            wait_for(
+                lambda: value(scrape(server), "ema_sessions_open", model="m") == 1,
+                "the step is open",
+            )
             os.kill(server.pid, signal.SIGTERM)
             while (asked := emactl_health(server.address)).returncode == 0:
                 assert asked.stdout == "SERVING\n"

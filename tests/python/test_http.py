@@ -15,7 +15,7 @@ import pytest
 from http_pages import LISTEN, find_url, get, server  # noqa: F401
 from server_process import ServerProcess, server_binary
 from system_calls import why_no_strace
-from testing import NOT_SERVING, check_health, wait_for
+from testing import NOT_SERVING, check_health, started, wait_for
 
 WEIGHTS = {"w": np.ones(1000, np.float32)}
 TRACKS = {"ema": "4ba", "raw": "copy"}
@@ -104,12 +104,9 @@ def recovering(
     slow += ["-e", "inject=pread64:delay_enter=1000000"]
     command = [server_binary(), "--listen", "127.0.0.1:0", "--port-file", tmp_path / "port"]
     command += ["--data-dir", tmp_path / "data", *LISTEN]
-    with log.open("wb") as file:
-        process = subprocess.Popen([*slow, *command], stdout=file, stderr=file)
-    wait_for(lambda: find_url(log.read_text()) != "", "HTTP")
-    yield process, log
-    process.kill()
-    process.wait()
+    with log.open("wb") as file, started([*slow, *command], stdout=file, stderr=file) as [process]:
+        wait_for(lambda: find_url(log.read_text()) != "", "HTTP")
+        yield process, log
 
 
 def test_a_server_that_recovers_is_alive_not_ready_and_ends_at_sigterm(recovering, tmp_path):

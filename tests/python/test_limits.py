@@ -271,7 +271,7 @@ def test_a_pull_more_is_refused(tmp_path):
 
 def test_our_client_waits_for_a_session(tmp_path):
     weights = {"w": np.ones(1000, np.float32)}
-    with ServerProcess(tmp_path, "--max-sessions", "1") as server:
+    with ServerProcess(tmp_path, *LISTEN, "--max-sessions", "1") as server:
         with ema_client.Client(server.address, timeout_s=60) as client:
             for name in ("first", "second"):
                 client.create_model(name, weights, tracks={"raw": "copy"})
@@ -280,7 +280,10 @@ def test_our_client_waits_for_a_session(tmp_path):
             ]
             other = client.open_run("second")
             open_one = runs[0].start_push(step=1, weights=weights)
-            assert not open_one.wait_done(max_wait_s=0.2)
+            wait_for(
+                lambda: value(scrape(server), "ema_sessions_open", model="first") == 1,
+                "the session is open",
+            )
             waiting = other.start_push(step=1, weights=weights)
             assert not waiting.wait_done(max_wait_s=0.2)
             runs[1].push(step=1, weights=weights)

@@ -2,7 +2,7 @@
 """kill -9 of a real server at random, while 4 ranks push, 4 evaluators pull and one client saves.
 
 Nothing that was answered as durable is lost, versions never repeat, and every pull is one whole step with the
-average that belongs to it. EMA_KILLS: how many kills; EMA_KILL_SEED: when.
+average that belongs to it. EMA_KILLS: how many kills; EMA_KILL_SEED: another choice of their moments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ import numpy as np
 import pytest
 from kill_history import History, fill_value, id_of
 from server_process import ServerProcess
+from testing import wait_for
 
 MODEL = "filled"
 RANKS = 4
 READERS = 4
-# A kill between two lives that were too thin to be a test is made again.
-MOST_INVALID_SHARE = 2
+# Of the lives so many are killed soon after their first version, however little went on.
+EARLY_SHARE = 0.2
+FEW_KILLS = int(os.environ.get("EMA_KILLS", 10))
+# For the time limit; where nothing else runs it takes two.
+S_PER_KILL = 12
+# A client's calls, where much else runs.
+TIMEOUT_S = 30
 # What a client may be told when the server has gone; anything else is a bug.
 GONE = (
     ema_client.UnavailableError,
@@ -71,7 +77,7 @@ class Traffic:
 
     def _run(self, job, number: int) -> None:
         life = -1
-        with ema_client.Client(self._address, timeout_s=5) as client:
+        with ema_client.Client(self._address, timeout_s=TIMEOUT_S) as client:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped or self._history.life > life)
@@ -118,31 +124,39 @@ class Traffic:
         if self._history.now().acked == (0, 0):
             time.sleep(0.01)
             return
-        self._history.on_save(life, client.create_checkpoint(MODEL, timeout_s=5).version)
+        self._history.on_save(life, client.create_checkpoint(MODEL, timeout_s=TIMEOUT_S).version)
 
 
-def wait_until(is_so, history: History, timeout_s: float = 30) -> None:
-    """Or until something is wrong, which the end tells."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so(history.now()) and not history.is_violated() and time.monotonic() < deadline:
-        time.sleep(0.01)
+def await_moment(history: History, chance: random.Random) -> None:
+    """When the life is to end: some time after enough went on or, of some, soon after the first version."""
+    # A model that was never saved is not there after a restart.
+    is_early = history.life > 0 and chance.random() < EARLY_SHARE
+
+    def may_end() -> bool:
+        life = history.now()
+        # What is wrong the end tells.
+        return history.is_violated() or (life.versions > 0 if is_early else life.is_thick())
+
+    # It goes by what happens and not by the time, so that a busy machine only makes it slower.
+    wait_for(may_end, lambda: f"enough goes on: {history.now()}")
+    time.sleep(chance.uniform(0.0, 0.2 if is_early else 1.2))
 
 
 @pytest.mark.parametrize(
     "kills",
     [
-        int(os.environ.get("EMA_KILLS", 10)),
-        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
+        pytest.param(FEW_KILLS, marks=pytest.mark.timeout(300 + S_PER_KILL * FEW_KILLS)),
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300 + S_PER_KILL * 200)]),
     ],
 )
 def test_nothing_durable_is_lost(tmp_path, kills):
-    seed = int(os.environ.get("EMA_KILL_SEED", time.time_ns() % 1_000_000))
+    seed = int(os.environ.get("EMA_KILL_SEED", 20240607))
     print(f"EMA_KILL_SEED={seed}")
     chance = random.Random(seed)
     history = History()
-    valid = invalid = 0
+    valid = others = 0
     was_thick = False
-    with ServerProcess(tmp_path, "--session-timeout", "2s", data_dir=tmp_path / "data") as server:
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
         with ema_client.Client(server.address) as client:
             client.create_model(MODEL, filled(0), tracks={"ema": "1ba", "raw": "copy"})
         traffic = Traffic(server.address, history)
@@ -151,17 +165,14 @@ def test_nothing_durable_is_lost(tmp_path, kills):
                 with ema_client.Client(server.address) as client:
                     latest = client.model(MODEL).latest
                 traffic.begin(latest)
-                # A model that was never saved is not there after a restart.
-                is_first = history.life == 0
-                wait_until(lambda life: life.versions > 0 and (life.saves or not is_first), history)
-                time.sleep(chance.uniform(0.0, 1.2))
+                await_moment(history, chance)
                 is_thick = history.now().is_thick()
                 # A kill counts if enough went on before it and after it.
                 if history.life > 0:
                     valid += was_thick and is_thick
-                    invalid += not (was_thick and is_thick)
+                    others += not (was_thick and is_thick)
                 was_thick = is_thick
-                if history.is_violated() or valid >= kills or invalid > kills * MOST_INVALID_SHARE:
+                if history.is_violated() or valid >= kills:
                     break
                 history.on_kill()
                 server.kill()
@@ -170,11 +181,10 @@ def test_nothing_durable_is_lost(tmp_path, kills):
             traffic.stop()
         pulls, versions, saves = history.count()
         print(
-            f"{valid} kills, {invalid} more between thin lives, {pulls} pulls, {versions} versions, {saves} saves"
+            f"{valid} kills, {others} more of thin lives, {pulls} pulls, {versions} versions, {saves} saves"
         )
         problems = history.check()
         assert not problems, "\n".join(problems)
-        assert valid >= kills, "too thin"
         with ema_client.Client(server.address) as client:
             last = client.model(MODEL).latest
             assert last is not None and id_of(last) >= history.now().acked

@@ -14,7 +14,7 @@ import pytest
 import torch
 from resuming_trainer import TRACKS
 from server_process import ServerProcess
-from testing import assert_same_bits
+from testing import assert_same_bits, exit_codes, started
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 60
@@ -49,24 +49,21 @@ def run_trainer(server, model, folder, *, ranks=1, save_every=11, until=None):
     folder.mkdir(exist_ok=True)
     init_file = folder / "init"
     init_file.unlink(missing_ok=True)
-    processes = [
-        subprocess.Popen(
-            [
-                *[sys.executable, HERE / "resuming_trainer.py", server.url(model)],
-                *[folder / f"{rank}.pt", str(STEPS), str(save_every)],
-                *([str(rank), str(ranks), init_file] if ranks > 1 else []),
-            ],
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            text=True,
-        )
+    commands = [
+        [
+            *[sys.executable, HERE / "resuming_trainer.py", server.url(model)],
+            *[folder / f"{rank}.pt", STEPS, save_every],
+            *([rank, ranks, init_file] if ranks > 1 else []),
+        ]
         for rank in range(ranks)
     ]
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if int(line) == until:
-            for process in processes:
-                process.kill()
-    return [process.wait(60) for process in processes]
+    with started(*commands, stdout=subprocess.PIPE, text=True) as processes:
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            if int(line) == until:
+                for process in processes:
+                    process.kill()
+        return exit_codes(processes, 60)
 
 
 def tracks_of(client, model):

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 
 import ema_client
 import numpy as np
 import pytest
 from server_process import ServerProcess
-from testing import Weights, assert_same_bits, replay
+from testing import Weights, assert_same_bits, exit_codes, replay, started
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 26
@@ -23,16 +22,10 @@ def run_ranks(
     folder: pathlib.Path, kind: str, world_size: int, url: str, steps: int = STEPS
 ) -> list[dict[str, np.ndarray]]:
     (folder / "init").unlink(missing_ok=True)
-    ranks = [
-        subprocess.Popen(
-            [
-                *[sys.executable, HERE / "sharded_rank.py", kind, str(rank), str(world_size)],
-                *[folder, url, str(steps)],
-            ]
-        )
-        for rank in range(world_size)
-    ]
-    assert [rank.wait(180) for rank in ranks] == [0] * world_size
+    program = [sys.executable, HERE / "sharded_rank.py", kind]
+    commands = [[*program, rank, world_size, folder, url, steps] for rank in range(world_size)]
+    with started(*commands) as ranks:
+        assert exit_codes(ranks) == [0] * world_size
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
 
 
@@ -91,6 +84,7 @@ def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, wor
             assert_same_bits(fast, loaded)
 
 
+@pytest.mark.timeout(450)  # Four times what run_ranks() gives one training.
 def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_path, model):
     folder = tmp_path / "ranks"
     folder.mkdir()

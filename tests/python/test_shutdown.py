@@ -114,9 +114,10 @@ def sessions(server: ServerProcess) -> int:
 def test_a_step_that_does_not_end_is_dropped_after_the_grace(tmp_path):
     with ServerProcess(tmp_path, "--drain-grace", "200ms", data_dir=tmp_path / "data") as server:
         push(server, [1])
-        with ema_client.Client(server.address, timeout_s=2) as client:
+        with ema_client.Client(server.address, timeout_s=30) as client:
             runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
-            pending = runs[0].start_push(step=2, weights=WEIGHTS)
+            # It goes on trying for so long when the server has gone.
+            pending = runs[0].start_push(step=2, weights=WEIGHTS, timeout_s=5)
             wait_for(lambda: sessions(server) == 1, "the step is open")
             assert server.stop() == 0, server.log()
             with pytest.raises(ema_client.EmaError):
@@ -231,7 +232,7 @@ def test_after_the_delay_new_work_is_refused_and_the_reason_says_why(tmp_path):
         push(server, [1])
         with (
             ema_client.Client(server.address, timeout_s=60) as client,
-            ema_client.Client(server.address, timeout_s=1) as impatient,
+            ema_client.Client(server.address, timeout_s=3) as impatient,
         ):
             runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
             pending = [runs[0].start_push(step=2, weights=WEIGHTS)]

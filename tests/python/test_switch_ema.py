@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ROOT, ServerProcess
-from testing import assert_same_bits
+from testing import assert_same_bits, exit_codes, started
 
 pytestmark = pytest.mark.framework
 
@@ -195,16 +195,15 @@ def test_documented_trace(server, model):
 
 
 def test_two_ranks_stay_replicas(server, client, model, tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [
-                *[sys.executable, HERE / "switching_rank.py", str(rank), "2"],
-                *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz"],
-            ]
-        )
+    commands = [
+        [
+            *[sys.executable, HERE / "switching_rank.py", rank, 2],
+            *[tmp_path / "init", server.url(model), tmp_path / f"{rank}.npz"],
+        ]
         for rank in (0, 1)
     ]
-    assert [rank.wait(100) for rank in ranks] == [0, 0]
+    with started(*commands) as ranks:
+        assert exit_codes(ranks) == [0, 0]
     logs = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in (0, 1)]
     assert logs[0].keys() == logs[1].keys()
     for key, value in logs[0].items():

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ema_client
@@ -44,6 +45,25 @@ def step_until(
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         step()
+
+
+@contextlib.contextmanager
+def started(*commands: Sequence[object], **options: Any) -> Iterator[list[subprocess.Popen[Any]]]:
+    """A process for each command; `options` are Popen's. Those that still run at the end are killed."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen([str(word) for word in command], **options)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def exit_codes(processes: Sequence[subprocess.Popen[Any]], timeout_s: float = 100.0) -> list[int]:
+    """Of processes that end within that time all together: by default before pytest.ini's limit, to tell which hangs."""
+    deadline = time.monotonic() + timeout_s
+    return [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
 
 
 def composer_python() -> pathlib.Path:
