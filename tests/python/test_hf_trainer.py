@@ -300,6 +300,30 @@ def test_an_exception_in_an_evaluation(server, model, tmp_path):
     assert_same_bits(recorder.own[5], trainer.model.state_dict())
 
 
+def test_a_training_resumes_after_an_exception_in_an_evaluation(server, model, tmp_path):
+    """From the weights of its checkpoint, not from those that the training before put aside."""
+
+    class Failing(Recorder):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            if state.global_step == 10 and not self.begun:
+                raise RuntimeError("in the middle")
+
+        begun = None
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if self.begun is None and state.global_step == 5 and self.own.keys() >= {10}:
+                self.begun = weights_of(model)
+
+    recorder = Failing(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trainer = make_trainer(tmp_path, recorder, callback, **steps)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_bits(recorder.own[5], recorder.begun)
+
+
 def test_wrong_arguments_are_refused_at_once():
     with pytest.raises(TypeError, match='unexpected argument "halflife"'):
         EmaCallback("ema://localhost/m", halflife="4ba")

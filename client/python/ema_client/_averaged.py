@@ -95,14 +95,60 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
+    with averaged_beside(
+        OwnValues(),
+        model,
+        url,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    ) as record:
+        with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
+            yield record
+
+
+class OwnValues:
+    """What a model has while averaged values are in it, to be put back."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        values, self._values = self._values, []
+        write(values)
+
+    def drop(self) -> None:
+        """They are not put back: the model has been given others, for good."""
+        self._values = []
+
+
+@contextlib.contextmanager
+def averaged_beside(
+    own: OwnValues,
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike = 0,
+    step: int | None = None,
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+) -> Iterator[Version]:
+    """`averaged`, with the model's own values where the caller can drop them."""
     read = _read(model, url, track, version, step, rename, process_group, timeout_s)
     record = read.version
     what = f'model "{read.model_name}"'
-    swap = swapped(model, what, read.weights, ignored=read.ignored, rename=rename)
+    swap = swapped(model, what, read.weights, ignored=read.ignored, rename=rename, own=own)
     del read  # As large as the model.
     with swap:
-        with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
-            yield record
+        yield record
 
 
 def copy_average(
@@ -194,10 +240,12 @@ def swapped(
     *,
     ignored: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
+    own: OwnValues | None = None,
 ) -> Iterator[None]:
     """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`."""
+    own = OwnValues() if own is None else own
     tensors = _targets(model, what, weights, ignored, rename)
-    own = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+    own.keep(tensors.values())
     try:
         write((tensor, weights[name]) for name, tensor in tensors.items())
         del weights
@@ -206,7 +254,7 @@ def swapped(
         try:
             shard_again(unwrap(model))
         finally:
-            write(own)
+            own.put_back()
 
 
 def copy_into(
