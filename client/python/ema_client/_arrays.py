@@ -46,6 +46,11 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
             offsets = (boxes or Boxes()).offsets_of(name, value)
             value = local_of(value)
         value = value.detach()
+        if is_without_memory(value):
+            raise InvalidArgumentError(
+                f'array "{name}": a {type(value).__name__} without memory of its own',
+                reason="BAD_REQUEST",
+            )
         if _gpu.is_readable(value):
             # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
             value = sys.modules["torch"].utils.dlpack.to_dlpack(value.contiguous())
@@ -95,6 +100,16 @@ def has_other_dtype(value: Any) -> bool:
 def is_sparse(value: Any) -> bool:
     """Whether it is a torch tensor without one storage of its elements."""
     return is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
+
+
+def is_without_memory(tensor: Any) -> bool:
+    """Whether a torch tensor has elements here that lie nowhere: those of a wrapper of other tensors
+    (torchao's float8 weights), or of a storage that was freed. Not of sparse ones, nor on `meta`.
+    """
+    local = local_of(tensor)
+    if is_sparse(local) or local.is_meta:
+        return False
+    return bool(local.numel() > 0 and local.data_ptr() == 0)
 
 
 def _dtype_of(value: Any) -> str:

@@ -115,7 +115,8 @@ def attach(
             ema_pytorch's `update_model_with_ema_every` the averages are written back into the model
             (Switch-EMA): such a step waits for its whole push, and a pull of the model on each rank.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
-            sent, and may have any dtype: complex numbers or float8, which no track can have.
+            sent, and may have any dtype: complex numbers or float8, which no track can have, or be made
+            of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version.

@@ -18,6 +18,7 @@ from ema_client._errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
+from ema_client._joining import of_known_dtypes
 from ema_client._pieces import Piece, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
@@ -415,5 +416,4 @@ def only_average_of(info: ModelInfo) -> str:
 def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
     """Tensors that the track does not have: the model keeps its own."""
     other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
-    specs = [spec for spec in specs_of(tensors) if spec[0] not in other]
-    return other | ignored_by(track, info.tracks, specs)
+    return other | ignored_by(track, info.tracks, of_known_dtypes(specs_of(tensors)))

@@ -94,7 +94,7 @@ class PushedWeights:
         self._memory = {
             local.untyped_storage().data_ptr()
             for local in map(local_of, weights.values())
-            if local.is_cpu
+            if local.is_cpu and local.data_ptr() != 0
         }
         return weights
 
@@ -141,7 +141,9 @@ class _InPlace:
         itself other memory, or less."""
         if self._local is None or self._local.untyped_storage().nbytes() < self._end:
             return 0, 0
-        return self._local.data_ptr(), self._local.nbytes
+        address = self._local.data_ptr()
+        # A wrapper of other tensors, which the parameter has become, has no address.
+        return address, self._local.nbytes if address != 0 else 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -209,7 +209,7 @@ def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
         found = next((first_names[one] for one in all_names if one in first_names), None)
         if found is None:
             # What cannot be averaged is not expected either.
-            if not _arrays.has_other_dtype(tensor):
+            if not (_arrays.has_other_dtype(tensor) or _arrays.is_without_memory(tensor)):
                 missing.append(name)
             continue
         names[name] = found

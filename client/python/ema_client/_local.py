@@ -65,6 +65,7 @@ def compute_ema(
         if target[name].shape != source[name].shape
         or target[name].is_floating_point() != source[name].is_floating_point()
         or target[name].is_complex()
+        or any(_arrays.is_without_memory(tensors[name]) for tensors in (source, target))
     ]
     if wrong:
         raise InvalidArgumentError(
@@ -96,7 +97,8 @@ def _all_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{kind} without memory" if _arrays.is_without_memory(tensor) else kind
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
