@@ -129,7 +129,7 @@ def attach(
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
-            "wait": for bytes that leave slowly, and for other ranks.
+            "wait": for bytes that leave slowly, and for other ranks. There a push has all of `timeout_s`.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
             And for each pull of the averages; None: 600.
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
