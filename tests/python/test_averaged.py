@@ -205,3 +205,39 @@ def test_pull_and_watch_by_url(server, model, pushed):
     versions = ema_client.watch(server.url(model), after=1, timeout_s=20)
     assert next(versions).step == 2
     versions.close()
+
+
+def unwritable(how):
+    """A parameter that `write` would fail at, or that it would write nothing to."""
+    if how == "offloaded":
+        return torch.nn.Parameter(torch.empty(3, device="meta"))
+    if how == "expanded":
+        return torch.nn.Parameter(torch.zeros(1).expand(3))
+    with torch.inference_mode():
+        return torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+@pytest.mark.parametrize("how", ["averaged", "copy_average", "LocalEMA"])
+@pytest.mark.parametrize("kind", ["offloaded", "expanded", "inference"])
+def test_what_cannot_be_written_is_named_and_nothing_changes(server, client, model, kind, how):
+    url = server.url(model)
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in "abc"})
+    local = ema_client.LocalEMA(net)
+    local.update()
+    with ema_client.attach(net, None, url, half_life="4ba") as ema:
+        ema.after_step()
+    other = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3)) for name in "abc"})
+    other["b"] = unwritable(kind)
+    what = "meta device" if kind == "offloaded" else kind
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=f"cannot be written: b: .*{what}"
+    ) as raised:
+        if how == "averaged":
+            with ema_client.averaged(other, url):
+                raise AssertionError("not reached")
+        elif how == "copy_average":
+            copy_average(other, url, ranks=Ranks.alone())
+        else:
+            local.copy_to(other)
+    assert raised.value.reason == "BAD_LAYOUT"
+    assert not other["a"].any() and not other["c"].any()

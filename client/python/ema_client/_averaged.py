@@ -19,6 +19,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._joining import of_known_dtypes
+from ema_client._out import check_writable
 from ema_client._pieces import Piece, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
@@ -89,7 +90,9 @@ def averaged(
         The version that is in the model.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match; nothing was changed. The loader is empty.
+        InvalidArgumentError: names or shapes do not match, or a tensor cannot be written (it is on the
+            meta device, as those that accelerate has offloaded are); nothing was changed. The loader is
+            empty.
         EmaError: the pull failed; nothing was changed.
 
     Example:
@@ -293,6 +296,7 @@ def _targets(
         raise InvalidArgumentError(
             f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
+    check_writable(what, tensors)
     wait_unread(named.values())
     return tensors
 

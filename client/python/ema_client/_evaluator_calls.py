@@ -140,7 +140,7 @@ class EvaluatorCalls(CheckpointCalls):
                 dims = len(first.shape)
                 boxes = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
         if targets is not None:
-            check_writable(targets)
+            check_writable("out", targets)
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(

@@ -358,7 +358,8 @@ class LocalEMA:
         """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
 
         Raises:
-            InvalidArgumentError: names or shapes do not match; nothing was changed.
+            InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
+                changed.
         """
         values = self._get(track)
         copy_into(model, "model", values.tensors, ignored=values.absent())
@@ -374,7 +375,8 @@ class LocalEMA:
             track: as for `weights`.
 
         Raises:
-            InvalidArgumentError: names or shapes do not match; nothing was changed.
+            InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
+                changed.
         """
         target = self._module if model is None else model
         values = self._get(track)
