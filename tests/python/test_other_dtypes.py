@@ -163,3 +163,30 @@ def test_a_wrapper_cannot_be_pushed(client, model):
     with client.open_run(model) as run:
         with pytest.raises(ema_client.InvalidArgumentError, match='"weight": a TwoTensor without'):
             run.push(step=1, weights={"weight": wrapped_net().weight})
+
+
+def test_what_is_yet_to_be_negated_has_its_sign(server, client, model):
+    """PyTorch gives the imaginary part of conjugates as their memory and a bit that says: negate it."""
+    net = torch.nn.Module()
+    of_conjugates = torch.complex(torch.zeros(4), torch.arange(1.0, 5)).conj().imag.detach()
+    assert of_conjugates.is_neg()
+    expected = [-1.0, -2.0, -3.0, -4.0]
+    assert of_conjugates.tolist() == expected
+    net.weight = torch.nn.Parameter(of_conjugates)
+    net.register_buffer("dense", torch._neg_view(torch.ones(2)))
+    assert net.weight.is_neg() and net.dense.is_neg()
+    with ema_client.attach(net, None, server.url(model), half_life="3ba", check=True) as ema:
+        ema.after_step()
+    assert ema.stats.pushes == 1
+    average = client.pull(model, track="ema")
+    assert (average["weight"].tolist(), average["dense"].tolist()) == (expected, [-1, -1])
+
+    local = ema_client.LocalEMA(net)
+    local.update()
+    weights = local.weights()
+    assert (weights["weight"].tolist(), weights["dense"].tolist()) == (expected, [-1, -1])
+    other = torch.nn.Module()
+    other.weight = torch.nn.Parameter(torch.zeros(4))
+    other.register_buffer("dense", torch.zeros(2))
+    ema_client.compute_ema(net, other, smoothing=0.0)
+    assert (other.weight.tolist(), other.dense.tolist()) == (expected, [-1, -1])

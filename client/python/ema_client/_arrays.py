@@ -37,8 +37,8 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
-    that is neither the host's nor that of a GPU of NVIDIA's, and what is not contiguous, unless it is
-    a torch tensor in the host's."""
+    that is neither the host's nor that of a GPU of NVIDIA's, what is not contiguous, unless it is a
+    torch tensor in the host's, and what PyTorch has yet to negate (the `imag` of a `conj()`)."""
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if is_instance(value, "torch", "Tensor"):
@@ -51,6 +51,7 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
                 f'array "{name}": a {type(value).__name__} without memory of its own',
                 reason="BAD_REQUEST",
             )
+        value = value.resolve_neg()
         if _gpu.is_readable(value):
             # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
             value = sys.modules["torch"].utils.dlpack.to_dlpack(value.contiguous())

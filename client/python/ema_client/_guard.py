@@ -163,7 +163,7 @@ def _bytes_here(tensor: torch.Tensor) -> int:
 def _is_put_in_order(tensor: torch.Tensor) -> bool:
     """Whether `_arrays.read` copies it."""
     local = local_of(tensor)
-    return _gpu.is_readable(local) and not local.is_contiguous()
+    return bool(local.is_neg()) or (_gpu.is_readable(local) and not local.is_contiguous())
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:

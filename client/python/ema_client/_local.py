@@ -102,8 +102,8 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is in host memory and contiguous, else a copy that is."""
-    return tensor.detach().cpu().contiguous()
+    """The tensor itself if its values lie in host memory and in order, else a copy whose do."""
+    return tensor.detach().cpu().contiguous().resolve_neg()
 
 
 @dataclasses.dataclass
