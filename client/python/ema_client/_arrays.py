@@ -185,7 +185,7 @@ def _build_torch(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:
     for name, dtype_name, shape, offset, length_bytes in placed:
         dtype = getattr(torch, dtype_name)
         if length_bytes == 0:
-            tensors[name] = torch.empty(tuple(shape), dtype=dtype)
+            tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         else:
             flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
             tensors[name] = flat.view(tuple(shape))

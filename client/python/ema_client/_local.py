@@ -262,7 +262,9 @@ class LocalEMA:
             if name not in track.tensors:
                 is_averaged = track.actions[name] == "average"
                 dtype = torch.float32 if is_averaged else source[name].dtype
-                track.tensors[name] = torch.zeros(source[name].shape, dtype=dtype)
+                # Named: torch.set_default_device may have chosen another.
+                zeros = torch.zeros(source[name].shape, dtype=dtype, device="cpu")
+                track.tensors[name] = zeros
         low_parts = None
         if track.track.compensated:
             for name in averaged:
