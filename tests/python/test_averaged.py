@@ -245,3 +245,50 @@ def test_what_cannot_be_written_is_named_and_nothing_changes(server, client, mod
             local.copy_to(other)
     assert raised.value.reason == "BAD_LAYOUT"
     assert not other["a"].any() and not other["c"].any()
+
+
+class Tied(torch.nn.Module):
+    """Of these layers each has the first one's weight, or its own."""
+
+    def __init__(self, *names: str, is_tied: bool = True) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, torch.nn.Linear(3, 3, bias=False))
+            if is_tied:
+                self.get_submodule(name).weight = self.get_submodule(names[0]).weight
+
+
+OTHERS = {
+    "in another order": Tied("decoder", "encoder"),
+    "not tied": Tied("encoder", "decoder", is_tied=False),
+    "under one name": Tied("decoder"),
+}
+
+
+@pytest.mark.parametrize("rename", [None, str], ids=["whole", "part"])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_model_may_be_tied_otherwise_than_the_trainers(server, client, model, other, rename):
+    url = server.url(model)
+    track = {"half_life": "4ba", "tensor_rules": {"head.*": "ignore"}}
+    net = Tied("encoder", "decoder")
+    net.head = torch.nn.Linear(2, 2)
+    with ema_client.attach(net, None, url, tracks={"ema": track}) as ema:
+        ema.after_step()
+    own = state_of(other)
+    with ema_client.averaged(other, url, rename=rename):
+        for tensor in other.state_dict().values():
+            assert torch.equal(tensor, net.encoder.weight)
+    assert_same_bits(own, other.state_dict())
+    copied = copy.deepcopy(other)
+    copy_average(copied, url, rename=rename, ranks=Ranks.alone())
+    for tensor in copied.state_dict().values():
+        assert torch.equal(tensor, net.encoder.weight)
+
+
+def test_a_model_that_ties_what_the_trainer_does_not_is_refused(server, client, model):
+    net = Tied("encoder", "decoder", is_tied=False)
+    with ema_client.attach(net, None, server.url(model), half_life="4ba") as ema:
+        ema.after_step()
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing: decoder.weight"):
+        with ema_client.averaged(Tied("encoder", "decoder"), server.url(model)):
+            raise AssertionError("not reached")

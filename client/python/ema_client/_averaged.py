@@ -20,7 +20,7 @@ from ema_client._errors import (
 )
 from ema_client._joining import of_known_dtypes
 from ema_client._out import check_writable
-from ema_client._pieces import Piece, pieces_of, selected, selection_of
+from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
@@ -63,8 +63,9 @@ def averaged(
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
 
     The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
-    keep the model's own values. The model's own values come back bit for bit, also
-    after an exception. Costs a copy of the model while it lasts.
+    keep the model's own values. What the trainer has tied goes to each of its names that the model has.
+    The model's own values come back bit for bit, also after an exception. Costs a copy of the model
+    while it lasts.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
     the trainers have sharded it. All its ranks must call this together, and get the same version. With
@@ -174,11 +175,11 @@ def copy_average(
     failure: Exception | None = None
     try:
         read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-        targets = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
+        pairs = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
     except Exception as raised:
         failure = raised
     ranks.gather_or_raise(failure, None)
-    write((tensor, read.weights[name]) for name, tensor in targets.items())
+    write(pairs)
     return read.version
 
 
@@ -212,9 +213,10 @@ def _read(
             info = client.model(model_name)
             if track is None:
                 track = only_average_of(info)
-            ignored = _ignored(info, track, named)
+            names = _names_there(named, _first_names(info))
+            ignored = _ignored(info, track, named, names)
             wanted = _without(named, ignored)
-            pieces = pieces_of(wanted) if is_part else {}
+            pieces = _pieces_there(wanted, names) if is_part else {}
             _check_pieces(info, pieces)
         except Exception as raised:
             failure = raised
@@ -248,11 +250,11 @@ def swapped(
 ) -> Iterator[None]:
     """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`."""
     own = OwnValues() if own is None else own
-    tensors = _targets(model, what, weights, ignored, rename)
-    own.keep(tensors.values())
+    pairs = _targets(model, what, weights, ignored, rename)
+    own.keep(tensor for tensor, _ in pairs)
     try:
-        write((tensor, weights[name]) for name, tensor in tensors.items())
-        del weights
+        write(pairs)
+        del weights, pairs
         yield
     finally:
         try:
@@ -269,8 +271,7 @@ def copy_into(
     ignored: Collection[str] = (),
 ) -> None:
     """As `swapped`, for good."""
-    targets = _targets(model, what, weights, ignored, None)
-    write((tensor, weights[name]) for name, tensor in targets.items())
+    write(_targets(model, what, weights, ignored, None))
 
 
 def _targets(
@@ -279,26 +280,32 @@ def _targets(
     weights: Mapping[str, torch.Tensor],
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
-) -> dict[str, torch.Tensor]:
-    """Where the weights go, which nobody reads any more. InvalidArgumentError: they do not fit."""
-    module = unwrap(model)
-    named = _without(named_tensors(module, rename), ignored)
-    tensors = selected(pieces_of(named))
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where the weights go, which nobody reads any more, each with what goes there.
+
+    InvalidArgumentError: they do not fit.
+    """
+    named = named_tensors(unwrap(model), rename)
+    own = _without(named, ignored)
+    tensors = selected(pieces_of(own))
     aliases = weights.aliases if isinstance(weights, Weights) else {}
-    expected = [name for name in weights if name not in aliases]
-    _arrays.check_names(what, expected=expected, given=tensors)
+    first_names = {name: aliases.get(name, name) for name in weights}
+    names = _names_there(named, first_names)
+    _arrays.check_names(
+        what, expected=first_names.values(), given=[names[name] for name in tensors]
+    )
     wrong = [
-        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
+        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[names[name]].shape)} there"
         for name, tensor in tensors.items()
-        if tensor.shape != weights[name].shape
+        if tensor.shape != weights[names[name]].shape
     ]
     if wrong:
         raise InvalidArgumentError(
             f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
     check_writable(what, tensors)
-    wait_unread(named.values())
-    return tensors
+    wait_unread(own.values())
+    return [(tensor, weights[names[name]]) for name, tensor in tensors.items()]
 
 
 def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
@@ -311,6 +318,42 @@ def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.all().items() if name not in ignored}
+
+
+def _first_names(info: ModelInfo) -> dict[str, str]:
+    """Of each name of a tensor there the one under which it goes."""
+    names = {alias: spec.name for spec in info.tensors for alias in spec.aliases}
+    return names | {spec.name: spec.name for spec in info.tensors}
+
+
+def _names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
+    """By the tensors' names here those there: others may be tied, and tied ones in another order."""
+    return {
+        name: next(
+            (
+                first_names[one]
+                for one in (name, *named.aliases.get(name, ()))
+                if one in first_names
+            ),
+            name,
+        )
+        for name in named.all()
+    }
+
+
+def _pieces_there(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, Piece]:
+    """What is here, by the names there. InvalidArgumentError: of what is tied there, unlike parts."""
+    pieces: dict[str, Piece] = {}
+    for name, tensor in tensors.items():
+        piece = piece_of(names[name], tensor)
+        if pieces.setdefault(names[name], piece).box != piece.box:
+            raise InvalidArgumentError(
+                f'tensor "{name}": is "{names[name]}" on the server, of which another part is here',
+                reason="BAD_LAYOUT",
+            )
+    return pieces
 
 
 def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
@@ -417,7 +460,13 @@ def only_average_of(info: ModelInfo) -> str:
     )
 
 
-def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
+def _ignored(
+    info: ModelInfo, track: str, tensors: NamedTensors, names: Mapping[str, str]
+) -> set[str]:
     """Tensors that the track does not have: the model keeps its own."""
     other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
-    return other | ignored_by(track, info.tracks, of_known_dtypes(specs_of(tensors)))
+    there = {spec.name: _arrays.spec_of(spec.name, spec) for spec in info.tensors}
+    specs = {names[own[0]]: own for own in of_known_dtypes(specs_of(tensors))}
+    specs |= {name: there[name] for name in specs if name in there}
+    ignored = ignored_by(track, info.tracks, list(specs.values()))
+    return other | {name for name in names if names[name] in ignored}
