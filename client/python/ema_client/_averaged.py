@@ -68,8 +68,9 @@ def averaged(
     while it lasts.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
-    the trainers have sharded it. All its ranks must call this together, and get the same version. With
-    `rename` or `process_group` a model may also be a part of the server's, such as a pipeline's stage.
+    the trainers have sharded it. All its ranks must call this together, and get the same version, or all
+    raise. With `rename` or `process_group` a model may also be a part of the server's, such as a
+    pipeline's stage.
 
     Args:
         model: the model; DistributedDataParallel and torch.compile are looked through.
@@ -149,8 +150,15 @@ def averaged_beside(
     """`averaged`, with the model's own values where the caller can drop them."""
     read = _read(model, url, track, version, step, rename, process_group, timeout_s)
     record = read.version
-    what = f'model "{read.model_name}"'
-    swap = swapped(model, what, read.weights, ignored=read.ignored, rename=rename, own=own)
+    swap = swapped(
+        model,
+        f'model "{read.model_name}"',
+        read.weights,
+        ignored=read.ignored,
+        rename=rename,
+        own=own,
+        ranks=read.ranks,
+    )
     del read  # As large as the model.
     with swap:
         yield record
@@ -186,6 +194,7 @@ def copy_average(
 @dataclasses.dataclass(frozen=True)
 class _Read:
     model_name: str
+    ranks: Ranks  # That have read their parts together.
     weights: Mapping[str, torch.Tensor]
     ignored: set[str]
     version: Version
@@ -235,7 +244,7 @@ def _read(
                 framework="torch",
             )
             weights, pulled = whole, whole.version
-    return _Read(model_name, weights, ignored, pulled)
+    return _Read(model_name, ranks, weights, ignored, pulled)
 
 
 @contextlib.contextmanager
@@ -247,12 +256,22 @@ def swapped(
     ignored: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
     own: OwnValues | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[None]:
-    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`."""
+    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`.
+
+    Collective, if there are `ranks`: on all of them or on none.
+    """
     own = OwnValues() if own is None else own
-    pairs = _targets(model, what, weights, ignored, rename)
-    own.keep(tensor for tensor, _ in pairs)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    failure: Exception | None = None
     try:
+        pairs = _targets(model, what, weights, ignored, rename)
+        own.keep(tensor for tensor, _ in pairs)
+    except Exception as raised:  # No memory, for example.
+        failure = raised
+    try:
+        (ranks or Ranks.alone()).gather_or_raise(failure, None)
         write(pairs)
         del weights, pairs
         yield
