@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -194,16 +195,18 @@ class WatchedWeights:
 class BeforeLoad:
     """A hook that lets a module's load_state_dict call `wait`, a method, while its object lives.
 
-    A module that is copied or pickled takes its hooks along: theirs wait for nothing.
+    A module that is copied or pickled takes its hooks along: theirs wait for nothing, and need no
+    ema_client where they are loaded.
     """
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
-        self._wait = None if wait is None else WeakMethod(wait)
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = WeakMethod(wait)
 
     def __call__(self, *_: Any) -> None:
-        wait = None if self._wait is None else self._wait()
+        wait = self._wait()
         if wait is not None:
             wait()
 
-    def __reduce__(self) -> tuple[type[BeforeLoad], tuple[()]]:
-        return BeforeLoad, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A builtin that takes any arguments, and does nothing.
+        return functools.partial, (Exception,)
