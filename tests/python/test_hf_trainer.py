@@ -251,6 +251,20 @@ def test_from_pretrained_reads_the_servers_checkpoints(tmp_path, model):
     assert (folder / "generation_config.json").exists()
 
 
+def test_a_generation_config_that_cannot_be_saved_is_left_out(server, model, tmp_path, caplog):
+    callback = EmaCallback(server.url(model), half_life="4ba")
+    trainer = make_trainer(tmp_path, callback, max_steps=2)
+    trainer.model.generation_config.temperature = 0.5  # Without do_sample.
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "no generation_config.json: GenerationConfig is invalid" in caplog.text
+    (tmp_path / "average").mkdir()
+    with ema_client.Client(server.address) as client:
+        client.save(model, tmp_path / "average", track="ema")
+    assert (tmp_path / "average/config.json").exists()
+    assert not (tmp_path / "average/generation_config.json").exists()
+
+
 def test_epochs_and_shares_of_the_training_are_times(server, client, model, tmp_path):
     callback = EmaCallback(
         server.url(model),

@@ -262,7 +262,12 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
             config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+            try:
+                model.generation_config.save_pretrained(folder)
+            except ValueError as error:  # It is trained with all the same.
+                _logger.warning(
+                    "the server's checkpoints have no generation_config.json: %s", error
+                )
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         return small_files(folder)
