@@ -21,6 +21,7 @@ from ema_client._errors import (
 from ema_client._joining import of_known_dtypes
 from ema_client._out import check_writable
 from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
+from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
@@ -216,6 +217,7 @@ def _read(
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            check_version(version)
             address, model_name = split_url(url)
             named = named_tensors(unwrap(model), rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))

@@ -14,6 +14,7 @@ from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._out import check_writable
 from ema_client._pieces import local_of, pieces_of
+from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
 from ema_client._torch_model import (
     NamedTensors,
@@ -111,6 +112,7 @@ def load_into(
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            check_version(version)
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
