@@ -7,6 +7,8 @@ import copy
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import ema_client
@@ -261,6 +263,22 @@ def test_an_attached_module_can_be_copied_and_saved(server, model):
         for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
             other.load_state_dict(module.state_dict())
             assert_same_bits(other.state_dict(), module.state_dict())
+
+
+def test_a_saved_module_can_be_loaded_without_us(server, model, tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    with ema_client.attach(module, None, server.url(model), half_life="3ba"):
+        torch.save(module, tmp_path / "module.pt")
+    program = """
+import sys, torch
+sys.modules["ema_client"] = None  # Cannot be imported.
+module = torch.load(sys.argv[1], weights_only=False)
+module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+torch.save(module, sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "module.pt"], check=True)
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert torch.equal(loaded[0].weight, module[0].weight + 1)
 
 
 class Normalised(torch.nn.Module):

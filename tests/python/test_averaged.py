@@ -205,3 +205,100 @@ def test_pull_and_watch_by_url(server, model, pushed):
     versions = ema_client.watch(server.url(model), after=1, timeout_s=20)
     assert next(versions).step == 2
     versions.close()
+
+
+def unwritable(how):
+    """A parameter that `write` would fail at, or that it would write nothing to."""
+    if how == "offloaded":
+        return torch.nn.Parameter(torch.empty(3, device="meta"))
+    if how == "expanded":
+        return torch.nn.Parameter(torch.zeros(1).expand(3))
+    with torch.inference_mode():
+        return torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+@pytest.mark.parametrize("how", ["averaged", "copy_average", "load_into", "LocalEMA"])
+@pytest.mark.parametrize("kind", ["offloaded", "expanded", "inference"])
+def test_what_cannot_be_written_is_named_and_nothing_changes(server, client, model, kind, how):
+    if (kind, how) == ("offloaded", "load_into"):
+        pytest.skip("load_into gives it memory")
+    url = server.url(model)
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in "abc"})
+    local = ema_client.LocalEMA(net)
+    local.update()
+    with ema_client.attach(net, None, url, half_life="4ba") as ema:
+        ema.after_step()
+    other = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3)) for name in "abc"})
+    other["b"] = unwritable(kind)
+    what = "meta device" if kind == "offloaded" else kind
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=f"cannot be written: b: .*{what}"
+    ) as raised:
+        if how == "averaged":
+            with ema_client.averaged(other, url):
+                raise AssertionError("not reached")
+        elif how == "copy_average":
+            copy_average(other, url, ranks=Ranks.alone())
+        elif how == "load_into":
+            ema_client.load_into(other, url)
+        else:
+            local.copy_to(other)
+    assert raised.value.reason == "BAD_LAYOUT"
+    assert not other["a"].any() and not other["c"].any()
+
+
+class Tied(torch.nn.Module):
+    """Of these layers each has the first one's weight, or its own."""
+
+    def __init__(self, *names: str, is_tied: bool = True) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, torch.nn.Linear(3, 3, bias=False))
+            if is_tied:
+                self.get_submodule(name).weight = self.get_submodule(names[0]).weight
+
+
+OTHERS = {
+    "in another order": Tied("decoder", "encoder"),
+    "not tied": Tied("encoder", "decoder", is_tied=False),
+    "under one name": Tied("decoder"),
+}
+
+
+@pytest.mark.parametrize("rename", [None, str], ids=["whole", "part"])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_model_may_be_tied_otherwise_than_the_trainers(server, client, model, other, rename):
+    url = server.url(model)
+    track = {"half_life": "4ba", "tensor_rules": {"head.*": "ignore"}}
+    net = Tied("encoder", "decoder")
+    net.head = torch.nn.Linear(2, 2)
+    with ema_client.attach(net, None, url, tracks={"ema": track}) as ema:
+        ema.after_step()
+    own = state_of(other)
+    with ema_client.averaged(other, url, rename=rename):
+        for tensor in other.state_dict().values():
+            assert torch.equal(tensor, net.encoder.weight)
+    assert_same_bits(own, other.state_dict())
+    copied = copy.deepcopy(other)
+    copy_average(copied, url, rename=rename, ranks=Ranks.alone())
+    for tensor in copied.state_dict().values():
+        assert torch.equal(tensor, net.encoder.weight)
+
+
+def test_a_model_that_ties_what_the_trainer_does_not_is_refused(server, client, model):
+    net = Tied("encoder", "decoder", is_tied=False)
+    with ema_client.attach(net, None, server.url(model), half_life="4ba") as ema:
+        ema.after_step()
+    with pytest.raises(ema_client.InvalidArgumentError, match="missing: decoder.weight"):
+        with ema_client.averaged(Tied("encoder", "decoder"), server.url(model)):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("rename", [None, str], ids=["whole", "part"])
+def test_an_empty_version_is_not_the_newest(server, model, pushed, rename):
+    net, url = pushed[0], server.url(model)
+    with pytest.raises(ema_client.InvalidArgumentError, match='version ""'):
+        with ema_client.averaged(net, url, track="fast", version="", rename=rename):
+            raise AssertionError("not reached")
+    with pytest.raises(ema_client.InvalidArgumentError, match='version ""'):
+        ema_client.load_into(net, url, track="fast", version="", rename=rename)

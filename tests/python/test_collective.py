@@ -196,8 +196,8 @@ def said(call):
     except Exception as error:
         print(type(error).__name__)
 
-def enter():
-    with ema_client.averaged(net, bad):
+def enter(at):
+    with ema_client.averaged(net, at):
         pass
 
 def twice(name):
@@ -210,14 +210,14 @@ net = parts([Shard(0)])
 with ema_client.attach(net, None, url, half_life="4ba") as ema:
     ema.after_step()
     bad = "http://nowhere" if rank == 1 else url
-    said(enter)
+    said(lambda: enter(bad))
     said(lambda: ema_client.load_into(net, bad))
     said(lambda: ema_client.load_into(net, url, rename=twice))
     said(lambda: ema_client.load_into(net, url))
     version = ema.wait_pushed()
     group = Ranks.current()
     own = net.weight.to_local().clone()
-    wait_pushed, pull, swapped = ema.wait_pushed, ema._client.pull, _averaged.swapped
+    wait_pushed, pull, targets = ema.wait_pushed, ema._client.pull, _averaged._targets
 
     on_rank_1(ema, "wait_pushed", no_memory)
     said(lambda: pull_on_all_ranks(ema, group, track="ema"))
@@ -230,9 +230,10 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
         with _callbacks.averaged_or_own(net, url, ema, {}, track=None) as got:
             print("own" if got is None else "average")
 
-    on_rank_1(_averaged, "swapped", no_memory)
+    on_rank_1(_averaged, "_targets", no_memory)
     said(evaluate)
-    on_rank_1(_averaged, "swapped", swapped)
+    said(lambda: enter(url))
+    on_rank_1(_averaged, "_targets", targets)
     if rank == 0:
         ema.wait_pushed = no_memory
     said(evaluate)
@@ -271,7 +272,8 @@ def test_all_ranks_evaluate_the_average_or_none_does(server, model, tmp_path):
 def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_path):
     expected = ["InvalidArgumentError"] * 2 + ["KeyError", "nothing"]
     expected += ["ResourceExhaustedError"] * 2
-    expected += ["own", "nothing"] * 2 + ["average", "nothing"]
+    expected += ["own", "nothing", "MemoryError"]
+    expected += ["own", "nothing", "average", "nothing"]
     assert run(ONE_FAILS, 2, server.url(model), tmp_path) == [expected] * 2
 
 

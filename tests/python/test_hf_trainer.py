@@ -251,6 +251,20 @@ def test_from_pretrained_reads_the_servers_checkpoints(tmp_path, model):
     assert (folder / "generation_config.json").exists()
 
 
+def test_a_generation_config_that_cannot_be_saved_is_left_out(server, model, tmp_path, caplog):
+    callback = EmaCallback(server.url(model), half_life="4ba")
+    trainer = make_trainer(tmp_path, callback, max_steps=2)
+    trainer.model.generation_config.temperature = 0.5  # Without do_sample.
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "no generation_config.json: GenerationConfig is invalid" in caplog.text
+    (tmp_path / "average").mkdir()
+    with ema_client.Client(server.address) as client:
+        client.save(model, tmp_path / "average", track="ema")
+    assert (tmp_path / "average/config.json").exists()
+    assert not (tmp_path / "average/generation_config.json").exists()
+
+
 def test_epochs_and_shares_of_the_training_are_times(server, client, model, tmp_path):
     callback = EmaCallback(
         server.url(model),
@@ -298,6 +312,30 @@ def test_an_exception_in_an_evaluation(server, model, tmp_path):
     assert_same_bits(recorder.averages[5], trainer.model.state_dict())
     callback.close()
     assert_same_bits(recorder.own[5], trainer.model.state_dict())
+
+
+def test_a_training_resumes_after_an_exception_in_an_evaluation(server, model, tmp_path):
+    """From the weights of its checkpoint, not from those that the training before put aside."""
+
+    class Failing(Recorder):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            if state.global_step == 10 and not self.begun:
+                raise RuntimeError("in the middle")
+
+        begun = None
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if self.begun is None and state.global_step == 5 and self.own.keys() >= {10}:
+                self.begun = weights_of(model)
+
+    recorder = Failing(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trainer = make_trainer(tmp_path, recorder, callback, **steps)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_bits(recorder.own[5], recorder.begun)
 
 
 def test_wrong_arguments_are_refused_at_once():

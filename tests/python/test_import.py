@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import ema_client
@@ -192,6 +193,32 @@ def test_attach_goes_on_from_an_import(server, client, model, tmp_path):
     np.testing.assert_allclose(client.pull(model, track="ema")["0.weight"].numpy(), expected, 1e-6)
     with pytest.raises(ema_client.AlreadyExistsError):
         ema_client.attach(net, optimizer, server.url(model), half_life="11ba")
+
+
+def test_buffers_that_a_track_copies_are_copied_after_an_import_too(
+    server, client, model, tmp_path
+):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    save_file({**net.state_dict()}, tmp_path / "net.safetensors")
+    track = ema_client.Track.preset("torch", decay=0.9)
+    assert track.buffers == "copy"
+    client.import_weights(model, tmp_path / "net.safetensors", tracks={"ema": track}, step=100)
+    with pytest.raises(
+        ema_client.AlreadyExistsError, match="copy them: 1.running_mean, 1.running_var. Give"
+    ) as raised:
+        ema_client.attach(net, None, server.url(model), preset="torch", decay=0.9)
+    assert raised.value.reason == "MODEL_DIFFERS"
+
+    tracks = {"ema": dataclasses.replace(track, tensor_rules={"*.running_*": "copy"})}
+    other = f"{model[:60]}-2"
+    client.import_weights(other, tmp_path / "net.safetensors", tracks=tracks, step=100)
+    with ema_client.attach(net, None, server.url(other), tracks=tracks) as ema:
+        net(torch.ones(3, 3))
+        ema.after_step()
+    assert ema.version.step == 101
+    average = client.pull(other, track="ema")
+    assert torch.equal(average["1.running_mean"], net[1].running_mean)
+    assert torch.equal(average["1.running_var"], net[1].running_var)
 
 
 def test_attach_goes_on_from_an_import_without_what_is_ignored(server, client, model, tmp_path):

@@ -103,6 +103,17 @@ def test_steps_that_wait_are_not_lost(tmp_path, model, keeps):
     check_average(versions, logged(folder), average)
 
 
+def test_a_push_that_takes_longer_than_max_wait_is_not_begun_again(server, model, caplog):
+    net = torch.nn.Linear(4096, 4096)
+    options = {"on_error": "wait", "max_wait_s": 1e-6, "max_outage_s": 3}
+    with ema_client.attach(net, None, server.url(model), half_life="4ba", **options) as ema:
+        for _ in range(2):
+            ema.after_step()
+    assert (ema.stats.pushes, ema.stats.skipped) == (2, 0)
+    assert ema.stats.sent_bytes == 2 * 4 * (4096 + 1) * 4096
+    assert not caplog.records
+
+
 @pytest.mark.slow
 def test_a_wait_that_is_over_raises_and_training_may_go_on(tmp_path, model):
     folder = tmp_path / "ranks"

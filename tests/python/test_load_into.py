@@ -222,6 +222,15 @@ def test_a_part_of_the_model_by_other_names(server, model, average, place):
         ema_client.load_into(stage, server.url(model), rename=lambda name: f"stage.{name}")
 
 
+def test_a_pull_is_in_host_memory_whatever_the_default_device_is(client, model):
+    client.create_model(model, {"w": torch.ones(2), "none": torch.ones(0, 2)}, tracks=TRACKS)
+    with client.open_run(model) as run:
+        run.push(step=1, weights={"w": torch.ones(2), "none": torch.ones(0, 2)})
+    with torch.device("meta"):  # As torch.set_default_device.
+        pulled = client.pull(model, track="ema")
+    assert {tensor.device.type for tensor in pulled.values()} == {"cpu"}
+
+
 def test_a_pull_onto_a_device(server, client, model, average):
     pulled = client.pull(model, track="ema", device="cpu")
     assert_same_bits(average, pulled)

@@ -226,6 +226,18 @@ def test_weights_that_a_push_reads_are_waited_for(server, model, monkeypatch, ho
         assert waited == [own]
 
 
+def test_averages_are_in_host_memory_whatever_the_default_device_is():
+    model = Net()
+    tracks = {"raw": "copy", "pair": {"smoothing": 0.5, "compensated": True}}
+    ema = LocalEMA(model, smoothing=0.5, tracks=tracks)
+    with torch.device("meta"):  # As torch.set_default_device.
+        ema.update()
+    other = Net()
+    for track in ("ema", *tracks):
+        ema.copy_to(other, track)
+        assert_same_bits(widened(model), widened(other))
+
+
 def test_weights_load_into_a_model():
     model = Net()
     ema = LocalEMA(model)

@@ -111,3 +111,82 @@ def test_a_local_average_has_none_of_what_all_tracks_ignore(of_parameter):
         assert torch.equal(net.weight, torch.ones(3))
         assert torch.equal(net.mask.to_dense(), torch.eye(3))
     assert torch.equal(net.weight, torch.full((3,), 2.0))
+
+
+def wrapped_net() -> torch.nn.Module:
+    """One parameter is made of two others, as a float8 weight is of its values and scales."""
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    net = torch.nn.Linear(4, 4)
+    pair = two_tensor.TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    net.weight = torch.nn.Parameter(pair)
+    return net
+
+
+def test_wrappers_of_tensors_are_named_or_ignored(server, client, model):
+    net = wrapped_net()
+    url = server.url(model)
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match="averaged: weight: TwoTensor without memory; must"
+    ) as raised:
+        ema_client.attach(net, None, url, half_life="3ba")
+    assert raised.value.reason == "BAD_MANIFEST"
+    with pytest.raises(ema_client.InvalidArgumentError, match="weight: TwoTensor without memory"):
+        ema_client.LocalEMA(net)
+    with pytest.raises(ema_client.InvalidArgumentError, match="weight: .* without memory for"):
+        ema_client.compute_ema(torch.nn.Linear(4, 4), net)
+    track = {"half_life": "3ba", "tensor_rules": {"weight": "ignore"}}
+    with ema_client.attach(net, None, url, tracks={"ema": track}, check=True) as ema:
+        ema.after_step()
+        ema.wait_pushed()
+        assert ema.stats.pushes == 1
+    assert list(client.pull(model, track="ema")) == ["bias"]
+    with ema_client.averaged(net, url):
+        pass
+    loaded = ema_client.load_into(wrapped_net(), url)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ((), ())
+
+
+def test_a_parameter_that_becomes_a_wrapper_costs_its_steps(server, model, caplog):
+    net = torch.nn.Linear(4, 4)
+    with ema_client.attach(net, None, server.url(model), half_life="3ba") as ema:
+        ema.after_step()
+        plain, net.weight = net.weight, wrapped_net().weight
+        ema.after_step()
+        assert 'array "weight": a TwoTensor without memory' in caplog.text
+        net.weight = plain
+        ema.after_step()
+    assert (ema.stats.pushes, ema.stats.skipped) == (2, 1)
+
+
+def test_a_wrapper_cannot_be_pushed(client, model):
+    client.create_model(model, {"weight": torch.zeros(4, 4)}, tracks={"ema": "3ba"})
+    with client.open_run(model) as run:
+        with pytest.raises(ema_client.InvalidArgumentError, match='"weight": a TwoTensor without'):
+            run.push(step=1, weights={"weight": wrapped_net().weight})
+
+
+def test_what_is_yet_to_be_negated_has_its_sign(server, client, model):
+    """PyTorch gives the imaginary part of conjugates as their memory and a bit that says: negate it."""
+    net = torch.nn.Module()
+    of_conjugates = torch.complex(torch.zeros(4), torch.arange(1.0, 5)).conj().imag.detach()
+    assert of_conjugates.is_neg()
+    expected = [-1.0, -2.0, -3.0, -4.0]
+    assert of_conjugates.tolist() == expected
+    net.weight = torch.nn.Parameter(of_conjugates)
+    net.register_buffer("dense", torch._neg_view(torch.ones(2)))
+    assert net.weight.is_neg() and net.dense.is_neg()
+    with ema_client.attach(net, None, server.url(model), half_life="3ba", check=True) as ema:
+        ema.after_step()
+    assert ema.stats.pushes == 1
+    average = client.pull(model, track="ema")
+    assert (average["weight"].tolist(), average["dense"].tolist()) == (expected, [-1, -1])
+
+    local = ema_client.LocalEMA(net)
+    local.update()
+    weights = local.weights()
+    assert (weights["weight"].tolist(), weights["dense"].tolist()) == (expected, [-1, -1])
+    other = torch.nn.Module()
+    other.weight = torch.nn.Parameter(torch.zeros(4))
+    other.register_buffer("dense", torch.zeros(2))
+    ema_client.compute_ema(net, other, smoothing=0.0)
+    assert (other.weight.tolist(), other.dense.tolist()) == (expected, [-1, -1])

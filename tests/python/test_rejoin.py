@@ -134,6 +134,34 @@ def test_what_is_no_error_of_the_server_does_not_end_the_tries(monkeypatch):
     link.close()
 
 
+def test_a_server_that_starts_again_while_it_is_asked_has_no_newer_run():
+    """To a question about the lost step it answers that it does not know the run, as of one it has fenced."""
+    restarts = [ema_client.AbortedError("restarted", reason="FENCED")]
+
+    class AskedRun(FakeRun):
+        def committed_as(self, step: int, timeout_s: float) -> None:
+            if restarts:
+                raise restarts.pop()
+
+    link = link_to(lambda timeout_s: AskedRun())
+    link._stop = FakeStop(99)
+    link.go_away(1, None)
+    link.wait_back(time.monotonic() + 30)
+    assert not restarts and not link.is_away and not link.is_fenced
+    link.close()
+
+
+def test_a_run_that_a_newer_one_has_fenced_is_not_joined_again():
+    def open_run(timeout_s: float) -> FakeRun:
+        raise ema_client.AbortedError("a newer run", reason="FENCED")
+
+    link = link_to(open_run)
+    link.go_away(1, None)
+    link.wait_back(time.monotonic() + 30)
+    assert link.is_fenced and link.is_away
+    link.close()
+
+
 def pauses_of(count: int, error: ema_client.EmaError) -> list[float]:
     def open_run(timeout_s: float) -> FakeRun:
         raise error

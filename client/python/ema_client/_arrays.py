@@ -37,8 +37,8 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
-    that is neither the host's nor that of a GPU of NVIDIA's, and what is not contiguous, unless it is
-    a torch tensor in the host's."""
+    that is neither the host's nor that of a GPU of NVIDIA's, what is not contiguous, unless it is a
+    torch tensor in the host's, and what PyTorch has yet to negate (the `imag` of a `conj()`)."""
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if is_instance(value, "torch", "Tensor"):
@@ -46,6 +46,12 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
             offsets = (boxes or Boxes()).offsets_of(name, value)
             value = local_of(value)
         value = value.detach()
+        if is_without_memory(value):
+            raise InvalidArgumentError(
+                f'array "{name}": a {type(value).__name__} without memory of its own',
+                reason="BAD_REQUEST",
+            )
+        value = value.resolve_neg()
         if _gpu.is_readable(value):
             # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
             value = sys.modules["torch"].utils.dlpack.to_dlpack(value.contiguous())
@@ -95,6 +101,16 @@ def has_other_dtype(value: Any) -> bool:
 def is_sparse(value: Any) -> bool:
     """Whether it is a torch tensor without one storage of its elements."""
     return is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
+
+
+def is_without_memory(tensor: Any) -> bool:
+    """Whether a torch tensor has elements here that lie nowhere: those of a wrapper of other tensors
+    (torchao's float8 weights), or of a storage that was freed. Not of sparse ones, nor on `meta`.
+    """
+    local = local_of(tensor)
+    if is_sparse(local) or local.is_meta:
+        return False
+    return bool(local.numel() > 0 and local.data_ptr() == 0)
 
 
 def _dtype_of(value: Any) -> str:
@@ -169,7 +185,7 @@ def _build_torch(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:
     for name, dtype_name, shape, offset, length_bytes in placed:
         dtype = getattr(torch, dtype_name)
         if length_bytes == 0:
-            tensors[name] = torch.empty(tuple(shape), dtype=dtype)
+            tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         else:
             flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
             tensors[name] = flat.view(tuple(shape))

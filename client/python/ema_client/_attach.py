@@ -115,7 +115,8 @@ def attach(
             ema_pytorch's `update_model_with_ema_every` the averages are written back into the model
             (Switch-EMA): such a step waits for its whole push, and a pull of the model on each rank.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
-            sent, and may have any dtype: complex numbers or float8, which no track can have.
+            sent, and may have any dtype: complex numbers or float8, which no track can have, or be made
+            of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version.
@@ -128,7 +129,7 @@ def attach(
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
-            "wait": for bytes that leave slowly, and for other ranks.
+            "wait": for bytes that leave slowly, and for other ranks. There a push has all of `timeout_s`.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
             And for each pull of the averages; None: 600.
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the

@@ -18,7 +18,10 @@ from ema_client._errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from ema_client._pieces import Piece, pieces_of, selected, selection_of
+from ema_client._joining import of_known_dtypes
+from ema_client._out import check_writable
+from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
+from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
@@ -61,12 +64,14 @@ def averaged(
     """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
 
     The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
-    keep the model's own values. The model's own values come back bit for bit, also
-    after an exception. Costs a copy of the model while it lasts.
+    keep the model's own values. What the trainer has tied goes to each of its names that the model has.
+    The model's own values come back bit for bit, also after an exception. Costs a copy of the model
+    while it lasts.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
-    the trainers have sharded it. All its ranks must call this together, and get the same version. With
-    `rename` or `process_group` a model may also be a part of the server's, such as a pipeline's stage.
+    the trainers have sharded it. All its ranks must call this together, and get the same version, or all
+    raise. With `rename` or `process_group` a model may also be a part of the server's, such as a
+    pipeline's stage.
 
     Args:
         model: the model; DistributedDataParallel and torch.compile are looked through.
@@ -88,21 +93,76 @@ def averaged(
         The version that is in the model.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match; nothing was changed. The loader is empty.
+        InvalidArgumentError: names or shapes do not match, or a tensor cannot be written (it is on the
+            meta device, as those that accelerate has offloaded are); nothing was changed. The loader is
+            empty.
         EmaError: the pull failed; nothing was changed.
 
     Example:
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
-    read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-    record = read.version
-    what = f'model "{read.model_name}"'
-    swap = swapped(model, what, read.weights, ignored=read.ignored, rename=rename)
-    del read  # As large as the model.
-    with swap:
+    with averaged_beside(
+        OwnValues(),
+        model,
+        url,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    ) as record:
         with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
             yield record
+
+
+class OwnValues:
+    """What a model has while averaged values are in it, to be put back."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        values, self._values = self._values, []
+        write(values)
+
+    def drop(self) -> None:
+        """They are not put back: the model has been given others, for good."""
+        self._values = []
+
+
+@contextlib.contextmanager
+def averaged_beside(
+    own: OwnValues,
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike = 0,
+    step: int | None = None,
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+) -> Iterator[Version]:
+    """`averaged`, with the model's own values where the caller can drop them."""
+    read = _read(model, url, track, version, step, rename, process_group, timeout_s)
+    record = read.version
+    swap = swapped(
+        model,
+        f'model "{read.model_name}"',
+        read.weights,
+        ignored=read.ignored,
+        rename=rename,
+        own=own,
+        ranks=read.ranks,
+    )
+    del read  # As large as the model.
+    with swap:
+        yield record
 
 
 def copy_average(
@@ -124,17 +184,18 @@ def copy_average(
     failure: Exception | None = None
     try:
         read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-        targets = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
+        pairs = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
     except Exception as raised:
         failure = raised
     ranks.gather_or_raise(failure, None)
-    write((tensor, read.weights[name]) for name, tensor in targets.items())
+    write(pairs)
     return read.version
 
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
     model_name: str
+    ranks: Ranks  # That have read their parts together.
     weights: Mapping[str, torch.Tensor]
     ignored: set[str]
     version: Version
@@ -156,15 +217,17 @@ def _read(
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            check_version(version)
             address, model_name = split_url(url)
             named = named_tensors(unwrap(model), rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             if track is None:
                 track = only_average_of(info)
-            ignored = _ignored(info, track, named)
+            names = _names_there(named, _first_names(info))
+            ignored = _ignored(info, track, named, names)
             wanted = _without(named, ignored)
-            pieces = pieces_of(wanted) if is_part else {}
+            pieces = _pieces_there(wanted, names) if is_part else {}
             _check_pieces(info, pieces)
         except Exception as raised:
             failure = raised
@@ -183,7 +246,7 @@ def _read(
                 framework="torch",
             )
             weights, pulled = whole, whole.version
-    return _Read(model_name, weights, ignored, pulled)
+    return _Read(model_name, ranks, weights, ignored, pulled)
 
 
 @contextlib.contextmanager
@@ -194,19 +257,31 @@ def swapped(
     *,
     ignored: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
+    own: OwnValues | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[None]:
-    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`."""
-    tensors = _targets(model, what, weights, ignored, rename)
-    own = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`.
+
+    Collective, if there are `ranks`: on all of them or on none.
+    """
+    own = OwnValues() if own is None else own
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    failure: Exception | None = None
     try:
-        write((tensor, weights[name]) for name, tensor in tensors.items())
-        del weights
+        pairs = _targets(model, what, weights, ignored, rename)
+        own.keep(tensor for tensor, _ in pairs)
+    except Exception as raised:  # No memory, for example.
+        failure = raised
+    try:
+        (ranks or Ranks.alone()).gather_or_raise(failure, None)
+        write(pairs)
+        del weights, pairs
         yield
     finally:
         try:
             shard_again(unwrap(model))
         finally:
-            write(own)
+            own.put_back()
 
 
 def copy_into(
@@ -217,8 +292,7 @@ def copy_into(
     ignored: Collection[str] = (),
 ) -> None:
     """As `swapped`, for good."""
-    targets = _targets(model, what, weights, ignored, None)
-    write((tensor, weights[name]) for name, tensor in targets.items())
+    write(_targets(model, what, weights, ignored, None))
 
 
 def _targets(
@@ -227,25 +301,32 @@ def _targets(
     weights: Mapping[str, torch.Tensor],
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
-) -> dict[str, torch.Tensor]:
-    """Where the weights go, which nobody reads any more. InvalidArgumentError: they do not fit."""
-    module = unwrap(model)
-    named = _without(named_tensors(module, rename), ignored)
-    tensors = selected(pieces_of(named))
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where the weights go, which nobody reads any more, each with what goes there.
+
+    InvalidArgumentError: they do not fit.
+    """
+    named = named_tensors(unwrap(model), rename)
+    own = _without(named, ignored)
+    tensors = selected(pieces_of(own))
     aliases = weights.aliases if isinstance(weights, Weights) else {}
-    expected = [name for name in weights if name not in aliases]
-    _arrays.check_names(what, expected=expected, given=tensors)
+    first_names = {name: aliases.get(name, name) for name in weights}
+    names = _names_there(named, first_names)
+    _arrays.check_names(
+        what, expected=first_names.values(), given=[names[name] for name in tensors]
+    )
     wrong = [
-        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[name].shape)} there"
+        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[names[name]].shape)} there"
         for name, tensor in tensors.items()
-        if tensor.shape != weights[name].shape
+        if tensor.shape != weights[names[name]].shape
     ]
     if wrong:
         raise InvalidArgumentError(
             f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
         )
-    wait_unread(named.values())
-    return tensors
+    check_writable(what, tensors)
+    wait_unread(own.values())
+    return [(tensor, weights[names[name]]) for name, tensor in tensors.items()]
 
 
 def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
@@ -258,6 +339,42 @@ def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.all().items() if name not in ignored}
+
+
+def _first_names(info: ModelInfo) -> dict[str, str]:
+    """Of each name of a tensor there the one under which it goes."""
+    names = {alias: spec.name for spec in info.tensors for alias in spec.aliases}
+    return names | {spec.name: spec.name for spec in info.tensors}
+
+
+def _names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
+    """By the tensors' names here those there: others may be tied, and tied ones in another order."""
+    return {
+        name: next(
+            (
+                first_names[one]
+                for one in (name, *named.aliases.get(name, ()))
+                if one in first_names
+            ),
+            name,
+        )
+        for name in named.all()
+    }
+
+
+def _pieces_there(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, Piece]:
+    """What is here, by the names there. InvalidArgumentError: of what is tied there, unlike parts."""
+    pieces: dict[str, Piece] = {}
+    for name, tensor in tensors.items():
+        piece = piece_of(names[name], tensor)
+        if pieces.setdefault(names[name], piece).box != piece.box:
+            raise InvalidArgumentError(
+                f'tensor "{name}": is "{names[name]}" on the server, of which another part is here',
+                reason="BAD_LAYOUT",
+            )
+    return pieces
 
 
 def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
@@ -364,8 +481,13 @@ def only_average_of(info: ModelInfo) -> str:
     )
 
 
-def _ignored(info: ModelInfo, track: str, tensors: NamedTensors) -> set[str]:
+def _ignored(
+    info: ModelInfo, track: str, tensors: NamedTensors, names: Mapping[str, str]
+) -> set[str]:
     """Tensors that the track does not have: the model keeps its own."""
     other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
-    specs = [spec for spec in specs_of(tensors) if spec[0] not in other]
-    return other | ignored_by(track, info.tracks, specs)
+    there = {spec.name: _arrays.spec_of(spec.name, spec) for spec in info.tensors}
+    specs = {names[own[0]]: own for own in of_known_dtypes(specs_of(tensors))}
+    specs |= {name: there[name] for name in specs if name in there}
+    ignored = ignored_by(track, info.tracks, list(specs.values()))
+    return other | {name for name in names if names[name] in ignored}

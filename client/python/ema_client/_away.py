@@ -193,6 +193,7 @@ class Link:
         pause_s = _FIRST_PAUSE_S
         has_warned = False
         while True:
+            has_joined = False
             try:
                 if lost is not None:
                     lost.abandon()
@@ -201,12 +202,14 @@ class Link:
                 # The server lives: what lasts now is the wait for other ranks.
                 pause_s = _FIRST_PAUSE_S
                 run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)
+                has_joined = True
                 # Only its reply may have been lost.
                 self._lost_version = run.committed_as(lost_step, timeout_s=_REJOIN_TIMEOUT_S)
                 return run
             except Exception as raised:  # Out of memory, for example: there may be some later.
                 error = failure_of(raised)
-            if error.reason == "FENCED":
+            # A server that has started once more since then says so, too, of any run.
+            if error.reason == "FENCED" and not has_joined:
                 # The server knows this launch: a newer one has taken over.
                 self._is_fenced = True
                 self._is_settled.set()

@@ -12,7 +12,7 @@ from ema_client import _ema
 from ema_client._arguments import check_values
 from ema_client._attach import KEYWORDS, options_and_tracks
 from ema_client._attachment import Attachment
-from ema_client._averaged import averaged, copy_average
+from ema_client._averaged import OwnValues, averaged_beside, copy_average
 from ema_client._away import MAX_OUTAGE_S
 from ema_client._client import Client
 from ema_client._errors import (
@@ -121,11 +121,12 @@ def averaged_or_own(
     options: Mapping[str, Any],
     *,
     track: str | None,
+    own: OwnValues | None = None,
 ) -> Iterator[Version | None]:
     """A model with its averages; with its own weights and a warning if these cannot be had.
 
     Collective: all ranks get the same version, or all keep their own weights. With an attachment, waits
-    for its running push.
+    for its running push. `own`: where the caller can drop the model's own values.
 
     Yields:
         The version that is in the model. None: its own weights are.
@@ -134,14 +135,15 @@ def averaged_or_own(
         EmaError: there is no average to be had on some rank, unless on_error is "skip".
     """
     ranks = Ranks.current(options.get("process_group"))
-    with contextlib.ExitStack() as own:
+    with contextlib.ExitStack() as swapped:
         record: Version | None = None
         try:
             version = _newest(url, attachment, options, ranks)
             with contextlib.ExitStack() as stack:
                 failure: Exception | None = None
                 try:
-                    swap = averaged(
+                    swap = averaged_beside(
+                        OwnValues() if own is None else own,
                         module,
                         url,
                         track=track,
@@ -154,7 +156,7 @@ def averaged_or_own(
                 except Exception as raised:  # No memory, for example.
                     failure = failure_of(raised)
                 ranks.gather_or_raise(failure, None)
-                own.push(stack.pop_all())
+                swapped.push(stack.pop_all())
         except EmaError as error:
             if raises(options):
                 raise

@@ -170,7 +170,9 @@ class Client(EvaluatorCalls):
         """Makes a model whose averages begin with the weights of a file.
 
         `python -m ema_client.convert` makes such files of other libraries' averages. `attach` goes on
-        with a model that was made so, if its tensors have the same names, dtypes and shapes.
+        with a model that was made so, if its tensors have the same names, dtypes and shapes. Which of
+        them are buffers no file says: where a track copies those (`buffers="copy"`, as the preset
+        "torch" does), give it `tensor_rules` that copy them by name, here and in `attach`.
 
         Args:
             name: the model; it must not have a version yet.

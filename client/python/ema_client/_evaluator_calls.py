@@ -28,6 +28,7 @@ from ema_client._pull_arguments import (
     DtypeLike,
     OutLike,
     check_device,
+    check_version,
     dtype_name,
     selection_from,
     targets_of,
@@ -114,6 +115,7 @@ class EvaluatorCalls(CheckpointCalls):
         _arrays.choose_framework(framework)
         names, boxes = selection_from(tensors, slices)
         cast_to = dtype_name(dtype)
+        check_version(version)
         if device is not None and (out is not None or framework == "numpy"):
             raise InvalidArgumentError(
                 f'device: {device} given with {"out" if out is not None else "NumPy arrays"}: it is '
@@ -140,7 +142,7 @@ class EvaluatorCalls(CheckpointCalls):
                 dims = len(first.shape)
                 boxes = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
         if targets is not None:
-            check_writable(targets)
+            check_writable("out", targets)
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(

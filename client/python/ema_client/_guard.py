@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -94,7 +95,7 @@ class PushedWeights:
         self._memory = {
             local.untyped_storage().data_ptr()
             for local in map(local_of, weights.values())
-            if local.is_cpu
+            if local.is_cpu and local.data_ptr() != 0
         }
         return weights
 
@@ -141,7 +142,9 @@ class _InPlace:
         itself other memory, or less."""
         if self._local is None or self._local.untyped_storage().nbytes() < self._end:
             return 0, 0
-        return self._local.data_ptr(), self._local.nbytes
+        address = self._local.data_ptr()
+        # A wrapper of other tensors, which the parameter has become, has no address.
+        return address, self._local.nbytes if address != 0 else 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -161,7 +164,7 @@ def _bytes_here(tensor: torch.Tensor) -> int:
 def _is_put_in_order(tensor: torch.Tensor) -> bool:
     """Whether `_arrays.read` copies it."""
     local = local_of(tensor)
-    return _gpu.is_readable(local) and not local.is_contiguous()
+    return bool(local.is_neg()) or (_gpu.is_readable(local) and not local.is_contiguous())
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
@@ -192,16 +195,18 @@ class WatchedWeights:
 class BeforeLoad:
     """A hook that lets a module's load_state_dict call `wait`, a method, while its object lives.
 
-    A module that is copied or pickled takes its hooks along: theirs wait for nothing.
+    A module that is copied or pickled takes its hooks along: theirs wait for nothing, and need no
+    ema_client where they are loaded.
     """
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
-        self._wait = None if wait is None else WeakMethod(wait)
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = WeakMethod(wait)
 
     def __call__(self, *_: Any) -> None:
-        wait = None if self._wait is None else self._wait()
+        wait = self._wait()
         if wait is not None:
             wait()
 
-    def __reduce__(self) -> tuple[type[BeforeLoad], tuple[()]]:
-        return BeforeLoad, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A builtin that takes any arguments, and does nothing.
+        return functools.partial, (Exception,)

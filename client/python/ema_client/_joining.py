@@ -116,6 +116,7 @@ class Plan:
             there = self.client._client.get_model(self.model_name, timeout_s)
             if not self._may_go_on_with(there["tensors"]):
                 raise
+            self._check_actions(there["tensors"])
             # The rest the server compares, which knows the tracks as they were made, too.
             places = {track.name: place for place, track in enumerate(there["tracks"])}
             tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
@@ -146,6 +147,25 @@ class Plan:
         return {key(spec, is_from_file) for spec in specs} == {
             key(spec, is_from_file) for spec in self.layout.specs
         }
+
+    def _check_actions(self, specs: list[_ema.Spec]) -> None:
+        """AlreadyExistsError: a track would average there what it copies here, a buffer."""
+        own = {spec[0]: spec for spec in self.layout.specs}
+        here = [own[name] for name, *_ in specs]
+        for track in self._tracks:
+            names = [
+                spec[0]
+                for spec, wanted, done in zip(specs, track.actions(here), track.actions(specs))
+                if wanted != done
+            ]
+            if names:
+                raise AlreadyExistsError(
+                    f'model "{self.model_name}": made from a file, which does not say that these are '
+                    f'buffers, so that track "{track.name}" would average them, not copy them: '
+                    f"{_arrays.some(names)}. Give the track tensor_rules that copy them by name, in the "
+                    "import and here",
+                    reason="MODEL_DIFFERS",
+                )
 
     def check_state(self, launch: Launch, state: State | None) -> None:
         if launch.state != state:

@@ -12,7 +12,9 @@ from ema_client import _arrays
 from ema_client._averaged import only_average_of, pull_pieces, version_alone, wait_unread
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
-from ema_client._pieces import pieces_of
+from ema_client._out import check_writable
+from ema_client._pieces import local_of, pieces_of
+from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
 from ema_client._torch_model import (
     NamedTensors,
@@ -89,7 +91,8 @@ def load_into(
         What was loaded, and what was not.
 
     Raises:
-        InvalidArgumentError: shapes differ; or, if `strict`, names, all of which the message lists.
+        InvalidArgumentError: shapes differ; or a tensor cannot be written, such as an expanded one; or,
+            if `strict`, names differ, all of which the message lists.
         EmaError: the pull failed.
         RuntimeError: no memory on `device`.
 
@@ -109,6 +112,7 @@ def load_into(
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
+            check_version(version)
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
@@ -116,7 +120,12 @@ def load_into(
             track = only_average_of(info) if track is None else track
             match = _match(info, track, named)
             match.check(info.name, strict, may_be_part)
-            wanted = {match.names[name]: named.all()[name] for name in match.names}
+            matched = {name: named.all()[name] for name in match.names}
+            check_writable(
+                f'model "{info.name}"',
+                {name: local_of(one) for name, one in matched.items() if not one.is_meta},
+            )
+            wanted = {match.names[name]: tensor for name, tensor in matched.items()}
             pieces = pieces_of(wanted) if is_sharded else {}
         except Exception as raised:
             failure = raised
@@ -209,7 +218,7 @@ def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
         found = next((first_names[one] for one in all_names if one in first_names), None)
         if found is None:
             # What cannot be averaged is not expected either.
-            if not _arrays.has_other_dtype(tensor):
+            if not (_arrays.has_other_dtype(tensor) or _arrays.is_without_memory(tensor)):
                 missing.append(name)
             continue
         names[name] = found

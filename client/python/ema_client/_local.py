@@ -65,6 +65,7 @@ def compute_ema(
         if target[name].shape != source[name].shape
         or target[name].is_floating_point() != source[name].is_floating_point()
         or target[name].is_complex()
+        or any(_arrays.is_without_memory(tensors[name]) for tensors in (source, target))
     ]
     if wrong:
         raise InvalidArgumentError(
@@ -96,12 +97,13 @@ def _all_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{kind} without memory" if _arrays.is_without_memory(tensor) else kind
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is in host memory and contiguous, else a copy that is."""
-    return tensor.detach().cpu().contiguous()
+    """The tensor itself if its values lie in host memory and in order, else a copy whose do."""
+    return tensor.detach().cpu().contiguous().resolve_neg()
 
 
 @dataclasses.dataclass
@@ -260,7 +262,9 @@ class LocalEMA:
             if name not in track.tensors:
                 is_averaged = track.actions[name] == "average"
                 dtype = torch.float32 if is_averaged else source[name].dtype
-                track.tensors[name] = torch.zeros(source[name].shape, dtype=dtype)
+                # Named: torch.set_default_device may have chosen another.
+                zeros = torch.zeros(source[name].shape, dtype=dtype, device="cpu")
+                track.tensors[name] = zeros
         low_parts = None
         if track.track.compensated:
             for name in averaged:
@@ -356,7 +360,8 @@ class LocalEMA:
         """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
 
         Raises:
-            InvalidArgumentError: names or shapes do not match; nothing was changed.
+            InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
+                changed.
         """
         values = self._get(track)
         copy_into(model, "model", values.tensors, ignored=values.absent())
@@ -372,7 +377,8 @@ class LocalEMA:
             track: as for `weights`.
 
         Raises:
-            InvalidArgumentError: names or shapes do not match; nothing was changed.
+            InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
+                changed.
         """
         target = self._module if model is None else model
         values = self._get(track)

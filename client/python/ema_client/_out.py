@@ -16,16 +16,18 @@ _CASTING: Literal["same_kind"] = "same_kind"
 _MOST_TRIES: Any = 10_000
 
 
-def check_writable(out: Mapping[str, Any]) -> None:
+def check_writable(what: str, targets: Mapping[str, Any]) -> None:
     """InvalidArgumentError: some of these, torch tensors or NumPy arrays, cannot be written; lists them.
 
     Others are let pass: `copy_into` refuses them.
     """
     problems = [
-        f"{name}: {problem}" for name, target in out.items() if (problem := _problem(target))
+        f"{name}: {problem}" for name, target in targets.items() if (problem := _problem(target))
     ]
     if problems:
-        _refuse(f"cannot be written: {'; '.join(problems)}")
+        raise InvalidArgumentError(
+            f"{what}: cannot be written: {'; '.join(problems)}", reason="BAD_LAYOUT"
+        )
 
 
 def copy_into(

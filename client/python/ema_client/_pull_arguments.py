@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from ema_client._errors import InvalidArgumentError
 from ema_client._torch_model import named_tensors, unwrap
-from ema_client._types import Shard
+from ema_client._types import Shard, VersionLike
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,14 @@ def selection_from(
         what = "tensors" if tensors is not None else "slices"
         _refuse(f"{what} {given!r}: selects nothing; None is for everything")
     return names, boxes
+
+
+def check_version(version: VersionLike) -> None:
+    """InvalidArgumentError: an empty label, as of a variable that is not set: not the newest version."""
+    if version == "":
+        _refuse(
+            'version "": must be a number, a record, or a label such as "best"; 0 is the newest'
+        )
 
 
 def dtype_name(dtype: Any) -> str | None:

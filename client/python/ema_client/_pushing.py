@@ -236,8 +236,10 @@ class Pushing:
                     continue
                 assert self._pending is not None
                 start = time.monotonic()
+                # No less than the push has itself, or one that takes long would be begun again for
+                # ever. Where the server is gone or hangs, it takes some seconds.
                 if self._pending.wait_done(
-                    max_wait_s=min(self._max_wait_s, max(0.0, until - start))
+                    max_wait_s=min(self._timeout_s, max(0.0, until - start))
                 ):
                     self._harvest()
                 else:

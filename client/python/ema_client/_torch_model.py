@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ema_client import _arrays, _ema
 from ema_client._errors import InvalidArgumentError
-from ema_client._pieces import is_dtensor
+from ema_client._pieces import is_dtensor, local_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
         result.append(0)
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue  # Has no values, or none that a server can hold.
+        if _arrays.is_without_memory(tensor):
+            continue
         if tensor.device.type == "cpu":
             result[-1] = _ema.Array("", _bytes_of(tensor)).crc32c
         else:
@@ -216,10 +218,13 @@ def _refuse_fsdp1(module: torch.nn.Module) -> None:
 
 
 def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:
-    """What the server is told of them."""
-    return [
-        _arrays.spec_of(
+    """What the server is told of them; in the place of a dtype, of what has no memory, its type."""
+    specs: list[_ema.Spec] = []
+    for name, tensor in tensors.all().items():
+        _, dtype, shape, is_buffer, aliases = _arrays.spec_of(
             name, tensor, is_buffer=name in tensors.buffers, aliases=tensors.aliases.get(name, ())
         )
-        for name, tensor in tensors.all().items()
-    ]
+        if _arrays.is_without_memory(tensor):
+            dtype = f"{type(local_of(tensor)).__name__} without memory"
+        specs.append((name, dtype, shape, is_buffer, aliases))
+    return specs

@@ -104,8 +104,9 @@ class EmaCallback(_TrainerCallback):
         self._resume_folder = resume_from_checkpoint
         self._model: Any = None
         self._attachment: Attachment | None = None
-        # Puts the model's own weights back.
+        # Puts the model's own weights back, which are these.
         self._swapped = contextlib.ExitStack()
+        self._own = _averaged.OwnValues()
         self._is_evaluating = False
 
     @property
@@ -140,7 +141,7 @@ class EmaCallback(_TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 0:
             # The trainer has loaded its weights over those of a training that an exception has ended.
-            self._swapped.pop_all()
+            self._own.drop()
         self.close()
         self._model = kwargs["model"]
         defaults: dict[str, Any] = {}
@@ -205,7 +206,12 @@ class EmaCallback(_TrainerCallback):
     def _swap_in_before_evaluation(self, control: Any) -> None:
         if self._evaluates and control.should_evaluate:
             swap = averaged_or_own(
-                self._model, self._url, self._attachment, self._options, track=self._track
+                self._model,
+                self._url,
+                self._attachment,
+                self._options,
+                track=self._track,
+                own=self._own,
             )
             self._swapped.enter_context(swap)
             self._is_evaluating = True
@@ -256,7 +262,12 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
             config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+            try:
+                model.generation_config.save_pretrained(folder)
+            except ValueError as error:  # It is trained with all the same.
+                _logger.warning(
+                    "the server's checkpoints have no generation_config.json: %s", error
+                )
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         return small_files(folder)
