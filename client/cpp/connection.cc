@@ -33,6 +33,9 @@ grpc::ChannelArguments ChannelSettings(const Address& address) {
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  // For as long as a call lasts. gRPC's own way is two pings, and none any more until there is data
+  // to send: a watch has none.
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // The path of a unix socket is no authority.
   arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY,
                       address.path.empty() ? address.Authority() : "localhost");
