@@ -30,6 +30,8 @@ constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
 // How long it waits while the server is told of a step that this rank cannot push.
 constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
+// How long a push whose time is over may take to say why: it tells the server first.
+constexpr absl::Duration kEndGrace = absl::Seconds(2);
 // How long an exception waits for the last push.
 constexpr absl::Duration kExceptionWait = absl::Seconds(1);
 
@@ -352,7 +354,8 @@ void StepPusher::Impl::Settle(absl::Time until) {
       continue;
     }
     const absl::Time start = absl::Now();
-    if (push_->WaitDone(std::min(options_.max_wait, until - start))) {
+    // Not max_wait: what takes long on a server that is there would not take less from the start.
+    if (push_->WaitDone(std::min(options_.timeout + kEndGrace, until - start))) {
       Harvest();
     } else {
       push_->WaitReleased(absl::ZeroDuration());
