@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
 #include "client/cpp/convert.h"
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
@@ -53,6 +54,20 @@ bool ShowsServer(const absl::Status& error) {
     default:
       return true;
   }
+}
+
+// Of a try's streams: greater than those of all tries before, so that a header that comes late,
+// over another connection, does not take over from a later try. Within this process also if
+// somebody sets the clock back; the clock is there for a rank that was started again.
+int64_t NextStreamGroup() {
+  // Relaxed: nothing else goes along.
+  static std::atomic<int64_t> last = 0;
+  int64_t before = last.load(std::memory_order_relaxed);
+  int64_t next = 0;
+  do {
+    next = std::max(before + 1, absl::GetCurrentTimeNanos());
+  } while (!last.compare_exchange_weak(before, next, std::memory_order_relaxed));
+  return next;
 }
 
 }  // namespace
@@ -215,8 +230,7 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   // A server that was restarted has a plan of its own.
   header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
   header.set_frozen(frozen_);
-  // A header that comes late, over another connection, does not take over from a later try.
-  header.set_stream_group(absl::ToUnixNanos(start_) + stream_count_.load());
+  header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);
   header.set_report_timing(run_->client().options().report_timing);
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
