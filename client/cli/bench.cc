@@ -13,11 +13,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::cli {
 namespace {
@@ -129,17 +129,17 @@ class Benchmark {
 
  private:
   absl::Status Push(int64_t step, Measured& measured) {
-    const absl::Time begin = absl::Now();
+    const SteadyTime begin = SteadyNow();
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push,
                          run_->StartPush(step, TrainingTime::AtBatch(step), weights_.Tensors(),
                                          session_.disk_timeout()));
     EMA_RETURN_IF_ERROR(push->Wait().status());
-    Note(absl::Now() - begin, push->stats().lane, measured);
+    Note(Since(begin), push->stats().lane, measured);
     return absl::OkStatus();
   }
 
   absl::Status Pull(Measured& measured) {
-    const absl::Time begin = absl::Now();
+    const SteadyTime begin = SteadyNow();
     EMA_ASSIGN_OR_RETURN(
         const PullInfo info,
         session_.client->Pull(
@@ -153,7 +153,7 @@ class Benchmark {
               return std::span(pulled_);
             },
             session_.disk_timeout()));
-    Note(absl::Now() - begin, info.lane, measured);
+    Note(Since(begin), info.lane, measured);
     return absl::OkStatus();
   }
 

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 
 namespace ema::cli {
 namespace {
@@ -38,18 +37,19 @@ std::string FormatProgress(int64_t done_bytes, int64_t total_bytes, absl::Durati
 }
 
 ProgressBar::ProgressBar(bool enabled)
-    : enabled_(enabled && isatty(STDERR_FILENO) == 1), start_(absl::Now()) {}
+    : enabled_(enabled && isatty(STDERR_FILENO) == 1), start_(SteadyNow()) {}
 
 ProgressBar::~ProgressBar() {
-  if (last_drawn_ != absl::InfinitePast()) std::fputc('\n', stderr);
+  if (last_drawn_.has_value()) std::fputc('\n', stderr);
 }
 
 void ProgressBar::Show(int64_t done_bytes, int64_t total_bytes) {
-  const absl::Time now = absl::Now();
-  if (!enabled_ || (done_bytes < total_bytes && now - last_drawn_ < kDrawInterval)) return;
-  last_drawn_ = now;
+  if (!enabled_) return;
+  const bool is_early = last_drawn_.has_value() && Since(*last_drawn_) < kDrawInterval;
+  if (done_bytes < total_bytes && is_early) return;
+  last_drawn_ = SteadyNow();
   // The spaces cover what a longer line has left.
-  std::fprintf(stderr, "\r%s    ", FormatProgress(done_bytes, total_bytes, now - start_).c_str());
+  std::fprintf(stderr, "\r%s    ", FormatProgress(done_bytes, total_bytes, Since(start_)).c_str());
   std::fflush(stderr);
 }
 

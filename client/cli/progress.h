@@ -5,9 +5,11 @@
 #define EMA_CLIENT_CLI_PROGRESS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::cli {
 
@@ -29,8 +31,8 @@ class ProgressBar {
 
  private:
   const bool enabled_;
-  const absl::Time start_;
-  absl::Time last_drawn_ = absl::InfinitePast();
+  const SteadyTime start_;
+  std::optional<SteadyTime> last_drawn_;  // Absent: not yet.
 };
 
 }  // namespace ema::cli

@@ -43,7 +43,7 @@ std::string_view CheckpointStateName(Client::CheckpointInfo::State state) {
 absl::Status Client::AttachFile(std::string_view model, std::string_view name,
                                 std::string_view bytes, absl::Duration timeout) {
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
-  const absl::Time deadline = impl_->Deadline(timeout);
+  const SteadyTime deadline = impl_->Deadline(timeout);
   v1::AttachFileRequest request;
   request.set_model(std::string(model));
   request.set_name(std::string(name));
@@ -65,7 +65,7 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
 absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std::string_view name,
                                                     absl::Duration timeout) {
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
-  const absl::Time deadline = impl_->Deadline(timeout);
+  const SteadyTime deadline = impl_->Deadline(timeout);
   v1::GetAttachedFileRequest request;
   request.set_model(std::string(model));
   request.set_name(std::string(name));

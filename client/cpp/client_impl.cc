@@ -12,7 +12,7 @@
 namespace ema {
 
 absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
-    absl::Time deadline, Interrupt* interrupt) {
+    SteadyTime deadline, Interrupt* interrupt) {
   EMA_RETURN_IF_ERROR(fork_guard_.Check());
   std::shared_ptr<Connection> dead;  // Destroyed without the lock.
   {
@@ -23,13 +23,13 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
       const bool is_fired = interrupt->fired();
       mu_.Lock();
       if (is_fired) return absl::CancelledError("interrupted");
-      if (absl::Now() >= deadline) {
+      if (SteadyNow() >= deadline) {
         return absl::DeadlineExceededError(
             absl::StrCat("server ", dialer_.address().ToString(), ": no answer in time"));
       }
       const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !dialing_; };
-      mu_.AwaitWithDeadline(absl::Condition(&is_free),
-                            std::min(deadline, absl::Now() + Interrupt::kPollInterval));
+      dialing_wait_.AwaitUntil(
+          mu_, std::min(deadline, After(SteadyNow(), Interrupt::kPollInterval)), is_free);
     }
     if (connection_ != nullptr && connection_->alive()) return connection_;
     dead = std::exchange(connection_, nullptr);
@@ -39,6 +39,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
       Connection::Open(dialer_, options_.tls, token_, deadline, interrupt);
   absl::MutexLock lock(&mu_);
   dialing_ = false;
+  dialing_wait_.WakeAll();
   if (opened.ok()) connection_ = *opened;
   return opened;
 }
@@ -60,7 +61,7 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
     }
   }
   client_internal::Dialer dialer(dialer_.address());
-  const absl::Time give_up = absl::Now() + kMaxWait;
+  const SteadyTime give_up = After(SteadyNow(), kMaxWait);
   while (!has_enough()) {
     absl::StatusOr<std::shared_ptr<Connection>> opened =
         Connection::Open(dialer, options_.tls, token_, give_up, interrupt);
@@ -84,7 +85,7 @@ int64_t Client::Impl::max_connections() const {
   return std::clamp<int64_t>(processors / 2, 1, kMost);
 }
 
-bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
+bool Client::Impl::HasLane(SteadyTime deadline, Interrupt* interrupt) {
   constexpr absl::Duration kMaxWait = absl::Seconds(2);
   if (!options_.same_host_lane) return false;
   const absl::StatusOr<std::shared_ptr<Connection>> connection = Connect(deadline, interrupt);
@@ -92,9 +93,9 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
   {
     absl::MutexLock lock(&mu_);
     if (lanes_of_.lock() == *connection) return lanes_.has_offer();
-    if (absl::Now() < no_lane_until_) return false;
+    if (SteadyNow() < no_lane_until_) return false;
   }
-  Call call(*connection, std::min(deadline, absl::Now() + kMaxWait), interrupt);
+  Call call(*connection, std::min(deadline, After(SteadyNow(), kMaxWait)), interrupt);
   const absl::StatusOr<v1::GetLaneResponse> offer =
       UnaryOn(call, &v1::EmaService::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
   // An old server does not know the call; one that does not answer is asked again.
@@ -105,7 +106,7 @@ bool Client::Impl::HasLane(absl::Time deadline, Interrupt* interrupt) {
   return lanes_.has_offer();
 }
 
-std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt* interrupt) {
+std::unique_ptr<LanePipe> Client::Impl::TakeLane(SteadyTime deadline, Interrupt* interrupt) {
   constexpr absl::Duration kPause = absl::Seconds(1);
   constexpr absl::Duration kMaxPause = absl::Minutes(1);
   if (!HasLane(deadline, interrupt)) return nullptr;
@@ -118,12 +119,12 @@ std::unique_ptr<LanePipe> Client::Impl::TakeLane(absl::Time deadline, Interrupt*
   // A server that was started again has others, and over TLS the connection does not tell of that;
   // but they may be out of reach for good.
   lanes_of_.reset();
-  no_lane_until_ = absl::Now() + lane_pause_;
+  no_lane_until_ = After(SteadyNow(), lane_pause_);
   lane_pause_ = std::min(2 * lane_pause_, kMaxPause);
   return nullptr;
 }
 
-absl::Status Client::Impl::Retry(absl::Time deadline, Interrupt* interrupt,
+absl::Status Client::Impl::Retry(SteadyTime deadline, Interrupt* interrupt,
                                  absl::FunctionRef<absl::Status(Call&)> attempt) {
   client_internal::Backoff backoff;
   absl::Status last_error;
@@ -133,7 +134,7 @@ absl::Status Client::Impl::Retry(absl::Time deadline, Interrupt* interrupt,
     if (status.code() == absl::StatusCode::kDeadlineExceeded && !last_error.ok()) return last_error;
     if (!client_internal::IsRetryable(status)) return status;
     const absl::Duration delay = backoff.Next(status);
-    if (absl::Now() + delay >= deadline) return status;
+    if (After(SteadyNow(), delay) >= deadline) return status;
     if (options_.on_wait && interrupt->is_of_user() && backoff.IsTimeToTell()) {
       options_.on_wait(status);
     }

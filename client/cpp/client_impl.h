@@ -26,6 +26,7 @@
 #include "ema/client.h"
 #include "ema/internal/status_macros.h"
 #include "grpc/health/v1/health.pb.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 
@@ -42,13 +43,13 @@ class Client::Impl {
   const Options& options() const { return options_; }
   const client_internal::Token& token() const { return token_; }
   // `timeout` from now; zero: the default one.
-  absl::Time Deadline(absl::Duration timeout) const {
-    return absl::Now() + (timeout == absl::ZeroDuration() ? options_.timeout : timeout);
+  SteadyTime Deadline(absl::Duration timeout) const {
+    return After(SteadyNow(), timeout == absl::ZeroDuration() ? options_.timeout : timeout);
   }
   const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
 
   // The connection, made anew if there is none that lives. Errors as client_internal::Dialer's.
-  absl::StatusOr<std::shared_ptr<Connection>> Connect(absl::Time deadline, Interrupt* interrupt)
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Adds more connections, until there are `count` or no more can be made soon.
@@ -61,15 +62,15 @@ class Client::Impl {
 
   // A same-host lane to the server for one call; GiveBackLane() when that has succeeded. Null:
   // there is none, or it is not known in time; gRPC has to do.
-  std::unique_ptr<LanePipe> TakeLane(absl::Time deadline, Interrupt* interrupt)
+  std::unique_ptr<LanePipe> TakeLane(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   void GiveBackLane(std::unique_ptr<LanePipe> lane) { lanes_.GiveBack(std::move(lane)); }
   // True if there are lanes.
-  bool HasLane(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
   // One call without retries: what `attempt` gives, a Status or StatusOr.
   template <typename Attempt>
-  std::invoke_result_t<Attempt, Call&> Try(absl::Time deadline, Interrupt* interrupt,
+  std::invoke_result_t<Attempt, Call&> Try(SteadyTime deadline, Interrupt* interrupt,
                                            Attempt attempt) {
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection, Connect(deadline, interrupt));
     Call call(std::move(connection), deadline, interrupt);
@@ -78,7 +79,7 @@ class Client::Impl {
 
   // Again and again, while the error is one that goes away by itself and the deadline allows. The
   // last such error if time runs out.
-  absl::Status Retry(absl::Time deadline, Interrupt* interrupt,
+  absl::Status Retry(SteadyTime deadline, Interrupt* interrupt,
                      absl::FunctionRef<absl::Status(Call&)> attempt);
 
   template <typename Request, typename Response>
@@ -87,7 +88,7 @@ class Client::Impl {
   // A unary call, with retries.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
-                                 absl::Time deadline, Interrupt* interrupt) {
+                                 SteadyTime deadline, Interrupt* interrupt) {
     Response response;
     EMA_RETURN_IF_ERROR(Retry(deadline, interrupt, [&](Call& call) -> absl::Status {
       EMA_ASSIGN_OR_RETURN(response, UnaryOn(call, prepare, request));
@@ -98,7 +99,7 @@ class Client::Impl {
   // The same without.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
-                                absl::Time deadline, Interrupt* interrupt) {
+                                SteadyTime deadline, Interrupt* interrupt) {
     return Try(deadline, interrupt, [&](Call& call) { return UnaryOn(call, prepare, request); });
   }
   // Both for a call of the user's, in whose thread it runs.
@@ -143,14 +144,15 @@ class Client::Impl {
   const Options options_;
   const client_internal::Token token_;
 
-  absl::Mutex mu_;  // Not held while dialing.
+  absl::Mutex mu_;           // Not held while dialing.
+  SteadyWait dialing_wait_;  // Woken when it changes.
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;
   client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
   // Over which the server was asked for its lanes: after a restart it has others.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
-  absl::Time no_lane_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  SteadyTime no_lane_until_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
   absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);
   client_internal::LanePool lanes_;
 };

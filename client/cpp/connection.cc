@@ -17,6 +17,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/convert.h"
+#include "client/cpp/grpc_time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -33,6 +34,9 @@ grpc::ChannelArguments ChannelSettings(const Address& address) {
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  // For as long as a call lasts. gRPC's own way is two pings, and none any more until there is data
+  // to send: a watch has none.
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // The path of a unix socket is no authority.
   arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY,
                       address.path.empty() ? address.Authority() : "localhost");
@@ -65,7 +69,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> TlsChannel(const Address& address
 }
 
 // OK: it is connected, or its first call will say why not.
-absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, absl::Time deadline,
+absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, SteadyTime deadline,
                       Interrupt* interrupt) {
   while (true) {
     const grpc_connectivity_state state = channel.GetState(/*try_to_connect=*/true);
@@ -73,12 +77,12 @@ absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, absl::
       return absl::OkStatus();
     }
     if (interrupt->fired()) return absl::CancelledError("interrupted");
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyNow();
     if (now >= deadline) {
       return absl::DeadlineExceededError(absl::StrCat("server ", address, ": no answer in time"));
     }
-    channel.WaitForStateChange(
-        state, absl::ToChronoTime(std::min(deadline, now + Interrupt::kPollInterval)));
+    channel.WaitForStateChange(state,
+                               ToGrpc(std::min(deadline, After(now, Interrupt::kPollInterval))));
   }
 }
 
@@ -86,7 +90,7 @@ absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, absl::
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, const Client::Tls& tls,
                                                              const Token& token,
-                                                             absl::Time deadline,
+                                                             SteadyTime deadline,
                                                              Interrupt* interrupt) {
   const std::string text = dialer.address().ToString();
   if (dialer.address().is_tls) {
@@ -168,12 +172,12 @@ void Connection::Remove(const grpc::ClientContext* context) {
   if (found != contexts_.end()) contexts_.erase(found);
 }
 
-Call::Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrupt* interrupt)
+Call::Call(std::shared_ptr<Connection> connection, SteadyTime deadline, Interrupt* interrupt)
     : connection_(std::move(connection)),
       context_(std::make_shared<grpc::ClientContext>()),
       deadline_(deadline),
       interrupt_(interrupt) {
-  context_->set_deadline(absl::ToChronoTime(deadline));
+  context_->set_deadline(ToGrpc(deadline));
   const std::string authorization = connection_->token_.Authorization();
   if (!authorization.empty()) context_->AddMetadata("authorization", authorization);
   connection_->Add(context_);
@@ -186,8 +190,8 @@ Call::~Call() {
 }
 
 void Call::NoteCancelled() {
-  int64_t never = std::numeric_limits<int64_t>::max();
-  cancelled_at_ns_.compare_exchange_strong(never, absl::GetCurrentTimeNanos());
+  SteadyTime never = SteadyTime::max();
+  cancelled_at_.compare_exchange_strong(never, SteadyNow());
 }
 
 void Call::Cancel() {
@@ -195,17 +199,22 @@ void Call::Cancel() {
   context_->TryCancel();
 }
 
-Call::Event Call::Await(grpc::CompletionQueue* queue, absl::Time give_up) {
+Call::Event Call::Await(grpc::CompletionQueue* queue, SteadyTime give_up) {
   void* tag = nullptr;
   bool ok = false;
   while (true) {
-    const absl::Time now = absl::Now();
-    if (now >= deadline_ || interrupt_->fired()) NoteCancelled();
+    const SteadyTime now = SteadyNow();
+    if (interrupt_->fired()) {
+      NoteCancelled();
+    } else if (now >= deadline_) {
+      // gRPC's thread for deadlines waits by the system's clock: if that has been set back, it is
+      // late.
+      Cancel();
+    }
     // gRPC does not end a write that the kernel has begun to take, not even of a cancelled call.
-    const int64_t cancelled_at_ns = cancelled_at_ns_.load();
-    if (absl::ToUnixNanos(now - kCancelGrace) >= cancelled_at_ns) connection_->Break();
-    const absl::Time until = std::min(give_up, now + Interrupt::kPollInterval);
-    switch (queue->AsyncNext(&tag, &ok, absl::ToChronoTime(until))) {
+    if (now >= After(cancelled_at_.load(), kCancelGrace)) connection_->Break();
+    const SteadyTime until = std::min(give_up, After(now, Interrupt::kPollInterval));
+    switch (queue->AsyncNext(&tag, &ok, ToGrpc(until))) {
       case grpc::CompletionQueue::GOT_EVENT:
         return ok ? Event::kOk : Event::kFailed;
       case grpc::CompletionQueue::SHUTDOWN:
@@ -224,16 +233,18 @@ absl::Status Call::Result(const grpc::Status& status) {
   }
   const std::string message =
       absl::StrCat("server ", connection_->address(), ": ", status.error_message());
-  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
+  const bool is_cancelled = status.error_code() == grpc::StatusCode::CANCELLED;
+  if (is_cancelled && interrupt_->fired()) return absl::CancelledError("interrupted");
+  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED ||
+      (is_cancelled && SteadyNow() >= deadline_)) {
     return absl::DeadlineExceededError(
         absl::StrCat("server ", connection_->address(), ": no answer in time"));
   }
-  if (status.error_code() == grpc::StatusCode::CANCELLED) {
-    if (interrupt_->fired()) return absl::CancelledError("interrupted");
+  if (is_cancelled) {
     if (connection_->broken()) {
       return absl::UnavailableError(absl::StrCat(message, " (the connection was given up)"));
     }
-    if (cancelled_at_ns_.load() == std::numeric_limits<int64_t>::max()) {
+    if (cancelled_at_.load() == SteadyTime::max()) {
       return absl::UnavailableError(absl::StrCat(message, " (the server has ended the stream)"));
     }
   }

@@ -8,8 +8,6 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
-#include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,13 +16,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "client/cpp/dial.h"
 #include "client/cpp/interrupt.h"
 #include "client/cpp/token.h"
 #include "ema/client.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -40,7 +38,7 @@ class Connection {
   // and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read. If a TLS handshake fails,
   // the first call says why.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
-                                                          const Token& token, absl::Time deadline,
+                                                          const Token& token, SteadyTime deadline,
                                                           Interrupt* interrupt);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -90,7 +88,7 @@ class Connection {
 // For one thread, but for Cancel().
 class Call {
  public:
-  Call(std::shared_ptr<Connection> connection, absl::Time deadline, Interrupt* interrupt);
+  Call(std::shared_ptr<Connection> connection, SteadyTime deadline, Interrupt* interrupt);
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -105,7 +103,7 @@ class Call {
   // Waits until `give_up` for the next event of `queue`, on which this call has an operation. The
   // interrupt cancels the call, so an event follows soon. kFailed also if the queue has been shut
   // down.
-  Event Await(grpc::CompletionQueue* queue, absl::Time give_up = absl::InfiniteFuture());
+  Event Await(grpc::CompletionQueue* queue, SteadyTime give_up = SteadyTime::max());
 
   // How the call ended, with the ErrorDetail of its trailer. UNAVAILABLE without a reason: the
   // connection broke; it is marked so. REQUIRES: gRPC has given `status`.
@@ -114,10 +112,10 @@ class Call {
  private:
   const std::shared_ptr<Connection> connection_;
   const std::shared_ptr<grpc::ClientContext> context_;
-  const absl::Time deadline_;
+  const SteadyTime deadline_;
   Interrupt* const interrupt_;
   void NoteCancelled();
-  std::atomic<int64_t> cancelled_at_ns_ = std::numeric_limits<int64_t>::max();
+  std::atomic<SteadyTime> cancelled_at_ = SteadyTime::max();
 };
 
 }  // namespace ema::client_internal

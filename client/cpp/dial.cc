@@ -43,6 +43,7 @@ constexpr unsigned kUserTimeoutMs = 20'000;
 struct Lookup {
   const Address address;
   absl::Mutex mu;
+  SteadyWait wait;  // Woken when it is done.
   bool done ABSL_GUARDED_BY(mu) = false;
   int error ABSL_GUARDED_BY(mu) = 0;
   std::shared_ptr<const addrinfo> found ABSL_GUARDED_BY(mu);
@@ -61,6 +62,7 @@ struct Lookup {
       found = std::shared_ptr<const addrinfo>(list, [list](auto*) { freeaddrinfo(list); });
     error = result;
     done = true;
+    wait.WakeAll();
   }
 };
 
@@ -78,15 +80,15 @@ absl::Status Unavailable(std::string_view text, int error) {
 }
 
 // OK: `fd` is connected.
-absl::Status Connect(int fd, const addrinfo& address, absl::Time deadline, Interrupt* interrupt) {
+absl::Status Connect(int fd, const addrinfo& address, SteadyTime deadline, Interrupt* interrupt) {
   if (connect(fd, address.ai_addr, address.ai_addrlen) == 0) return absl::OkStatus();
   if (errno != EINPROGRESS) return Unavailable("cannot connect", errno);
-  const absl::Time give_up = std::min(deadline, absl::Now() + kConnectTimeout);
+  const SteadyTime give_up = std::min(deadline, After(SteadyNow(), kConnectTimeout));
   pollfd waiter = {.fd = fd, .events = POLLOUT, .revents = 0};
   while (poll(&waiter, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) <= 0) {
     if (interrupt->fired()) return absl::CancelledError("interrupted");
-    if (absl::Now() >= deadline) return absl::DeadlineExceededError("no answer in time");
-    if (absl::Now() >= give_up) return Unavailable("cannot connect", ETIMEDOUT);
+    if (SteadyNow() >= deadline) return absl::DeadlineExceededError("no answer in time");
+    if (SteadyNow() >= give_up) return Unavailable("cannot connect", ETIMEDOUT);
   }
   int error = 0;
   socklen_t size = sizeof(error);
@@ -140,7 +142,7 @@ std::string Address::Authority() const {
   return is_v6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
 }
 
-absl::Status Dialer::Find(absl::Time deadline, Interrupt* interrupt) {
+absl::Status Dialer::Find(SteadyTime deadline, Interrupt* interrupt) {
   const auto lookup = std::make_shared<Lookup>(address_);
   try {
     std::thread([lookup] { lookup->Ask(); }).detach();
@@ -148,17 +150,18 @@ absl::Status Dialer::Find(absl::Time deadline, Interrupt* interrupt) {
     return absl::UnavailableError(
         absl::StrCat("cannot look for host \"", address_.host, "\": ", error.what()));
   }
-  const absl::Time give_up =
-      found_ == nullptr ? deadline : std::min(deadline, absl::Now() + kFindAgainTimeout);
+  const SteadyTime give_up =
+      found_ == nullptr ? deadline : std::min(deadline, After(SteadyNow(), kFindAgainTimeout));
   absl::MutexLock lock(&lookup->mu);
-  while (!lookup->mu.AwaitWithDeadline(absl::Condition(&lookup->done),
-                                       std::min(give_up, absl::Now() + kPollInterval))) {
+  const auto is_done = [&lookup]() ABSL_SHARED_LOCKS_REQUIRED(lookup->mu) { return lookup->done; };
+  while (!lookup->wait.AwaitUntil(lookup->mu, std::min(give_up, After(SteadyNow(), kPollInterval)),
+                                  is_done)) {
     // Not under the lock: asking may run the user's code.
     lookup->mu.Unlock();
     const bool is_fired = interrupt->fired();
     lookup->mu.Lock();
     if (is_fired) return absl::CancelledError("interrupted");
-    if (absl::Now() < give_up) continue;
+    if (SteadyNow() < give_up) continue;
     if (found_ != nullptr) return absl::OkStatus();
     return absl::DeadlineExceededError(
         absl::StrCat("the name service does not answer for host \"", address_.host, "\""));
@@ -182,7 +185,7 @@ absl::StatusOr<int> Dialer::DialUnix() const {
   return status;
 }
 
-absl::StatusOr<int> Dialer::Dial(absl::Time deadline, Interrupt* interrupt) {
+absl::StatusOr<int> Dialer::Dial(SteadyTime deadline, Interrupt* interrupt) {
   if (!address_.path.empty()) return DialUnix();
   EMA_RETURN_IF_ERROR(Find(deadline, interrupt));
   absl::Status status = absl::UnavailableError("the host has no address");

@@ -9,8 +9,8 @@
 #include <string_view>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "client/cpp/interrupt.h"
+#include "server/base/steady_wait.h"
 
 struct addrinfo;
 
@@ -41,12 +41,12 @@ class Dialer {
   // reno if the peer is on this machine: bbr, the default of some systems, paces loopback to two
   // thirds of its speed. The caller owns it. UNAVAILABLE: no such host, or nobody there.
   // DEADLINE_EXCEEDED. CANCELLED: `interrupt` was fired.
-  absl::StatusOr<int> Dial(absl::Time deadline, Interrupt* interrupt);
+  absl::StatusOr<int> Dial(SteadyTime deadline, Interrupt* interrupt);
 
  private:
   // Looks the host up each time, because a server that was restarted may be elsewhere. While the
   // name service does not answer, what it said last counts.
-  absl::Status Find(absl::Time deadline, Interrupt* interrupt);
+  absl::Status Find(SteadyTime deadline, Interrupt* interrupt);
   absl::StatusOr<int> DialUnix() const;
 
   const Address address_;

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -67,7 +66,7 @@ absl::Status Gpu::Create() {
 
 Gpu::~Gpu() {
   if (context_ == nullptr) return;
-  if (stream_ != nullptr && !AwaitIdle(absl::Now() + kIdleGrace)) return;
+  if (stream_ != nullptr && !AwaitIdle(After(SteadyNow(), kIdleGrace))) return;
   {
     const Current current(*this);
     absl::MutexLock lock(&mu_);
@@ -91,12 +90,12 @@ absl::Status Gpu::Check(int result, std::string_view what) {
   return error;
 }
 
-int Gpu::Poll(absl::FunctionRef<int()> ask, absl::Time deadline, Interrupt& interrupt) {
+int Gpu::Poll(absl::FunctionRef<int()> ask, SteadyTime deadline, Interrupt& interrupt) {
   absl::Duration pause = kFirstPause;
   while (true) {
     const int result = ask();
     if (result != CudaDriver::kNotReady) return result;
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = Until(deadline);
     if (left <= absl::ZeroDuration() || !interrupt.Sleep(std::min(pause, left))) return result;
     pause = std::min(2 * pause, kLongestPause);
   }
@@ -156,7 +155,7 @@ absl::Status Gpu::CopyToHost(absl::Span<const Copy> copies, int slot) {
   return Check(driver_->EventRecord(marks_[slot], stream_), "a copy cannot be marked");
 }
 
-absl::Status Gpu::Wait(int slot, absl::Time deadline, Interrupt& interrupt) {
+absl::Status Gpu::Wait(int slot, SteadyTime deadline, Interrupt& interrupt) {
   CUevent_st* mark = nullptr;
   {
     absl::MutexLock lock(&mu_);
@@ -170,18 +169,18 @@ absl::Status Gpu::Wait(int slot, absl::Time deadline, Interrupt& interrupt) {
                    absl::StrCat("GPU ", index_, ": a copy of weights had not ended in time"));
 }
 
-bool Gpu::AwaitIdle(absl::Time deadline) {
+bool Gpu::AwaitIdle(SteadyTime deadline) {
   Interrupt never;
   const Current current(*this);
   const auto ask = [this] { return driver_->StreamQuery(stream_); };
   return Poll(ask, deadline, never) != CudaDriver::kNotReady;
 }
 
-bool Gpu::AwaitIdle(absl::Time deadline, Interrupt& interrupt) {
+bool Gpu::AwaitIdle(SteadyTime deadline, Interrupt& interrupt) {
   const Current current(*this);
   const auto ask = [this] { return driver_->StreamQuery(stream_); };
   return Poll(ask, deadline, interrupt) != CudaDriver::kNotReady ||
-         AwaitIdle(absl::Now() + kIdleGrace);
+         AwaitIdle(After(SteadyNow(), kIdleGrace));
 }
 
 }  // namespace ema::client_internal

@@ -21,6 +21,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/cuda_driver.h"
 #include "client/cpp/interrupt.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -62,12 +63,12 @@ class Gpu {
   absl::Status CopyToHost(absl::Span<const Copy> copies, int slot) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits for the mark that was put last with this number. REQUIRES: there is one. CANCELLED:
   // `interrupt` has fired. DEADLINE_EXCEEDED, DEVICE.
-  absl::Status Wait(int slot, absl::Time deadline, Interrupt& interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Wait(int slot, SteadyTime deadline, Interrupt& interrupt) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until the side stream has nothing to do; of a GPU that has failed, it never has. False:
   // it has not ended by `deadline`.
-  bool AwaitIdle(absl::Time deadline);
+  bool AwaitIdle(SteadyTime deadline);
   // The same; when `interrupt` fires, kIdleGrace is left, and after `deadline`, too.
-  bool AwaitIdle(absl::Time deadline, Interrupt& interrupt);
+  bool AwaitIdle(SteadyTime deadline, Interrupt& interrupt);
 
  private:
   class Current;
@@ -76,7 +77,7 @@ class Gpu {
   absl::Status Create();
   // Asks until the answer is another than "not ready", which is given after all at `deadline`, and
   // when `interrupt` fires.
-  static int Poll(absl::FunctionRef<int()> ask, absl::Time deadline, Interrupt& interrupt);
+  static int Poll(absl::FunctionRef<int()> ask, SteadyTime deadline, Interrupt& interrupt);
   // OK, or the call's error, or the GPU's first that stays. INTERNAL, DEVICE; RESOURCE_EXHAUSTED,
   // MEMORY_BUDGET.
   absl::Status Check(int result, std::string_view what) ABSL_LOCKS_EXCLUDED(error_mu_);

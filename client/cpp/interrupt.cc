@@ -13,6 +13,7 @@ void Interrupt::Fire() {
   {
     absl::MutexLock lock(&mu_);
     fired_ = true;
+    wait_.WakeAll();
     contexts = contexts_;
   }
   for (const auto& context : contexts) context->TryCancel();
@@ -29,13 +30,14 @@ bool Interrupt::fired() {
 }
 
 bool Interrupt::Sleep(absl::Duration duration) {
-  const absl::Time end = absl::Now() + duration;
+  const SteadyTime end = After(SteadyNow(), duration);
   while (!fired()) {
-    const absl::Duration left = end - absl::Now();
-    if (left <= absl::ZeroDuration()) return true;
+    const SteadyTime now = SteadyNow();
+    if (now >= end) return true;
+    const auto is_fired = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return fired_; };
     absl::MutexLock lock(&mu_);
-    mu_.AwaitWithTimeout(absl::Condition(&fired_),
-                         poll_ == nullptr ? left : std::min(left, kPollInterval));
+    wait_.AwaitUntil(mu_, poll_ == nullptr ? end : std::min(end, After(now, kPollInterval)),
+                     is_fired);
   }
   return false;
 }

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 
 namespace grpc {
 class ClientContext;
@@ -51,6 +52,7 @@ class Interrupt {
   const bool is_of_user_;
   const std::function<bool()>* const poll_;
   absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when it changes.
   bool fired_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts_ ABSL_GUARDED_BY(mu_);
 };

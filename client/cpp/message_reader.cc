@@ -36,7 +36,7 @@ MessageReader::~MessageReader() {
 
 bool MessageReader::Wait() { return call_->Await(&queue_) == Call::Event::kOk; }
 
-MessageReader::Event MessageReader::Next(absl::Time give_up) {
+MessageReader::Event MessageReader::Next(SteadyTime give_up) {
   if (!is_pending_) return Event::kEnd;
   const Call::Event event = call_->Await(&queue_, give_up);
   if (event == Call::Event::kTimeout) return Event::kTimeout;

@@ -13,8 +13,8 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/time/time.h"
 #include "client/cpp/connection.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -31,7 +31,7 @@ class MessageReader {
   enum class Event { kMessage, kEnd, kTimeout };
   // Waits until `give_up` for the next message, which message() then gives until the next Next().
   // After kEnd ask Finish().
-  Event Next(absl::Time give_up = absl::InfiniteFuture());
+  Event Next(SteadyTime give_up = SteadyTime::max());
   grpc::ByteBuffer& message() { return buffers_[current_]; }
 
   // How the call ended. REQUIRES: Next() gave kEnd.

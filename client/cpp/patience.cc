@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/patience.h"
 
-#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 
 namespace ema::client_internal {
@@ -30,11 +29,11 @@ bool IsFinal(const absl::Status& error) {
   return !IsWorthWaiting(error) && !absl::IsAborted(error);
 }
 
-absl::Time Patience::until() const { return since_.value_or(absl::Now()) + max_outage_; }
+SteadyTime Patience::until() const { return After(since_.value_or(SteadyNow()), max_outage_); }
 
 bool Patience::LastsAfter(const absl::Status& error) {
   if (is_over_ || !IsWorthWaiting(error)) return false;
-  if (!since_.has_value()) since_ = absl::Now();
+  if (!since_.has_value()) since_ = SteadyNow();
   return true;
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -24,7 +25,7 @@ class Patience {
   explicit Patience(absl::Duration max_outage) : max_outage_(max_outage) {}
 
   // When it ends; of an outage that has not begun, as if it did now.
-  absl::Time until() const;
+  SteadyTime until() const;
   // Whether a step may be tried again whose push has ended so; the first one begins the outage.
   bool LastsAfter(const absl::Status& error);
   // It has ended before the outage, as until() or the server said; no step is waited for until a
@@ -36,7 +37,7 @@ class Patience {
 
  private:
   const absl::Duration max_outage_;
-  std::optional<absl::Time> since_;
+  std::optional<SteadyTime> since_;
   bool is_over_ = false;
 };
 

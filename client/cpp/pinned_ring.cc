@@ -5,7 +5,6 @@
 #include <numeric>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "client/cpp/fork_guard.h"
 #include "ema/internal/status_macros.h"
 
@@ -91,7 +90,7 @@ int64_t PinnedRing::lost_bytes() const {
 bool PinnedRing::TryRecover(absl::Duration max_wait) {
   if (lost_bytes() == 0) return true;
   {
-    const absl::Time give_up = absl::Now() + max_wait;
+    const SteadyTime give_up = After(SteadyNow(), max_wait);
     absl::MutexLock lock(&gpus_mu_);
     for (auto& [index, gpu] : gpus_) {
       if (gpu != nullptr && !gpu->AwaitIdle(give_up)) return false;

@@ -346,10 +346,10 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
   if (options.base) set_id(*options.base, request.mutable_base());
   Puller puller(std::move(request), &target, &on_progress);
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
-  const absl::Time deadline = impl_->Deadline(timeout);
+  const SteadyTime deadline = impl_->Deadline(timeout);
   if (std::unique_ptr<LanePipe> lane = impl_->TakeLane(deadline, &interrupt)) {
     const absl::Status attempt = puller.AttemptByLane(*lane, impl_->token().Authorization(), [&] {
-      return interrupt.fired() || absl::Now() >= deadline;
+      return interrupt.fired() || SteadyNow() >= deadline;
     });
     EMA_RETURN_IF_ERROR(puller.target_error());
     if (attempt.ok()) {

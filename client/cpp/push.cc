@@ -2,14 +2,15 @@
 #include "client/cpp/push.h"
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
 #include "client/cpp/convert.h"
+#include "client/cpp/grpc_time.h"
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -37,7 +38,7 @@ constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
 // and how long it may take to answer: one that hangs keeps its streams open.
 constexpr absl::Duration kStillGrace = absl::Seconds(4);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
-constexpr std::chrono::milliseconds kPollInterval(5);
+constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
 constexpr int kMaxOddFailures = 4;
@@ -55,11 +56,25 @@ bool ShowsServer(const absl::Status& error) {
   }
 }
 
+// Of a try's streams: greater than those of all tries before, so that a header that comes late,
+// over another connection, does not take over from a later try. Within this process also if
+// somebody sets the clock back; the clock is there for a rank that was started again.
+int64_t NextStreamGroup() {
+  // Relaxed: nothing else goes along.
+  static std::atomic<int64_t> last = 0;
+  int64_t before = last.load(std::memory_order_relaxed);
+  int64_t next = 0;
+  do {
+    next = std::max(before + 1, absl::GetCurrentTimeNanos());
+  } while (!last.compare_exchange_weak(before, next, std::memory_order_relaxed));
+  return next;
+}
+
 }  // namespace
 
 PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
                         const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+                        std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
                         Source source)
     : run_(std::move(run)),
       step_(step),
@@ -69,7 +84,7 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
       source_(std::move(source)),
       plan_revision_(run_->plan_revision()),
       frozen_changed_(frozen_changed),
-      start_(absl::Now()),
+      start_(SteadyNow()),
       deadline_(deadline) {}
 
 PendingPush::Impl::~Impl() {
@@ -105,6 +120,7 @@ void PendingPush::Impl::RunThread() {
   } else {
     result_ = WithWhatIsLost(result.status());
   }
+  wait_.WakeAll();
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
@@ -113,7 +129,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
     absl::StatusOr<Committed> committed = Attempt();
     if (committed.ok() || !MayRetry(committed.status())) return committed;
     const absl::Duration delay = backoff.Next(committed.status());
-    if (absl::Now() + delay >= deadline_) {
+    if (After(SteadyNow(), delay) >= deadline_) {
       return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
                        absl::StrCat(Name(), " did not succeed in time; last error: ",
                                     committed.status().message()));
@@ -215,8 +231,7 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   // A server that was restarted has a plan of its own.
   header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
   header.set_frozen(frozen_);
-  // A header that comes late, over another connection, does not take over from a later try.
-  header.set_stream_group(absl::ToUnixNanos(start_) + stream_count_.load());
+  header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);
   header.set_report_timing(run_->client().options().report_timing);
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
@@ -283,16 +298,16 @@ bool PendingPush::Impl::HasSlices() const {
 }
 
 void PendingPush::Impl::DropSlices() {
-  const absl::Time give_up = absl::Now() + kDropSlicesGrace;
+  const SteadyTime give_up = After(SteadyNow(), kDropSlicesGrace);
   while (HasSlices()) {
-    if (absl::Now() >= give_up) {
+    if (SteadyNow() >= give_up) {
       for (const auto& connection : connections_) connection->Break();
       connections_.clear();
     }
     // gRPC works in the threads that wait for it only.
     void* tag = nullptr;
     bool ok = false;
-    queue_.AsyncNext(&tag, &ok, std::chrono::system_clock::now() + kPollInterval);
+    queue_.AsyncNext(&tag, &ok, client_internal::ToGrpc(After(SteadyNow(), kPollInterval)));
   }
 }
 
@@ -304,7 +319,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
   const bool is_lost_here = GetErrorReason(error) == ErrorReason::kStepAbandoned && has_begun_;
   if (is_abandoned || is_lost_here || (has_begun_ && error.code() != absl::StatusCode::kAborted)) {
     client_internal::Interrupt never;
-    const absl::Time give_up = absl::Now() + kAbandonTimeout;
+    const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
     std::vector<int64_t> missing_ranks;
     // A GPU that was too slow is no other rank's fault.
     if (error.code() == absl::StatusCode::kDeadlineExceeded &&
@@ -351,21 +366,21 @@ std::string PendingPush::Impl::Name() const {
 
 void PendingPush::Impl::SetCutOff(bool is_cut_off) {
   absl::MutexLock lock(&mu_);
-  cut_off_since_ = is_cut_off ? std::min(cut_off_since_, absl::Now()) : absl::InfiniteFuture();
+  cut_off_since_ = is_cut_off ? std::min(cut_off_since_, SteadyNow()) : SteadyTime::max();
 }
 
 bool PendingPush::Impl::IsCutOff() const {
   absl::MutexLock lock(&mu_);
-  return absl::Now() - cut_off_since_ >= kCutOffGrace;
+  return Since(cut_off_since_) >= kCutOffGrace;
 }
 
 bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
   absl::MutexLock lock(&mu_);
   const auto has_result = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
-  return mu_.AwaitWithTimeout(absl::Condition(&has_result), max_wait);
+  return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_result);
 }
 
-bool PendingPush::Impl::Answers(absl::Time deadline, client_internal::Interrupt* interrupt) {
+bool PendingPush::Impl::Answers(SteadyTime deadline, client_internal::Interrupt* interrupt) {
   const absl::StatusOr<PushProgress> progress =
       run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline, interrupt, /*retry=*/false);
   return progress.ok() || GetErrorReason(progress.status()) != ErrorReason::kUnspecified;
@@ -378,23 +393,23 @@ bool PendingPush::Impl::AwaitWhileThere(absl::Duration max_wait,
     return std::tuple(sent_bytes_.load(std::memory_order_relaxed),
                       stream_count_.load(std::memory_order_relaxed), gate_.left_slice_count());
   };
-  const absl::Time give_up = absl::Now() + max_wait;
+  const SteadyTime give_up = After(SteadyNow(), max_wait);
   auto before = moved();
-  absl::Time still_since = absl::Now();
+  SteadyTime still_since = SteadyNow();
   do {
-    if (await(std::min(give_up - absl::Now(), client_internal::Interrupt::kPollInterval))) {
+    if (await(std::min(Until(give_up), client_internal::Interrupt::kPollInterval))) {
       return true;
     }
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyNow();
     const bool is_still = before == moved();
-    if (is_still && now - still_since < kStillGrace) continue;
+    if (is_still && Since(still_since) < kStillGrace) continue;
     if (is_still && now < give_up &&
-        !Answers(std::min(give_up, now + kAnswerTimeout), &interrupt)) {
+        !Answers(std::min(give_up, After(now, kAnswerTimeout)), &interrupt)) {
       return await(absl::ZeroDuration());
     }
     before = moved();
-    still_since = absl::Now();
-  } while (absl::Now() < give_up && !IsCutOff() && !interrupt.fired());
+    still_since = SteadyNow();
+  } while (SteadyNow() < give_up && !IsCutOff() && !interrupt.fired());
   return false;
 }
 
@@ -435,13 +450,13 @@ bool PendingPush::Impl::Abandon() {
 }
 
 PendingPush::Stats PendingPush::Impl::stats() const {
-  const absl::Time left = gate_.left_time();
+  const SteadyTime left = gate_.left_time();
   absl::MutexLock lock(&mu_);
   return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
           .connection_count = connection_count_.load(std::memory_order_relaxed),
-          .send_time = std::min(left, absl::Now()) - start_,
+          .send_time = absl::FromChrono(std::min(left, SteadyNow()) - start_),
           .lane = lane_.load(std::memory_order_relaxed),
           .server_time = server_time_};
 }

@@ -27,6 +27,7 @@
 #include "client/cpp/staged_chunks.h"
 #include "client/cpp/weights_gate.h"
 #include "ema/client.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 
@@ -49,7 +50,7 @@ class PendingPush::Impl {
 
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
        std::vector<std::span<const std::byte>> shards, std::vector<Strides> strides,
-       bool frozen_changed, absl::Time deadline, Source source);
+       bool frozen_changed, SteadyTime deadline, Source source);
   ~Impl();  // REQUIRES: done(), or never started.
 
   void Start();
@@ -131,7 +132,7 @@ class PendingPush::Impl {
   // not held any more.
   bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
   // For who waits. Whether the server says anything when it is asked; it waits for that.
-  bool Answers(absl::Time deadline, client_internal::Interrupt* interrupt);
+  bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
   // Calls `await`, which waits as long as it is told, until it is true. False: `max_wait` is over,
   // or there is no stream, or nothing moves and the server does not answer.
   bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
@@ -145,8 +146,8 @@ class PendingPush::Impl {
   const Source source_;
   const int64_t plan_revision_;
   const bool frozen_changed_;
-  const absl::Time start_;
-  const absl::Time deadline_;
+  const SteadyTime start_;
+  const SteadyTime deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
   // Relaxed: of those who release. From then on `source_.streams` may not live any more.
@@ -174,9 +175,10 @@ class PendingPush::Impl {
   int odd_failure_count_ = 0;
 
   mutable absl::Mutex mu_;
+  mutable SteadyWait wait_;  // Woken when there is a result.
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
   std::optional<ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
-  absl::Time cut_off_since_ ABSL_GUARDED_BY(mu_) = start_;  // InfiniteFuture: it is not.
+  SteadyTime cut_off_since_ ABSL_GUARDED_BY(mu_) = start_;  // SteadyTime::max(): it is not.
 
   std::thread thread_;
 };

@@ -23,7 +23,7 @@ constexpr int64_t kMinNotedBytes = int64_t{64} << 20;
 }  // namespace
 
 struct PendingPush::Impl::Part {
-  Part(std::shared_ptr<client_internal::Connection> connection, absl::Time deadline,
+  Part(std::shared_ptr<client_internal::Connection> connection, SteadyTime deadline,
        client_internal::Interrupt* interrupt)
       : call(std::move(connection), deadline, interrupt), stream(&call, &queue) {}
   ~Part() {
@@ -148,11 +148,11 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   }
   sending_parts.emplace(static_cast<int>(part_count));
 
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyNow();
   begin.Notify();
   send_part(sending.parts.front());
   sending_parts->Wait();
-  const absl::Time sent = absl::Now();
+  const SteadyTime sent = SteadyNow();
   if (sending.failed.load() == nullptr) sending.digest = writer_->Digest();
   if (sending.digest.has_value()) gate_.HaveRead();
   all_sent.Notify();
@@ -170,8 +170,8 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   EMA_RETURN_IF_ERROR(telling.response.status());
   if (is_large && part_count == wanted) {
     // Of weights on a GPU the gate knows when they were copied.
-    const absl::Time left = staged_.has_value() ? sent : std::min(gate_.left_time(), absl::Now());
-    const absl::Duration duration = left - start;
+    const SteadyTime left = staged_.has_value() ? sent : std::min(gate_.left_time(), SteadyNow());
+    const absl::Duration duration = absl::FromChrono(left - start);
     run_->NoteSpeed(static_cast<double>(total_bytes) / absl::ToDoubleSeconds(duration));
   }
   return FromResponse(*telling.response);

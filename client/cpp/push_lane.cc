@@ -13,10 +13,10 @@ namespace ema {
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
     std::unique_ptr<LanePipe> lane) {
-  const auto stop = [this] { return interrupt_.fired() || absl::Now() >= deadline_; };
+  const auto stop = [this] { return interrupt_.fired() || SteadyNow() >= deadline_; };
   const auto failure = [&](const absl::Status& error) {
     if (interrupt_.fired()) return absl::CancelledError("interrupted");
-    if (absl::Now() >= deadline_)
+    if (SteadyNow() >= deadline_)
       return absl::DeadlineExceededError("the lane did not end in time");
     absl::Status status = client_internal::WhyFailed(*lane, error);
     // The next try goes by gRPC, unless the server has a reason of its own.

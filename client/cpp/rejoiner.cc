@@ -31,7 +31,11 @@ Rejoiner::Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<Pe
       lost_run_(std::move(run)) {}
 
 Rejoiner::~Rejoiner() {
-  stop_.Notify();
+  {
+    absl::MutexLock lock(&mu_);
+    is_stopped_ = true;
+    wait_.WakeAll();
+  }
   if (thread_.joinable()) thread_.join();
 }
 
@@ -48,14 +52,15 @@ bool Rejoiner::Start() {
   return true;
 }
 
-void Rejoiner::Await(absl::Time until) {
+void Rejoiner::Await(SteadyTime until) {
   while (!Start()) {
-    const absl::Duration left = until - absl::Now();
+    const absl::Duration left = Until(until);
     if (left <= absl::ZeroDuration()) return;
     absl::SleepFor(std::min(left, kFirstInterval));
   }
+  const auto is_settled = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return IsSettled(); };
   absl::MutexLock lock(&mu_);
-  mu_.AwaitWithDeadline(absl::Condition(this, &Rejoiner::IsSettled), until);
+  wait_.AwaitUntil(mu_, until, is_settled);
 }
 
 bool Rejoiner::IsSettled() const {
@@ -73,21 +78,28 @@ absl::Status Rejoiner::problem() const {
   return problem_;
 }
 
+bool Rejoiner::AwaitStop(absl::Duration max_wait) {
+  const auto is_stopped = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; };
+  absl::MutexLock lock(&mu_);
+  return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), is_stopped);
+}
+
 void Rejoiner::Work() {
   lost_push_.reset();
   lost_run_.reset();
-  if (stop_.HasBeenNotified()) return;
   Backoff backoff(kFirstInterval, kLongestInterval);
-  absl::Status problem;
-  do {
+  absl::Duration pause;  // None before the first try.
+  while (!AwaitStop(pause)) {
     absl::StatusOr<Joined> joined = Join();
-    problem = joined.status();
+    const absl::Status problem = joined.status();
+    pause = backoff.Next(problem);
     absl::MutexLock lock(&mu_);
     problem_ = problem;
     if (joined.ok()) joined_ = *std::move(joined);
+    wait_.WakeAll();
     // FENCED: the server knows this launch, and a newer one has taken over.
     if (joined_.has_value() || GetErrorReason(problem) == ErrorReason::kFenced) return;
-  } while (!stop_.WaitForNotificationWithTimeout(backoff.Next(problem)));
+  }
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {

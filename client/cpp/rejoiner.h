@@ -13,10 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/time.h"
 #include "client/cpp/joining.h"
 #include "ema/client.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -43,7 +42,7 @@ class Rejoiner {
   bool Start() ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until there is a run to take, or will be none for now, or it is `until`; meanwhile it
   // starts the thread as soon as the system has one.
-  void Await(absl::Time until) ABSL_LOCKS_EXCLUDED(mu_);
+  void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The run, once; absent: not yet.
   std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // Of the last try. ABORTED, FENCED: a newer run pushes, so there will be no other. CANCELLED:
@@ -52,6 +51,8 @@ class Rejoiner {
 
  private:
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
+  // True: it is to end; waits for that.
+  bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Joined> Join() const;
   bool IsSettled() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
@@ -60,8 +61,9 @@ class Rejoiner {
   // The thread's, once it runs.
   std::unique_ptr<PendingPush> lost_push_;
   std::unique_ptr<Run> lost_run_;
-  absl::Notification stop_;
   mutable absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when one of these changes.
+  bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   std::optional<Joined> joined_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;

@@ -32,7 +32,7 @@ class Run::Impl {
 
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+      std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
       const GpuWeights& gpu_weights) ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -114,7 +114,7 @@ absl::Status Run::Impl::CheckStrides(const std::vector<Strides>& strides,
 
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    std::vector<Strides> strides, bool frozen_changed, absl::Time deadline,
+    std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
     const GpuWeights& gpu_weights) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
   EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));

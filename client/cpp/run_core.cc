@@ -39,7 +39,7 @@ std::string RandomLaunchId() {
 absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
                                                        std::string_view model,
                                                        Client::RunOptions options,
-                                                       absl::Time deadline, Interrupt* interrupt) {
+                                                       SteadyTime deadline, Interrupt* interrupt) {
   if (options.launch_id.empty()) {
     if (options.world_size > 1) {
       return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
@@ -98,7 +98,7 @@ std::optional<Version> RunCore::latest() const {
   return latest_;
 }
 
-absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrupt* interrupt) {
+absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrupt* interrupt) {
   v1::OpenRunRequest request;
   request.set_model(model());
   request.set_launch_id(options_.launch_id);
@@ -129,7 +129,7 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(absl::Time deadline, Interrup
   return std::vector<int64_t>(response.missing_ranks().begin(), response.missing_ranks().end());
 }
 
-absl::Status RunCore::WaitReady(absl::Time deadline, Interrupt* interrupt) {
+absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   Backoff backoff;
   while (true) {
     {
@@ -143,7 +143,7 @@ absl::Status RunCore::WaitReady(absl::Time deadline, Interrupt* interrupt) {
     }
     if (!missing.ok() || missing->empty()) return missing.status();
     const absl::Duration delay = backoff.Next(absl::OkStatus());
-    if (absl::Now() + delay >= deadline) {
+    if (After(SteadyNow(), delay) >= deadline) {
       return MakeError(
           absl::StatusCode::kDeadlineExceeded, ErrorReason::kRunIncomplete,
           absl::StrCat("model \"", model(), "\": these ranks of the run have not joined in time: ",
@@ -164,7 +164,7 @@ void RunCore::Rejoin() {
 }
 
 absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
-                                                absl::Time deadline, Interrupt* interrupt,
+                                                SteadyTime deadline, Interrupt* interrupt,
                                                 bool retry, std::string_view give_up_reason) {
   v1::QueryPushRequest request;
   request.set_model(model());
@@ -181,7 +181,7 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
 }
 
 absl::StatusOr<PushProgress> RunCore::GiveUp(int64_t step, std::string_view why,
-                                             absl::Time deadline, Interrupt* interrupt) {
+                                             SteadyTime deadline, Interrupt* interrupt) {
   constexpr size_t kMaxBytes = 1024;  // As QueryPushRequest.give_up_reason.
   // Not in the middle of a character.
   size_t length = std::min(why.size(), kMaxBytes);

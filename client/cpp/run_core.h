@@ -13,13 +13,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/connection_count.h"
 #include "client/cpp/interrupt.h"
 #include "client/cpp/pinned_ring.h"
 #include "ema/client.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -33,7 +33,7 @@ class RunCore {
   static absl::StatusOr<std::shared_ptr<RunCore>> Open(std::shared_ptr<Client::Impl> client,
                                                        std::string_view model,
                                                        Client::RunOptions options,
-                                                       absl::Time deadline, Interrupt* interrupt);
+                                                       SteadyTime deadline, Interrupt* interrupt);
 
   Client::Impl& client() const { return *client_; }
   const std::string& model() const { return info_.name; }
@@ -53,9 +53,9 @@ class RunCore {
 
   // Returns when all ranks have joined. Joins again first if Rejoin() was called. DEADLINE_EXCEEDED
   // names missing ranks.
-  absl::Status WaitReady(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
   // Takes the plan from the server.
-  absl::Status RefreshPlan(absl::Time deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
+  absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
     return Join(deadline, interrupt).status();
   }
   // Makes the next WaitReady() ask the server: it does not know the run (any more).
@@ -63,11 +63,11 @@ class RunCore {
 
   // With `retry`, as Client's other calls; else one try. `give_up_reason`: as the request's.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
-                                         absl::Time deadline, Interrupt* interrupt, bool retry,
+                                         SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason = {});
 
   // Tries once to drop the step for good, because of `why`.
-  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Time deadline,
+  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, SteadyTime deadline,
                                       Interrupt* interrupt);
 
   // Connections for the next push by gRPC; what its speed was with them; or that they cannot be
@@ -85,7 +85,7 @@ class RunCore {
           RankLayout layout, int64_t chunk_bytes);
 
   // Calls OpenRun once, with retries. The ranks that are missing; none: ready.
-  absl::StatusOr<std::vector<int64_t>> Join(absl::Time deadline, Interrupt* interrupt)
+  absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
 

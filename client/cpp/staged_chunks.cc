@@ -12,7 +12,7 @@ namespace ema::client_internal {
 StagedChunks::StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                            absl::Span<const std::span<const std::byte>> shards,
                            absl::Span<Gpu* const> gpus, PinnedRing* ring, WeightsGate* gate,
-                           absl::Span<const Strides> strides, absl::Time deadline,
+                           absl::Span<const Strides> strides, SteadyTime deadline,
                            Interrupt* interrupt)
     : layout_(layout),
       plan_(plan),

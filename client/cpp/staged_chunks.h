@@ -15,7 +15,6 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/chunk_plan.h"
 #include "client/cpp/gpu.h"
@@ -43,7 +42,7 @@ class StagedChunks {
   StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                absl::Span<const std::span<const std::byte>> shards, absl::Span<Gpu* const> gpus,
                PinnedRing* ring, WeightsGate* gate, absl::Span<const Strides> strides,
-               absl::Time deadline, Interrupt* interrupt);
+               SteadyTime deadline, Interrupt* interrupt);
   ~StagedChunks();  // As Drop().
 
   // What the largest chunk takes.
@@ -88,7 +87,7 @@ class StagedChunks {
   const absl::Span<Gpu* const> gpus_;
   PinnedRing* const ring_;
   WeightsGate* const gate_;
-  const absl::Time deadline_;
+  const SteadyTime deadline_;
   Interrupt* const interrupt_;
 
   mutable absl::Mutex mu_;  // Serializes the starts, and is held across calls of the driver.

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cpp/due_tracks.h"
 #include "client/cpp/joining.h"
 #include "client/cpp/patience.h"
@@ -14,6 +13,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 namespace {
@@ -30,6 +30,8 @@ constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
 // How long it waits while the server is told of a step that this rank cannot push.
 constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
+// How long a push whose time is over may take to say why: it tells the server first.
+constexpr absl::Duration kEndGrace = absl::Seconds(2);
 // How long an exception waits for the last push.
 constexpr absl::Duration kExceptionWait = absl::Seconds(1);
 
@@ -95,13 +97,13 @@ class StepPusher::Impl {
   void Look();
   void Harvest();
   // Takes the run that has been joined again, for which it waits.
-  void ComeBack(absl::Time until);
+  void ComeBack(SteadyTime until);
   void CountPushed(Version version);
   // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
   // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
   // a push has succeeded: the ranks may be at different steps.
-  void Settle(absl::Time until);
-  void PushAgain(absl::Time until);
+  void Settle(SteadyTime until);
+  void PushAgain(SteadyTime until);
   // Gives up the step that would be pushed again.
   void Lose();
   // Says that this rank will not push the step, so that no other waits for it.
@@ -112,7 +114,7 @@ class StepPusher::Impl {
   void Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost = nullptr);
   void Note(int64_t step, const absl::Status& error);
   // Counts what the training has waited since.
-  void CountWait(absl::Time start);
+  void CountWait(SteadyTime start);
 
   const std::unique_ptr<Joining> joining_;
   const Options options_;
@@ -150,10 +152,10 @@ class StepPusher::Impl {
 };
 
 void StepPusher::Impl::WaitReleased(absl::Span<const GpuStream> streams) {
-  const absl::Time start = absl::Now();
-  Settle(absl::InfiniteFuture());
+  const SteadyTime start = SteadyNow();
+  Settle(SteadyTime::max());
   if (push_ != nullptr && !push_->WaitReleased(wait_left_, streams)) {
-    Drop(absl::StrCat("its bytes had not left after ", absl::FormatDuration(absl::Now() - start)));
+    Drop(absl::StrCat("its bytes had not left after ", absl::FormatDuration(Since(start))));
   }
   pushed_.reset();
   Lose();
@@ -162,15 +164,15 @@ void StepPusher::Impl::WaitReleased(absl::Span<const GpuStream> streams) {
   CountWait(start);
 }
 
-void StepPusher::Impl::CountWait(absl::Time start) {
-  const absl::Duration waited = absl::Now() - start;
+void StepPusher::Impl::CountWait(SteadyTime start) {
+  const absl::Duration waited = Since(start);
   stats_.waited += waited;
   wait_left_ = std::max(wait_left_ - waited, absl::ZeroDuration());
 }
 
 void StepPusher::Impl::AfterStep(const ReadWeights& read) {
   if (closed_) return;
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyNow();
   ++step_;
   // The weights are others now.
   pushed_.reset();
@@ -217,11 +219,11 @@ bool StepPusher::Impl::PreviousHasEnded() {
   if (push_ != nullptr && !has_waited_) {
     has_waited_ = true;
     const absl::Duration limit = in_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
-    const absl::Time start = absl::Now();
+    const SteadyTime start = SteadyNow();
     if (!push_->WaitDone(limit)) {
-      Note(step_, absl::DeadlineExceededError(
-                      absl::StrCat("the push of step ", pending_step_, " had not ended after ",
-                                   absl::FormatDuration(absl::Now() - start))));
+      Note(step_, absl::DeadlineExceededError(absl::StrCat("the push of step ", pending_step_,
+                                                           " had not ended after ",
+                                                           absl::FormatDuration(Since(start)))));
     }
   }
   Harvest();
@@ -301,7 +303,7 @@ absl::StatusOr<StepPusher::Weights> StepPusher::Impl::ReadShard(const Shard& sha
 }
 
 void StepPusher::Impl::Look() {
-  ComeBack(absl::InfinitePast());
+  ComeBack(SteadyNow());
   Harvest();
 }
 
@@ -319,7 +321,7 @@ void StepPusher::Impl::Harvest() {
   if (options_.world_size == 1) due_.Adopt(run_->plan());
 }
 
-void StepPusher::Impl::ComeBack(absl::Time until) {
+void StepPusher::Impl::ComeBack(SteadyTime until) {
   if (rejoiner_ == nullptr) return;
   rejoiner_->Await(until);
   std::optional<Rejoiner::Joined> joined = rejoiner_->Take();
@@ -344,28 +346,29 @@ void StepPusher::Impl::CountPushed(Version version) {
   patience_.EndOutage();
 }
 
-void StepPusher::Impl::Settle(absl::Time until) {
+void StepPusher::Impl::Settle(SteadyTime until) {
   if (!waits() || closed_) return;
   while (again_.has_value() || (push_ != nullptr && !patience_.is_over())) {
     if (again_.has_value()) {
       PushAgain(until);
       continue;
     }
-    const absl::Time start = absl::Now();
-    if (push_->WaitDone(std::min(options_.max_wait, until - start))) {
+    const SteadyTime start = SteadyNow();
+    // Not max_wait: what takes long on a server that is there would not take less from the start.
+    if (push_->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
       Harvest();
     } else {
       push_->WaitReleased(absl::ZeroDuration());
-      Drop(absl::StrCat("it had not ended after ", absl::FormatDuration(absl::Now() - start)));
+      Drop(absl::StrCat("it had not ended after ", absl::FormatDuration(Since(start))));
     }
   }
 }
 
-void StepPusher::Impl::PushAgain(absl::Time until) {
+void StepPusher::Impl::PushAgain(SteadyTime until) {
   until = std::min(until, patience_.until());
   ComeBack(until);
   if (!again_.has_value()) return;
-  if (run_ == nullptr || absl::Now() >= until) {
+  if (run_ == nullptr || SteadyNow() >= until) {
     Lose();
     return patience_.GiveUp();
   }
@@ -445,7 +448,7 @@ void StepPusher::Impl::Note(int64_t step, const absl::Status& error) {
 
 absl::StatusOr<std::optional<Version>> StepPusher::Impl::WaitPushed(absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = options_.timeout;
-  Settle(absl::InfiniteFuture());
+  Settle(SteadyTime::max());
   if (push_ != nullptr && !push_->WaitDone(timeout)) {
     return absl::DeadlineExceededError(absl::StrCat(
         "model \"", joining_->model(), "\": the push of step ", pending_step_, " has not ended"));
@@ -455,11 +458,11 @@ absl::StatusOr<std::optional<Version>> StepPusher::Impl::WaitPushed(absl::Durati
 
 void StepPusher::Impl::Close(absl::Duration timeout) {
   if (closed_) return;
-  const absl::Time until = absl::Now() + timeout;
+  const SteadyTime until = After(SteadyNow(), timeout);
   Settle(until);
   closed_ = true;
   if (push_ != nullptr) {
-    if (push_->WaitDone(until - absl::Now())) {
+    if (push_->WaitDone(Until(until))) {
       Harvest();
     } else {
       Drop("it had not ended when training did");

@@ -26,14 +26,14 @@ class Watcher {
       : request_(std::move(request)),
         timeout_(timeout),
         on_version_(*on_version),
-        give_up_(absl::Now() + timeout) {}
+        give_up_(After(SteadyNow(), timeout)) {}
 
   // One call, from where the one before has ended.
   absl::Status Attempt(Call& call);
 
   // `on_version` has returned false.
   bool is_done() const { return is_done_; }
-  absl::Time give_up() const { return give_up_; }
+  SteadyTime give_up() const { return give_up_; }
   bool TakeProgress() { return std::exchange(has_progress_, false); }
 
  private:
@@ -43,7 +43,7 @@ class Watcher {
   const absl::Duration timeout_;
   const std::function<bool(const Version&, int64_t)>& on_version_;
 
-  absl::Time give_up_;  // `timeout_` after the last commit.
+  SteadyTime give_up_;  // `timeout_` after the last commit.
   bool is_done_ = false;
   bool has_progress_ = false;
 };
@@ -85,7 +85,7 @@ absl::Status Watcher::OnMessage(grpc::ByteBuffer& message) {
   request_.set_after_version(version.number);
   request_.set_incarnation(version.incarnation);
   is_done_ = !on_version_(version, response.skipped_count());
-  give_up_ = absl::Now() + timeout_;
+  give_up_ = After(SteadyNow(), timeout_);
   return absl::OkStatus();
 }
 
@@ -95,7 +95,7 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
                            const std::function<bool(const Version&, int64_t skipped)>& on_version,
                            absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = impl_->options().timeout;
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyNow();
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
   v1::WatchRequest request;
   request.set_model(std::string(model));
@@ -110,7 +110,8 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
     EMA_ASSIGN_OR_RETURN(
         const v1::GetModelResponse response,
         impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request,
-                     std::min(start + timeout, impl_->Deadline(absl::ZeroDuration())), &interrupt));
+                     std::min(After(start, timeout), impl_->Deadline(absl::ZeroDuration())),
+                     &interrupt));
     request.set_after_version(response.model().latest().version());
     request.set_incarnation(response.model().latest().incarnation());
   }
@@ -120,7 +121,7 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
   const auto attempt = [&]() -> absl::Status {
     EMA_ASSIGN_OR_RETURN(auto connection, impl_->Connect(watcher.give_up(), &interrupt));
     // The call has no deadline: every commit puts the end off.
-    Call call(std::move(connection), absl::InfiniteFuture(), &interrupt);
+    Call call(std::move(connection), SteadyTime::max(), &interrupt);
     return watcher.Attempt(call);
   };
   while (true) {
@@ -128,7 +129,7 @@ absl::Status Client::Watch(std::string_view model, std::optional<VersionId> afte
     if (!client_internal::IsRetryable(status)) return status;
     if (watcher.TakeProgress()) backoff.Reset();
     const absl::Duration delay = backoff.Next(status);
-    if (absl::Now() + delay >= watcher.give_up()) {
+    if (After(SteadyNow(), delay) >= watcher.give_up()) {
       return absl::DeadlineExceededError(
           absl::StrCat("model \"", std::string(model), "\": no commit for ",
                        absl::FormatDuration(timeout), "; last error: ", status.message()));

@@ -13,6 +13,7 @@ bool WeightsGate::WantToRead() {
 void WeightsGate::HaveRead() {
   absl::MutexLock lock(&mu_);
   is_wanted_ = false;
+  wait_.WakeAll();
 }
 
 bool WeightsGate::BeginRead() {
@@ -25,7 +26,8 @@ bool WeightsGate::BeginRead() {
 void WeightsGate::EndRead() {
   absl::MutexLock lock(&mu_);
   --reader_count_;
-  last_use_ = absl::Now();
+  last_use_ = SteadyNow();
+  wait_.WakeAll();
 }
 
 void WeightsGate::AddSlice() {
@@ -38,7 +40,9 @@ void WeightsGate::DropSlice(void* gate) {
   // Nothing may follow the unlock: whoever waits for the last slice may then destroy the gate.
   absl::MutexLock lock(&self->mu_);
   ++self->left_slice_count_;
-  if (--self->slice_count_ == 0) self->last_use_ = absl::Now();
+  if (--self->slice_count_ > 0) return;
+  self->last_use_ = SteadyNow();
+  self->wait_.WakeAll();
 }
 
 bool WeightsGate::HasSlices() const {
@@ -47,9 +51,9 @@ bool WeightsGate::HasSlices() const {
 }
 
 bool WeightsGate::TryRelease(absl::Duration max_wait) {
+  const auto left = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return HasLeft(); };
   absl::MutexLock lock(&mu_);
-  const bool has_left =
-      mu_.AwaitWithTimeout(absl::Condition(this, &WeightsGate::HasLeft), max_wait);
+  const bool has_left = wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), left);
   if (has_left) is_released_ = true;
   return has_left;
 }
@@ -64,9 +68,9 @@ void WeightsGate::AwaitUnread() {
   mu_.Await(absl::Condition(this, &WeightsGate::IsUnread));
 }
 
-absl::Time WeightsGate::left_time() const {
+SteadyTime WeightsGate::left_time() const {
   absl::MutexLock lock(&mu_);
-  return HasLeft() ? last_use_ : absl::InfiniteFuture();
+  return HasLeft() ? last_use_ : SteadyTime::max();
 }
 
 int64_t WeightsGate::left_slice_count() const {

@@ -9,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -40,9 +41,9 @@ class WeightsGate {
   void ForceRelease() ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until nothing is being read and gRPC holds no slice. REQUIRES: released.
   void AwaitUnread() ABSL_LOCKS_EXCLUDED(mu_);
-  // When the last slice was dropped, or the last byte read, whichever was later; InfiniteFuture:
+  // When the last slice was dropped, or the last byte read, whichever was later; SteadyTime::max():
   // not yet.
-  absl::Time left_time() const ABSL_LOCKS_EXCLUDED(mu_);
+  SteadyTime left_time() const ABSL_LOCKS_EXCLUDED(mu_);
   // Slices that gRPC has dropped so far.
   int64_t left_slice_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -53,12 +54,13 @@ class WeightsGate {
   }
 
   mutable absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when something is over that somebody may wait for.
   bool is_wanted_ ABSL_GUARDED_BY(mu_) = true;
   int64_t reader_count_ ABSL_GUARDED_BY(mu_) = 0;
   bool is_released_ ABSL_GUARDED_BY(mu_) = false;
   int64_t slice_count_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t left_slice_count_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::Time last_use_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  SteadyTime last_use_ ABSL_GUARDED_BY(mu_) = SteadyNow();
 };
 
 }  // namespace ema::client_internal

@@ -50,9 +50,10 @@ class StepPusher {
   // What a step means to the training that cannot be pushed.
   enum class OnError {
     kSkip,  // Nothing: it is counted.
-    // Each WaitReleased() waits until the push before it is a version, and pushes the same weights
-    // again after an outage: of the server, or of another rank. It waits for Options::max_outage at
-    // most; then TakeError() says so, and until a push has succeeded steps are skipped.
+    // Each WaitReleased() waits until the push before it is a version, as long as that may take
+    // (Options::timeout), and pushes the same weights again after an outage: of the server, or of
+    // another rank. For that it waits Options::max_outage at most; then TakeError() says so, and
+    // until a push has succeeded steps are skipped.
     kWait,
     kRaise,  // TakeError() gives its error.
   };

@@ -22,6 +22,10 @@ inline SteadyTime After(SteadyTime time, absl::Duration duration) {
   return span < SteadyTime::max() - time ? time + span : SteadyTime::max();
 }
 
+// How long ago it was, and how long it is until then; negative: the other way round.
+inline absl::Duration Since(SteadyTime time) { return absl::FromChrono(SteadyNow() - time); }
+inline absl::Duration Until(SteadyTime time) { return absl::FromChrono(time - SteadyNow()); }
+
 // Waits by the steady clock. Those of our Abseil end by the system's: if that is set back by an
 // hour meanwhile, they last an hour longer. Thread-safe.
 class SteadyWait {

@@ -367,6 +367,19 @@ TEST_F(LostReplyTest, IsAskedForByWhoWaits) {
   EXPECT_EQ(pusher_->version()->number, 1);
 }
 
+TEST_F(LostReplyTest, WaitLastsAsLongAsThePushOfAServerThatIsThere) {
+  StepPusher::Options options;
+  options.max_wait = absl::Milliseconds(100);
+  options.max_outage = absl::Seconds(3);
+  AttachBy(*far_client_, OnError::kWait, options);
+  proxy_->SetDelay(std::chrono::milliseconds(200));
+  Step();
+  pusher_->WaitReleased();
+  EXPECT_THAT(pusher_->stats().last_error, IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 1);
+  EXPECT_EQ(pusher_->stats().sent_bytes, static_cast<int64_t>(Weights().size() * sizeof(float)));
+}
+
 TEST_F(LostReplyTest, TheStepThatIsSkippedMeanwhileIsTold) {
   StepPusher::Options options;
   options.max_wait = absl::Milliseconds(100);

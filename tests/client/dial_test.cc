@@ -51,7 +51,7 @@ class DialTest : public testing::Test {
     name_service_hangs.notify_all();
   }
   absl::StatusOr<int> Dial(absl::Duration timeout) {
-    return dialer_.Dial(absl::Now() + timeout, &interrupt_);
+    return dialer_.Dial(After(SteadyNow(), timeout), &interrupt_);
   }
 
   FakeServer server_{*Manifest::Create({{.name = "w", .shape = {4}}})};

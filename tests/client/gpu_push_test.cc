@@ -547,7 +547,7 @@ TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
     client_internal::WeightsGate gate;
     const std::vector<client_internal::Gpu*> gpus = {gpu};
     client_internal::Interrupt interrupt;
-    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, absl::InfiniteFuture(),
+    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, SteadyTime::max(),
                         &interrupt);
     ChunkWriter writer(&layout, &plan, plan.chunk_count(), shards, &gate, &staged);
     std::vector<int64_t> order(plan.chunk_count());
@@ -594,7 +594,7 @@ TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
   client_internal::WeightsGate gate;
   const std::vector<client_internal::Gpu*> gpus = {gpu};
   client_internal::Interrupt interrupt;
-  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, absl::InfiniteFuture(),
+  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, SteadyTime::max(),
                       &interrupt);
   ASSERT_THAT(staged.Stage({0, 1, 2, 3}), IsOk());
   const std::optional<int> first = staged.Take(0);

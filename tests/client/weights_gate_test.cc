@@ -6,7 +6,7 @@
 #include <atomic>
 #include <thread>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 
 namespace ema::client_internal {
 namespace {
@@ -19,10 +19,10 @@ TEST(WeightsGateTest, IsClosedUntilEverythingHasBeenReadAndDropped) {
   gate.EndRead();
   gate.HaveRead();
   EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
-  EXPECT_EQ(gate.left_time(), absl::InfiniteFuture());
+  EXPECT_EQ(gate.left_time(), SteadyTime::max());
   WeightsGate::DropSlice(&gate);
   EXPECT_TRUE(gate.TryRelease(absl::ZeroDuration()));
-  EXPECT_LE(gate.left_time(), absl::Now());
+  EXPECT_LE(gate.left_time(), SteadyNow());
 }
 
 TEST(WeightsGateTest, NothingIsReadOnceReleased) {
@@ -62,9 +62,9 @@ TEST(WeightsGateTest, AForcedReleaseWaitsForTheReadUnderWay) {
 
 TEST(WeightsGateTest, WaitsNoLongerThanAsked) {
   WeightsGate gate;
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyNow();
   EXPECT_FALSE(gate.TryRelease(absl::Milliseconds(20)));
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(20));
+  EXPECT_GE(Since(start), absl::Milliseconds(20));
 }
 
 }  // namespace

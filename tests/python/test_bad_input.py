@@ -6,6 +6,7 @@ from __future__ import annotations
 import ema_client
 import numpy as np
 import pytest
+import torch
 from testing import random_weights, unchanged
 
 TRACKS = {"ema": "20ba", "raw": "copy"}
@@ -223,6 +224,21 @@ def test_a_model_without_tracks_or_tensors(client, model):
 def test_arrays_that_the_server_does_not_keep(client, model, value):
     with pytest.raises(ema_client.InvalidArgumentError):
         client.create_model(model, {"w": value}, tracks=TRACKS)
+
+
+def test_a_tensor_without_memory_of_its_own(client, run, model, rng):
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return args[0]
+
+    bias = Wrapper._make_wrapper_subclass(Wrapper, (7,))
+    with unchanged(client, model, "ema"):
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match='"conv.bias": a .*Wrapper without memory'
+        ) as error:
+            run.push(step=3, weights=random_weights(rng) | {"conv.bias": bias})
+        check(error, "INVALID_ARGUMENT", "BAD_REQUEST")
 
 
 def test_a_model_that_exists_and_differs(client, run, model, rng):

@@ -123,6 +123,11 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
                                        "DLPack's device ",
                                        array.device_type()));
   }
+  // As of a PyTorch tensor that is a subclass's wrapper around others.
+  if (array.data() == nullptr && array.nbytes() > 0) {
+    return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
+                                       " without memory of its own"));
+  }
   if (!IsContiguous(array)) {
     if (!may_have_strides || result.gpu >= 0) {
       return BadArray(name, "is not row-major and contiguous");

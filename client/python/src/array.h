@@ -37,9 +37,9 @@ struct Array {
   // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
   // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
   // `may_have_strides`: in the host's memory it need not be row-major and contiguous.
-  // INVALID_ARGUMENT: not such an array, not in the memory of the host or of one of CUDA's GPUs,
-  // not contiguous, of a dtype that the server does not keep, or of another number of dimensions
-  // than `offsets`; the message names the array.
+  // INVALID_ARGUMENT: not such an array, without memory of its own, or not in that of the host or
+  // of one of CUDA's GPUs, not contiguous, of a dtype that the server does not keep, or of another
+  // number of dimensions than `offsets`; the message names the array.
   static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
                                     std::string_view dtype,
                                     std::optional<std::vector<int64_t>> offsets = std::nullopt,

@@ -46,11 +46,13 @@ void Watcher::Watch(const std::string& model, std::optional<VersionId> after,
       [this](const Version& version, int64_t skipped) {
         absl::MutexLock lock(&mu_);
         items_.push_back({version, skipped});
+        wait_.WakeAll();
         return !stopped_.load(std::memory_order_relaxed);
       },
       timeout);
   absl::MutexLock lock(&mu_);
   ended_ = true;
+  wait_.WakeAll();
   end_ = end.ok() ? absl::CancelledError("the watch was stopped") : end;
 }
 
@@ -61,7 +63,7 @@ absl::StatusOr<Watcher::Item> Watcher::Next() {
       const auto ready = [this]()
                              ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !items_.empty() || ended_; };
       // Short, so that Ctrl-C is seen soon.
-      if (mu_.AwaitWithTimeout(absl::Condition(&ready), absl::Milliseconds(50))) {
+      if (wait_.AwaitUntil(mu_, After(SteadyNow(), absl::Milliseconds(50)), ready)) {
         if (items_.empty()) return end_;
         Item item = std::move(items_.front());
         items_.pop_front();

@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ema/client.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::python {
 
@@ -54,6 +55,7 @@ class Watcher {
   // Asked by the client while it waits. Relaxed: it carries nothing else.
   std::atomic<bool> stopped_ = false;
   absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when one of these changes.
   std::deque<Item> items_ ABSL_GUARDED_BY(mu_);
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status end_ ABSL_GUARDED_BY(mu_);
