@@ -238,3 +238,16 @@ def test_output_that_cannot_be_written_is_an_error(emactl, pushed, server, comma
         )
     assert done.returncode == 1
     assert "cannot write to the standard output" in done.stderr
+
+
+def test_a_watch_ends_when_its_output_cannot_be_written(server, pushed):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [EMACTL, "--server", server.address, "watch", pushed, "--after", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=10,
+        )
+    assert done.returncode == 1
+    assert "cannot write to the standard output" in done.stderr
