@@ -294,7 +294,7 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
       "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
   sub->callback([&] {
     chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
-    // What Docker knows: it has kept 2 for itself.
+    // What Docker knows; as UsageExitCode().
     chosen.exit_code = [](const absl::Status& status) {
       return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
     };
@@ -508,6 +508,11 @@ CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
           error.get_exit_code()};
 }
 
+// Of wrong usage. A probe's is 1, too: Docker has kept 2 for itself.
+int UsageExitCode(const CLI::App& app) {
+  return app.got_subcommand("health") ? ema::cli::kExitOther : ema::cli::kExitUsage;
+}
+
 }  // namespace
 
 // What CLI11 throws before it parses is a wrong declaration above, which may end the program.
@@ -556,9 +561,9 @@ int main(int argc, char** argv) {
     const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
     if (wants_json && error.get_exit_code() != 0) {
       ema::cli::PrintError(absl::InvalidArgumentError(error.what()), /*json=*/true);
-      return ema::cli::kExitUsage;
+      return UsageExitCode(app);
     }
-    return app.exit(error) == 0 ? ema::cli::kExitOk : ema::cli::kExitUsage;
+    return app.exit(error) == 0 ? ema::cli::kExitOk : UsageExitCode(app);
   }
 
   CatchSignals();
@@ -585,7 +590,7 @@ int main(int argc, char** argv) {
     auto created = Client::Create(options.server, client_options);
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
-      return ema::cli::kExitUsage;
+      return UsageExitCode(app);
     }
     client = *std::move(created);
     session.client = client.get();

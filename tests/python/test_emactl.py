@@ -251,3 +251,19 @@ def test_a_watch_ends_when_its_output_cannot_be_written(server, pushed):
         )
     assert done.returncode == 1
     assert "cannot write to the standard output" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "nonsense"],
+        ["--token-file", "/no/such/file"],
+        ["--timeout", "never"],
+        ["--unknown"],
+    ],
+    ids=["address", "token", "timeout", "flag"],
+)
+def test_health_has_two_exit_codes_only(arguments):
+    for command, code in (("health", 1), ("list", 2)):
+        done = subprocess.run([EMACTL, command, *arguments], capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
