@@ -48,13 +48,18 @@ constexpr char kTrackHelp[] =
 volatile sig_atomic_t interrupted = 0;
 void OnSignal(int) { interrupted = 1; }
 
-// Ctrl-C ends the wait, so that a half-written file is removed.
+// Ctrl-C ends the wait, so that a half-written file is removed; so does a terminal that is closed,
+// unless nohup ignores that.
 void CatchSignals() {
   struct sigaction action = {};
   action.sa_handler = &OnSignal;
   action.sa_flags = SA_RESETHAND;  // The second one kills.
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  struct sigaction hang_up = {};
+  if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler == SIG_IGN) return;
+  action.sa_flags = 0;  // It comes twice.
+  sigaction(SIGHUP, &action, nullptr);
 }
 
 // Checks for CLI11: an error, or "".
