@@ -27,6 +27,7 @@
 #include "client/cli/tracks_command.h"
 #include "ema/client.h"
 #include "server/base/nearest_name.h"
+#include "server/base/standard_files.h"
 
 namespace {
 
@@ -523,6 +524,8 @@ int UsageExitCode(const CLI::App& app) {
 // What CLI11 throws before it parses is a wrong declaration above, which may end the program.
 // NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
+  ema::OccupyStandardFiles();
+
   // Pulled bytes come in 64 KiB slices, for which glibc would give the top of the heap back and
   // fault it in again.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);

@@ -292,3 +292,14 @@ def test_a_pull_that_is_interrupted_leaves_no_file(client, server, model, tmp_pa
         os.kill(server.pid, signal.SIGCONT)
     assert list(out.iterdir()) == []
     client.delete_model(model)
+
+
+def test_an_output_that_is_closed_is_an_error_and_no_socket_takes_its_place(server):
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", EMACTL, "--server", server.address, "list"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "cannot write to the standard output" in done.stderr
