@@ -20,6 +20,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/standard_files.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
 #include "server/ops/version.h"
@@ -42,13 +43,15 @@ sigset_t StopSignals() {
 }
 
 // The kernel forgets a signal that a container's first process neither blocks nor handles, and
-// LibTorch's constructors take a tenth of a second: before them, and before any thread. What is
-// left is the 40 ms in which the libraries are mapped. None is ready then, nor is a sanitizer.
-[[gnu::no_sanitize_address, gnu::no_sanitize_thread]] void BlockStopSignals() {
+// LibTorch's constructors take a tenth of a second, and descriptors: before them, and before any
+// thread. What is left is the 40 ms in which the libraries are mapped. None is ready then, nor is a
+// sanitizer.
+[[gnu::no_sanitize_address, gnu::no_sanitize_thread]] void BeforeLibraries() {
+  ema::OccupyStandardFiles();
   static constexpr uint64_t kMask = (1u << (SIGTERM - 1)) | (1u << (SIGINT - 1));
   syscall(SYS_rt_sigprocmask, SIG_BLOCK, &kMask, nullptr, sizeof(kMask));
 }
-[[gnu::section(".preinit_array"), gnu::used]] void (*const kBlockStopSignals)() = &BlockStopSignals;
+[[gnu::section(".preinit_array"), gnu::used]] void (*const kBeforeLibraries)() = &BeforeLibraries;
 
 std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
 

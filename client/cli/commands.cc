@@ -73,16 +73,17 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
   EMA_RETURN_IF_ERROR(session.client->GetModel(options.model, session.timeout).status());
   int64_t left = options.count;
   const auto on_version = [&](const Version& version, int64_t skipped) {
+    std::string line;
     if (session.json) {
       Json json = ToJson(version);
       json["skipped"] = skipped;
-      Print(Dump(json, -1));
+      line = Dump(json, -1);
     } else {
-      Print(absl::StrCat(
+      line = absl::StrCat(
           DescribeVersion(version),
-          skipped > 0 ? absl::StrCat("  (", skipped, " versions before it were gone)\n") : ""));
+          skipped > 0 ? absl::StrCat("  (", skipped, " versions before it were gone)\n") : "");
     }
-    return options.count == 0 || --left > 0;
+    return Print(line) && (options.count == 0 || --left > 0);
   };
   std::optional<VersionId> after;
   if (options.after.has_value()) after = {*options.after, options.incarnation};

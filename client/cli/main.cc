@@ -27,6 +27,7 @@
 #include "client/cli/tracks_command.h"
 #include "ema/client.h"
 #include "server/base/nearest_name.h"
+#include "server/base/standard_files.h"
 
 namespace {
 
@@ -48,13 +49,18 @@ constexpr char kTrackHelp[] =
 volatile sig_atomic_t interrupted = 0;
 void OnSignal(int) { interrupted = 1; }
 
-// Ctrl-C ends the wait, so that a half-written file is removed.
+// Ctrl-C ends the wait, so that a half-written file is removed; so does a terminal that is closed,
+// unless nohup ignores that.
 void CatchSignals() {
   struct sigaction action = {};
   action.sa_handler = &OnSignal;
   action.sa_flags = SA_RESETHAND;  // The second one kills.
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  struct sigaction hang_up = {};
+  if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler == SIG_IGN) return;
+  action.sa_flags = 0;  // It comes twice.
+  sigaction(SIGHUP, &action, nullptr);
 }
 
 // Checks for CLI11: an error, or "".
@@ -294,7 +300,7 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
       "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
   sub->callback([&] {
     chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
-    // What Docker knows: it has kept 2 for itself.
+    // What Docker knows; as UsageExitCode().
     chosen.exit_code = [](const absl::Status& status) {
       return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
     };
@@ -508,11 +514,18 @@ CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
           error.get_exit_code()};
 }
 
+// Of wrong usage. A probe's is 1, too: Docker has kept 2 for itself.
+int UsageExitCode(const CLI::App& app) {
+  return app.got_subcommand("health") ? ema::cli::kExitOther : ema::cli::kExitUsage;
+}
+
 }  // namespace
 
 // What CLI11 throws before it parses is a wrong declaration above, which may end the program.
 // NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
+  ema::OccupyStandardFiles();
+
   // Pulled bytes come in 64 KiB slices, for which glibc would give the top of the heap back and
   // fault it in again.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
@@ -556,9 +569,9 @@ int main(int argc, char** argv) {
     const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
     if (wants_json && error.get_exit_code() != 0) {
       ema::cli::PrintError(absl::InvalidArgumentError(error.what()), /*json=*/true);
-      return ema::cli::kExitUsage;
+      return UsageExitCode(app);
     }
-    return app.exit(error) == 0 ? ema::cli::kExitOk : ema::cli::kExitUsage;
+    return app.exit(error) == 0 ? ema::cli::kExitOk : UsageExitCode(app);
   }
 
   CatchSignals();
@@ -585,7 +598,7 @@ int main(int argc, char** argv) {
     auto created = Client::Create(options.server, client_options);
     if (!created.ok()) {
       ema::cli::PrintError(created.status(), options.json);
-      return ema::cli::kExitUsage;
+      return UsageExitCode(app);
     }
     client = *std::move(created);
     session.client = client.get();

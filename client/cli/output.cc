@@ -86,9 +86,10 @@ std::string StateText(const Client::CheckpointInfo& checkpoint) {
 
 }  // namespace
 
-void Print(const std::string& text) {
+bool Print(const std::string& text) {
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);
+  return std::ferror(stdout) == 0;
 }
 
 std::string Dump(const Json& json, int indent) {

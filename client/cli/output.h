@@ -15,8 +15,8 @@ namespace ema::cli {
 
 using Json = nlohmann::ordered_json;
 
-// To stdout.
-void Print(const std::string& text);
+// To stdout. False: it could not be written, as main() says in the end.
+bool Print(const std::string& text);
 // A command's result: `document` with --json, else `text`. OK.
 absl::Status PrintResult(bool json, const Json& document, const std::string& text);
 // On one line if `indent` is negative; with a line's end. Names and messages are UTF-8 by contract;

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from server_process import ROOT
-from testing import assert_same_bits, started
+from testing import assert_same_bits, started, wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 WEIGHTS = {
@@ -233,5 +233,70 @@ def test_output_that_cannot_be_written_is_an_error(emactl, pushed, server, comma
             text=True,
             timeout=60,
         )
+    assert done.returncode == 1
+    assert "cannot write to the standard output" in done.stderr
+
+
+def test_a_watch_ends_when_its_output_cannot_be_written(server, pushed):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [EMACTL, "--server", server.address, "watch", pushed, "--after", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=10,
+        )
+    assert done.returncode == 1
+    assert "cannot write to the standard output" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "nonsense"],
+        ["--token-file", "/no/such/file"],
+        ["--timeout", "never"],
+        ["--unknown"],
+    ],
+    ids=["address", "token", "timeout", "flag"],
+)
+def test_health_has_two_exit_codes_only(arguments):
+    for command, code in (("health", 1), ("list", 2)):
+        done = subprocess.run([EMACTL, command, *arguments], capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_pull_that_is_interrupted_leaves_no_file(client, server, model, tmp_path, sent):
+    # More than the memory of a lane, and than sockets take.
+    weights = {"w": np.zeros(64 << 20, np.float32)}
+    client.create_model(model, weights, tracks={"raw": "copy"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [EMACTL, "--server", server.address, "pull", model, "--track", "raw"]
+    process = subprocess.Popen([*command, "-o", out / "w.safetensors"])
+    try:
+        wait_for(lambda: list(out.iterdir()), "its temporary file is there")
+        os.kill(server.pid, signal.SIGSTOP)
+        process.send_signal(sent)
+        # As a terminal that is closed does.
+        if sent == signal.SIGHUP:
+            process.send_signal(sent)
+        assert process.wait(10) == 130
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert list(out.iterdir()) == []
+    client.delete_model(model)
+
+
+def test_an_output_that_is_closed_is_an_error_and_no_socket_takes_its_place(server):
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", EMACTL, "--server", server.address, "list"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1
     assert "cannot write to the standard output" in done.stderr

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from typing import Any
@@ -12,7 +13,8 @@ import ema_client
 import numpy as np
 import pytest
 from http_pages import LISTEN, scrape, value
-from server_process import ServerProcess
+from server_process import ServerProcess, server_binary
+from testing import wait_for
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
@@ -198,3 +200,15 @@ def test_keys_stay_secret(tmp_path):
     secret = [line for line in key.read_text().splitlines() if not line.startswith("-----")]
     assert events(server) and secret
     assert not [line for line in secret if line in log]
+
+
+def test_no_socket_or_file_takes_the_place_of_a_log_that_is_closed(tmp_path):
+    port_file = tmp_path / "port"
+    closing = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    flags = ["--listen", "127.0.0.1:0", "--port-file", port_file, "--data-dir", tmp_path / "data"]
+    with subprocess.Popen([*closing, server_binary(), *flags]) as process:
+        wait_for(lambda: port_file.exists() and port_file.read_text(), "it listens")
+        files = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in range(3)]
+        process.terminate()
+        assert process.wait(60) == 0
+    assert files == ["/dev/null"] * 3
