@@ -36,8 +36,12 @@ Shard WholeTensor(const Manifest& manifest, int64_t tensor_index);
 // thread. Keeps no reference to the manifest.
 class RankLayout {
  public:
+  // INVALID_ARGUMENT, BAD_LAYOUT: more shards than a manifest may have tensors.
+  static absl::Status CheckCount(int64_t shard_count);
+
   // INVALID_ARGUMENT, BAD_LAYOUT: unknown tensor, a rank or box that does not fit the tensor's
-  // shape (the message names tensor, box and shape), or a frozen_shard_count that is no part of the
+  // shape (the message names tensor, box and shape), too many (CheckCount()), boxes of one tensor
+  // that are cut too irregularly to be compared, or a frozen_shard_count that is no part of the
   // shards, or of tensors that others of the shards hold, too. LAYOUT_OVERLAP: two shards share an
   // element. No shards at all is right: a rank may hold nothing.
   static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards,

@@ -10,7 +10,6 @@
 #include <string_view>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
@@ -20,9 +19,6 @@
 
 namespace ema {
 namespace {
-
-// Of one rank: as many as a manifest may have tensors.
-constexpr size_t kMaxShards = 200'000;
 
 absl::Status Refuse(ErrorReason reason, std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, reason, message);
@@ -54,15 +50,20 @@ absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
 }
 
 absl::Status CheckDisjoint(const Manifest& manifest, const std::vector<Shard>& shards) {
-  absl::flat_hash_map<int64_t, std::vector<BoxTree::Entry>> by_tensor;
+  std::vector<BoxTree::Entry> entries;  // By tensor.
+  entries.reserve(shards.size());
   for (size_t i = 0; i < shards.size(); ++i) {
-    if (shards[i].element_count() == 0) continue;
-    by_tensor[shards[i].tensor_index].push_back({&shards[i], static_cast<int64_t>(i)});
+    if (shards[i].element_count() > 0) entries.push_back({&shards[i], static_cast<int64_t>(i)});
   }
-  for (auto& [index, entries] : by_tensor) {
-    if (entries.size() < 2) continue;
-    const TensorSpec& spec = manifest.tensor(index);
-    const std::optional<BoxTree> tree = BoxTree::Make(std::move(entries));
+  const auto is_before = [](const BoxTree::Entry& a, const BoxTree::Entry& b) {
+    return a.box->tensor_index < b.box->tensor_index;
+  };
+  std::stable_sort(entries.begin(), entries.end(), is_before);
+  for (auto begin = entries.begin(), end = begin; begin != entries.end(); begin = end) {
+    end = std::upper_bound(begin, entries.end(), *begin, is_before);
+    if (end - begin < 2) continue;
+    const TensorSpec& spec = manifest.tensor(begin->box->tensor_index);
+    const std::optional<BoxTree> tree = BoxTree::Make({begin, end});
     if (!tree.has_value()) return BoxTree::TooIrregular(spec);
     if (const auto pair = tree->FindPair()) {
       return Refuse(
@@ -233,14 +234,17 @@ Shard WholeTensor(const Manifest& manifest, int64_t tensor_index) {
   return {tensor_index, std::vector<int64_t>(shape.size(), 0), shape};
 }
 
+absl::Status RankLayout::CheckCount(int64_t shard_count) {
+  // Empty shards would be without limit.
+  if (shard_count <= kMaxTensorCount) return absl::OkStatus();
+  return Refuse(
+      ErrorReason::kBadLayout,
+      absl::StrCat("layout: ", shard_count, " shards given, expected at most ", kMaxTensorCount));
+}
+
 absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vector<Shard> shards,
                                               int64_t frozen_shard_count, WireDtype wire_dtype) {
-  // Empty shards would be without limit.
-  if (shards.size() > kMaxShards) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-        absl::StrCat("layout: ", shards.size(), " shards given, expected at most ", kMaxShards));
-  }
+  EMA_RETURN_IF_ERROR(CheckCount(static_cast<int64_t>(shards.size())));
   for (const Shard& shard : shards) EMA_RETURN_IF_ERROR(ValidateShard(manifest, shard));
   // Shards without common elements are at most the manifest's bytes, so no sum below overflows.
   EMA_RETURN_IF_ERROR(CheckDisjoint(manifest, shards));

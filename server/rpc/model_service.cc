@@ -214,11 +214,8 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
   if (!v1::WireDtype_IsValid(wire_dtype)) {
     return BadRequest(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
   }
-  if (const int64_t count = request.layout().shards_size(); count > kMaxTensorCount) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-        absl::StrCat("layout: ", count, " shards given, expected at most ", kMaxTensorCount));
-  }
+  // As RankLayout::Create(), before they take ten times their bytes.
+  EMA_RETURN_IF_ERROR(RankLayout::CheckCount(request.layout().shards_size()));
   EMA_ASSIGN_OR_RETURN(RankLayout layout,
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/shard.h"
 #include "grpc/health/v1/health.pb.h"
 #include "server/core/model_config.h"
 #include "server/rpc/call.h"
@@ -49,7 +50,7 @@ inline constexpr bool kMayBeLong = requires(const Request& request) {
   request.layout();
 };
 
-// INVALID_ARGUMENT, BAD_REQUEST: `request` is larger than one that waits for its turn may be.
+// INVALID_ARGUMENT: `request` is larger than one that waits for its turn may be.
 template <typename Request>
 absl::Status CheckMayWait(const Request& request) {
   constexpr size_t kMaxBytes = size_t{64} << 10;
@@ -60,10 +61,7 @@ absl::Status CheckMayWait(const Request& request) {
     }
   }
   if constexpr (kMayBeLong<Request>) {
-    if (request.layout().shards_size() > kMaxTensorCount) {
-      return BadRequest(absl::StrCat("layout: ", request.layout().shards_size(),
-                                     " shards given, expected at most ", kMaxTensorCount));
-    }
+    return RankLayout::CheckCount(request.layout().shards_size());
   } else {
     if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxBytes) {
       return BadRequest(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,

@@ -4,17 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <limits>
-#include <random>
+#include <algorithm>
+
+#include "tests/base/shard_testing.h"
 
 namespace ema {
 namespace {
-
-using Random = std::mt19937_64;
-
-int64_t Below(Random& random, int64_t limit) {
-  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
-}
 
 Shard RandomBox(Random& random, size_t rank, int64_t size, int64_t longest) {
   Shard box;
@@ -109,17 +104,8 @@ TEST(BoxTreeTest, RegularCutsAreDividedCleanly) {
   EXPECT_GT(steps, 0);
 }
 
-// Bars in all three directions, between each other: each plane crosses many.
 TEST(BoxTreeTest, GivesUpOnWhatNoPlaneDivides) {
-  constexpr int64_t kSize = 140;
-  std::vector<Shard> bars;
-  for (int64_t i = 0; i + 1 < kSize; i += 2) {
-    for (int64_t j = 0; j + 1 < kSize; j += 2) {
-      bars.push_back({0, {0, i, j + 1}, {kSize, 1, 1}});
-      bars.push_back({0, {i + 1, 0, j}, {1, kSize, 1}});
-      bars.push_back({0, {i, j + 1, 0}, {1, 1, kSize}});
-    }
-  }
+  const std::vector<Shard> bars = Bars(140);
   EXPECT_FALSE(BoxTree::Make(EntriesOf(bars)).has_value());
 }
 

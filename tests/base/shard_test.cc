@@ -11,8 +11,6 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <random>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -21,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/base/crc32c.h"
 #include "server/base/layout_coverage.h"
+#include "tests/base/shard_testing.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -33,74 +32,6 @@ using testing::IsEmpty;
 using testing::StartsWith;
 
 constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
-using Random = std::mt19937_64;
-
-int64_t Below(Random& random, int64_t limit) {
-  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
-}
-
-Manifest Make(std::vector<TensorSpec> tensors) { return *Manifest::Create(std::move(tensors)); }
-
-Manifest RandomManifest(Random& random) {
-  std::vector<TensorSpec> tensors(1 + Below(random, 12));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    tensors[i] = {absl::StrCat("t", i), static_cast<Dtype>(1 + Below(random, 10)), {}};
-    const int64_t rank = Below(random, 5);
-    for (int64_t d = 0; d < rank; ++d) {
-      tensors[i].shape.push_back(Below(random, 15) == 0 ? 0 : 1 + Below(random, 6));
-    }
-  }
-  return Make(std::move(tensors));
-}
-
-// Cuts `shard` in two along random dimensions, again and again.
-void CutAtRandom(Random& random, Shard shard, std::vector<Shard>& pieces) {
-  const bool is_cut = !shard.offsets.empty() && shard.element_count() > 0 && Below(random, 4) != 0;
-  if (!is_cut) {
-    pieces.push_back(std::move(shard));
-    return;
-  }
-  const size_t d = Below(random, static_cast<int64_t>(shard.offsets.size()));
-  const int64_t at = Below(random, shard.extents[d] + 1);  // Either part may be empty.
-  Shard rest = shard;
-  shard.extents[d] = at;
-  rest.offsets[d] += at;
-  rest.extents[d] -= at;
-  if (Below(random, 2) == 0) std::swap(shard, rest);
-  CutAtRandom(random, std::move(shard), pieces);
-  CutAtRandom(random, std::move(rest), pieces);
-}
-
-// One element after the other: where it lies in the rank's bytes and in its tensor.
-struct Element {
-  int64_t tensor_index = 0;
-  int64_t byte_offset = 0;
-  int64_t tensor_element = 0;
-  friend bool operator==(const Element&, const Element&) = default;
-};
-
-// The model that ForEachStretch is measured by: N-d indices counted up one by one.
-std::vector<Element> NaiveElements(const Manifest& manifest, const std::vector<Shard>& shards) {
-  std::vector<Element> elements;
-  int64_t byte_offset = 0;
-  for (const Shard& shard : shards) {
-    const TensorSpec& spec = manifest.tensor(shard.tensor_index);
-    std::vector<int64_t> index(spec.shape.size(), 0);
-    for (int64_t i = 0; i < shard.element_count(); ++i) {
-      int64_t flat = 0;
-      for (size_t d = 0; d < index.size(); ++d) {
-        flat = flat * spec.shape[d] + shard.offsets[d] + index[d];
-      }
-      elements.push_back({shard.tensor_index, byte_offset, flat});
-      byte_offset += DtypeSize(spec.dtype);
-      for (size_t d = index.size(); d-- > 0;) {
-        if (++index[d] < shard.extents[d]) break;
-        index[d] = 0;
-      }
-    }
-  }
-  return elements;
-}
 
 std::vector<RankLayout::Stretch> Runs(const RankLayout& layout, int64_t offset,
                                       int64_t length_bytes) {
@@ -259,97 +190,6 @@ TEST(RankLayoutTest, RunsAreThoseOfTheNaiveModel) {
   }
 }
 
-std::shared_ptr<const RankLayout> Shared(RankLayout layout) {
-  return std::make_shared<const RankLayout>(std::move(layout));
-}
-
-bool HasDoubleElement(const Manifest& manifest, const std::vector<Shard>& shards) {
-  std::set<std::pair<int64_t, int64_t>> seen;
-  for (const Element& element : NaiveElements(manifest, shards)) {
-    if (!seen.insert({element.tensor_index, element.tensor_element}).second) return true;
-  }
-  return false;
-}
-
-TEST(LayoutCoverageTest, FindsExactlyTheSharedElements) {
-  Random random(2);
-  int overlap_count = 0;
-  for (int round = 0; round < 3000; ++round) {
-    const Manifest manifest = RandomManifest(random);
-    std::vector<Shard> shards(1 + Below(random, 8));
-    for (Shard& shard : shards) {
-      shard = WholeTensor(manifest, Below(random, manifest.tensor_count()));
-      for (size_t d = 0; d < shard.offsets.size(); ++d) {
-        shard.offsets[d] = Below(random, shard.extents[d] + 1);
-        shard.extents[d] = Below(random, shard.extents[d] - shard.offsets[d] + 1);
-      }
-    }
-    LayoutCoverage coverage(&manifest);
-    std::vector<Shard> added;
-    for (size_t i = 0; i < shards.size(); ++i) {
-      std::vector<Shard> joined = added;
-      joined.push_back(shards[i]);
-      const bool is_double = HasDoubleElement(manifest, joined);
-      overlap_count += is_double ? 1 : 0;
-      EXPECT_EQ(RankLayout::Create(manifest, joined).ok(), !is_double);
-      EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, {shards[i]}));
-      ASSERT_EQ(coverage.Add(static_cast<int64_t>(i), Shared(layout)).ok(), !is_double);
-      if (!is_double) added = joined;
-    }
-  }
-  EXPECT_GT(overlap_count, 500);
-}
-
-TEST(LayoutCoverageTest, NamesTensorAndBothRanksAndAddsNothing) {
-  const Manifest manifest = Make({{"a", Dtype::kInt8, {4}}, {"w", Dtype::kInt8, {4, 6}}});
-  LayoutCoverage coverage(&manifest);
-  const RankLayout first = *RankLayout::Create(manifest, {{1, {0, 0}, {4, 3}}});
-  const RankLayout bad =
-      *RankLayout::Create(manifest, {WholeTensor(manifest, 0), {1, {3, 2}, {1, 4}}});
-  const RankLayout rest =
-      *RankLayout::Create(manifest, {WholeTensor(manifest, 0), {1, {0, 3}, {4, 3}}});
-  EXPECT_THAT(coverage.Add(5, Shared(first)), IsOk());
-  const absl::Status status = coverage.Add(7, Shared(bad));
-  EXPECT_THAT(status, StatusIs(kInvalid, StartsWith("tensor \"w\": [3:4, 2:6] of rank 7 and "
-                                                    "[0:4, 0:3] of rank 5 share elements")));
-  EXPECT_THAT(status, ReasonIs(ErrorReason::kLayoutOverlap));
-
-  const absl::Status hole = coverage.CheckComplete();
-  EXPECT_THAT(hole, StatusIs(kInvalid, "tensor \"a\": 4 of its 4 elements are in no shard"));
-  EXPECT_THAT(hole, ReasonIs(ErrorReason::kLayoutHole));
-  EXPECT_THAT(coverage.Add(7, Shared(rest)), IsOk());
-  EXPECT_THAT(coverage.CheckComplete(), IsOk());
-}
-
-TEST(LayoutCoverageTest, AnyPartitionIsCompleteAndAnyHoleIsFound) {
-  Random random(3);
-  for (int round = 0; round < 500; ++round) {
-    const Manifest manifest = RandomManifest(random);
-    std::vector<Shard> shards;
-    for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-      CutAtRandom(random, WholeTensor(manifest, i), shards);
-    }
-    const size_t left_out = Below(random, static_cast<int64_t>(shards.size()));
-    std::vector<std::vector<Shard>> ranks(4);
-    for (size_t i = 0; i < shards.size(); ++i) {
-      if (i != left_out) ranks[Below(random, 4)].push_back(shards[i]);
-    }
-    LayoutCoverage coverage(&manifest);
-    for (int64_t rank = 0; rank < 4; ++rank) {
-      ASSERT_THAT(coverage.Add(rank, Shared(*RankLayout::Create(manifest, ranks[rank]))), IsOk());
-    }
-    const int64_t hole = shards[left_out].element_count();
-    if (hole > 0) {
-      const std::string message =
-          absl::StrCat("tensor \"t", shards[left_out].tensor_index, "\": ", hole, " of its ",
-                       manifest.tensor(shards[left_out].tensor_index).element_count(), " elements");
-      ASSERT_THAT(coverage.CheckComplete(), StatusIs(kInvalid, StartsWith(message)));
-    }
-    ASSERT_THAT(coverage.Add(4, Shared(*RankLayout::Create(manifest, {shards[left_out]}))), IsOk());
-    ASSERT_THAT(coverage.CheckComplete(), IsOk());
-  }
-}
-
 // Compared each with each, as many shards as a message holds would block a server for minutes.
 TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
   constexpr int64_t kCount = 100'000;
@@ -376,36 +216,6 @@ TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
   }
   EXPECT_THAT(coverage.Add(kCount, Shared(by_column)), IsOk());
   EXPECT_THAT(coverage.CheckComplete(), IsOk());
-}
-
-TEST(LayoutCoverageTest, RanksThatTakeTurnsAreQuick) {
-  constexpr int64_t kCount = 100'000;
-  const Manifest manifest = Make({{"w", Dtype::kBFloat16, {2, kCount}}});
-  LayoutCoverage coverage(&manifest);
-  for (int64_t rank = 0; rank < 2; ++rank) {
-    std::vector<Shard> columns;
-    for (int64_t i = rank; i < kCount; i += 2) columns.push_back({0, {0, i}, {2, 1}});
-    ASSERT_THAT(coverage.Add(rank, Shared(*RankLayout::Create(manifest, columns))), IsOk());
-  }
-  EXPECT_THAT(coverage.CheckComplete(), IsOk());
-  EXPECT_THAT(coverage.Add(2, Shared(*RankLayout::Create(manifest, {{0, {1, 7}, {1, 1}}}))),
-              ReasonIs(ErrorReason::kLayoutOverlap));
-}
-
-TEST(LayoutCoverageTest, WhatIsCutTooIrregularlyIsRefused) {
-  constexpr int64_t kSize = 140;
-  const Manifest manifest = Make({{"w", Dtype::kInt8, {kSize, kSize, kSize}}});
-  std::vector<Shard> bars;
-  for (int64_t i = 0; i + 1 < kSize; i += 2) {
-    for (int64_t j = 0; j + 1 < kSize; j += 2) {
-      bars.push_back({0, {0, i, j + 1}, {kSize, 1, 1}});
-      bars.push_back({0, {i + 1, 0, j}, {1, kSize, 1}});
-      bars.push_back({0, {i, j + 1, 0}, {1, 1, kSize}});
-    }
-  }
-  EXPECT_THAT(RankLayout::Create(manifest, bars).status(),
-              AllOf(ReasonIs(ErrorReason::kBadLayout),
-                    StatusIs(kInvalid, StartsWith("tensor \"w\": its shards are cut"))));
 }
 
 struct ShareCase {
@@ -564,17 +374,6 @@ TEST(RankLayoutTest, FrozenShardsAreTheLastAndOfWholeTensors) {
   }
   EXPECT_THAT(RankLayout::Create(manifest, {{0, {0}, {2}}, {0, {2}, {2}}}, 1),
               StatusIs(kInvalid, HasSubstr("tensor \"w\": shard [2:4] is frozen, another is not")));
-}
-
-TEST(LayoutCoverageTest, ATensorIsFrozenOnAllRanksOrOnNone) {
-  const Manifest manifest = Make({{"w", Dtype::kFloat32, {4}}});
-  LayoutCoverage coverage(&manifest);
-  ASSERT_THAT(coverage.Add(0, Shared(*RankLayout::Create(manifest, {{0, {0}, {2}}}, 1))), IsOk());
-  const Shard rest = {0, {2}, {2}};
-  EXPECT_THAT(coverage.Add(1, Shared(*RankLayout::Create(manifest, {rest}))),
-              StatusIs(kInvalid, HasSubstr("tensor \"w\": frozen on rank 0, but not on rank 1")));
-  EXPECT_THAT(coverage.Add(1, Shared(*RankLayout::Create(manifest, {rest}, 1))), IsOk());
-  EXPECT_THAT(coverage.CheckComplete(), IsOk());
 }
 
 TEST(EvenShareTest, LargestModelDoesNotOverflow) {
