@@ -29,6 +29,22 @@ namespace {
 // Where the system lacks what a connection takes, and the backlog stays readable.
 constexpr int kBackoffMs = 10;
 
+// Has the kernel ask peers' kernels, so that a machine that has gone does not keep its connections:
+// gRPC asks only those with calls.
+void SetKeepalive(int fd, const RpcLimits& limits) {
+  constexpr int kProbes = 4;
+  const auto seconds = [](absl::Duration duration) {
+    return static_cast<int>(absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))));
+  };
+  const int on = 1;
+  const int idle = seconds(limits.keepalive_time);
+  const int interval = seconds(limits.keepalive_timeout / kProbes);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address,
@@ -148,6 +164,7 @@ void Listener::Accept() {
     }
     const int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    SetKeepalive(fd, connections_->limits());
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = fd_;
     connection.fd = fd;

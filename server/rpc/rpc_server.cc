@@ -80,6 +80,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
       absl::ToInt64Milliseconds(options.limits.handshake_timeout));
   set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.limits.keepalive_time));
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.limits.keepalive_timeout));
+  // Who has no call need not look at its connection, and would not answer: see SetKeepalive().
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
   set(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
       absl::ToInt64Milliseconds(options.limits.max_connection_idle));

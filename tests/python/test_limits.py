@@ -8,6 +8,7 @@ import dataclasses
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -244,6 +245,18 @@ def test_a_connection_more_is_closed_and_counted(tmp_path):
         assert value(metrics, "ema_connections_refused_total", reason="limit") >= 1
         assert metrics["ema_connections_per_peer_limit"] == {(): 64.0}
         caller.create("n")
+
+
+def test_a_client_without_calls_keeps_its_connection(tmp_path):
+    """Nobody reads from it meanwhile: only the client's kernel answers whether it is there."""
+    options = (*LISTEN, "--keepalive-time", "1s", "--keepalive-timeout", "1s")
+    with (
+        ServerProcess(tmp_path, *options) as server,
+        ema_client.Client(server.address, same_host_lane=False) as client,
+    ):
+        client.models()
+        time.sleep(3.5)
+        assert value(scrape(server), "ema_connections_open") == 1
 
 
 def test_a_pull_more_is_refused(tmp_path):

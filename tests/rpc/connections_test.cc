@@ -2,6 +2,7 @@
 //
 // The ways to a server: IPv4, IPv6, unix sockets, and how many may take them.
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
@@ -29,6 +30,22 @@ class ConnectionsTest : public RpcFixture {
 
   static std::vector<std::string> AddressesOf(const RpcServer& server) {
     return absl::StrSplit(server.addresses(), ',');
+  }
+  // The server's ends of the connections to its port.
+  std::vector<int> ServersEnds() const {
+    std::vector<int> fds;
+    for (int fd = 0; fd < 1024; ++fd) {
+      sockaddr_in own{};
+      sockaddr_storage peer{};
+      socklen_t own_size = sizeof(own);
+      socklen_t peer_size = sizeof(peer);
+      if (getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+          own.sin_family == AF_INET && ntohs(own.sin_port) == server_->port() &&
+          getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0) {
+        fds.push_back(fd);
+      }
+    }
+    return fds;
   }
   // Pushes and pulls, by gRPC.
   static absl::Status Use(const std::string& address, absl::Duration timeout = absl::Seconds(20)) {
@@ -198,8 +215,27 @@ TEST_F(ConnectionsTest, WhoDoesNotBeginToSpeakIsClosed) {
   EXPECT_THAT(Use(address_), IsOk());
 }
 
+TEST_F(ConnectionsTest, TheKernelAsksWhetherAnIdlePeersMachineIsThere) {
+  StartServer({.limits = {.keepalive_time = absl::Milliseconds(6'500),
+                          .keepalive_timeout = absl::Seconds(20)}});
+  const std::unique_ptr<Client> client = *Client::Create(address_, {.same_host_lane = false});
+  ASSERT_THAT(client->ListModels(), IsOk());
+  const auto option = [](int fd, int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof(value);
+    EXPECT_EQ(getsockopt(fd, level, name, &value, &size), 0);
+    return value;
+  };
+  const std::vector<int> fds = ServersEnds();
+  ASSERT_THAT(fds, testing::Not(testing::IsEmpty()));
+  for (const int fd : fds) {
+    EXPECT_EQ(option(fd, SOL_SOCKET, SO_KEEPALIVE), 1);
+    EXPECT_EQ(option(fd, IPPROTO_TCP, TCP_KEEPIDLE), 7);
+    EXPECT_EQ(option(fd, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd, IPPROTO_TCP, TCP_KEEPCNT), 20);
+  }
+}
+
 TEST_F(ConnectionsTest, LongHeadersAndOneStreamTooManyAreRefused) {
-  StartServer({.limits = {.max_streams_per_connection = 1, .max_metadata_bytes = 2048}});
   const auto list = [this](size_t header_bytes, absl::Duration timeout) {
     grpc::ClientContext context;
     context.AddMetadata("x-note", std::string(header_bytes, 'x'));
@@ -207,8 +243,11 @@ TEST_F(ConnectionsTest, LongHeadersAndOneStreamTooManyAreRefused) {
     v1::ListModelsResponse response;
     return stub_->ListModels(&context, {}, &response).error_code();
   };
+  StartServer({.limits = {.max_metadata_bytes = 2048}});
   EXPECT_EQ(list(1000, absl::Seconds(20)), grpc::StatusCode::OK);
   EXPECT_EQ(list(8000, absl::Seconds(20)), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  // A new connection: gRPC closes one on which a stream begins before it has let that one go.
+  StartServer({.limits = {.max_streams_per_connection = 1}});
   CreateAndOpen();
   grpc::ClientContext context;
   v1::WatchRequest request;

@@ -87,7 +87,8 @@ class RpcFixture : public testing::Test {
   void CreateAndOpen() {
     grpc::ClientContext create_context;
     v1::CreateModelResponse created;
-    ASSERT_TRUE(stub_->CreateModel(&create_context, CreateRequest(), &created).ok());
+    const grpc::Status status = stub_->CreateModel(&create_context, CreateRequest(), &created);
+    ASSERT_TRUE(status.ok()) << status.error_code() << ": " << status.error_message();
     v1::OpenRunRequest request;
     request.set_model("m");
     request.set_launch_id("launch");
