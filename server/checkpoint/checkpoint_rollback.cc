@@ -10,6 +10,7 @@
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/verify.h"
+#include "server/core/model_store.h"
 
 namespace ema {
 
@@ -84,14 +85,17 @@ absl::StatusOr<SnapshotRef> CheckpointManager::GoBackToStored(
   if (held == nullptr) return NotKept(model, id);
   const std::string path = store_->Path(model_name, stored.name);
   // Before anything changes, and without memory for it.
-  absl::StatusOr<CheckpointManifest> manifest = VerifyCheckpoint(files, path);
+  const RestBetweenReads rest = [this] {
+    return Rest(absl::ZeroDuration()) ? absl::OkStatus() : DrainingError();
+  };
+  absl::StatusOr<CheckpointManifest> manifest = VerifyCheckpoint(files, path, nullptr, rest);
   if (manifest.ok()) manifest = CheckIsOf(model, stored, *std::move(manifest));
   if (!manifest.ok()) return StoredError(model, stored.name, manifest.status());
   absl::Status read;
   absl::StatusOr<SnapshotRef> newest =
       model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
         absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
-            ReadCheckpoint(files, path, *manifest, model);
+            ReadCheckpoint(files, path, *manifest, model, rest);
         read = snapshot.status();
         return snapshot;
       });

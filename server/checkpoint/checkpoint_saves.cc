@@ -9,6 +9,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/core/model_store.h"
 
 namespace ema {
 namespace {
@@ -180,10 +181,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
     }
   }
   absl::MutexLock lock(&mu_);
-  if (is_stopping_) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                     "the server is stopping");
-  }
+  if (is_stopping_) return DrainingError();
   EMA_RETURN_IF_ERROR(CheckMayWait(model, saved.record.id()));
   Saving& saving = saving_[key];
   if (!request.label.empty()) saving.labels.push_back(request.label);

@@ -22,6 +22,7 @@ struct Job {
   const std::string& path;
   const CheckpointManifest& checkpoint;
   Model& model;
+  const RestBetweenReads& rest;
 };
 
 // Whoever restores has nothing else to do, and fresh memory costs more than the disk.
@@ -41,6 +42,7 @@ absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, TensorK
     return writer->InPlace(track.layout().entry(index).offset + offset, length_bytes);
   };
   const auto write = [&](int64_t index, int64_t offset, std::span<const std::byte> bytes) {
+    if (job.rest) EMA_RETURN_IF_ERROR(job.rest());
     return writer->Write(track.layout().entry(index).offset + offset, bytes);
   };
   EMA_RETURN_IF_ERROR(reader->ReadAll(place, write, MaxThreads()));
@@ -74,7 +76,8 @@ absl::Status LocateError(const absl::Status& status, std::string_view model,
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
-                                                         Model& model) {
+                                                         Model& model,
+                                                         const RestBetweenReads& rest) {
   if (std::string difference = checkpoint.manifest.DifferenceFrom(model.manifest());
       !difference.empty()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
@@ -82,7 +85,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   }
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
-  const Job job{file_system, path, checkpoint, model};
+  const Job job{file_system, path, checkpoint, model, rest};
   for (const PushPlan::Entry& entry : model.plan().tracks) {
     const CheckpointTrack* const saved = checkpoint.Find(entry.track->name());
     if (saved == nullptr || !saved->weights.has_value() ||

@@ -27,12 +27,14 @@ absl::Status LocateError(const absl::Status& status, std::string_view model,
 // or not alike, and have as many schedules. Every byte that is read is verified, but for the files
 // of tracks that are left out. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing; the
 // message names track and tensor. FAILED_PRECONDITION, MODEL_DIFFERS: other tensors.
-// RESOURCE_EXHAUSTED: no memory. UNAVAILABLE: the disk failed. INTERNAL, DEVICE. Nothing stays
-// allocated after an error. Blocks on the disk.
+// RESOURCE_EXHAUSTED: no memory. UNAVAILABLE: the disk failed. INTERNAL, DEVICE. Calls `rest`, if
+// it is given, as VerifyCheckpoint() does, but from several threads. Nothing stays allocated after
+// an error. Blocks on the disk.
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
-                                                         Model& model);
+                                                         Model& model,
+                                                         const RestBetweenReads& rest = nullptr);
 
 }  // namespace ema
 

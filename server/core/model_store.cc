@@ -9,14 +9,11 @@
 #include "ema/internal/status_macros.h"
 
 namespace ema {
-namespace {
 
-absl::Status Draining() {
+absl::Status DrainingError() {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
                    "the server is shutting down");
 }
-
-}  // namespace
 
 ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
     : device_(std::move(device)),
@@ -33,7 +30,7 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
   const std::vector<std::shared_ptr<Track>> tracks =
       MakeTracks(config.tracks, *config.manifest, options_.model.block_bytes);
   absl::MutexLock lock(&mu_);
-  if (draining_) return Draining();
+  if (draining_) return DrainingError();
   if (deleting_.contains(config.name)) {
     return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
                      absl::StrCat("model \"", config.name, "\" is being deleted"),
@@ -136,12 +133,12 @@ void ModelStore::Drain(SteadyTime deadline) {
     draining_ = true;
   }
   const std::vector<std::shared_ptr<Model>> models = List();
-  for (const std::shared_ptr<Model>& model : models) model->RefuseNew(Draining());
-  for (const std::shared_ptr<Model>& model : models) model->Drain(Draining(), deadline);
+  for (const std::shared_ptr<Model>& model : models) model->RefuseNew(DrainingError());
+  for (const std::shared_ptr<Model>& model : models) model->Drain(DrainingError(), deadline);
 }
 
 void ModelStore::Close() {
-  for (const std::shared_ptr<Model>& model : List()) model->Close(Draining());
+  for (const std::shared_ptr<Model>& model : List()) model->Close(DrainingError());
 }
 
 }  // namespace ema

@@ -15,6 +15,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/base/steady_wait.h"
@@ -23,6 +24,9 @@
 #include "server/device/device.h"
 
 namespace ema {
+
+// What a server that stops says to whoever asks for more: UNAVAILABLE, DRAINING.
+absl::Status DrainingError();
 
 // Thread-safe. A model lives while the store or somebody else holds it.
 class ModelStore {

@@ -5,6 +5,7 @@
 
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/model_store.h"
 
 namespace ema {
 
@@ -26,8 +27,7 @@ absl::StatusOr<Caller> RpcContext::Admit(std::string_view method, std::string_vi
     return access.status();
   }
   if (refuses_work.load(std::memory_order_relaxed) && BeginsWork(method)) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                     "the server is shutting down");
+    return DrainingError();
   }
   Caller caller{.access = *access, .log = {.peer = std::move(peer), .role = {}}};
   if (authenticator != nullptr) {

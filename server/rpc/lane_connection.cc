@@ -18,6 +18,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/base/stream_copy.h"
+#include "server/core/model_store.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/push_handler.h"
 
@@ -243,11 +244,7 @@ absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                      "nothing moved on this lane for too long");
   }
-  if (is_stopping_.load()) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                     "the server is stopping");
-  }
-  return status;
+  return is_stopping_.load() ? DrainingError() : status;
 }
 
 }  // namespace ema

@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/model_store.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
@@ -187,10 +188,7 @@ absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeo
 }
 
 absl::Status RpcServer::health() const {
-  if (!serving_.load(std::memory_order_relaxed)) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                     "the server is shutting down");
-  }
+  if (!serving_.load(std::memory_order_relaxed)) return DrainingError();
   EMA_RETURN_IF_ERROR(rpc_.store->device().health());
   return CheckWorkers(Heartbeats::Need::kServing, options_.worker_timeout);
 }

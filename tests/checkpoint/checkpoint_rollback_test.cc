@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
@@ -16,6 +17,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 absl::Status DiskError() { return absl::UnavailableError("Input/output error"); }
 
@@ -103,6 +105,37 @@ TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
   EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
   server.PushTo(5);
   EXPECT_EQ(server.version(), 5);
+}
+
+// From whichever read on.
+TEST_F(RollbackTest, AServerThatStopsDoesNotReadOn) {
+  SaveThree();
+  int64_t drain_count = 0;
+  for (int64_t stop = 0;; ++stop) {
+    const auto files = files_.AfterCrash(PowerLoss::kNone);
+    TestServer server(*files);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
+    const std::string weights = absl::StrCat("/", listing.checkpoints[2].name, "/tracks/");
+    int64_t read_count = 0;
+    files->set_hook([&](const std::string& operation, const std::string& path) {
+      if (operation != "read" || !absl::StrContains(path, weights)) return absl::OkStatus();
+      return read_count++ == stop ? server.manager().Drain(server.models()) : absl::OkStatus();
+    });
+    const absl::Status restored = server.manager().Restore(server.model(), {1, 0}, "").status();
+    files->set_hook(nullptr);
+    if (read_count <= stop) {
+      EXPECT_THAT(restored, IsOk());
+      break;
+    }
+    ++drain_count;
+    // What is left of one small file.
+    EXPECT_LE(read_count, stop + 4);
+    EXPECT_THAT(restored, ReasonIs(ErrorReason::kDraining)) << stop;
+    EXPECT_EQ(server.version(), 3);
+    EXPECT_THAT(server.errors(), IsEmpty());
+    EXPECT_THAT(server.Complete(), ElementsAre(3, 2, 1));
+  }
+  EXPECT_GT(drain_count, 10);
 }
 
 TEST_F(RollbackTest, AFileThatAPersonHasPutBesideTheWeightsIsNoDamage) {
