@@ -23,7 +23,9 @@ constexpr int64_t kCopyBelowBytes = int64_t{64} << 10;
 constexpr int64_t kMaxGlobs = 256;
 constexpr size_t kMaxSlices = 4096;
 
-absl::Status CheckCounts(const Selection& selection) {
+}  // namespace
+
+absl::Status Reading::CheckCounts(const Selection& selection) {
   if (std::count_if(selection.tensors.begin(), selection.tensors.end(), IsGlob) > kMaxGlobs ||
       static_cast<int64_t>(selection.tensors.size()) > kMaxTensorCount) {
     return BadRequest(absl::StrCat("tensors: ", selection.tensors.size(),
@@ -34,6 +36,12 @@ absl::Status CheckCounts(const Selection& selection) {
     return BadRequest(
         absl::StrCat("slices: ", selection.slices.size(), " given, expected at most ", kMaxSlices));
   }
+  for (const TensorSlice& slice : selection.slices) {
+    const size_t rank = std::max(slice.offsets.size(), slice.extents.size());
+    if (rank <= kMaxRank) continue;
+    return BadRequest(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor), "\": ", rank,
+                                   " dimensions given, expected at most ", kMaxRank));
+  }
   if (selection.dtype.has_value() && !IsCastTarget(*selection.dtype)) {
     return BadRequest(
         absl::StrCat("dtype: ", std::string(DtypeName(*selection.dtype)),
@@ -41,8 +49,6 @@ absl::Status CheckCounts(const Selection& selection) {
   }
   return absl::OkStatus();
 }
-
-}  // namespace
 
 absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
                                                          const TrackSnapshot& track,
@@ -138,11 +144,19 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
   return absl::OkStatus();
 }
 
+int64_t Reading::BytesOf(const Selection& selection) {
+  size_t bytes = 0;
+  for (const std::string& name : selection.tensors) bytes += sizeof(name) + name.capacity();
+  for (const TensorSlice& slice : selection.slices) {
+    bytes += sizeof(slice) + slice.tensor.capacity() + 2 * sizeof(int64_t) * slice.offsets.size();
+  }
+  return static_cast<int64_t>(bytes);
+}
+
 int64_t Reading::ListBytes() const {
   // In a message, beside its name.
   constexpr size_t kHeaderBytes = 128;
-  size_t bytes = static_cast<size_t>(boxes_.memory_bytes());
-  for (const std::string& name : selection_.tensors) bytes += sizeof(name) + name.capacity();
+  auto bytes = static_cast<size_t>(boxes_.memory_bytes() + BytesOf(selection_));
   for (const Shard& box : boxes_.shards()) {
     bytes += sizeof(StorageLayout::Entry) + sizeof(TensorSlice*) + kHeaderBytes +
              manifest_.tensor(box.tensor_index).name.size();

@@ -52,6 +52,13 @@ class Reading {
                                                          const Manifest& manifest, Device& device,
                                                          MemoryBudget& budget, Selection selection);
 
+  // What Create() asks of any selection, whatever the tensors: for one that waits until a version
+  // is there. INVALID_ARGUMENT, BAD_REQUEST: more than a model can have, or a dtype as above.
+  static absl::Status CheckCounts(const Selection& selection);
+
+  // What its names and boxes take.
+  static int64_t BytesOf(const Selection& selection);
+
   const SnapshotRef& snapshot() const { return snapshot_; }
   const TrackSnapshot& track() const { return track_; }
   const Selection& selection() const { return selection_; }

@@ -106,7 +106,7 @@ struct RpcContext {
   StreamAdmission requests;  // That arrive.
   StreamAdmission probes;    // The same of calls that anybody may make.
   RateLimit rate;            // But of calls that anybody may make.
-  MemoryBudget waiting;      // Of long requests whose turn has not come.
+  MemoryBudget waiting;      // Of long requests whose turn has not come, or that wait for the disk.
   LogSink log;
   LogThrottle refusals;
   std::atomic<bool> refuses_work = false;  // Relaxed: a call may just have got in.

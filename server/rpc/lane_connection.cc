@@ -162,7 +162,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
 absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
-  PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
+  PullHandler handler(rpc_->store.get(), rpc_->checkpoints, &rpc_->waiting);
   const absl::Time begin = absl::Now();
   absl::Status status = SendVersion(request, handler);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));

@@ -41,7 +41,7 @@ PullCall::PullCall(RpcContext* rpc, CallQueue* queue)
     : rpc_(rpc),
       queue_(queue),
       arrival_(rpc, kPull),
-      handler_(rpc->store.get(), rpc->checkpoints) {}
+      handler_(rpc->store.get(), rpc->checkpoints, &rpc->waiting) {}
 
 PullCall::~PullCall() { rpc_->pulls.Leave(this); }
 

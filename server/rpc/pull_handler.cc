@@ -123,17 +123,24 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
     }
   }
   EMA_ASSIGN_OR_RETURN(wanted.selection, FromProto(request.selection()));
+  EMA_RETURN_IF_ERROR(Reading::CheckCounts(wanted.selection));
   if (request.has_step()) {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> found,
                          model_->FindStep(request.track(), request.step()));
     wanted.step = request.step();
-    if (!found.has_value()) {
-      on_disk_ = std::move(wanted);
-      return absl::OkStatus();
-    }
+    if (!found.has_value()) return WaitForDisk(std::move(wanted));
     wanted.id = *found;
   }
   return OpenVersion(std::move(wanted));
+}
+
+absl::Status PullHandler::WaitForDisk(Wanted wanted) {
+  const int64_t bytes = Reading::BytesOf(wanted.selection);
+  if (wanted.memory == nullptr && bytes > Reading::kFreeBytes) {
+    EMA_ASSIGN_OR_RETURN(wanted.memory, waiting_->Reserve("a waiting Pull", bytes));
+  }
+  on_disk_ = std::move(wanted);
+  return absl::OkStatus();
 }
 
 absl::Status PullHandler::OpenVersion(Wanted wanted) {
@@ -150,8 +157,7 @@ absl::Status PullHandler::OpenVersion(Wanted wanted) {
       wanted.too_many_pins = reading.status();
       wanted.step.reset();
     }
-    on_disk_ = std::move(wanted);
-    return absl::OkStatus();
+    return WaitForDisk(std::move(wanted));
   }
   EMA_RETURN_IF_ERROR(reading.status());
   reading_ = *std::move(reading);

@@ -17,6 +17,7 @@
 #include "ema/version_id.h"
 #include "server/base/observer.h"
 #include "server/core/checkpoints.h"
+#include "server/core/memory_budget.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 #include "server/core/reading.h"
@@ -26,9 +27,9 @@ namespace ema {
 // One pull: header, chunks, trailer. Keeps the version pinned. For one thread at a time.
 class PullHandler {
  public:
-  // `store` and `checkpoints` outlive it.
-  PullHandler(ModelStore* store, Checkpoints* checkpoints)
-      : store_(store), checkpoints_(checkpoints) {}
+  // `waiting`: for long lists of tensors, while they wait for the disk. All outlive it.
+  PullHandler(ModelStore* store, Checkpoints* checkpoints, MemoryBudget* waiting)
+      : store_(store), checkpoints_(checkpoints), waiting_(waiting) {}
 
   // Errors as Pull in ema_service.proto. Does not block on the disk: opens what is in memory.
   absl::Status Open(const v1::PullRequest& request);
@@ -69,13 +70,16 @@ class PullHandler {
     std::optional<int64_t> step;  // Instead: of this step, and not in memory.
     std::string track;
     Selection selection;
-    absl::Status too_many_pins;  // Not OK: it is in memory; because of this.
+    std::unique_ptr<MemoryBudget::Reservation> memory;  // Of a long selection.
+    absl::Status too_many_pins;                         // Not OK: it is in memory; because of this.
   };
 
   // Sets `reading_`, or `on_disk_`, unless there is nothing newer to read.
   absl::Status OpenReading(const v1::PullRequest& request);
   // Which version is asked for, if not by its step; all zero: the newest.
   absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
+  // Sets `on_disk_`.
+  absl::Status WaitForDisk(Wanted wanted);
   // Sets `reading_` if the version is in memory, else `on_disk_`.
   absl::Status OpenVersion(Wanted wanted);
   // OpenVersion() of the step in `on_disk_`, wherever it is.
@@ -89,6 +93,7 @@ class PullHandler {
 
   ModelStore* const store_;
   Checkpoints* const checkpoints_;
+  MemoryBudget* const waiting_;
   std::shared_ptr<Model> model_;
   Version record_;
   std::optional<Wanted> on_disk_;        // Until it is open.

@@ -479,6 +479,19 @@ TEST_F(StoredPullTest, ASelectionIsCutAndCastOnTheWay) {
   EXPECT_EQ(PullByLane(request).data, pulled.data);
 }
 
+TEST_F(StoredPullTest, ASelectionThatNoModelHasDoesNotWaitForTheDisk) {
+  Start();
+  v1::PullRequest names = Request(1);
+  for (int64_t i = 0; i <= kMaxTensorCount; ++i) names.mutable_selection()->add_tensors("a");
+  EXPECT_EQ(ReasonOf(names), v1::ERROR_REASON_BAD_REQUEST);
+  v1::PullRequest box = Request(1);
+  v1::TensorSlice* const slice = box.mutable_selection()->add_slices();
+  slice->set_tensor("a");
+  for (int d = 0; d <= kMaxRank; ++d) slice->add_offsets(0);
+  EXPECT_EQ(ReasonOf(box), v1::ERROR_REASON_BAD_REQUEST);
+  EXPECT_EQ(disk_.open_count, 0);
+}
+
 TEST_F(StoredPullTest, AReaderGoesOnWhereItStopped) {
   Start();
   for (const int64_t offset : {int64_t{1}, int64_t{1} << 20, int64_t{2'000'003}, kBytes}) {
@@ -603,6 +616,35 @@ TEST_F(StoredPullTest, NorForOneThatIsSlowToOpen) {
   go_on_.Notify();
   reader.join();
   EXPECT_TRUE(IsData(slow.data, first_));
+}
+
+TEST_F(StoredPullTest, LongListsThatWaitForTheDiskHaveOneBudget) {
+  Start();
+  disk_.on_open = [this] {
+    go_on_.WaitForNotification();
+    return absl::OkStatus();
+  };
+  v1::PullRequest request = Request(1);
+  for (int i = 0; i < 150'000; ++i) {
+    request.mutable_selection()->add_tensors(std::string(40, 'a'));
+  }
+  // Of 72 bytes a name: six fit into 64 MiB.
+  std::atomic<int> refused = 0;
+  std::atomic<int> opened = 0;
+  {
+    std::vector<std::jthread> readers;
+    for (int i = 0; i < 8; ++i) {
+      readers.emplace_back([&] {
+        const v1::ErrorReason reason = ReasonOf(request);
+        (reason == v1::ERROR_REASON_MEMORY_BUDGET ? refused : opened) += 1;
+      });
+    }
+    while (refused < 2) std::this_thread::yield();
+    go_on_.Notify();
+  }
+  EXPECT_EQ(refused, 2);
+  EXPECT_EQ(opened, 6);
+  EXPECT_EQ(ReasonOf(request), v1::ERROR_REASON_BAD_REQUEST);  // There is no such tensor.
 }
 
 TEST_F(StoredPullTest, AReaderThatWaitsForTheDiskHasNotStalled) {
