@@ -2,7 +2,6 @@
 //
 // emactl: makes, lists, watches and pulls the models of an EMA server, and explains schedules.
 #include <malloc.h>
-#include <signal.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -23,6 +22,7 @@
 #include "client/cli/import.h"
 #include "client/cli/pull_command.h"
 #include "client/cli/server_commands.h"
+#include "client/cli/signals.h"
 #include "client/cli/track_option.h"
 #include "client/cli/tracks_command.h"
 #include "ema/client.h"
@@ -45,23 +45,6 @@ constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
     "with ,update_interval=10ba and the like behind it (emactl explain --help lists them; "
     "besides, with sigma_rel: snapshot_interval=1000ba)";
-
-volatile sig_atomic_t interrupted = 0;
-void OnSignal(int) { interrupted = 1; }
-
-// Ctrl-C ends the wait, so that a half-written file is removed; so does a terminal that is closed,
-// unless nohup ignores that.
-void CatchSignals() {
-  struct sigaction action = {};
-  action.sa_handler = &OnSignal;
-  action.sa_flags = SA_RESETHAND;  // The second one kills.
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  struct sigaction hang_up = {};
-  if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler == SIG_IGN) return;
-  action.sa_flags = 0;  // It comes twice.
-  sigaction(SIGHUP, &action, nullptr);
-}
 
 // Checks for CLI11: an error, or "".
 template <typename Parsed>
@@ -248,8 +231,10 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(files, chosen, "add", "Put files there, in the place of those of the same names",
             [&](const Session& session) { return AddFiles(session, file); });
   AddModel(sub, file.model);
-  sub->add_option("paths", file.paths,
-                  "Files, or Hugging Face folders, of which what is not weights is taken")
+  sub->add_option(
+         "paths", file.paths,
+         "Files; or Hugging Face folders, of which .json, .txt, .model and .jinja files are taken, "
+         "but no index of weights")
       ->required();
   sub = Add(files, chosen, "remove", "Take one away",
             [&](const Session& session) { return RemoveFile(session, file); });
@@ -574,10 +559,10 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? ema::cli::kExitOk : UsageExitCode(app);
   }
 
-  CatchSignals();
-  Session session{.json = options.json, .has_timeout = timeout->count() > 0, .is_interrupted = [] {
-                    return interrupted != 0;
-                  }};
+  ema::cli::CatchSignals();
+  Session session{.json = options.json,
+                  .has_timeout = timeout->count() > 0,
+                  .is_interrupted = &ema::cli::IsInterrupted};
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
   if (command.needs_server) {
