@@ -37,6 +37,8 @@ _logger = logging.getLogger(__name__)
 _OUT_OF_STEP_WAIT_S = 1.0
 # How long an interpreter that ends without close(), and an exception, wait for the last push.
 EXIT_WAIT_S = 1.0
+# How long a push whose time is over may take to say why: it tells the server first.
+_END_GRACE_S = 2.0
 # How long the training waits while the server is told of a step that this rank cannot push.
 _GIVE_UP_TIMEOUT_S = 1.0
 
@@ -239,7 +241,7 @@ class Pushing:
                 # No less than the push has itself, or one that takes long would be begun again for
                 # ever. Where the server is gone or hangs, it takes some seconds.
                 if self._pending.wait_done(
-                    max_wait_s=min(self._timeout_s, max(0.0, until - start))
+                    max_wait_s=min(self._timeout_s + _END_GRACE_S, max(0.0, until - start))
                 ):
                     self._harvest()
                 else:
