@@ -206,6 +206,39 @@ def test_averaged_and_back():
         ema.copy_to(torch.nn.Linear(3, 3))
 
 
+class Tied(torch.nn.Module):
+    """Two pairs of layers, the second of each with the weight of the first or with its own."""
+
+    def __init__(self, *pairs: tuple[str, str], is_tied: bool = True) -> None:
+        super().__init__()
+        for first, second in pairs:
+            self.add_module(first, torch.nn.Linear(3, 3, bias=False))
+            self.add_module(second, torch.nn.Linear(3, 3, bias=False))
+            if is_tied:
+                self.get_submodule(second).weight = self.get_submodule(first).weight
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Tied(("b", "a"), ("d", "c")), Tied(("a", "b"), ("c", "d"), is_tied=False)],
+    ids=["in another order", "not tied"],
+)
+def test_another_model_may_be_tied_otherwise(other):
+    model = Tied(("a", "b"), ("c", "d"))
+    ema = LocalEMA(model, tracks={"ema": {"smoothing": 0.5, "tensor_rules": {"c.*": "ignore"}}})
+    ema.update()
+    own = widened(other)
+    with ema.averaged(other):
+        assert torch.equal(other.a.weight, model.a.weight)
+        assert torch.equal(other.b.weight, model.a.weight)
+        assert np.array_equal(own["c.weight"], widened(other)["c.weight"])
+    assert_same_bits(own, widened(other))
+    ema.copy_to(other)
+    assert torch.equal(other.a.weight, model.a.weight)
+    assert torch.equal(other.b.weight, model.a.weight)
+    assert np.array_equal(own["d.weight"], widened(other)["d.weight"])
+
+
 @pytest.mark.parametrize("how", ["averaged", "copy_to", "compute_ema"])
 def test_weights_that_a_push_reads_are_waited_for(server, model, monkeypatch, how):
     module = torch.nn.Linear(3, 2)

@@ -155,6 +155,7 @@ def averaged_beside(
         model,
         f'model "{read.model_name}"',
         read.weights,
+        read.aliases,
         ignored=read.ignored,
         rename=rename,
         own=own,
@@ -184,7 +185,8 @@ def copy_average(
     failure: Exception | None = None
     try:
         read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-        pairs = _targets(model, f'model "{read.model_name}"', read.weights, read.ignored, rename)
+        what = f'model "{read.model_name}"'
+        pairs = _targets(model, what, read.weights, read.aliases, read.ignored, rename)
     except Exception as raised:
         failure = raised
     ranks.gather_or_raise(failure, None)
@@ -197,6 +199,7 @@ class _Read:
     model_name: str
     ranks: Ranks  # That have read their parts together.
     weights: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
     ignored: set[str]
     version: Version
 
@@ -246,7 +249,8 @@ def _read(
                 framework="torch",
             )
             weights, pulled = whole, whole.version
-    return _Read(model_name, ranks, weights, ignored, pulled)
+    aliases = weights.aliases if isinstance(weights, Weights) else {}
+    return _Read(model_name, ranks, weights, aliases, ignored, pulled)
 
 
 @contextlib.contextmanager
@@ -254,6 +258,7 @@ def swapped(
     model: torch.nn.Module,
     what: str,
     weights: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
     *,
     ignored: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
@@ -262,13 +267,14 @@ def swapped(
 ) -> Iterator[None]:
     """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`.
 
+    `aliases` are further names of weights, by which the model may have them, and the first ones.
     Collective, if there are `ranks`: on all of them or on none.
     """
     own = OwnValues() if own is None else own
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     failure: Exception | None = None
     try:
-        pairs = _targets(model, what, weights, ignored, rename)
+        pairs = _targets(model, what, weights, aliases, ignored, rename)
         own.keep(tensor for tensor, _ in pairs)
     except Exception as raised:  # No memory, for example.
         failure = raised
@@ -288,17 +294,19 @@ def copy_into(
     model: torch.nn.Module,
     what: str,
     weights: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
     *,
     ignored: Collection[str] = (),
 ) -> None:
     """As `swapped`, for good."""
-    write(_targets(model, what, weights, ignored, None))
+    write(_targets(model, what, weights, aliases, ignored, None))
 
 
 def _targets(
     model: torch.nn.Module,
     what: str,
     weights: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -309,8 +317,8 @@ def _targets(
     named = named_tensors(unwrap(model), rename)
     own = _without(named, ignored)
     tensors = selected(pieces_of(own))
-    aliases = weights.aliases if isinstance(weights, Weights) else {}
-    first_names = {name: aliases.get(name, name) for name in weights}
+    first_names = {name: name for name in weights}
+    first_names |= {alias: name for alias, name in aliases.items() if name in weights}
     names = _names_there(named, first_names)
     _arrays.check_names(
         what, expected=first_names.values(), given=[names[name] for name in tensors]

@@ -140,17 +140,18 @@ class _Track:
             if done == action and schedule in (None, self.schedules[name])
         ]
 
-    def absent(self) -> list[str]:
-        """Tensors that it ignores, or whose schedule has not begun."""
-        return [name for name in self.actions if name not in self.tensors]
+    def absent(self, aliases: Mapping[str, str]) -> list[str]:
+        """Tensors that it ignores, or whose schedule has not begun, under all their names."""
+        names = {name: name for name in self.actions} | dict(aliases)
+        return [name for name, first in names.items() if first not in self.tensors]
 
 
 class LocalEMA:
     """Averages of a model in this process, in host memory, with the schedules of a server.
 
-    The same numbers as a server's, bit for bit, for the same pushes: those who start without a server
-    change nothing but this line later. Values that are not finite go into the averages. Not
-    thread-safe.
+    The same numbers as a server's, bit for bit, for the same pushes. Those who start without a server
+    write `attach(model, optimizer, url, ...)` later, with the same arguments, and no `update`. Values
+    that are not finite go into the averages. Not thread-safe.
 
     Args:
         model: whose weights are averaged; DistributedDataParallel and torch.compile are looked through.
@@ -351,10 +352,15 @@ class LocalEMA:
         tensors = {
             name: chosen.tensors[name].clone() for name in chosen.actions if name in chosen.tensors
         }
-        for name, others in named_tensors(self._module).aliases.items():
+        for alias, name in self._aliases().items():
             if name in tensors:
-                tensors.update(dict.fromkeys(others, tensors[name]))
+                tensors[alias] = tensors[name]
         return tensors
+
+    def _aliases(self) -> dict[str, str]:
+        """The further names of tied tensors, and the first ones."""
+        named = named_tensors(self._module)
+        return {alias: name for name, others in named.aliases.items() for alias in others}
 
     def copy_to(self, model: torch.nn.Module, track: str | None = None) -> None:
         """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
@@ -363,8 +369,9 @@ class LocalEMA:
             InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
                 changed.
         """
-        values = self._get(track)
-        copy_into(model, "model", values.tensors, ignored=values.absent())
+        values, aliases = self._get(track), self._aliases()
+        ignored = values.absent(aliases)
+        copy_into(model, "model", values.tensors, aliases, ignored=ignored)
 
     @contextlib.contextmanager
     def averaged(
@@ -381,8 +388,9 @@ class LocalEMA:
                 changed.
         """
         target = self._module if model is None else model
-        values = self._get(track)
-        with swapped(target, "model", values.tensors, ignored=values.absent()):
+        values, aliases = self._get(track), self._aliases()
+        ignored = values.absent(aliases)
+        with swapped(target, "model", values.tensors, aliases, ignored=ignored):
             yield
 
     def state_dict(self) -> dict[str, Any]:

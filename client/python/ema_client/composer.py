@@ -251,7 +251,8 @@ class EMA(Algorithm):
         with contextlib.ExitStack() as stack:
             failure: EmaError | None = None
             try:
-                stack.enter_context(swapped(state.model, f'model "{self._model_name}"', weights))
+                what = f'model "{self._model_name}"'
+                stack.enter_context(swapped(state.model, what, weights, weights.aliases))
             except Exception as raised:
                 failure = failure_of(raised)
             self._ranks().gather_or_raise(failure, None)
