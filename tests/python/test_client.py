@@ -341,11 +341,20 @@ def test_ctrl_c_in_a_pull_that_tells_of_its_progress(server, model, rng):
         assert_same_bits(weights, client.pull(model, track="ema", framework="numpy"))
 
 
-def test_no_server_is_unavailable_within_the_time_out(tmp_path):
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.models(),
+        lambda client: client.statistics("m"),
+        lambda client: client.create_checkpoint("m"),
+        lambda client: client.pull("m", track="ema", framework="numpy"),
+    ],
+)
+def test_no_server_is_unavailable_within_the_time_out(call):
     client = ema_client.Client("127.0.0.1:1", timeout_s=1)
     start = time.monotonic()
     with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
-        client.models()
+        call(client)
     assert time.monotonic() - start < 20
 
 

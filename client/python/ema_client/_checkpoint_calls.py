@@ -8,7 +8,7 @@ from collections.abc import Collection
 from ema_client import _ema
 from ema_client._files import FilesLike, small_files
 from ema_client._errors import InvalidArgumentError
-from ema_client._timeouts import TRANSFER_TIMEOUT_S, check_timeout
+from ema_client._timeouts import check_timeout
 from ema_client._types import (
     Checkpoint,
     CheckpointInfo,
@@ -89,7 +89,7 @@ class CheckpointCalls:
         tracks: Collection[str] | None = None,
         label: str | None = None,
         wait: bool = True,
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Checkpoint:
         """Saves a version. When it returns, that is on the server's disk, unless `wait` is False.
 
@@ -125,7 +125,7 @@ class CheckpointCalls:
             list(tracks or ()),
             label or "",
             wait,
-            self._timeout(timeout_s),
+            self._timeout(timeout_s, is_transfer=True),
         )
         return Checkpoint(
             version_from(record),
@@ -171,7 +171,7 @@ class CheckpointCalls:
         label: str,
         *,
         version: int | Version | None = None,
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Label:
         """Gives a version a name, which it takes from any other, and saves it if need be.
 
@@ -187,7 +187,7 @@ class CheckpointCalls:
             EmaError: as `create_checkpoint`.
         """
         number, incarnation = version_id(version)
-        timeout = self._timeout(timeout_s)
+        timeout = self._timeout(timeout_s, is_transfer=True)
         return Label(**self._client.set_label(name, label, number, incarnation, timeout))
 
     def remove_label(self, name: str, label: str, *, timeout_s: float | None = None) -> None:
@@ -202,7 +202,7 @@ class CheckpointCalls:
         *,
         lower_is_better: bool = False,
         label: str = "best",
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> MetricResult:
         """An evaluator's score for a version: the first and each better one moves `label` to it.
 
@@ -227,8 +227,9 @@ class CheckpointCalls:
             >>> best = client.pull("m", track="ema", version="best")
         """
         number, incarnation = version_id(version)
+        timeout = self._timeout(timeout_s, is_transfer=True)
         fields, moved = self._client.report_metric(
-            name, number, incarnation, value, lower_is_better, label, self._timeout(timeout_s)
+            name, number, incarnation, value, lower_is_better, label, timeout
         )
         return MetricResult(Label(**fields), moved)
 
@@ -238,7 +239,7 @@ class CheckpointCalls:
         *,
         version: int | Version | None = None,
         label: str | None = None,
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Version:
         """Rolls a model back: makes a new version that is what an earlier one was.
 
@@ -268,7 +269,7 @@ class CheckpointCalls:
                 reason="BAD_REQUEST",
             )
         number, incarnation = version_id(version)
-        timeout = self._timeout(timeout_s)
+        timeout = self._timeout(timeout_s, is_transfer=True)
         return version_from(
             self._client.restore_checkpoint(name, number, incarnation, label or "", timeout)
         )

@@ -45,7 +45,7 @@ class Client(EvaluatorCalls):
     Args:
         address: "host:port", "emas://host:port" over TLS, "unix:/path".
         timeout_s: seconds for every call that is not given its own. None: 600 for those that move
-            weights, 60 for others.
+            weights or wait for the server's disk, 60 for others.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
             same user, and offers it. gRPC stands in when there is none.
         max_connections: that one push may use; 0: half of the machine's processors, 8 at most. A run
@@ -165,7 +165,7 @@ class Client(EvaluatorCalls):
         updates: int = 0,
         max_pinned_versions: int = 0,
         non_finite: NonFinite = "reject",
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Version:
         """Makes a model whose averages begin with the weights of a file.
 
@@ -197,7 +197,7 @@ class Client(EvaluatorCalls):
             AlreadyExistsError: the model has a version, or other tensors or tracks.
             EmaError: as `create_model` and `Run.push`.
         """
-        check_timeout("timeout_s", timeout_s)
+        timeout_s = self._timeout(timeout_s, is_transfer=True)
         now = time_dict(time, step=step)
         made = [track_of(track, rule) for track, rule in tracks.items()]
         for track in made:
@@ -329,7 +329,7 @@ class Client(EvaluatorCalls):
         *,
         version: int | Version | None = None,
         tracks: Collection[str] = (),
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Version:
         """Norms of a version's averages, and their distances from the raw weights: what people plot.
 
@@ -359,10 +359,9 @@ class Client(EvaluatorCalls):
             >>> plot(version.step, version.statistics["ema"].norm, version.statistics["ema"].distance)
         """
         number, incarnation = version_id(version)
+        timeout = self._timeout(timeout_s, is_transfer=True)
         return version_from(
-            self._client.get_statistics(
-                name, number, incarnation, list(tracks), self._timeout(timeout_s)
-            )
+            self._client.get_statistics(name, number, incarnation, list(tracks), timeout)
         )
 
     def synthesize(
@@ -374,7 +373,7 @@ class Client(EvaluatorCalls):
         half_life: str | None = None,
         step: int = 0,
         tracks: Collection[str] = (),
-        timeout_s: float = TRANSFER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Synthesis:
         """Builds the average of another length, at any past step, from kept snapshots.
 
@@ -413,7 +412,7 @@ class Client(EvaluatorCalls):
             "" if half_life is None else str(half_life),
             step,
             list(tracks),
-            self._timeout(timeout_s),
+            self._timeout(timeout_s, is_transfer=True),
         )
         return Synthesis(
             version_from(version),
@@ -461,6 +460,7 @@ class Client(EvaluatorCalls):
             AbortedError: the launch_id is of a run that has been fenced.
             FailedPreconditionError: RESUME_MISMATCH: the model has no version that stands where the
                 trainer stands; the message lists what there is. No run has been opened.
+            OutOfRangeError: likewise, VERSION_NOT_KEPT: the version that the ResumePoint names is gone.
         """
         if launch_id is None:
             if world_size != 1:
@@ -469,7 +469,8 @@ class Client(EvaluatorCalls):
                     reason="BAD_REQUEST",
                 )
             launch_id = secrets.token_hex(16)
-        timeout = self._timeout(timeout_s)
+        # To resume is to read a version from the disk.
+        timeout = self._timeout(timeout_s, is_transfer=resume is not None)
         tuples: list[_ema.ShardTuple] | None = None
         frozen_count = 0
         if shards is not None or world_size != 1 or frozen:
