@@ -106,18 +106,19 @@ class Run {
   // rank's shards, as layout().shards() and in that order, each row-major and contiguous, in the
   // manifest's dtypes, also where the layout's wire dtype, in which layout() counts bytes, is
   // another: they are rounded when they are sent. They are read in place, not copied, and must not
-  // change or be freed until WaitReleased() has returned (or the push has ended). Frozen ones are
-  // not read, and may be empty, where plan().may_omit_frozen, unless `frozen_changed`: they are not
-  // as they were at this run's pushes before, or that is not known, because one of these has failed
-  // (one rank's word is enough, but then none may leave them out). `gpu_weights`: of which shards
-  // the spans are addresses on a GPU; these are copied to pinned memory of the host (of this run,
-  // kept, 64 MiB at most) on a stream of our own, and nothing waits for that but those who send.
-  // `strides`, by shard, or empty: a shard in host memory that has some is gathered when it is
-  // sent, a chunk at a time; its span has its size all the same, and begins at its first element.
-  // INVALID_ARGUMENT: a size is not that of the shard's elements, or strides do not fit it.
-  // FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running. INTERNAL, DEVICE: a
-  // GPU has failed, now or before, copies of a push before have not ended, or the process has none.
-  // `timeout` bounds everything, the wait for other ranks included.
+  // change or be freed until WaitReleased() has returned (or the push has ended); a GPU's may then
+  // be freed only behind the streams that it was given. Frozen ones are not read, and may be empty,
+  // where plan().may_omit_frozen, unless `frozen_changed`: they are not as they were at this run's
+  // pushes before, or that is not known, because one of these has failed (one rank's word is
+  // enough, but then none may leave them out). `gpu_weights`: of which shards the spans are
+  // addresses on a GPU; these are copied to pinned memory of the host (of this run, kept, 64 MiB at
+  // most) on a stream of our own, and nothing waits for that but those who send. `strides`, by
+  // shard, or empty: a shard in host memory that has some is gathered when it is sent, a chunk at a
+  // time; its span has its size all the same, and begins at its first element. INVALID_ARGUMENT: a
+  // size is not that of the shard's elements, or strides do not fit it. FAILED_PRECONDITION,
+  // SESSION_BUSY: a push of this rank is still running. INTERNAL, DEVICE: a GPU has failed, now or
+  // before, copies of a push before have not ended, or the process has none. `timeout` bounds
+  // everything, the wait for other ranks included.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
       absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {},

@@ -19,25 +19,34 @@ from testing import assert_same_bits
 DRIVER = ROOT / "build/release/tests/client/fake_cuda/libcuda.so.1"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_average_is_that_of_weights_in_host_memory(server, client, model, dtype):
+def run_with_driver(program: str, *arguments: str) -> str:
+    """What the program prints, which opens the driver itself."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, whose driver torch has opened: see test_cuda_training.py")
     if not DRIVER.exists():
         pytest.skip(f"no {DRIVER}: cmake --build --preset release makes it")
-    names = [f"{model}-host", f"{model}-gpu"]
-    program = pathlib.Path(__file__).with_name("fake_gpu_training.py")
     result = subprocess.run(
-        [sys.executable, program, DRIVER, *map(server.url, names), dtype],
+        [sys.executable, pathlib.Path(__file__).with_name(program), DRIVER, *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_average_is_that_of_weights_in_host_memory(server, client, model, dtype):
+    names = [f"{model}-host", f"{model}-gpu"]
+    copies = run_with_driver("fake_gpu_training.py", *map(server.url, names), dtype)
+    assert int(copies) > 0
     host, gpu = (client.pull(name, track="ema") for name in names)
     assert_same_bits(host, gpu)
+
+
+def test_an_array_lives_until_the_gpu_has_read_it(server, model):
+    run_with_driver("fake_gpu_array.py", server.address, model)
 
 
 def test_the_step_that_a_graph_captures_is_neither_counted_nor_pushed(

@@ -27,7 +27,8 @@ class PendingPush:
     """A push that runs in the background; made by `Run.start_push`. Thread-safe.
 
     The arrays are read in place: they must not change until `wait_released` has returned or the
-    push has ended. The object keeps a reference to them as long.
+    push has ended. The object keeps a reference to them as long; if one is on a GPU, until `wait_done`
+    or `wait` has found that the push has ended, or the object goes.
     """
 
     def __init__(self, push: _ema.PendingPush, gpus: frozenset[int] = frozenset()) -> None:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -64,14 +65,19 @@ class PyPendingPush {
     const std::vector<GpuStream> waiting = ToStreams(streams);
     const bool released = CallWithoutGil(
         [&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait, waiting)); });
-    // Either way nothing reads the arrays any more.
-    LetArraysGo();
+    // Either way nobody reads those in the host's memory any more. A GPU may still copy: PyTorch's
+    // streams wait for that (GpuStream), but not the one on which an array was made.
+    const auto is_on_gpu = [](const Array& array) { return array.gpu >= 0; };
+    if (push_->done() || std::none_of(arrays_.begin(), arrays_.end(), is_on_gpu)) LetArraysGo();
     return released;
   }
 
   bool WaitDone(double max_wait_s) {
     const absl::Duration max_wait = ToDuration(max_wait_s);
-    return CallWithoutGil([&] { return absl::StatusOr<bool>(push_->WaitDone(max_wait)); });
+    const bool done =
+        CallWithoutGil([&] { return absl::StatusOr<bool>(push_->WaitDone(max_wait)); });
+    if (done) LetArraysGo();
+    return done;
   }
 
   nb::dict Wait() {
