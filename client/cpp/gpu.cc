@@ -26,21 +26,22 @@ absl::Status DeviceError(int index, const std::string& what) {
 // mode, forbids some calls to all threads but those that say they do not mind.
 class Gpu::Current {
  public:
-  explicit Current(const Gpu& gpu) : driver_(*gpu.driver_) {
-    // Where this fails, so does what follows it, which is checked.
-    driver_.CtxPushCurrent(gpu.context_);
+  // Where it fails, as after a cudaDeviceReset(), so does what follows it, which is checked.
+  explicit Current(const Gpu& gpu)
+      : driver_(*gpu.driver_), is_pushed_(driver_.CtxPushCurrent(gpu.context_) == 0) {
     driver_.ThreadExchangeStreamCaptureMode(&capture_mode_);
   }
   ~Current() {
     driver_.ThreadExchangeStreamCaptureMode(&capture_mode_);
     CUctx_st* context = nullptr;
-    driver_.CtxPopCurrent(&context);
+    if (is_pushed_) driver_.CtxPopCurrent(&context);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
  private:
   const CudaDriver& driver_;
+  const bool is_pushed_;
   int capture_mode_ = CudaDriver::kCaptureModeRelaxed;
 };
 
