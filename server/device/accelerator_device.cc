@@ -215,7 +215,8 @@ class AcceleratorDevice : public Device {
             .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
             .host_bytes_per_reader = 2 * block_bytes,
-            .shared_host_bytes = options.kept_host_bytes + shared_bytes};
+            .shared_host_bytes = options.kept_host_bytes +
+                                 BlockPool::LeastKept(options.kept_host_bytes) + shared_bytes};
   }
   void Trim() override {
     feeds_->blocks.Trim();

@@ -74,7 +74,8 @@ void BlockPool::State::Shrink() {
   std::vector<std::unique_ptr<Memory>> freed;  // Destroyed after the lock.
   absl::MutexLock lock(&mu);
   const int64_t beside_used = kept_total_bytes - used_bytes.load(std::memory_order_relaxed);
-  const int64_t most_bytes = std::max<int64_t>(std::min(kept_free_bytes, beside_used), 0);
+  const int64_t most_bytes =
+      std::min(kept_free_bytes, std::max(beside_used, LeastKept(kept_total_bytes)));
   while (free_bytes > most_bytes) freed.push_back(RemoveOldestLocked());
 }
 

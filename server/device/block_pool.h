@@ -27,9 +27,12 @@ class BlockPool {
   using Allocator = std::function<absl::StatusOr<std::unique_ptr<Memory>>(int64_t size_bytes)>;
 
   // Keeps up to `kept_free_bytes` of blocks that came back, and fewer where they and the blocks
-  // that are out would be more than `kept_total_bytes`.
+  // that are out would be more than `kept_total_bytes`; but LeastKept() of that always, or each
+  // block that is taken and given back then would cost an allocation.
   BlockPool(Allocator allocator, int64_t kept_free_bytes,
             int64_t kept_total_bytes = std::numeric_limits<int64_t>::max());
+
+  static constexpr int64_t LeastKept(int64_t kept_total_bytes) { return kept_total_bytes / 16; }
 
   // A kept block of this size, or new memory. When the allocator has none, frees what is kept and
   // asks once more. RESOURCE_EXHAUSTED: from the allocator.

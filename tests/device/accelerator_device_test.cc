@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <deque>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -282,6 +283,26 @@ TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
   read_all();
   EXPECT_EQ(harness.accelerator->pin_count(), pin_count);
   EXPECT_EQ(harness.accelerator->pinned_bytes(), kKept * kBytes);
+}
+
+TEST(AcceleratorDeviceTest, ReadersOfMoreThanIsKeptPinNothingAnew) {
+  constexpr int kKept = 16;
+  constexpr size_t kHeld = 20;
+  Harness harness({}, /*kept_host_bytes=*/kKept * kBytes);
+  std::vector<std::shared_ptr<Block>> blocks;
+  for (size_t i = 0; i < 2 * kHeld; ++i) blocks.push_back(*harness.device->Allocate(kBytes));
+  std::deque<std::shared_ptr<const std::byte>> held;
+  const auto read_all = [&] {
+    for (const auto& block : blocks) {
+      held.push_back(*harness.device->HostView(block));
+      if (held.size() > kHeld) held.pop_front();
+    }
+  };
+  read_all();
+  const int64_t pin_count = harness.accelerator->pin_count();
+  read_all();
+  EXPECT_EQ(harness.accelerator->pin_count(), pin_count);
+  EXPECT_LE(harness.accelerator->pinned_bytes(), static_cast<int64_t>(kHeld + 2) * kBytes);
 }
 
 TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {

@@ -526,6 +526,8 @@ cudaError_t cudaFree(void* memory) {
 cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
   RETURN_IF_FAILED(Store(CountMemory(0)));
   if (flags != cudaHostAllocMapped) Die("pinned memory that kernels do not reach");
+  *memory = nullptr;
+  if (size_bytes == 0) return cudaSuccess;
   *memory = ::operator new(size_bytes, kAlignment);
   state().pinned.Add(*memory, {size_bytes, kAnyDevice});
   return cudaSuccess;
@@ -534,6 +536,7 @@ cudaError_t cudaHostAlloc(void** memory, size_t size_bytes, unsigned flags) {
 cudaError_t cudaFreeHost(void* memory) {
   RETURN_IF_FAILED(Count());
   RETURN_IF_FAILED(AwaitAllStreams());
+  if (memory == nullptr) return cudaSuccess;
   Remove(state().pinned, memory);
   ::operator delete(memory, kAlignment);
   return cudaSuccess;
