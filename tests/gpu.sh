@@ -399,6 +399,10 @@ sha256sum --check --quiet "$sources" >&2 ||
   fail "$archive was made of other sources: tests/gpu.sh --pack makes it anew"
 # Where it was built, torch is there.
 [[ ! -x build/venv/bin/python3 ]] || PATH=$root/build/venv/bin:$PATH
+# Servers run beside their clients and what holds the GPU.
+mode=$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader --id=0 2>/dev/null)
+[[ $mode != Exclusive* && $mode != Prohibited ]] ||
+  fail "the GPU is in the mode $mode: several processes need it"
 found=$(look_around) || exit
 {
   read -r libraries
