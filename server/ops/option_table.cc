@@ -203,8 +203,9 @@ void AddAddresses(Table& table, ServerOptions& o) {
              "Address of Prometheus metrics (/metrics), probes (/livez, /readyz) and a status page "
              "(/), such as 127.0.0.1:8080; for all who get there. Empty: none",
              CheckHttpListen);
-  table.Text("port-file", o.port_file, "FILE",
-             "Write the bound port to this file, at once, when serving. Empty: do not");
+  table.Text(
+      "port-file", o.port_file, "FILE",
+      "Write the port that was bound to this file, whole, once the server serves. Empty: do not");
   table.Text("same-host-lane", o.same_host_lane, "on|off",
              "Let clients of this host and user push and pull through shared memory",
              OneOf({"on", "off"}));
@@ -234,11 +235,12 @@ void AddDevice(Table& table, ServerOptions& o) {
   table.Group("Memory and device");
   table.Text("device", o.device, "NAME",
              "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first "
-             "GPU that can be used, or cpu",
+             "GPU that the build has code for, or cpu if there is none",
              CheckDevice);
   table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
-              "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's that "
-              "streams leave; on the host also lanes, requests and freed buffers do");
+              "Memory for all models together, such as 512M or 4G. 0: 80 % of what is left of the "
+              "device's memory beside streams, on the host also beside lanes, requests and freed "
+              "buffers");
   table.Count("threads", o.thread_count, "N", {0, 1024},
               "Threads that serve RPCs. 0: half of the processors, at least 1");
   Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");

@@ -171,6 +171,7 @@ def attach(
         TypeError: there is no such argument, nor has the preset one.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
+        OutOfRangeError: likewise, VERSION_NOT_KEPT: the very version that `resume` names is gone.
         EmaError: the set-up failed. What fails on any rank raises on every rank.
 
     Example:

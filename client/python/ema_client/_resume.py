@@ -202,6 +202,7 @@ class WithState:
             InvalidArgumentError: the state is of another model or format.
             FailedPreconditionError: steps have been made; or RESUME_MISMATCH: the server has no average
                 that stands where the state does; the message lists what there is.
+            OutOfRangeError: VERSION_NOT_KEPT: the very version that the state names is gone.
             EmaError: what fails on any rank raises on every rank.
         """
         if self._has_stepped or self._closed:

@@ -102,7 +102,11 @@ class Track:
 
         Args:
             name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
-            arguments: as the library's class or function names them; its defaults count.
+            arguments: as the library's class or function names them; its defaults count. Where it has
+                two, `version="v2"` chooses timm's ModelEmaV2 (else ModelEmaV3), `kind="swa"` torch's
+                mean of all updates (else get_ema_multi_avg_fn's), `kind="traditional"` EDM2's
+                TraditionalEMA (else PowerFunctionEMA); optax' three are told apart by `decay`,
+                `step_size` and `update_period`.
 
         Raises:
             InvalidArgumentError: no such preset or argument, or a value that cannot be had here.
