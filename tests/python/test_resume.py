@@ -11,6 +11,7 @@ import sys
 
 import ema_client
 import pytest
+import safetensors.torch
 import torch
 from resuming_trainer import TRACKS
 from server_process import ServerProcess
@@ -224,6 +225,31 @@ def test_a_state_that_is_not_ours_is_refused(server, model, trainer, change, pro
         # Nobody was fenced.
         trainer.step()
         assert ema.stats.skipped == 0
+
+
+@pytest.mark.parametrize("how", ["anew", "start_step", "resume", "load_state_dict", "import"])
+def test_whoever_goes_on_unasked_with_an_earlier_runs_average_is_told(
+    server, client, model, trainer, tmp_path, caplog, how
+):
+    if how == "import":
+        path = tmp_path / "model.safetensors"
+        safetensors.torch.save_file(trainer.module.state_dict(), path)
+        client.import_weights(model, path, tracks={"ema": "4ba"}, step=2)
+        state = None
+    else:
+        with trainer.attach(server, model) as ema:
+            trainer.step(2)
+            state = ema.state_dict()
+    options = {"start_step": 2} if how == "start_step" else {}
+    with trainer.attach(server, model, resume=state if how == "resume" else None, **options) as ema:
+        if how == "load_state_dict":
+            ema.load_state_dict(state)
+        assert not caplog.records
+        trainer.step(2)
+    told = [record.getMessage() for record in caplog.records]
+    assert [
+        f'model "{model}": its averages go on from version 2 (step 2)' in text for text in told
+    ] == [True] * (how == "anew")
 
 
 def test_a_version_that_is_gone_is_named_and_nothing_changes(server, client, model, trainer):

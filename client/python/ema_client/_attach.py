@@ -119,7 +119,8 @@ def attach(
             of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
-        start_step: optimizer steps done before. None: goes on after the model's newest version.
+        start_step: optimizer steps done before. None: goes on after the model's newest version;
+            without `resume` a warning says so at the first step.
         time: gives the training time after so many steps, the same on all ranks; needed for tracks in
             units other than batches. None: steps are batches. One that raises costs the step, as what
             else cannot be pushed does.
@@ -261,7 +262,7 @@ def attach(
         raise
     assert plan is not None
     if start_step is not None:
-        joined = dataclasses.replace(joined, step=start_step)
+        joined = dataclasses.replace(joined, step=start_step, unasked=None)
     # Should the rest fail, nothing is left of it.
     with contextlib.ExitStack() as undo:
         undo.callback(plan.client.close)

@@ -67,7 +67,10 @@ def join(
     assert run is not None
     # The average goes on from where it is, should the server forget the run.
     anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
-    return Joined(run, anew, launch.id, steps[0])
+    latest = run.latest if state is None else None
+    # The first version may be an import's, which is there to go on from.
+    unasked = latest if latest is not None and latest.number > 1 else None
+    return Joined(run, anew, launch.id, steps[0], unasked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,7 @@ class Pushing:
         # The thread that trains, by what it did last.
         self._trainer = threading.get_ident()
         self._has_stepped = False
+        self._unasked: Version | None = None
         self._closed = False
         self._pending: PendingPush | None = None
         self._pending_step = 0
@@ -121,6 +122,7 @@ class Pushing:
         self._launch_id = joined.launch_id
         self._step = joined.step
         self._version = joined.run.latest
+        self._unasked = joined.unasked
         self._due = DueTracks(joined.run, self._time_of)
         self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
 
@@ -146,6 +148,8 @@ class Pushing:
         start = time.monotonic()
         self._trainer = threading.get_ident()
         self._step = step
+        if not self._has_stepped:
+            self._warn_of_old_weights()
         self._has_stepped = True
         # The weights are others now.
         self._pushed = None
@@ -162,6 +166,19 @@ class Pushing:
                 follow()
             except EmaError as error:
                 self._error = self._error or error
+
+    def _warn_of_old_weights(self) -> None:
+        old = self._unasked
+        if old is not None and self._link.run.rank == 0:
+            _logger.warning(
+                'model "%s": its averages go on from version %d (step %d), which an earlier run has '
+                "made, with this run's weights. To begin anew, take another name or delete the model; "
+                "to go on where this trainer stands, attach(..., resume=) with the state_dict() in its "
+                "checkpoint",
+                self._model_name,
+                old.number,
+                old.step,
+            )
 
     def _push_if_due(self) -> None:
         now = self._due.time(self._step)

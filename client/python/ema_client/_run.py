@@ -267,9 +267,12 @@ class Joined:
         open_run: takes a time-out; joins again after the server was away, from another thread.
         launch_id: names the run.
         step: the trainer's steps so far.
+        unasked: the version from which the averages go on, though the trainer has not said that it
+            resumes; None: there is none.
     """
 
     run: Run
     open_run: Callable[[float], Run]
     launch_id: str
     step: int
+    unasked: Version | None = None
