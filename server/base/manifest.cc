@@ -156,7 +156,7 @@ int64_t Manifest::memory_bytes() const {
     bytes += sizeof(spec) + kHeapBytes + spec.shape.size() * sizeof(int64_t);
     add_name(spec.name);
     for (const std::string& alias : spec.aliases) {
-      bytes += sizeof(alias);
+      bytes += sizeof(std::string);
       add_name(alias);
     }
   }

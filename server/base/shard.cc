@@ -286,7 +286,7 @@ int64_t RankLayout::memory_bytes() const {
   constexpr size_t kHeapBytes = 16;
   size_t bytes = geometry_.size() * sizeof(Geometry) + starts_.size() * sizeof(int64_t);
   for (const std::vector<int64_t>& shape : shapes_) {
-    bytes += sizeof(shape) + kHeapBytes + shape.size() * sizeof(int64_t);
+    bytes += sizeof(std::vector<int64_t>) + kHeapBytes + shape.size() * sizeof(int64_t);
   }
   for (const Shard& shard : shards_) {
     bytes += sizeof(shard) + 2 * kHeapBytes + 2 * shard.offsets.size() * sizeof(int64_t);

@@ -28,7 +28,8 @@ int64_t BytesOf(const TrackVersion& track) {
 int64_t BytesOf(const Version& record) {
   int64_t bytes = sizeof(record);
   for (const TrackVersion& track : record.tracks) bytes += BytesOf(track);
-  for (const std::string& name : record.skipped_tensors) bytes += sizeof(name) + name.capacity();
+  for (const std::string& name : record.skipped_tensors)
+    bytes += sizeof(std::string) + name.capacity();
   return bytes;
 }
 

@@ -146,7 +146,7 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
 
 int64_t Reading::BytesOf(const Selection& selection) {
   size_t bytes = 0;
-  for (const std::string& name : selection.tensors) bytes += sizeof(name) + name.capacity();
+  for (const std::string& name : selection.tensors) bytes += sizeof(std::string) + name.capacity();
   for (const TensorSlice& slice : selection.slices) {
     bytes += sizeof(slice) + slice.tensor.capacity() + 2 * sizeof(int64_t) * slice.offsets.size();
   }
@@ -158,7 +158,7 @@ int64_t Reading::ListBytes() const {
   constexpr size_t kHeaderBytes = 128;
   auto bytes = static_cast<size_t>(boxes_.memory_bytes() + BytesOf(selection_));
   for (const Shard& box : boxes_.shards()) {
-    bytes += sizeof(StorageLayout::Entry) + sizeof(TensorSlice*) + kHeaderBytes +
+    bytes += sizeof(StorageLayout::Entry) + sizeof(void*) + kHeaderBytes +
              manifest_.tensor(box.tensor_index).name.size();
   }
   return static_cast<int64_t>(bytes);
