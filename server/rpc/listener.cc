@@ -10,6 +10,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -33,8 +34,10 @@ constexpr int kBackoffMs = 10;
 // gRPC asks only those with calls.
 void SetKeepalive(int fd, const RpcLimits& limits) {
   constexpr int kProbes = 4;
-  const auto seconds = [](absl::Duration duration) {
-    return static_cast<int>(absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))));
+  constexpr int64_t kMostSeconds = 32'767;  // Of Linux: with more it stays at two hours.
+  const auto seconds = [&](absl::Duration duration) {
+    const int64_t count = absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1)));
+    return static_cast<int>(std::min(count, kMostSeconds));
   };
   const int on = 1;
   const int idle = seconds(limits.keepalive_time);

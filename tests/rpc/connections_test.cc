@@ -233,6 +233,11 @@ TEST_F(ConnectionsTest, TheKernelAsksWhetherAnIdlePeersMachineIsThere) {
     EXPECT_EQ(option(fd, IPPROTO_TCP, TCP_KEEPIDLE), 7);
     EXPECT_EQ(option(fd, IPPROTO_TCP, TCP_KEEPINTVL) * option(fd, IPPROTO_TCP, TCP_KEEPCNT), 20);
   }
+  // The longest that the option takes is more than Linux does.
+  StartServer({.limits = {.keepalive_time = absl::Hours(24)}});
+  const std::unique_ptr<Client> other = *Client::Create(address_, {.same_host_lane = false});
+  ASSERT_THAT(other->ListModels(), IsOk());
+  for (const int fd : ServersEnds()) EXPECT_EQ(option(fd, IPPROTO_TCP, TCP_KEEPIDLE), 32'767);
 }
 
 TEST_F(ConnectionsTest, LongHeadersAndOneStreamTooManyAreRefused) {
