@@ -23,7 +23,8 @@ struct AcceleratorOptions {
   // Of one slab: larger ones cost fewer copies and launches, smaller ones overlap sooner.
   int64_t slab_bytes = int64_t{4} << 20;
   // Pinned memory kept for the next readers: copies of blocks that nobody reads, the oldest of
-  // which go first, and memory of copies that have gone.
+  // which go first, and memory of copies that have gone; a sixteenth of it also while readers hold
+  // as much.
   int64_t kept_host_bytes = int64_t{1} << 30;
 };
 
