@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # The server in a container, for `docker build .`, `podman build .` or `buildah build .`. Targets: cpu (the
-# default), cuda, and demo: what the demo's trainer and evaluator need. BASE is a Debian 12, or what is like it.
+# default), cuda, demo: what the demo's trainer and evaluator need, and wheel: the Python client, for
+# `docker build --target wheel --output build/wheel .`. BASE is a Debian 12, or what is like it.
 #   docker run --read-only --publish 50051:50051 --volume ema-data:/data IMAGE
 # It wants tokens or clients' certificates (--auth-tokens, --tls-client-ca), or to be told that it needs none
 # (--allow-unauthenticated). With TLS let it also listen on unix:/tmp/ema.sock, and set EMA_SERVER to that: the health
@@ -28,10 +29,18 @@ RUN cmake --preset release -DEMA_BUILD_TESTS=OFF -DEMA_WITH_CUDA=ON \
     && cmake --build --preset release --target ema-server emactl \
     && cmake --install build/release --component server --strip --prefix /image/usr/local
 
-FROM build-cpu AS demo
-# Python packages that the server's build did without, and the client.
+FROM ${BASE} AS build-wheel
+WORKDIR /src
+COPY deploy/common.sh deploy/setup.sh deploy/packages*.txt deploy/requirements*.txt deploy/
+RUN deploy/setup.sh --client
+COPY . .
+RUN deploy/wheel.sh
+
+FROM scratch AS wheel
+COPY --from=build-wheel /src/build/wheel/ /
+
+FROM build-wheel AS demo
 RUN deploy/setup.sh \
-    && build/venv/bin/python -m pip install --no-deps --no-build-isolation ./client/python \
     && install --directory --owner=65532 --group=65532 /out /out/trainer_log /out/pulled
 ENV PATH=/src/build/venv/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp
 USER 65532:65532

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Builds the container image of the Dockerfile without a container engine or a registry, on a base
-# that debootstrap makes, and uses the server in it: a push and a pull from outside, a stop, a second
-# start on the same volume, as PID 1 on a read-only root without a shell. Needs root. Everything is
-# under build/container. Last line: "container_test: ok".
+# Builds the server's image and the client's wheel by the Dockerfile, without a container engine or a
+# registry, on a base that debootstrap makes. Uses the server with that client: a push and a pull from
+# outside, a stop, a second start on the same volume, as PID 1 on a read-only root without a shell.
+# Needs root. Everything is under build/container. Last line: "container_test: ok".
 #
 # Usage: deploy/container_test.sh
 set -euo pipefail
@@ -44,13 +44,23 @@ copy_host_settings() {
   } >"$etc/pip.conf"
 }
 
-build_image() {
+# build TARGET IMAGE
+build() {
   local pip_cache
   pip_cache=$(build/venv/bin/python -m pip cache dir)
   mkdir -p "$pip_cache"
   buildah build --isolation chroot --pull-never --format docker --build-arg BASE=localhost/ema-base \
     --volume "$work/ccache:/root/.cache/ccache" --volume "$pip_cache:/root/.cache/pip" \
-    --target cpu --tag localhost/ema-server .
+    --target "$1" --tag "$2" .
+}
+
+# From the image of the wheel into a virtual environment of its own, build/container/venv.
+install_client() {
+  local wheel
+  wheel=$(buildah from --pull-never localhost/ema-wheel) || return
+  python3 -m venv --clear "$work/venv" &&
+    "$work/venv/bin/python" -m pip --no-input --disable-pip-version-check install numpy \
+      "$(buildah mount "$wheel")"/*.whl && buildah rm "$wheel"
 }
 
 # inspect FIELD: of the image's configuration.
@@ -148,7 +158,7 @@ stop_server() {
 
 # use_server push|pull: both check the average, which is exact in binary.
 use_server() {
-  build/venv/bin/python - "$1" "$(<"$work/port/port")" <<'END'
+  "$work/venv/bin/python" - "$1" "$(<"$work/port/port")" <<'END'
 import sys
 
 import ema_client
@@ -195,7 +205,9 @@ step "base image" "$log" buildah add --quiet "$container" "$work/base-slim.tar" 
 buildah add --quiet "$container" "$work/host" / >>"$log"
 buildah commit --quiet --rm "$container" localhost/ema-base >>"$log" 2>&1
 container=
-step "build the image (minutes; gigabytes to download, the first time)" "$log" build_image
+step "build the image (minutes; gigabytes to download, the first time)" "$log" build cpu localhost/ema-server
+step "build the client's wheel (minutes)" "$log" build wheel localhost/ema-wheel
+step "install it" "$log" install_client
 buildah rmi --prune >>"$log" 2>&1 # Those that the new ones replace.
 step "check its settings" "$log" check_settings
 

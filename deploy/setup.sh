@@ -5,9 +5,10 @@
 # (Composer and Ray, for comparisons with them, each in one more: build/venv-composer, build/venv-bench).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
-# Usage: deploy/setup.sh [--server|--cuda|--all|--bench]
+# Usage: deploy/setup.sh [--server|--cuda|--client|--all|--bench]
 #   --server  only what building the server and emactl needs
 #   --cuda    the same, and NVIDIA's compiler
+#   --client  only what building the Python client needs
 #   --all     also what only tests/run.sh --all needs
 #   --bench   also the peers of tests/bench/run.sh
 set -euo pipefail
@@ -21,6 +22,10 @@ case ${1-} in
     packages=(deploy/packages-server.txt)
     # Of the wheel the server uses a part: without the packages of the rest, a third to download.
     requirements=(--no-deps -r "deploy/requirements-${1#--}.txt")
+    ;;
+  --client)
+    packages=(deploy/packages-server.txt)
+    requirements=(-r deploy/requirements-client.txt)
     ;;
   --all)
     packages+=(deploy/packages-all.txt)

@@ -13,9 +13,8 @@
 # the checkout, has the rest, NVIDIA's compute-sanitizer too.
 #
 # Usage: tests/gpu.sh --pack [CMAKE OPTION...] | [PART...]
-#   --pack  builds the release preset and makes build/gpu anew; the Python client for the training
-#           where there is a Python 3.12 with headers. Once more after each change of the sources.
-#           Needs NVIDIA's compiler; where CMake does not find it, CMAKE_CUDA_COMPILER names it
+#   --pack  builds the release preset and makes build/gpu anew. Once more after each change of the
+#           sources. Needs NVIDIA's compiler; where CMake does not find it, CMAKE_CUDA_COMPILER names it
 #   PART    tests, training, bench or sanitizer: only those; the results' name says so. Or smoke:
 #           a little of each, in minutes, before time goes into the whole
 #
@@ -38,47 +37,32 @@ list_libraries() {
     grep -vE '/(torch|nvidia)/|/lib((c|dl|m|pthread|rt|util)\.so|gcc_s|stdc\+\+)'
 }
 
-# A Python of the version that the machine with the GPU has, and its headers: EMA_GPU_PYTHON, the
-# path's, or pyenv's. Prints nothing if there is none.
-find_gpu_python() {
-  local python
-  for python in "${EMA_GPU_PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12; do
-    "$python" - 2>/dev/null <<'END' && echo "$python" && return
-import os, sys, sysconfig
-
-header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-sys.exit(sys.version_info[:2] != (3, 12) or not os.path.exists(header))
-END
+# What the client's extension needs of nanobind, for each Python there is.
+add_backends() {
+  local version
+  for version in 3.10 3.11 3.12 3.13 3.14; do
+    build/venv/bin/python -m pip --no-input --disable-pip-version-check download --no-deps --dest "$1" \
+      --only-binary :all: --platform manylinux_2_28_x86_64 --python-version "$version" \
+      "$(grep '^nanobind-backend==' deploy/requirements-client.txt)" || return
   done
-}
-
-# build_client PYTHON: the Python client's extension for it, in build/gpu-python. nanobind is the
-# same for all versions.
-build_client() {
-  local nanobind
-  nanobind=$(build/venv/bin/python -c 'import nanobind, os; print(os.path.dirname(os.path.dirname(nanobind.__file__)))') || return
-  PYTHONPATH=$nanobind cmake -S . -B build/gpu-python -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DEMA_BUILD_SERVER=OFF -DEMA_BUILD_PYTHON=ON -DEMA_BUILD_TESTS=OFF -DPython_EXECUTABLE="$1" &&
-    cmake --build build/gpu-python --target _ema
+  local wheel
+  for wheel in "$1"/*.whl; do
+    python3 -m zipfile --extract "$wheel" "$1" || return
+    rm "$wheel"
+  done
 }
 
 make_archive() {
-  local folder=build/gpu/programs program extension
-  local extensions=(build/gpu-python/client/python/_ema.*.so)
+  local folder=build/gpu/programs program extension=build/python/client/python/_ema.abi3.so
   rm -rf build/gpu
-  mkdir -p "$folder/lib"
+  mkdir -p "$folder/lib" "$folder/python/ema_client"
   for program in "$@"; do
     strip -o "$folder/$(basename "$program")" "$program" || return
   done
-  if [[ -f ${extensions[0]} ]]; then
-    mkdir -p "$folder/python/ema_client"
-    cp client/python/ema_client/*.py "$folder/python/ema_client" || return
-    for extension in "${extensions[@]}"; do
-      strip -o "$folder/python/ema_client/$(basename "$extension")" "$extension" || return
-      set -- "$@" "$extension"
-    done
-  fi
-  list_libraries "$@" | xargs cp --dereference --target-directory "$folder/lib" || return
+  cp client/python/ema_client/*.py "$folder/python/ema_client" &&
+    strip -o "$folder/python/ema_client/_ema.abi3.so" "$extension" &&
+    add_backends "$folder/python" || return
+  list_libraries "$@" "$extension" | xargs cp --dereference --target-directory "$folder/lib" || return
   build/venv/bin/pip install --quiet --no-deps --target build/gpu/wheel "$sanitizer_wheel" &&
     mkdir "$folder/sanitizer" &&
     cp build/gpu/wheel/nvidia/cu13/{bin/compute-sanitizer,lib/*.so} "$folder/sanitizer" &&
@@ -102,14 +86,7 @@ pack() {
   [[ -f build/release/server/device/libema_kernel_cuda.a ]] ||
     fail "the build has no GPU: CMake found no CUDA compiler. With NVIDIA's (deploy/setup.sh --cuda brings it):" \
       "$0 --pack -DCMAKE_CUDA_COMPILER=\"\$(ls $root/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)\""
-  local built=build/release/tests python
-  python=$(find_gpu_python)
-  rm -f build/gpu-python/client/python/_ema.*.so
-  if [[ -n $python ]]; then
-    step "build the Python client for $python" build/gpu.log build_client "$python" || exit
-  else
-    say "there is no Python 3.12 with headers: the training will be skipped"
-  fi
+  local built=build/release/tests
   local program packed=(build/release/server/ema-server
     "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank")
   for program in "$built"/{conformance,core,integration,rpc}/*_test "$built/checkpoint/synthesis_test"; do
@@ -182,13 +159,6 @@ check_libraries() {
   [[ -z $missing ]] || fail "the programs lack: $missing"
 }
 
-# check_python PART...: the client's extension is for one version of Python.
-check_python() {
-  [[ -d $programs/python && " $* " =~ \ (smoke|training|bench)\  ]] || return 0
-  python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
-    fail "smoke, training and bench need Python 3.12 for the client in $archive; this is $versions"
-}
-
 # at_most SECONDS: so many, or what is left for all.
 at_most() {
   local left=$((${EMA_GPU_SECONDS:-1000000} - SECONDS))
@@ -246,10 +216,6 @@ run_tests() {
 # train NAME SECONDS [TEST]: begun only if there is so much time, since cut off it leaves no report.
 train() {
   local client=$root/$programs/python
-  if [[ ! -d $client ]]; then
-    record skipped "$1: $archive has no Python client"
-    return
-  fi
   has_time "$1" "$2" || return
   # The weights' GPU is what is tested; averages on a GPU have the tests above.
   report "$1" limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
@@ -340,13 +306,10 @@ measure_rows() {
 
 # measure_training NAME SECONDS OPTION...: begins no round that may end too late.
 measure_training() {
-  if [[ ! -d $programs/python ]]; then
-    record skipped "$1: $archive has no Python client"
-  elif has_time "$1" 90; then
-    check "$1" limited "$2" env PYTHONPATH="$root/$programs/python" \
-      python3 tests/bench/train_gpu_bench.py --server "$programs/ema-server" \
-      --seconds "$(($(at_most "$2") - 20))" "${@:3}"
-  fi
+  has_time "$1" 90 || return
+  check "$1" limited "$2" env PYTHONPATH="$root/$programs/python" \
+    python3 tests/bench/train_gpu_bench.py --server "$programs/ema-server" \
+    --seconds "$(($(at_most "$2") - 20))" "${@:3}"
 }
 
 run_bench() {
@@ -421,7 +384,6 @@ export EMA_TEST_DEVICE=cuda:0 EMA_TEST_PROGRAMS=$root/$programs
 check_libraries
 parts=("$@")
 ((${#parts[@]})) || parts=(tests training bench sanitizer)
-check_python "${parts[@]}"
 output=${device// /-}-$(date +%F)
 for part in "$@"; do output+=-$part; done
 output=tests/bench/results/${output,,}

@@ -18,7 +18,8 @@ def linked(path: pathlib.Path) -> set[str]:
     """The shared libraries that a file names itself, without versions; Abseil's many are one."""
     done = subprocess.run(["readelf", "-d", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = re.findall(r"\(NEEDED\).*\[([^]]+?)\.so[^]]*\]", done.stdout)
+    # In the client's wheel a hash follows the name.
+    names = re.findall(r"\(NEEDED\).*\[([^]]+?)(?:-[0-9a-f]{8})?\.so[^]]*\]", done.stdout)
     return {"libabsl" if name.startswith("libabsl_") else name for name in names}
 
 

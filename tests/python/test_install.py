@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pip install ./client/python`, as the README says it, in an environment with NumPy and nothing else."""
+"""The client in fresh environments with NumPy and nothing else: its wheel in every Python, and built by pip."""
 
 from __future__ import annotations
 
+import glob
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 import tomllib
 
-import numpy as np
 import pytest
 from linking import EXTENSION, assert_linked
 from server_process import ROOT
@@ -27,34 +30,91 @@ with ema_client.Client(address) as client:
     with client.open_run(model) as run:
         run.push(step=1, weights=weights)
     assert client.pull(model, track="raw")["w"].tolist() == [0, 1, 2]
+with open("/proc/self/maps") as maps:
+    print(*{line.split()[-1] for line in maps if ".so" in line}, sep="\\n")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # It compiles the C++ client.
-def test_the_client_installs_into_a_fresh_environment(server, model, tmp_path):
-    def run(*command: object) -> subprocess.CompletedProcess[str]:
+class Environment:
+    """A virtual environment of `python` in `folder`."""
+
+    def __init__(self, python: str, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin/python"
+        made = self._run(python, "-m", "venv", folder)
+        assert made.returncode == 0, made.stdout
+
+    def _run(self, *command: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(word) for word in command],
-            cwd=tmp_path,
+            cwd=self.folder.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    python = tmp_path / "venv/bin/python"
-    made = run(sys.executable, "-m", "venv", tmp_path / "venv")
-    assert made.returncode == 0, made.stdout
-    pip = [python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    def pip(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return self._run(
+            self.python, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments
+        )
+
+    def install(self, what: pathlib.Path) -> pathlib.Path:
+        """Installs it and NumPy; returns the client's extension."""
+        installed = self.pip("install", what, "numpy")
+        assert installed.returncode == 0, installed.stdout[-5000:]
+        (extension,) = self.folder.rglob("_ema.*.so")
+        return extension
+
+    def use(self, address: str, model: str) -> set[str]:
+        """Pushes and pulls; returns the files of the libraries that this took."""
+        used = self._run(self.python, "-I", "-c", USE, address, model)
+        assert used.returncode == 0, used.stdout
+        return set(used.stdout.split())
+
+
+def find_python(version: str) -> str:
+    """Skips the test if there is none on the path and none of pyenv's."""
+    pyenv = os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")
+    # A shim of pyenv's is on the path for versions that are not chosen, too.
+    found = [
+        *glob.glob(f"{pyenv}/versions/{version}.*/bin/python"),
+        shutil.which(f"python{version}"),
+    ]
+    for python in filter(None, found):
+        if subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode == 0:
+            return python
+    pytest.skip(f"there is no Python {version} here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_the_wheel_is_for_every_python_and_brings_its_libraries(server, model, tmp_path, version):
+    environment = Environment(find_python(version), tmp_path / "venv")
+    if (
+        environment.pip("download", "--no-deps", "--dest", tmp_path, "nanobind-backend").returncode
+        != 0
+    ):
+        pytest.skip("no network: pip cannot download nanobind-backend")
+    (wheel,) = (ROOT / "build/wheel").iterdir()
+    assert_linked(environment.install(wheel), EXTENSION)
+    libraries = {pathlib.Path(file) for file in environment.use(server.address, model)}
+    for name in sorted(EXTENSION):
+        files = [file for file in libraries if file.name.startswith(name)]
+        assert files
+        assert all(file.is_relative_to(tmp_path) for file in files), files
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # It compiles the C++ client.
+def test_pip_builds_the_client_from_source(server, model, tmp_path):
+    environment = Environment(sys.executable, tmp_path / "venv")
     # An isolated build downloads its tools, whatever is installed.
     tools = tomllib.loads((CLIENT / "pyproject.toml").read_text())["build-system"]["requires"]
-    if run(*pip, "download", "--no-deps", "--dest", tmp_path / "tools", *tools).returncode != 0:
+    if (
+        environment.pip("download", "--no-deps", "--dest", tmp_path / "tools", *tools).returncode
+        != 0
+    ):
         pytest.skip(f"no network: pip cannot download {' '.join(tools)}")
-    # What is pulled is torch's or NumPy's.
-    installed = run(*pip, "install", CLIENT, f"numpy=={np.__version__}")
-    assert installed.returncode == 0, installed.stdout[-5000:]
-    (extension,) = (tmp_path / "venv").rglob("_ema.*.so")
-    assert_linked(extension, EXTENSION)
-    used = run(python, "-I", "-c", USE, server.address, model)
-    assert used.returncode == 0, used.stdout
+    assert_linked(environment.install(CLIENT), EXTENSION)
+    environment.use(server.address, model)
