@@ -24,7 +24,7 @@
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
 #include "server/ops/version.h"
-#include "server/rpc/grpc_log.h"
+#include "server/rpc/library_log.h"
 #include "server/server.h"
 
 namespace {
@@ -151,7 +151,7 @@ int main(int argc, char** argv) {
     return parsed.exit_code;
   }
   LogStart(parsed);
-  ema::SendGrpcLogTo([](const ema::LogEvent& event) { ema::Log(event); });
+  ema::SendLibraryLogTo([](const ema::LogEvent& event) { ema::Log(event); });
 
   // Every connection is a descriptor.
   rlimit files{};

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/grpc_log.h"
+#include "server/rpc/library_log.h"
 
 #include <gmock/gmock.h>
+#include <google/protobuf/stubs/logging.h>
 #include <grpc/support/log.h>
 #include <gtest/gtest.h>
 
@@ -12,21 +13,27 @@
 #include <utility>
 #include <vector>
 
+#include "ema/v1/ema_service.pb.h"
+
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 
-class GrpcLogTest : public testing::Test {
+class LibraryLogTest : public testing::Test {
  protected:
-  GrpcLogTest() {
+  LibraryLogTest() {
     gpr_set_log_verbosity(GPR_LOG_SEVERITY_DEBUG);
-    SendGrpcLogTo([this](const LogEvent& event) {
+    SendLibraryLogTo([this](const LogEvent& event) {
       const std::lock_guard lock(mu_);
       events_.push_back(event);
     });
   }
-  ~GrpcLogTest() override {
+  ~LibraryLogTest() override {
+    google::protobuf::SetLogHandler(nullptr);
     gpr_set_log_function(nullptr);
     gpr_set_log_verbosity(GPR_LOG_SEVERITY_ERROR);
   }
@@ -35,7 +42,7 @@ class GrpcLogTest : public testing::Test {
   std::vector<LogEvent> events_;
 };
 
-TEST_F(GrpcLogTest, ALineIsAnEventWithItsPlace) {
+TEST_F(LibraryLogTest, ALineIsAnEventWithItsPlace) {
   gpr_log("/build/src/core/tsi/x.cc", 47, GPR_LOG_SEVERITY_ERROR, "Handshake\n%s", "failed");
   gpr_log("y.cc", 48, GPR_LOG_SEVERITY_INFO, "more");
   gpr_log("y.cc", 49, GPR_LOG_SEVERITY_DEBUG, "most");
@@ -48,7 +55,18 @@ TEST_F(GrpcLogTest, ALineIsAnEventWithItsPlace) {
   EXPECT_EQ(events_[2].level, LogLevel::kDebug);
 }
 
-TEST_F(GrpcLogTest, AStormGetsAFewLinesOfABoundedLength) {
+// Each call of a client's may bring a text that is no UTF-8.
+TEST_F(LibraryLogTest, ProtobufsLinesAreEventsToo) {
+  v1::GetModelRequest request;
+  for (int i = 0; i < 1000; ++i) EXPECT_FALSE(request.ParseFromString("\x0a\x02\xff\xfe"));
+  ASSERT_FALSE(events_.empty());
+  EXPECT_LT(events_.size(), 100);
+  EXPECT_EQ(events_[0].level, LogLevel::kWarning);
+  EXPECT_THAT(ToText(events_[0]),
+              AllOf(StartsWith("protobuf message="), HasSubstr("ema.v1.GetModelRequest.model")));
+}
+
+TEST_F(LibraryLogTest, AStormGetsAFewLinesOfABoundedLength) {
   const std::string text(100'000, 'x');
   std::vector<std::jthread> threads;
   for (int i = 0; i < 4; ++i) {
@@ -62,10 +80,10 @@ TEST_F(GrpcLogTest, AStormGetsAFewLinesOfABoundedLength) {
   for (const LogEvent& event : events_) EXPECT_LT(ToText(event).size(), 1200);
 }
 
-TEST_F(GrpcLogTest, WhatEndsTheProcessIsSaidInAStorm) {
+TEST_F(LibraryLogTest, WhatEndsTheProcessIsSaidInAStorm) {
   EXPECT_DEATH(
       {
-        SendGrpcLogTo(
+        SendLibraryLogTo(
             [](const LogEvent& event) { std::fprintf(stderr, "%s\n", ToText(event).c_str()); });
         for (int i = 0; i < 100; ++i) gpr_log(GPR_ERROR, "handshake");
         GPR_ASSERT(1 + 1 == 3);

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/library_log.h"
+
+#include <google/protobuf/stubs/logging.h>
+#include <grpc/support/log.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "server/base/log_throttle.h"
+
+namespace ema {
+namespace {
+
+struct LibraryLog {
+  LogSink sink;
+  LogThrottle throttle;
+};
+
+// The libraries' functions have no place for it. Never destroyed: their threads may log until the
+// end.
+std::atomic<LibraryLog*> library_log = nullptr;
+
+std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, int line) {
+  return {{"message", message}, {"file", path.substr(path.rfind('/') + 1)}, {"line", line}};
+}
+
+// `is_last`: the library ends the process next.
+void TellError(std::string_view library, std::vector<LogField> fields, bool is_last) {
+  LibraryLog& log = *library_log.load(std::memory_order_acquire);
+  const std::optional<int64_t> unsaid = log.throttle.Take(std::chrono::steady_clock::now());
+  if (!unsaid.has_value() && !is_last) return;
+  fields.emplace_back("more_before", unsaid.value_or(0));
+  LogTo(log.sink, is_last ? LogLevel::kError : LogLevel::kWarning, library, std::move(fields));
+}
+
+void TellGrpc(gpr_log_func_args* args) {
+  constexpr std::string_view kLibrary = "gRPC";
+  const LibraryLog& log = *library_log.load(std::memory_order_acquire);
+  std::vector<LogField> fields = FieldsOf(args->message, args->file, args->line);
+  switch (args->severity) {
+    case GPR_LOG_SEVERITY_ERROR: {
+      // GPR_ASSERT() aborts next.
+      const bool is_last = std::string_view(args->message).starts_with("assertion failed");
+      return TellError(kLibrary, std::move(fields), is_last);
+    }
+    case GPR_LOG_SEVERITY_INFO:
+      return LogTo(log.sink, LogLevel::kInfo, kLibrary, std::move(fields));
+    case GPR_LOG_SEVERITY_DEBUG:
+      return LogTo(log.sink, LogLevel::kDebug, kLibrary, std::move(fields));
+  }
+}
+
+void TellProtobuf(google::protobuf::LogLevel level, const char* file, int line,
+                  const std::string& message) {
+  TellError("protobuf", FieldsOf(message, file, line), level == google::protobuf::LOGLEVEL_FATAL);
+}
+
+}  // namespace
+
+void SendLibraryLogTo(LogSink sink) {
+  library_log.store(new LibraryLog{.sink = std::move(sink), .throttle = {}},
+                    std::memory_order_release);
+  gpr_set_log_function(&TellGrpc);
+  google::protobuf::SetLogHandler(&TellProtobuf);
+}
+
+}  // namespace ema
