@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "server/base/standard_files.h"
+#include "server/memory_formula.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
 #include "server/ops/version.h"
@@ -135,7 +136,7 @@ int main(int argc, char** argv) {
   // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap
   // is given back and faulted in again, 20 to 30 thousand page faults a push.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, ema::Server::kKeptHeapBytes);
+  mallopt(M_TRIM_THRESHOLD, ema::kKeptHeapBytes);
   mallopt(M_TOP_PAD, 64 << 20);
 
   // gRPC's experiment fills up to 4 MiB of small slices in one read; see kReadBytes in

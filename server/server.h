@@ -20,6 +20,7 @@
 #include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
 #include "server/core/no_checkpoints.h"
+#include "server/memory_formula.h"
 #include "server/ops/http_server.h"
 #include "server/ops/metrics.h"
 #include "server/ops/options.h"
@@ -29,28 +30,9 @@
 
 namespace ema {
 
-// What the process can use at most, beside the program. Models, and what is cast for readers,
-// reserve their part before they use it.
-struct MemoryFormula {
-  int64_t push_bytes = 0;  // Of one stream, as what follows.
-  int64_t pull_bytes = 0;
-  int64_t lane_bytes = 0;
-  int64_t lane_count = 0;
-  int64_t stream_bytes = 0;   // Of all together.
-  int64_t waiting_bytes = 0;  // Requests whose turn has not come.
-  int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
-  int64_t kept_bytes = 0;
-  int64_t process_bytes = 0;  // Before the first of these.
-  // ModelStore::Options::host_memory_bytes: 0 where models are in the host's memory.
-  int64_t host_budget_bytes = 0;
-};
-
 // One EMA server: Start, serve, Drain. Files: server.cc, and server_status.cc for what HTTP shows.
 class Server {
  public:
-  // Freed buffers that main() lets the heap keep.
-  static constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
-
   // What the process has to do. Both may be empty, and may be called from any thread.
   struct Hooks {
     // Before the first client can get in: until then there is nothing that only this process has.
