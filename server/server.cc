@@ -7,11 +7,11 @@
 #include <string_view>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/file_system.h"
 #include "server/ops/logging.h"
@@ -36,8 +36,7 @@ absl::StatusOr<ServingProcess::LogLevels> ChangeLogLevel(std::string_view name) 
   const std::optional<LogLevel> level = ParseLogLevel(name);
   if (!level.has_value()) {
     return BadRequest(
-        absl::StrCat("level: \"", absl::CHexEscape(std::string(name)),
-                                   "\" given, expected debug, info, warn or error"));
+        absl::StrCat("level: ", Quoted(name), " given, expected debug, info, warn or error"));
   }
   SetLogLevel(*level);
   Log(LogLevel::kInfo, "log level changed", {{"before", before}, {"now", name}});
@@ -133,8 +132,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   store_options.model.log = server->Sink();
   store_options.model.observer = &server->metrics_;
   if (!options.data_dir.empty()) {
-    EMA_ASSIGN_OR_RETURN(server->checkpoints_,
-                         CheckpointManager::Open(PosixFileSystem(), server->CheckpointOptions()));
+    auto checkpoints = CheckpointManager::Open(PosixFileSystem(), server->CheckpointOptions());
+    if (!checkpoints.ok()) {
+      return WithPlace(checkpoints.status(), absl::StrCat("--data-dir ", options.data_dir, ": "));
+    }
+    server->checkpoints_ = *std::move(checkpoints);
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
   }

@@ -19,22 +19,17 @@ std::string LocalTime(absl::Time time) {
 
 Json ToJson(const TrainingTime& time) {
   Json json = Json::object();
-  const auto put = [&](const char* name, TimeUnit unit, bool is_count) {
+  for (int i = 0; i < kTimeUnitCount; ++i) {
+    const TimeUnit unit = static_cast<TimeUnit>(i);
     const std::optional<double> value = time.Get(unit);
-    if (!value.has_value()) return;
-    if (is_count) {
-      json[name] = static_cast<int64_t>(*value);
+    if (!value.has_value()) continue;
+    Json& field = json[std::string(TimeUnitField(unit))];
+    if (IsCounted(unit)) {
+      field = static_cast<int64_t>(*value);
     } else {
-      json[name] = *value;
+      field = *value;
     }
-  };
-  put("batch", TimeUnit::kBatch, true);
-  put("epoch", TimeUnit::kEpoch, true);
-  put("sample", TimeUnit::kSample, true);
-  put("token", TimeUnit::kToken, true);
-  put("iteration", TimeUnit::kIteration, true);
-  put("progress", TimeUnit::kProgress, false);
-  put("seconds", TimeUnit::kSecond, false);
+  }
   return json;
 }
 
@@ -54,21 +49,13 @@ Json ToJson(const Schedule& schedule) {
   return fields;
 }
 
-// As the Python package has them.
-const char* NonFiniteName(NonFinitePolicy policy) {
-  switch (policy) {
-    case NonFinitePolicy::kReject:
-      return "reject";
-    case NonFinitePolicy::kSkipTensor:
-      return "skip";
-    case NonFinitePolicy::kAllow:
-      return "allow";
-  }
-  return "unknown";
-}
-
 Json ToJson(const VersionId& id) {
   return {{"version", id.version}, {"incarnation", id.incarnation}};
+}
+
+// Of one that is not whole nothing is known.
+std::string SizeText(const Client::CheckpointInfo& checkpoint) {
+  return checkpoint.total_bytes > 0 ? FormatBytes(checkpoint.total_bytes) : "-";
 }
 
 std::string JoinOrDash(const std::vector<std::string>& words) {
@@ -206,7 +193,7 @@ Json ToJson(const ModelInfo& model) {
                 model.pending_tracks.has_value() ? ToJsonList(*model.pending_tracks) : Json()},
                {"plan_revision", model.plan_revision},
                {"max_pinned_versions", model.max_pinned_versions},
-               {"non_finite", NonFiniteName(model.non_finite)},
+               {"non_finite", std::string(NonFinitePolicyName(model.non_finite))},
                {"reserved_bytes", model.reserved_bytes},
                {"run_epoch", model.run_epoch},
                {"latest", model.latest.has_value() ? ToJson(*model.latest) : Json()}};
@@ -273,7 +260,7 @@ std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoin
   for (const Client::CheckpointInfo& checkpoint : checkpoints) {
     table.Add({checkpoint.name, absl::StrCat(checkpoint.id.version), absl::StrCat(checkpoint.step),
                CommitTime(checkpoint.commit_time), StateText(checkpoint),
-               FormatBytes(checkpoint.total_bytes), JoinOrDash(checkpoint.labels),
+               SizeText(checkpoint), JoinOrDash(checkpoint.labels),
                checkpoint.problem.empty() ? "-" : checkpoint.problem});
   }
   return table.ToString();
@@ -296,7 +283,7 @@ std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint) {
       checkpoint.id.incarnation, ", step ", checkpoint.step, ", committed ",
       CommitTime(checkpoint.commit_time), "\nstate: ", StateText(checkpoint),
       checkpoint.problem.empty() ? "" : absl::StrCat(": ", checkpoint.problem),
-      "\nsize: ", FormatBytes(checkpoint.total_bytes), "\ntracks: ", JoinOrDash(checkpoint.tracks),
+      "\nsize: ", SizeText(checkpoint), "\ntracks: ", JoinOrDash(checkpoint.tracks),
       "\nlabels: ", JoinOrDash(checkpoint.labels), "\n");
 }
 
@@ -321,11 +308,12 @@ std::string VersionTable(const std::vector<Client::ListedVersion>& versions) {
 }
 
 std::string DescribeModel(const ModelInfo& model) {
-  std::string text = absl::StrCat(
-      "model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
-      FormatBytes(model.manifest.total_bytes()), " as pushed; ", FormatBytes(model.reserved_bytes),
-      " reserved; at most ", model.max_pinned_versions,
-      " versions pinned; of floats that are not finite: ", NonFiniteName(model.non_finite), "\n");
+  std::string text =
+      absl::StrCat("model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
+                   FormatBytes(model.manifest.total_bytes()), " as pushed; ",
+                   FormatBytes(model.reserved_bytes), " reserved; at most ",
+                   model.max_pinned_versions, " versions pinned; of floats that are not finite: ",
+                   std::string(NonFinitePolicyName(model.non_finite)), "\n");
   if (model.latest.has_value()) {
     absl::StrAppend(&text, "latest: ", DescribeVersion(*model.latest));
   } else {

@@ -28,6 +28,8 @@ inline constexpr int kTimeUnitCount = 7;
 
 // "ba", "ep", ...
 std::string_view TimeUnitSuffix(TimeUnit unit);
+// "batch", "epoch", ..., "seconds": the field of ema.v1.TrainingTime.
+std::string_view TimeUnitField(TimeUnit unit);
 
 // True for ba, ep, sp, tok and iter, whose values are whole numbers.
 constexpr bool IsCounted(TimeUnit unit) {

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -98,10 +98,8 @@ absl::Status ValidateName(std::string_view what, std::string_view name) {
   if (is_valid) return absl::OkStatus();
   return MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
-      absl::StrCat(std::string(what), " \"",
-                   absl::CHexEscape(std::string(name.substr(0, kMaxNameBytes))),
-                   name.size() > kMaxNameBytes ? "..." : "",
-                   "\": a name must be [A-Za-z0-9][A-Za-z0-9._-]{0,127}, such as \"gpt-2.run_1\""));
+      absl::StrCat(std::string(what), " ", Quoted(name),
+                   ": a name must be [A-Za-z0-9][A-Za-z0-9._-]{0,127}, such as \"gpt-2.run_1\""));
 }
 
 absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {

@@ -7,12 +7,12 @@
 #include <system_error>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/internal/status_macros.h"
 #include "ema/schedule.h"
 #include "server/base/nearest_name.h"
+#include "server/base/quoted.h"
 #include "server/base/schedule_parts.h"
 
 namespace ema {
@@ -75,13 +75,6 @@ std::string RuleNames(unsigned rules) {
     if (field.names_rule && (field.rules & rules) != 0) names.emplace_back(field.name);
   }
   return absl::StrJoin(names, " or ");
-}
-
-// `text` as it may stand in a message.
-std::string Quoted(std::string_view text) {
-  constexpr size_t kMaxQuotedBytes = 64;
-  return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxQuotedBytes))),
-                      text.size() > kMaxQuotedBytes ? "...\"" : "\"");
 }
 
 std::string_view Stripped(std::string_view text) {

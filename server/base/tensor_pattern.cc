@@ -12,6 +12,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/glob.h"
 #include "server/base/nearest_name.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -58,10 +59,9 @@ absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
                                                   const Manifest& manifest, GlobBudget& budget) {
   const int64_t bytes = static_cast<int64_t>(pattern.size());
   if (bytes == 0 || bytes > kMaxTensorNameBytes || pattern.find('\0') != std::string::npos) {
-    constexpr size_t kMaxQuotedBytes = 64;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "pattern \"", absl::CHexEscape(pattern.substr(0, kMaxQuotedBytes)), "\": must be 1 to ",
-        kMaxTensorNameBytes, " bytes without a zero, such as \"head.*\""));
+    return absl::InvalidArgumentError(absl::StrCat("pattern ", Quoted(pattern), ": must be 1 to ",
+                                                   kMaxTensorNameBytes,
+                                                   " bytes without a zero, such as \"head.*\""));
   }
   std::optional<std::vector<int64_t>> matches = Match(pattern, manifest, budget);
   if (matches.has_value()) return *std::move(matches);

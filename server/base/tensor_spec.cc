@@ -3,11 +3,11 @@
 
 #include <array>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -65,13 +65,12 @@ bool IsPrintableUtf8(std::string_view text) {
 }
 
 absl::Status BadTensor(const TensorSpec& spec, std::string_view problem) {
-  constexpr size_t kMaxQuotedBytes = 128;
-  const bool is_clean = spec.name.size() <= kMaxQuotedBytes && IsPrintableUtf8(spec.name);
+  constexpr size_t kMaxCleanBytes = 128;
+  const bool is_clean = spec.name.size() <= kMaxCleanBytes && IsPrintableUtf8(spec.name);
   return MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
-      absl::StrCat("tensor \"",
-                   is_clean ? spec.name : absl::CHexEscape(spec.name.substr(0, kMaxQuotedBytes)),
-                   spec.name.size() > kMaxQuotedBytes ? "..." : "", "\": ", std::string(problem)));
+      absl::StrCat("tensor ", is_clean ? absl::StrCat("\"", spec.name, "\"") : Quoted(spec.name),
+                   ": ", std::string(problem)));
 }
 
 absl::Status CheckName(const TensorSpec& spec, const std::string& name) {
@@ -110,8 +109,7 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name) {
     absl::StrAppend(&names, i == 0 ? "" : ", ", std::string(kDtypes[i].name));
   }
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
-                   absl::StrCat("dtype \"", absl::CHexEscape(std::string(name.substr(0, 64))),
-                                "\": must be one of ", names));
+                   absl::StrCat("dtype ", Quoted(name), ": must be one of ", names));
 }
 
 Dtype AverageDtype(Dtype pushed) { return IsFloat(pushed) ? Dtype::kFloat32 : pushed; }

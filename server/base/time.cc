@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -19,7 +19,7 @@ constexpr double kMaxCount = 9007199254740992.0;  // 2^53
 
 struct UnitNames {
   std::string_view suffix;
-  std::string_view field;  // Of ema.v1.TrainingTime.
+  std::string_view field;
 };
 
 // By TimeUnit.
@@ -58,12 +58,8 @@ std::string FormatNumber(double value, double plain_limit) {
 }
 
 absl::Status BadDuration(std::string_view text, std::string_view problem) {
-  constexpr size_t kMaxQuotedBytes = 64;
-  const std::string quoted(text.substr(0, kMaxQuotedBytes));
-  return MakeError(
-      absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
-      absl::StrCat("\"", absl::CHexEscape(quoted), text.size() > kMaxQuotedBytes ? "..." : "",
-                   "\": ", std::string(problem)));
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+                   absl::StrCat(Quoted(text), ": ", std::string(problem)));
 }
 
 absl::Status BadTime(std::string_view message) {
@@ -99,6 +95,7 @@ std::string GuessUnit(std::string_view number, double value) {
 }  // namespace
 
 std::string_view TimeUnitSuffix(TimeUnit unit) { return kUnits[static_cast<int>(unit)].suffix; }
+std::string_view TimeUnitField(TimeUnit unit) { return kUnits[static_cast<int>(unit)].field; }
 
 absl::StatusOr<TrainingDuration> TrainingDuration::Parse(std::string_view text) {
   const absl::string_view stripped =

@@ -99,6 +99,18 @@ absl::Status CheckSnapshotUnit(const TrackConfig& track, const TrainingTime& now
 
 }  // namespace
 
+std::string_view NonFinitePolicyName(NonFinitePolicy policy) {
+  switch (policy) {
+    case NonFinitePolicy::kReject:
+      return "reject";
+    case NonFinitePolicy::kSkipTensor:
+      return "skip";
+    case NonFinitePolicy::kAllow:
+      return "allow";
+  }
+  return "unknown";
+}
+
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
   GlobBudget budget;
   return ValidateTrack(track, manifest, budget);

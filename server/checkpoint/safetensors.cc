@@ -9,11 +9,11 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -52,13 +52,6 @@ std::string_view FormatName(Dtype dtype) {
 
 absl::Status BadFile(const std::string& problem) {
   return BadRequest(absl::StrCat("not a safetensors file that we read: ", problem));
-}
-
-// `text` of a stranger, fit for a message.
-std::string Quoted(const std::string& text) {
-  constexpr size_t kMaxBytes = 64;
-  return absl::StrCat("\"", absl::CHexEscape(text.substr(0, kMaxBytes)),
-                      text.size() > kMaxBytes ? "..." : "", "\"");
 }
 
 // Fills a SafetensorsHeader from the parser's events, so that a hostile header costs no more memory

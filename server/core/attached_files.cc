@@ -5,7 +5,6 @@
 #include <span>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -13,6 +12,7 @@
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
 #include "server/base/crc32c.h"
+#include "server/base/quoted.h"
 
 namespace ema {
 namespace {
@@ -112,7 +112,7 @@ absl::StatusOr<AttachedFiles::Found> AttachedFiles::Find(const std::string& name
     absl::StrAppend(out, entry.first);
   });
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
-                   absl::StrCat("no file \"", absl::CHexEscape(name), "\" is attached; there is ",
+                   absl::StrCat("no file ", Quoted(name), " is attached; there is ",
                                 names.empty() ? "none" : names));
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The half of Model that makes and changes tracks.
+// The part of Model that makes and changes tracks.
 #include <algorithm>
 #include <utility>
 #include <variant>

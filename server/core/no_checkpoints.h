@@ -8,10 +8,10 @@
 #include <string>
 #include <string_view>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 #include "server/core/checkpoints.h"
 
 namespace ema {
@@ -45,8 +45,8 @@ class NoCheckpoints : public Checkpoints {
   absl::Status health() const override { return NoDataDir(); }
   absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
-                     absl::StrCat("label: \"", absl::CHexEscape(std::string(label)),
-                                  "\" given, but the server was started without --data-dir, so it "
+                     absl::StrCat("label: ", Quoted(label),
+                                  " given, but the server was started without --data-dir, so it "
                                   "keeps no labels"));
   }
   absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override {

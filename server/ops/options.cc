@@ -12,13 +12,13 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "server/base/nearest_name.h"
+#include "server/base/quoted.h"
 #include "server/ops/config_file.h"
 #include "server/ops/environment.h"
 #include "server/ops/option_table.h"
@@ -48,9 +48,9 @@ std::string Suggestion(const std::string& name, const std::vector<std::string>& 
 }
 
 // One reading of all options, from the weakest source to the strongest.
-class Reading {
+class OptionReader {
  public:
-  explicit Reading(ServerOptions& options) : table_(OptionTable(options)) {
+  explicit OptionReader(ServerOptions& options) : table_(OptionTable(options)) {
     for (const Option& option : table_) names_.push_back(option.name);
   }
 
@@ -67,7 +67,7 @@ class Reading {
       const auto option = std::find(names_.begin(), names_.end(), entry.key);
       if (option == names_.end()) {
         const std::string as_key = absl::StrReplaceAll(entry.key, {{"_", "-"}});
-        AddProblem(absl::StrCat(where, ": \"", absl::CHexEscape(entry.key), "\" is not an option",
+        AddProblem(absl::StrCat(where, ": ", Quoted(entry.key), " is not an option",
                                 Suggestion(as_key, names_)));
       } else if (!entry.problem.empty()) {
         AddProblem(absl::StrCat(where, ": ", entry.key, ": ", entry.problem));
@@ -219,14 +219,14 @@ class CommandLine {
   bool print_config() const { return print_config_->count() > 0; }
 
   // Gives `reading` what has been parsed.
-  void Read(Reading& reading) {
-    for (const Option& option : reading.table()) {
+  void Read(OptionReader& reader) {
+    for (const Option& option : reader.table()) {
       const CLI::Option* const flag = flags_[option.name];
-      if (flag->count() > 0) reading.ReadFlag(option, absl::StrJoin(flag->results(), ","));
+      if (flag->count() > 0) reader.ReadFlag(option, absl::StrJoin(flag->results(), ","));
     }
     // What follows an unknown flag may be its value.
     const std::vector<std::string> others = app_.remaining();
-    if (!others.empty()) reading.RefuseFlag(others.front());
+    if (!others.empty()) reader.RefuseFlag(others.front());
   }
 
  private:
@@ -259,28 +259,28 @@ class CommandLine {
 
 ParsedOptions ParseOptions(int argc, const char* const* argv) {
   ParsedOptions parsed;
-  Reading reading(parsed.options);
-  CommandLine command_line(reading.table());
+  OptionReader reader(parsed.options);
+  CommandLine command_line(reader.table());
   if (!command_line.Parse(argc, argv, parsed)) return parsed;
   parsed.config_file = command_line.config_file();
-  if (!parsed.config_file.empty()) reading.ReadFile(parsed.config_file);
-  reading.ReadEnvironment();
-  command_line.Read(reading);
-  if (reading.problems().empty()) {
+  if (!parsed.config_file.empty()) reader.ReadFile(parsed.config_file);
+  reader.ReadEnvironment();
+  command_line.Read(reader);
+  if (reader.problems().empty()) {
     for (std::string& problem : Contradictions(parsed.options)) {
-      reading.AddProblem(std::move(problem));
+      reader.AddProblem(std::move(problem));
     }
   }
-  parsed.warnings = reading.UnknownVariables();
+  parsed.warnings = reader.UnknownVariables();
   for (LogEvent& doubt : Doubts(parsed.options)) parsed.warnings.push_back(std::move(doubt));
-  if (!reading.problems().empty()) {
+  if (!reader.problems().empty()) {
     parsed.should_exit = true;
     parsed.exit_code = kUsageExitCode;
-    parsed.text = absl::StrCat(absl::StrJoin(reading.problems(), "\n"),
+    parsed.text = absl::StrCat(absl::StrJoin(reader.problems(), "\n"),
                                "\nRun with --help for all options.\n");
   } else if (command_line.print_config()) {
     parsed.should_exit = true;
-    parsed.text = reading.ToToml();
+    parsed.text = reader.ToToml();
   }
   if (parsed.options.thread_count == 0) {
     parsed.options.thread_count = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ema/error_reason.h"
@@ -102,12 +101,6 @@ ResumePoint FromProto(const v1::Resume& resume) {
   }
   if (resume.has_time()) point.time = ema::FromProto(resume.time());
   return point;
-}
-
-std::string Quoted(std::string_view text) {
-  constexpr size_t kMaxBytes = 128;
-  return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxBytes))),
-                      text.size() > kMaxBytes ? "..." : "", "\"");
 }
 
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value) {

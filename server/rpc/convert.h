@@ -20,8 +20,6 @@ absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
 ResumePoint FromProto(const v1::Resume& resume);
 
-// What a caller has sent for a name, for a message: in quotes, escaped, and no longer than a name.
-std::string Quoted(std::string_view text);
 // A CRC32C from a field that the wire has as int64. INVALID_ARGUMENT: it is not of 32 bits.
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
 

@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/base/lane_pipe.h"
+#include "server/base/quoted.h"
 #include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
 #include "server/rpc/convert.h"

@@ -3,11 +3,11 @@
 
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 #include "server/core/known_versions.h"
 #include "server/rpc/convert.h"
 
@@ -24,7 +24,7 @@ absl::Status CheckNamesOne(const v1::PullRequest& request) {
   }
   std::vector<std::string> given;
   if (!request.label().empty()) {
-    given.push_back(absl::StrCat("label: \"", absl::CHexEscape(request.label()), "\""));
+    given.push_back(absl::StrCat("label: ", Quoted(request.label())));
   }
   if (request.version() != 0) given.push_back(absl::StrCat("version: ", request.version()));
   if (request.has_step()) given.push_back(absl::StrCat("step: ", request.step()));
@@ -116,8 +116,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   if (request.has_if_newer_than()) {
     const v1::VersionId& known = request.if_newer_than();
     EMA_ASSIGN_OR_RETURN(const std::optional<Version> newest, model_->NewestOf(request.track()));
-    if (newest.has_value() && std::pair(newest->incarnation, newest->number) <=
-                                  std::pair(known.incarnation(), known.version())) {
+    if (newest.has_value() && newest->id() <= VersionId{known.version(), known.incarnation()}) {
       record_ = *newest;
       return absl::OkStatus();
     }

@@ -149,7 +149,7 @@ class Client(EvaluatorCalls):
         non_finite: NonFinite,
         timeout_s: float | None,
     ) -> ModelInfo:
-        fields, _ = self._client.create_model(
+        fields = self._client.create_model(
             name, specs, tracks, max_pinned_versions, non_finite, self._timeout(timeout_s)
         )
         return model_from(fields)

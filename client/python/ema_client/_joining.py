@@ -132,7 +132,7 @@ class Plan:
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
     ) -> dict[str, Any]:
-        fields, _ = self.client._client.create_model(
+        fields = self.client._client.create_model(
             self.model_name, specs, tracks, self._max_pinned_versions, self._non_finite, timeout_s
         )
         return fields

@@ -154,7 +154,7 @@ class PyClient {
     client.reset();
   }
 
-  nb::tuple CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
+  nb::dict CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
                         const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
                         const std::string& non_finite, double timeout_s) {
     const Manifest manifest = ToManifest(specs);
@@ -163,8 +163,7 @@ class PyClient {
     const auto create = [&](Client& client, absl::Duration timeout) {
       return client.CreateModel(model, manifest, tracks, options, timeout);
     };
-    const auto result = Call(create, timeout_s);
-    return nb::make_tuple(FromModel(result.model), result.created);
+    return FromModel(Call(create, timeout_s).model);
   }
 
   nb::dict UpdateModel(const std::string& model, const std::vector<TrackConfig>& put,

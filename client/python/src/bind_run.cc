@@ -246,7 +246,6 @@ void BindRun(nb::module_& module) {
             return Unwrap(self.run().IsDue(ToTime(now)));
           },
           "now"_a)
-      .def_prop_ro("plan", [](const PyRun& self) { return FromPlan(self.run().plan()); })
       .def_prop_ro("may_omit_frozen",
                    [](const PyRun& self) { return self.run().plan().may_omit_frozen; })
       .def_prop_ro("frozen", &Frozen)

@@ -15,35 +15,21 @@ namespace nb = nanobind;
 namespace ema::python {
 namespace {
 
-struct UnitName {
-  TimeUnit unit;
-  const char* name;
-  bool is_count;
-};
-// The names of ema.v1.TrainingTime.
-constexpr UnitName kUnitNames[kTimeUnitCount] = {
-    {TimeUnit::kBatch, "batch", true},         {TimeUnit::kEpoch, "epoch", true},
-    {TimeUnit::kSample, "sample", true},       {TimeUnit::kToken, "token", true},
-    {TimeUnit::kIteration, "iteration", true}, {TimeUnit::kProgress, "progress", false},
-    {TimeUnit::kSecond, "seconds", false},
-};
-
-// By NonFinitePolicy, less one.
-constexpr const char* kNonFiniteNames[] = {"reject", "skip", "allow"};
-
 nb::str FromText(std::string_view text) { return nb::str(text.data(), text.size()); }
 
 }  // namespace
 
 nb::dict FromTime(const TrainingTime& time) {
   nb::dict result;
-  for (const UnitName& unit : kUnitNames) {
-    const auto value = time.Get(unit.unit);
+  for (int i = 0; i < kTimeUnitCount; ++i) {
+    const TimeUnit unit = static_cast<TimeUnit>(i);
+    const std::optional<double> value = time.Get(unit);
     if (!value.has_value()) continue;
-    if (unit.is_count) {
-      result[unit.name] = static_cast<int64_t>(*value);
+    const nb::str field = FromText(TimeUnitField(unit));
+    if (IsCounted(unit)) {
+      result[field] = static_cast<int64_t>(*value);
     } else {
-      result[unit.name] = *value;
+      result[field] = *value;
     }
   }
   return result;
@@ -57,10 +43,11 @@ TrainingTime ToTime(const nb::dict& time) {
     const bool is_right =
         nb::try_cast(nb::borrow(key), name) && nb::try_cast(nb::borrow(value), number);
     bool is_known = false;
-    for (const UnitName& unit : kUnitNames) {
-      if (name != unit.name) continue;
+    for (int i = 0; i < kTimeUnitCount; ++i) {
+      const TimeUnit unit = static_cast<TimeUnit>(i);
+      if (name != TimeUnitField(unit)) continue;
       is_known = true;
-      if (is_right) result.Set(unit.unit, number);
+      if (is_right) result.Set(unit, number);
     }
     if (!is_known || !is_right) {
       ThrowStatus(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadTime,
@@ -166,7 +153,7 @@ nb::dict FromModel(const ModelInfo& model) {
   result["tracks"] = from_tracks(model.tracks);
   result["pending_tracks"] = from_tracks(model.pending_tracks.value_or(std::vector<TrackConfig>()));
   result["plan_revision"] = model.plan_revision;
-  result["non_finite"] = nb::str(kNonFiniteNames[static_cast<int>(model.non_finite) - 1]);
+  result["non_finite"] = FromText(NonFinitePolicyName(model.non_finite));
   result["max_pinned_versions"] = model.max_pinned_versions;
   result["reserved_bytes"] = model.reserved_bytes;
   result["latest"] = model.latest.has_value() ? nb::object(FromVersion(*model.latest)) : nb::none();
@@ -180,8 +167,9 @@ nb::dict FromModel(const ModelInfo& model) {
 }
 
 NonFinitePolicy ToNonFinite(const std::string& name) {
-  for (size_t i = 0; i < std::size(kNonFiniteNames); ++i) {
-    if (name == kNonFiniteNames[i]) return static_cast<NonFinitePolicy>(i + 1);
+  for (const NonFinitePolicy policy :
+       {NonFinitePolicy::kReject, NonFinitePolicy::kSkipTensor, NonFinitePolicy::kAllow}) {
+    if (name == NonFinitePolicyName(policy)) return policy;
   }
   ThrowStatus(BadRequest(absl::StrCat("non_finite: \"", name,
                                       "\" given, expected \"reject\", \"skip\" or \"allow\"")));
@@ -193,14 +181,6 @@ WireDtype ToWireDtype(const std::string& name) {
   }
   ThrowStatus(BadRequest(
       absl::StrCat("wire_dtype: \"", name, "\" given, expected \"as pushed\" or \"bfloat16\"")));
-}
-
-nb::tuple FromPlan(const RunPlan& plan) {
-  nb::list tracks;
-  for (const RunPlan::Entry& entry : plan.tracks) {
-    tracks.append(nb::make_tuple(nb::cast(entry.track), nb::cast(entry.state), entry.track_id));
-  }
-  return nb::make_tuple(plan.revision, tracks);
 }
 
 SpecTuple FromSpec(const TensorSpec& spec) {

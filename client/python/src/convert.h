@@ -41,8 +41,6 @@ nanobind::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint);
 nanobind::dict FromLabel(const Client::Label& label);
 // As ServerInfo of ema_client/_server_info.py takes it.
 nanobind::dict FromServerInfo(const Client::ServerInfo& info);
-// (revision, [(Track, ScheduleState, track id)])
-nanobind::tuple FromPlan(const RunPlan& plan);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".
 NonFinitePolicy ToNonFinite(const std::string& name);
 // Throws InvalidArgumentError: not "as pushed" or "bfloat16".

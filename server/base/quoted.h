@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef EMA_SERVER_BASE_QUOTED_H_
+#define EMA_SERVER_BASE_QUOTED_H_
+
+#include <string>
+#include <string_view>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+
+namespace ema {
+
+// The text of a stranger, fit for a message: in quotes, escaped, and no more than its beginning.
+inline std::string Quoted(std::string_view text) {
+  constexpr size_t kMaxBytes = 128;
+  return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxBytes))),
+                      text.size() > kMaxBytes ? "...\"" : "\"");
+}
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_BASE_QUOTED_H_
