@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <random>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -17,6 +16,7 @@
 #include "client/cli/progress.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
 #include "server/base/steady_wait.h"
 
 namespace ema::cli {
@@ -32,12 +32,6 @@ struct Results {
   Measured push;
   Measured pull;
 };
-
-std::string RandomName() {
-  std::random_device random;
-  return absl::StrCat("emactl-bench-", absl::Hex(random(), absl::kZeroPad8),
-                      absl::Hex(random(), absl::kZeroPad8));
-}
 
 // What this host could give a program now; nullopt: it does not say.
 std::optional<int64_t> AvailableBytes() {
@@ -196,7 +190,7 @@ Speeds SpeedsOf(std::vector<double> speeds) {
 
 absl::Status Bench(const Session& session, const BenchOptions& options) {
   constexpr absl::Duration kLongestDelete = absl::Seconds(20);
-  const std::string model = RandomName();
+  const std::string model = "emactl-bench-" + RandomHex(2);
   Benchmark benchmark(session, model, options);
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Client> cleaner, session.new_client());
   const auto remove = [&] {

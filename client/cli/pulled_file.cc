@@ -9,29 +9,17 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
+#include "server/checkpoint/file_system.h"
 #include "server/checkpoint/safetensors.h"
 
 namespace ema::cli {
-namespace {
 
-std::string ParentOf(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : path.substr(0, slash);
-}
-
-}  // namespace
-
-std::string TemporaryPath(const std::string& path) {
-  std::random_device random;
-  return absl::StrCat(path, ".tmp-", absl::Hex(random(), absl::kZeroPad8),
-                      absl::Hex(random(), absl::kZeroPad8));
-}
+std::string TemporaryPath(const std::string& path) { return path + ".tmp-" + RandomHex(2); }
 
 PulledFile::~PulledFile() { Discard(); }
 
@@ -99,7 +87,7 @@ absl::Status PulledFile::Commit() {
   if (close(std::exchange(fd_, -1)) != 0) return SystemError("close");
   if (std::rename(temporary_path_.c_str(), path_.c_str()) != 0) return SystemError("replace");
   temporary_path_.clear();
-  const int parent = open(ParentOf(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int parent = open(ParentPath(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (parent < 0) return SystemError("open the folder of");
   const int synced = fsync(parent);
   close(parent);

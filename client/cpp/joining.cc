@@ -10,6 +10,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/track.h"
+#include "server/base/random_hex.h"
 
 namespace ema::client_internal {
 namespace {
@@ -91,7 +92,7 @@ absl::StatusOr<std::unique_ptr<Joining>> Joining::Make(Client& client, std::stri
   Client::RunOptions& run = joining->run_options_;
   run.launch_id = options.launch_id;
   // Kept, so that joining again does not fence a newer run.
-  if (run.launch_id.empty()) run.launch_id = RandomLaunchId();
+  if (run.launch_id.empty()) run.launch_id = RandomHex(4);
   run.rank = options.rank;
   run.world_size = options.world_size;
   run.shards = std::move(share.shards);

@@ -2,7 +2,6 @@
 #include "client/cpp/run_core.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,6 +10,7 @@
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
 
 namespace ema::client_internal {
 namespace {
@@ -29,13 +29,6 @@ void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
 
 }  // namespace
 
-std::string RandomLaunchId() {
-  std::random_device random;
-  std::string id;
-  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
-  return id;
-}
-
 absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
                                                        std::string_view model,
                                                        Client::RunOptions options,
@@ -45,7 +38,7 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
       return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
                                      " ranks it must be given, the same to all of them"));
     }
-    options.launch_id = RandomLaunchId();
+    options.launch_id = RandomHex(4);
   }
   v1::GetModelRequest request;
   request.set_model(std::string(model));

@@ -23,9 +23,6 @@
 
 namespace ema::client_internal {
 
-// What names a run of one rank.
-std::string RandomLaunchId();
-
 // One rank of one run. Thread-safe; shared by the Run and its pushes.
 class RunCore {
  public:

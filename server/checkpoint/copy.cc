@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/copy.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/verify.h"
@@ -45,11 +44,6 @@ absl::Status CopyTree(FileSystem& file_system, const std::string& from, const st
   return file_system.SyncDirectory(to);
 }
 
-std::string WithoutEndSlash(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  return path;
-}
-
 absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const std::string& from,
                                                  const std::string& to) {
   EMA_RETURN_IF_ERROR(CopyTree(file_system, from, to));
@@ -64,7 +58,9 @@ absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const 
 
 absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const std::string& from,
                                                   const std::string& to) {
-  const std::string target = WithoutEndSlash(to);
+  const std::string parent = ParentPath(to);
+  const std::string name = BaseName(to);
+  const std::string target = JoinPath(parent, name);
   EMA_ASSIGN_OR_RETURN(const bool has_source, file_system.Exists(from));
   if (!has_source) return absl::NotFoundError("there is no such checkpoint");
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(target));
@@ -73,13 +69,8 @@ absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system, from));
   EMA_RETURN_IF_ERROR(CheckNothingElse(file_system, from, checkpoint));
-  const size_t slash = target.find_last_of('/');
-  const std::string parent = slash == std::string::npos ? "."
-                             : slash == 0               ? "/"
-                                                        : target.substr(0, slash);
-  const std::string name = slash == std::string::npos ? target : target.substr(slash + 1);
   const std::string temporary =
-      JoinPath(parent, absl::StrCat(std::string(kTemporaryPrefix), name, "-", getpid()));
+      JoinPath(parent, absl::StrCat(std::string(kTemporaryPrefix), name, "-", RandomHex(2)));
   absl::StatusOr<CheckpointManifest> copied = CopyAndVerify(file_system, from, temporary);
   if (copied.ok()) {
     if (const absl::Status status = file_system.Rename(temporary, target); !status.ok()) {

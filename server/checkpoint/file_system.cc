@@ -23,6 +23,11 @@
 namespace ema {
 namespace {
 
+std::string_view WithoutEndSlash(std::string_view path) {
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return path;
+}
+
 constexpr mode_t kFileMode = 0644;
 constexpr mode_t kDirectoryMode = 0755;
 
@@ -314,8 +319,16 @@ std::string JoinPath(std::string_view directory, std::string_view name) {
 }
 
 std::string BaseName(std::string_view path) {
-  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
-  return std::string(path.substr(path.rfind('/') + 1));
+  const std::string_view trimmed = WithoutEndSlash(path);
+  return std::string(trimmed.substr(trimmed.rfind('/') + 1));
+}
+
+std::string ParentPath(std::string_view path) {
+  const std::string_view trimmed = WithoutEndSlash(path);
+  const size_t slash = trimmed.rfind('/');
+  if (slash == std::string_view::npos) return ".";
+  const std::string_view parent = WithoutEndSlash(trimmed.substr(0, slash));
+  return parent.empty() ? "/" : std::string(parent);
 }
 
 }  // namespace ema

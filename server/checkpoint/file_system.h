@@ -129,6 +129,8 @@ FileSystem& PosixFileSystem();
 std::string JoinPath(std::string_view directory, std::string_view name);
 // "b" from "a/b" and from "a/b/".
 std::string BaseName(std::string_view path);
+// "a" from "a/b" and from "a/b/", "/" from "/b", "." from "b".
+std::string ParentPath(std::string_view path);
 
 }  // namespace ema
 

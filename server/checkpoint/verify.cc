@@ -180,9 +180,7 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
 
 // A checkpoint that somebody has renamed would be taken for another version.
 absl::Status CheckName(const std::string& path, const CheckpointManifest& checkpoint) {
-  const std::string_view trimmed = std::string_view(path).substr(0, path.find_last_not_of('/') + 1);
-  const std::optional<CheckpointId> id =
-      ParseCheckpointName(trimmed.substr(trimmed.find_last_of('/') + 1));
+  const std::optional<CheckpointId> id = ParseCheckpointName(BaseName(path));
   if (!id.has_value() || *id == IdOf(checkpoint.record)) return absl::OkStatus();
   return CorruptManifest(absl::StrCat("it is of ", CheckpointName(IdOf(checkpoint.record))));
 }

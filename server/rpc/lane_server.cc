@@ -5,12 +5,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <random>
 #include <system_error>
 
-#include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/lane_pipe.h"
+#include "server/base/random_hex.h"
 #include "server/rpc/lane_connection.h"
 
 namespace ema {
@@ -19,17 +18,10 @@ namespace {
 // How long a stop, or a lane that has ended, may wait to be seen.
 constexpr int kPollMs = 100;
 
-std::string RandomName() {
-  std::random_device random;
-  std::string name = "ema-lane-";
-  for (int i = 0; i < 4; ++i) absl::StrAppend(&name, absl::Hex(random(), absl::kZeroPad8));
-  return name;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc, int64_t max_lanes) {
-  std::string name = RandomName();
+  std::string name = "ema-lane-" + RandomHex(4);
   EMA_ASSIGN_OR_RETURN(const int fd, ListenForLanes(name));
   std::unique_ptr<LaneServer> server(new LaneServer(rpc, max_lanes, std::move(name), fd));
   server->accepting_ = std::thread([server = server.get()] { server->Accept(); });

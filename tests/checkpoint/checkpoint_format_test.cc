@@ -2,6 +2,8 @@
 //
 // What WriteCheckpoint() writes, VerifyCheckpoint() and ReadCheckpoint() take, and what they
 // refuse.
+#include <unistd.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -415,6 +417,16 @@ TEST_F(DamagedFormatTest, ACopyIsTheSameOrNotThere) {
               StatusIs(absl::StatusCode::kAlreadyExists, _));
   // What was promised is there after the power has gone.
   EXPECT_THAT(VerifyCheckpoint(*files_.AfterCrash(PowerLoss::kNamesOnly), "/to/copy"), IsOk());
+}
+
+// In containers every copy may have the same process id.
+TEST_F(DamagedFormatTest, AnotherCopyIsNeitherInTheWayNorTouched) {
+  const std::string other = absl::StrCat("/to/.tmp-copy-", getpid());
+  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
+  ASSERT_THAT(files_.CreateDirectory(other), IsOk());
+  ASSERT_THAT(files_.NewWritableFile(other + "/manifest.json"), IsOk());
+  EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy"), IsOk());
+  EXPECT_TRUE(*files_.Exists(other + "/manifest.json"));
 }
 
 TEST_F(DamagedFormatTest, ADamagedCheckpointIsNotCopied) {

@@ -206,5 +206,25 @@ TEST(JoinPathTest, AddsOneSlash) {
   EXPECT_EQ(JoinPath("", "b"), "b");
 }
 
+TEST(PathTest, IsTakenApart) {
+  struct Case {
+    const char* path;
+    const char* parent;
+    const char* base;
+  };
+  for (const Case& c : {Case{"a/b", "a", "b"},
+                        {"a/b/", "a", "b"},
+                        {"a//b//", "a", "b"},
+                        {"/b", "/", "b"},
+                        {"//b", "/", "b"},
+                        {"/a/b", "/a", "b"},
+                        {"b", ".", "b"},
+                        {"b/", ".", "b"},
+                        {"/", "/", ""}}) {
+    EXPECT_EQ(ParentPath(c.path), c.parent) << c.path;
+    EXPECT_EQ(BaseName(c.path), c.base) << c.path;
+  }
+}
+
 }  // namespace
 }  // namespace ema
