@@ -40,8 +40,8 @@ class Authenticator {
   // Of a call whose header "authorization" has this value; "": it has none. UNAUTHENTICATED,
   // BAD_TOKEN: it says nothing, or nothing that is known. The message does not repeat it.
   virtual absl::StatusOr<Access> Authenticate(std::string_view authorization) const = 0;
-  // Looks whether what it goes by has changed, and says so. Called a few times a second, by one
-  // thread; may read files.
+  // Looks whether what it goes by has changed, and says so. Called once a second, by one thread;
+  // may read files.
   virtual bool Refresh() = 0;
 };
 

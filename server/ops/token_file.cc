@@ -3,18 +3,14 @@
 
 #include <openssl/crypto.h>
 #include <openssl/sha.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/small_file.h"
@@ -59,8 +55,8 @@ bool IsToken(absl::string_view text) {
 
 absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path) {
   std::unique_ptr<TokenFile> file(new TokenFile(path));
-  EMA_ASSIGN_OR_RETURN(file->text_, Read(path));
-  absl::StatusOr<std::vector<Entry>> entries = Parse(file->text_);
+  EMA_ASSIGN_OR_RETURN(file->judged_, Read(path));
+  absl::StatusOr<std::vector<Entry>> entries = Parse(*file->judged_);
   if (!entries.ok()) {
     return absl::InvalidArgumentError(
         absl::StrCat("token file \"", path, "\", ", entries.status().message()));
@@ -128,16 +124,6 @@ absl::StatusOr<Access> TokenFile::Authenticate(std::string_view authorization) c
   return *std::move(access);
 }
 
-absl::StatusOr<TokenFile::Stamp> TokenFile::StampOf(const std::string& path) {
-  struct stat about {};
-  if (stat(path.c_str(), &about) != 0) {
-    return BadFile(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
-  }
-  return Stamp{.inode = static_cast<int64_t>(about.st_ino),
-               .size = about.st_size,
-               .change_time = absl::TimeFromTimespec(about.st_ctim)};
-}
-
 absl::Status TokenFile::problem() const {
   absl::MutexLock lock(&mu_);
   return problem_;
@@ -152,33 +138,19 @@ void TokenFile::Tell(const absl::Status& problem) {
 }
 
 bool TokenFile::Refresh() {
-  const absl::StatusOr<Stamp> stamp = StampOf(path_);
-  if (stamp.ok() && settled_ == *stamp) return false;
-  absl::StatusOr<std::string> text =
-      stamp.ok() ? Read(path_) : absl::StatusOr<std::string>(stamp.status());
-  settled_.reset();
-  const bool was_lost = std::exchange(is_lost_, !text.ok());
-  if (!text.ok()) {
-    if (!was_lost) Tell(text.status());
-    return false;
-  }
-  // What is written within a tick of the file system's clock may leave the same time.
-  constexpr absl::Duration kTick = absl::Seconds(2);
-  if (*text == text_) {
-    // It was lost, and is there again.
-    if (problem() != text_problem_) Tell(text_problem_);
-    if (absl::Now() - stamp->change_time > kTick) settled_ = *stamp;
+  absl::StatusOr<std::string> text = Read(path_);
+  if (text == judged_) {
     found_.reset();
     return false;
   }
-  if (found_ != *text) {
-    found_ = *std::move(text);
+  if (found_ != text) {
+    found_ = std::move(text);
     return false;
   }
-  text_ = *std::exchange(found_, std::nullopt);
-  absl::StatusOr<std::vector<Entry>> entries = Parse(text_);
-  text_problem_ = entries.status();
-  Tell(text_problem_);
+  found_.reset();
+  judged_ = std::move(text);
+  absl::StatusOr<std::vector<Entry>> entries = judged_.ok() ? Parse(*judged_) : judged_.status();
+  Tell(entries.status());
   if (!entries.ok()) return false;
   absl::MutexLock lock(&mu_);
   entries_ = *std::move(entries);

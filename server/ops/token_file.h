@@ -16,7 +16,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/base/authenticator.h"
 
 namespace ema {
@@ -36,8 +35,8 @@ class TokenFile final : public Authenticator {
 
   absl::StatusOr<Access> Authenticate(std::string_view authorization) const override
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Takes over a file that has changed, once two looks in a row have found the same text: a file
-  // that is just being written has half of it. One that is wrong, or has gone: those before stay,
+  // Takes over a file that has changed, once two looks in a row have found the same: a file that is
+  // just being written has half of its text. One that is wrong, or has gone: those before stay,
   // `on_change` says so, once.
   bool Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -57,24 +56,12 @@ class TokenFile final : public Authenticator {
   explicit TokenFile(std::string path) : path_(std::move(path)) {}
   static absl::StatusOr<std::vector<Entry>> Parse(std::string_view text);
 
-  // What tells that a file has not been written since; another one has another inode.
-  struct Stamp {
-    int64_t inode = 0;
-    int64_t size = 0;
-    absl::Time change_time;
-    bool operator==(const Stamp&) const = default;
-  };
-  static absl::StatusOr<Stamp> StampOf(const std::string& path);
-
   void Tell(const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string path_;
   // Refresh()'s own.
-  std::string text_;                  // As it was taken over, or was wrong.
-  std::optional<std::string> found_;  // By the look before, if it was another.
-  std::optional<Stamp> settled_;      // Whose file has text_, and will until it has another stamp.
-  absl::Status text_problem_;         // What is wrong with text_.
-  bool is_lost_ = false;              // The file cannot be read.
+  absl::StatusOr<std::string> judged_;                // What is in use, or was wrong.
+  std::optional<absl::StatusOr<std::string>> found_;  // By the look before, if it was another.
   mutable absl::Mutex mu_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);

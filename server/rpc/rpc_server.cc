@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 #include "server/core/model_store.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/pull_call.h"
@@ -38,6 +39,7 @@ constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
 // How often the watchdog looks at calls, and the other thread at the user's files.
 constexpr absl::Duration kLookInterval = absl::Milliseconds(250);
+constexpr absl::Duration kFileLookInterval = absl::Seconds(1);
 
 // Who probes sends all at once.
 constexpr std::chrono::seconds kProbeTimeout(1);
@@ -336,9 +338,9 @@ void RpcServer::CheckStalled() {
 }
 
 void RpcServer::WatchFiles(Heartbeat* heartbeat) {
-  while (!MustStopWithin(kLookInterval)) {
+  while (!MustStopWithin(kFileLookInterval)) {
     const Heartbeat::Work at_work(heartbeat);
-    if (certificate_ != nullptr) certificate_->Refresh(std::chrono::steady_clock::now());
+    if (certificate_ != nullptr) certificate_->Refresh();
     if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
       for (StreamAdmission* const streams : {&rpc_.pushes, &rpc_.pulls, &rpc_.watches}) {
         streams->EndRevoked(*options_.authenticator);

@@ -11,7 +11,6 @@
 namespace ema {
 namespace {
 
-constexpr std::chrono::seconds kLookInterval(1);
 // gRPC's, at the files in memory.
 constexpr unsigned kRefreshSeconds = 1;
 // gRPC reads key and certificate one after the other, and again if a time of modification, in whole
@@ -63,9 +62,7 @@ ServedCertificate::State ServedCertificate::state() const {
   return state_;
 }
 
-void ServedCertificate::Refresh(Time now) {
-  if (now < next_look_) return;
-  next_look_ = now + kLookInterval;
+void ServedCertificate::Refresh() {
   absl::StatusOr<TlsTexts> texts = ReadTls(files_);
   if (texts == judged_) {
     found_.reset();

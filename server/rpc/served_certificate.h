@@ -6,7 +6,6 @@
 
 #include <grpcpp/security/server_credentials.h>
 
-#include <chrono>
 #include <memory>
 #include <optional>
 
@@ -26,8 +25,6 @@ namespace ema {
 // use it. Thread-safe, but Refresh() is for one thread.
 class ServedCertificate {
  public:
-  using Time = std::chrono::steady_clock::time_point;
-
   struct State {
     absl::Time expiry;         // Of the certificate in use.
     bool is_rejected = false;  // What is in the files is not in use, for it is wrong.
@@ -42,10 +39,10 @@ class ServedCertificate {
   std::shared_ptr<grpc::ServerCredentials> credentials() const { return credentials_; }
   State state() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Looks at the files if that is due, every second, and takes over what has changed, once two
-  // looks in a row have found the same: files that are just being written are of two pairs. What is
-  // wrong, or has gone: what was before stays, and the log is told, once. Call it often.
-  void Refresh(Time now) ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes over files that have changed, once two looks in a row have found the same: files that are
+  // just being written are of two pairs. What is wrong, or has gone: what was before stays, and the
+  // log is told, once.
+  void Refresh() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts, absl::Time expiry,
@@ -59,7 +56,6 @@ class ServedCertificate {
   const TlsFiles files_;
   const LogSink log_;
   // Refresh()'s own.
-  Time next_look_;
   absl::StatusOr<TlsTexts> judged_;                // What is in use, or was wrong.
   std::optional<absl::StatusOr<TlsTexts>> found_;  // By the look before, if it was another.
   absl::Status told_;                              // To the log.
