@@ -85,7 +85,9 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
     LookAgain();
   }
   const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
-  if (!is_due || state.is_busy || now < state.retry_time) return;
+  if (!is_due || now < state.retry_time) return;
+  state.must_look_again = state.is_busy;
+  if (state.is_busy) return;
   state.is_busy = true;
   work_.push_back({model, std::move(exact)});
   wait_.WakeAll();
@@ -184,6 +186,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     absl::MutexLock lock(&mu_);
     if (const auto it = states_.find(model.config().name); it != states_.end()) {
       is_asked = std::exchange(it->second.is_asked, false);
+      it->second.must_look_again = false;
       may_keep = SteadyNow() >= it->second.keep_retry_time;
       last_error = it->second.last_error;
     }
@@ -232,8 +235,8 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
   if (status.ok()) {
     if (is_due || keep_status.ok()) NoteSaved(is_current, state);
     state.retry_time = SteadyTime::min();
-    // SaveNow() came meanwhile: it may have meant a later version.
-    if (state.is_asked) Enqueue(state);
+    // What came meanwhile may mean a later version, and there may be no commit after it.
+    if (state.is_asked || state.must_look_again) Enqueue(state);
     return;
   }
   state.retry_time = After(SteadyNow(), options_.retry_delay);

@@ -44,11 +44,11 @@ bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId&
                int64_t durable_step);
 
 // Told of every commit; saves those that are due in a thread of its own, one at a time, so that
-// commits never wait. While it saves one of a model, others of that model are passed over: what is
-// due then still is at the first commit after. After an error (readers may hold as many versions as
-// they may, too) the model's next try is `retry_delay` later: at a commit, or by SavePolicy::every.
-// Where the disk has no room for a version that is to be kept, only the next try to keep one is
-// that much later; one that is due all the same is saved without. Thread-safe.
+// commits never wait. While it saves one of a model, others of that model are passed over: if one
+// of them was due, the newest is saved after it. After an error (readers may hold as many versions
+// as they may, too) the model's next try is `retry_delay` later: at a commit, or by
+// SavePolicy::every. Where the disk has no room for a version that is to be kept, only the next try
+// to keep one is that much later; one that is due all the same is saved without. Thread-safe.
 class CheckpointScheduler {
  public:
   struct Options {
@@ -84,8 +84,9 @@ class CheckpointScheduler {
   // Of a model by name; there while the model is.
   struct State {
     std::weak_ptr<Model> model;
-    bool is_busy = false;   // Waiting or being saved.
-    bool is_asked = false;  // SaveNow().
+    bool is_busy = false;          // Waiting or being saved.
+    bool is_asked = false;         // SaveNow().
+    bool must_look_again = false;  // A version that was due came while it was busy.
     // When SavePolicy::every says so; the last time: nothing has been committed since a save.
     SteadyTime due_time = SteadyTime::max();
     std::optional<SteadyTime> saved_time;
