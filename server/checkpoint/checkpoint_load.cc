@@ -195,7 +195,19 @@ absl::StatusOr<std::vector<std::string>> CheckpointStore::ModelNames() {
                        file_system_.ListDirectory(ModelsPath()));
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
-    if (entry.is_directory && ValidateName("model", entry.name).ok()) names.push_back(entry.name);
+    if (!ValidateName("model", entry.name).ok()) continue;
+    if (entry.is_directory) {
+      names.push_back(entry.name);
+      continue;
+    }
+    // Through a link. A training would begin anew in its place.
+    EMA_ASSIGN_OR_RETURN(const bool has_checkpoints,
+                         file_system_.Exists(GetFolder(entry.name)->path));
+    if (has_checkpoints) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("models/", entry.name, " is a symbolic link, expected a folder, in which ",
+                       "checkpoints may be a link"));
+    }
   }
   return names;
 }

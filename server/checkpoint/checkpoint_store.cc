@@ -32,10 +32,7 @@ absl::Status IgnoreAlreadyExists(const absl::Status& status) {
 absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
   if (exists) return absl::OkStatus();
-  const size_t slash = path.find_last_of('/', path.find_last_not_of('/'));
-  const std::string parent = slash == 0                   ? std::string("/")
-                             : slash == std::string::npos ? std::string(".")
-                                                          : path.substr(0, slash);
+  const std::string parent = ParentPath(path);
   EMA_RETURN_IF_ERROR(MakeDirectories(file_system, parent));
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system.CreateDirectory(path)));
   return file_system.SyncDirectory(parent);

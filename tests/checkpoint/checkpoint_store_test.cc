@@ -2,6 +2,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <thread>
 
@@ -115,6 +116,34 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
   ExpectSameVersion(*model, *versions.model, *versions[3]);
   EXPECT_EQ(model->durable_step(), 30);
   PosixFileSystem().RemoveTree(directory).IgnoreError();
+}
+
+// As after a move to a larger disk. Nothing may begin anew in the model's place.
+TEST(CheckpointStoreTest, AModelsFolderMustNotBeALinkButItsCheckpointsMay) {
+  namespace fs = std::filesystem;
+  std::string directory = testing::TempDir() + "/ema_store_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const CheckpointStore::Options options = {.data_dir = directory};
+  TestVersions versions(1);
+  {
+    EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+    EXPECT_THAT(store->Save(*versions.model, versions[1]), IsOk());
+  }
+  const fs::path model = fs::path(directory) / "models/m";
+  const fs::path elsewhere = fs::path(directory) / "elsewhere";
+  fs::rename(model, elsewhere);
+  fs::create_directory_symlink(elsewhere, model);
+  EXPECT_THAT(
+      CheckpointStore::Open(PosixFileSystem(), options).status(),
+      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("models/m is a symbolic link")));
+  fs::remove(model);
+  fs::create_directory(model);
+  fs::create_directory_symlink(elsewhere / "checkpoints", model / "checkpoints");
+  EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
+  ModelStore models(TestDevice(), SmallBlocks());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto report, store->LoadAll(models));
+  EXPECT_EQ(report.loaded.size(), 1u);
+  fs::remove_all(directory);
 }
 
 TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
