@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/output.h"
 #include "client/cli/weights_file.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/file_system.h"
 #include "server/core/attached_files.h"
@@ -80,6 +81,14 @@ absl::Status AddFiles(const Session& session, const FileOptions& options) {
 }
 
 absl::Status RemoveFile(const Session& session, const FileOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const ModelInfo model,
+                       session.client->GetModel(options.model, session.timeout));
+  if (std::none_of(
+          model.attached_files.begin(), model.attached_files.end(),
+          [&](const ModelInfo::AttachedFile& file) { return file.name == options.name; })) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
+                     absl::StrCat("no file \"", options.name, "\" is attached to ", options.model));
+  }
   EMA_RETURN_IF_ERROR(session.client->RemoveFile(options.model, options.name, session.timeout));
   return PrintResult(session.json, {{"model", options.model}, {"removed", options.name}},
                      absl::StrCat("removed ", options.name, " from ", options.model,

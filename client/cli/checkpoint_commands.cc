@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/checkpoint_commands.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -73,7 +74,10 @@ absl::Status ShowCheckpoint(const Session& session, const CheckpointOptions& opt
   return PrintResult(session.json, ToJson(info), DescribeCheckpoint(info));
 }
 
+// As all that removes, this looks first: to the client one that is not there is OK.
 absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& options) {
+  EMA_RETURN_IF_ERROR(
+      session.client->GetCheckpoint(options.model, options.checkpoint, session.timeout).status());
   EMA_RETURN_IF_ERROR(
       session.client->DeleteCheckpoint(options.model, options.checkpoint, session.timeout));
   return PrintResult(session.json, Json::object({{"deleted", options.checkpoint}}),
@@ -102,6 +106,14 @@ absl::Status SetLabel(const Session& session, const LabelOptions& options) {
 }
 
 absl::Status RemoveLabel(const Session& session, const LabelOptions& options) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+                       session.client->ListCheckpoints(options.model, session.timeout));
+  if (std::none_of(list.labels.begin(), list.labels.end(),
+                   [&](const Client::Label& label) { return label.name == options.label; })) {
+    return MakeError(
+        absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
+        absl::StrCat("model \"", options.model, "\" has no label \"", options.label, "\""));
+  }
   EMA_RETURN_IF_ERROR(session.client->RemoveLabel(options.model, options.label, session.timeout));
   return PrintResult(session.json, Json::object({{"removed", options.label}}),
                      absl::StrCat("removed label ", options.label, "\n"));

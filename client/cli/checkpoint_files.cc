@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/checkpoint_files.h"
 
+#include <algorithm>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -32,6 +35,15 @@ absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
     if (exists) return true;
   }
   return false;
+}
+
+// False also if one of them cannot be looked at.
+bool IsWithin(const std::string& path, const std::string& folder) {
+  std::error_code error;
+  const auto inner = std::filesystem::weakly_canonical(path, error);
+  const auto outer = std::filesystem::canonical(folder, error);
+  return !error &&
+         std::mismatch(outer.begin(), outer.end(), inner.begin(), inner.end()).first == outer.end();
 }
 
 struct Found {
@@ -157,6 +169,12 @@ absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
 }
 
 absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool json) {
+  EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(from));
+  if (!is_one) return absl::NotFoundError(from + ": there is no checkpoint");
+  // Else it would be no checkpoint any more.
+  if (IsWithin(to, from)) {
+    return BadRequest(absl::StrCat(to, " is in ", from, ", expected a folder elsewhere"));
+  }
   const absl::StatusOr<CheckpointManifest> copied =
       ema::CopyCheckpoint(PosixFileSystem(), from, to);
   if (!copied.ok()) return WithPlace(copied.status(), absl::StrCat(from, " to ", to, ": "));

@@ -126,6 +126,11 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
     return BadRequest(absl::StrCat("--confirm: \"", options.confirm, "\" given, expected \"", model,
                                    "\", the model that is to be deleted"));
   }
+  // Deleting what is not there is OK, for the client may ask twice; whoever types a name may
+  // mistype it. Checkpoints may be there without their model.
+  if (!options.purge) {
+    EMA_RETURN_IF_ERROR(session.client->GetModel(model, session.timeout).status());
+  }
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
   return PrintResult(session.json, Json::object({{"deleted", model}}),
                      absl::StrCat("deleted ", model, "\n"));

@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "client/cli/attached_files.h"
 #include "client/cli/bench.h"
 #include "client/cli/checkpoint_commands.h"
@@ -53,6 +55,13 @@ std::string ErrorOf(const absl::StatusOr<Parsed>& parsed) {
 }
 std::string CheckTrack(const std::string& text) {
   return ErrorOf(ema::cli::ParseTrackOption(text));
+}
+// CLI11's own takes a number that is too large for the largest.
+template <int64_t least>
+std::string CheckCount(const std::string& text) {
+  int64_t count = 0;
+  if (absl::SimpleAtoi(text, &count) && count >= least) return "";
+  return absl::StrCat(text, " given, expected a whole number, ", least, " or more");
 }
 std::string CheckDtype(const std::string& text) { return ErrorOf(ema::ParseDtype(text)); }
 std::string CheckVersionOrLabel(const std::string& text) {
@@ -157,13 +166,12 @@ void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
   sub->add_option("--incarnation", incarnation,
                   "Life of the server in which that number was counted, as --json shows it "
                   "(default: any)")
-      ->check(CLI::PositiveNumber)
+      ->check(CheckCount<1>)
       ->needs(version);
 }
 
 CLI::Option* AddVersion(CLI::App* sub, int64_t& version, int64_t& incarnation, const char* help) {
-  CLI::Option* const option =
-      sub->add_option("--version", version, help)->check(CLI::PositiveNumber);
+  CLI::Option* const option = sub->add_option("--version", version, help)->check(CheckCount<1>);
   AddIncarnation(sub, option, incarnation);
   return option;
 }
@@ -319,21 +327,25 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
       ->capture_default_str();
 }
 
+// Of texts that CheckTrack() has passed.
+std::vector<ema::TrackConfig> ParseTracks(const std::vector<std::string>& texts) {
+  std::vector<ema::TrackConfig> tracks;
+  for (const std::string& text : texts) tracks.push_back(*ema::cli::ParseTrackOption(text));
+  return tracks;
+}
+
 // Declares the commands. The one that is given is stored in `chosen`.
 void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   const auto add = [&](const char* name, const char* help,
                        std::function<absl::Status(const Session&)> run) {
     return Add(app, chosen, name, help, std::move(run));
   };
-  const auto add_model = &AddModel;
 
   CLI::App* sub = add("create", "Make a model", [&](const Session& session) {
-    for (const std::string& text : options.tracks) {
-      options.create.tracks.push_back(*ema::cli::ParseTrackOption(text));
-    }
+    options.create.tracks = ParseTracks(options.tracks);
     return ema::cli::Create(session, options.create);
   });
-  add_model(sub, options.create.model);
+  AddModel(sub, options.create.model);
   sub->add_option("--from", options.create.file,
                   "Safetensors file, or Hugging Face folder, with tensors of the model's names, "
                   "dtypes and shapes")
@@ -345,29 +357,25 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
 
   sub = add("import", "Make a model whose averages begin with the weights of a file",
             [&](const Session& session) {
-              for (const std::string& text : options.tracks) {
-                options.import.tracks.push_back(*ema::cli::ParseTrackOption(text));
-              }
+              options.import.tracks = ParseTracks(options.tracks);
               return ema::cli::Import(session, options.import);
             });
-  add_model(sub, options.import.model);
+  AddModel(sub, options.import.model);
   sub->add_option("--from", options.import.from, "Safetensors file, or Hugging Face folder")
       ->required();
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
   sub->add_option("--step", options.import.step,
                   "Step of the weights, after which training goes on (default: 0)")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CheckCount<0>);
   sub->add_option("--updates", options.import.updates,
                   "Updates that the average is of: for uniform tracks and those that begin at zero")
-      ->check(CLI::PositiveNumber);
+      ->check(CheckCount<1>);
 
   sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
-    for (const std::string& text : options.tracks) {
-      options.update.changes.put.push_back(*ema::cli::ParseTrackOption(text));
-    }
+    options.update.changes.put = ParseTracks(options.tracks);
     return ema::cli::Update(session, options.update);
   });
-  add_model(sub, options.update.model);
+  AddModel(sub, options.update.model);
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(CheckTrack);
   AddRepeatable(sub, "--remove", options.update.changes.remove, "Name of a track to forget");
   AddRepeatable(sub, "--pause", options.update.changes.pause, "Name of a track to leave as it is");
@@ -378,20 +386,20 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
 
   sub = add("describe", "Show a model's tracks and tensors",
             [&](const Session& session) { return ema::cli::Describe(session, options.model); });
-  add_model(sub, options.model);
+  AddModel(sub, options.model);
 
   sub = add("tracks", "Show a model's tracks and how they stand",
             [&](const Session& session) { return ema::cli::Tracks(session, options.model); });
-  add_model(sub, options.model);
+  AddModel(sub, options.model);
 
   sub = add("versions", "List a model's versions",
             [&](const Session& session) { return ema::cli::Versions(session, options.model); });
-  add_model(sub, options.model);
+  AddModel(sub, options.model);
 
   sub = add(
       "statistics", "Show the norms of a version's averages and their distances from the weights",
       [&](const Session& session) { return ema::cli::Statistics(session, options.statistics); });
-  add_model(sub, options.statistics.model);
+  AddModel(sub, options.statistics.model);
   AddVersion(sub, options.statistics.request.id.version, options.statistics.request.id.incarnation,
              "Version (default: the newest)");
   AddRepeatable(sub, "--track", options.statistics.request.tracks,
@@ -399,18 +407,18 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
 
   sub = add("watch", "Print every commit as it happens",
             [&](const Session& session) { return ema::cli::Watch(session, options.watch); });
-  add_model(sub, options.watch.model);
+  AddModel(sub, options.watch.model);
   CLI::Option* const after =
       sub->add_option("--after", options.watch.after,
                       "Begin after this version; 0: with the oldest (default: now)")
-          ->check(CLI::NonNegativeNumber);
+          ->check(CheckCount<0>);
   AddIncarnation(sub, after, options.watch.incarnation);
   sub->add_option("--count", options.watch.count, "End after so many commits")
-      ->check(CLI::PositiveNumber);
+      ->check(CheckCount<1>);
 
   sub = add("pull", "Write the weights of a track to a safetensors file, or a Hugging Face folder",
             [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
-  add_model(sub, options.pull.model);
+  AddModel(sub, options.pull.model);
   sub->add_option("--track", options.pull.track, "Name of the track")->required();
   CLI::Option* const pull_version =
       sub->add_option("--version", options.pull.version,
@@ -419,7 +427,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   AddIncarnation(sub, pull_version, options.pull.request.incarnation);
   sub->add_option("--step", options.pull.request.step,
                   "Instead: the version of this step of the trainer")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CheckCount<0>)
       ->excludes(pull_version);
   AddRepeatable(sub, "--tensors", options.pull.request.selection.tensors,
                 "Only this: a name, or a pattern such as 'encoder.*' (default: all)");
@@ -441,7 +449,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = add(
       "synthesize", "Build an average of another length from kept snapshots, to be pulled",
       [&](const Session& session) { return ema::cli::Synthesize(session, options.synthesize); });
-  add_model(sub, options.synthesize.model);
+  AddModel(sub, options.synthesize.model);
   Client::SynthesizeOptions& request = options.synthesize.request;
   sub->add_option("--name", request.name, "What pull --track calls the result")->required();
   CLI::Option_group* const profile = sub->add_option_group("profile");
@@ -452,13 +460,13 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   profile->require_option(1);
   sub->add_option("--step", request.step,
                   "Step at which the average stands (default: the newest that is stored)")
-      ->check(CLI::PositiveNumber);
+      ->check(CheckCount<1>);
   AddRepeatable(sub, "--track", request.tracks,
                 "Track to build from (default: all that fit together)");
 
   sub = add("delete", "Forget a model; its checkpoints stay on the disk, unless purged",
             [&](const Session& session) { return ema::cli::Delete(session, options.remove); });
-  add_model(sub, options.remove.model);
+  AddModel(sub, options.remove.model);
   sub->add_option("--confirm", options.remove.confirm, "The model's name again")
       ->type_name("MODEL")
       ->required();

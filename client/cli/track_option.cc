@@ -17,14 +17,6 @@
 namespace ema::cli {
 namespace {
 
-// Cuts `text` at the first `separator`. Absent: there is none.
-std::optional<std::pair<std::string_view, std::string_view>> Cut(std::string_view text,
-                                                                 char separator) {
-  const size_t position = text.find(separator);
-  if (position == std::string_view::npos) return std::nullopt;
-  return std::pair(text.substr(0, position), text.substr(position + 1));
-}
-
 // A half-life or "copy" may come without its name.
 absl::StatusOr<Schedule> ParseSchedule(std::string_view text) {
   const std::string_view first = text.substr(0, text.find(','));
@@ -45,17 +37,18 @@ absl::StatusOr<TrackConfig> ParseTrackOption(std::string_view text) {
                                   "; right ones are raw=copy, fast=200ba, "
                                   "slow=2000ba,update_interval=10ba and old=smoothing=0.99"));
   };
-  const auto parts = Cut(text, '=');
-  if (!parts.has_value()) return error("must be NAME=RULE");
-  if (const absl::Status name = ValidateName("track", parts->first); !name.ok()) {
-    return error({name.message().data(), name.message().size()});
+  const size_t equals = text.find('=');
+  if (equals == std::string_view::npos) return error("must be NAME=RULE");
+  const std::string_view name = text.substr(0, equals);
+  const std::string_view rule = text.substr(equals + 1);
+  if (const absl::Status status = ValidateName("track", name); !status.ok()) {
+    return error({status.message().data(), status.message().size()});
   }
   // All but the fields of the track itself is the schedule.
   constexpr char kSnapshotInterval[] = "snapshot_interval=";
   std::vector<std::string> fields;
   std::optional<TrainingDuration> snapshot_interval;
-  for (absl::string_view field :
-       absl::StrSplit(absl::string_view(parts->second.data(), parts->second.size()), ',')) {
+  for (absl::string_view field : absl::StrSplit(absl::string_view(rule.data(), rule.size()), ',')) {
     absl::string_view value = absl::StripAsciiWhitespace(field);
     if (!absl::ConsumePrefix(&value, kSnapshotInterval)) {
       fields.emplace_back(field);
@@ -73,7 +66,7 @@ absl::StatusOr<TrackConfig> ParseTrackOption(std::string_view text) {
   if (!schedule.ok()) {
     return error({schedule.status().message().data(), schedule.status().message().size()});
   }
-  return TrackConfig{.name = std::string(parts->first),
+  return TrackConfig{.name = std::string(name),
                      .schedule = *std::move(schedule),
                      .snapshot_interval = snapshot_interval};
 }

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/token.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
@@ -32,6 +36,9 @@ absl::Status Token::Check() const {
   }
   if (!token_.empty() && !IsToken(token_)) {
     return bad("token: expected printable characters without blanks");
+  }
+  if (!file_.empty() && access(file_.c_str(), R_OK) != 0) {
+    return bad(absl::StrCat("token_file \"", file_, "\": ", std::strerror(errno)));
   }
   if (!file_.empty() && !IsToken(ReadWord(file_))) {
     return bad(absl::StrCat("token_file \"", file_, "\": expected a file of one token"));

@@ -158,8 +158,22 @@ TEST_F(CheckpointFilesTest, WhatIsNotThereIsNotFoundAndWhatIsThereStays) {
   EXPECT_THAT(CopyCheckpoint(kFixture, empty, /*json=*/false),
               StatusIs(absl::StatusCode::kAlreadyExists, _));
   EXPECT_TRUE(std::filesystem::is_empty(empty));
-  EXPECT_THAT(CopyCheckpoint(folder_ + "/nothing", folder_ + "/c", /*json=*/false),
-              StatusIs(absl::StatusCode::kNotFound, _));
+  for (const char* const name : {"/nothing", "/empty", ""}) {
+    EXPECT_THAT(CopyCheckpoint(folder_ + name, folder_ + "/c", /*json=*/false),
+                StatusIs(absl::StatusCode::kNotFound, HasSubstr("there is no checkpoint")))
+        << name;
+  }
+}
+
+// It would be a part of it, which checkpoints must not have.
+TEST_F(CheckpointFilesTest, ACheckpointIsNotCopiedIntoItself) {
+  for (const char* const name : {"/a/inside", "/b/../a/tracks/inside/", "/a/./inside"}) {
+    EXPECT_THAT(CopyCheckpoint(folder_ + "/a/", folder_ + name, /*json=*/false),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("elsewhere")))
+        << name;
+  }
+  EXPECT_THAT(Verify(folder_ + "/a", /*json=*/false).status, IsOk());
+  EXPECT_THAT(CopyCheckpoint(folder_ + "/a", folder_ + "/a-copy", /*json=*/true), IsOk());
 }
 
 }  // namespace

@@ -238,7 +238,10 @@ def test_emactl_has_a_token_too(server: ServerProcess, tmp_path: pathlib.Path) -
     path.write_text(ADMIN)
     assert emactl(server, "--token-file", str(path), "list", EMA_TOKEN="wrong").returncode == 0
     missing = emactl(server, "--token-file", str(tmp_path / "none"), "list")
-    assert missing.returncode == 2 and "expected a file of one token" in missing.stderr
+    assert missing.returncode == 2 and "No such file" in missing.stderr
+    path.write_text("")
+    empty = emactl(server, "--token-file", str(path), "list")
+    assert empty.returncode == 2 and "expected a file of one token" in empty.stderr
 
 
 def test_purge_removes_what_delete_leaves(server: ServerProcess, tmp_path: pathlib.Path) -> None:

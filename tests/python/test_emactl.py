@@ -122,6 +122,35 @@ def test_delete_and_checkpoint(emactl, client, pushed):
     assert pushed not in [info.name for info in client.models()]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["delete", "{}-2", "--confirm", "{}-2"],
+        ["checkpoint", "delete", "{}", "step-000000000001-version-1-1"],
+        ["label", "remove", "{}", "typo"],
+        ["files", "remove", "{}", "typo"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_what_is_not_there_is_not_removed(emactl, pushed, command):
+    result = emactl(*(word.format(pushed) for word in command))
+    assert result.returncode == 3, result.stderr
+    assert result.stdout == ""
+
+
+def test_models_that_have_gone_can_be_purged(emactl, pushed):
+    assert emactl("checkpoint", "create", pushed).returncode == 0
+    for more in ([], ["--purge"]):
+        assert emactl("delete", pushed, "--confirm", pushed, *more).returncode == 0
+
+
+@pytest.mark.parametrize("step", ["-3", "1.5", "0x10", "9223372036854775808"])
+def test_numbers_that_are_none(emactl, pushed, step):
+    result = emactl("pull", pushed, "--track", "raw", "--step", step, "-o", "unused")
+    assert result.returncode == 2
+    assert f"--step: {step} given, expected a whole number, 0 or more" in result.stderr
+
+
 def test_exit_codes(emactl, pushed, tmp_path):
     out = tmp_path / "x.safetensors"
     assert emactl().returncode == 2

@@ -21,12 +21,13 @@ WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
 @dataclasses.dataclass
 class World:
-    """A model with three versions, of which the second is on the disk; and files."""
+    """A model with three versions, of which the first two are on the disk; and files."""
 
     model: str
     folder: pathlib.Path
     data_dir: pathlib.Path
     checkpoint: str
+    older_checkpoint: str
 
 
 @pytest.fixture
@@ -36,13 +37,15 @@ def world(server, client, model, tmp_path):
     with client.open_run(model) as run:
         for step in (1, 2, 3):
             version = run.push(step=step, weights=WEIGHTS)
+            if step == 1:
+                older = client.create_checkpoint(model, version=version)
             if step == 2:
                 saved = client.create_checkpoint(model, version=version, label="good")
     client.set_label(model, "newest")
     save_file(WEIGHTS, tmp_path / "w.safetensors")
     (tmp_path / "config.json").write_text("{}")
     client.attach_files(model, {"notes.json": b"{}"})
-    return World(model, tmp_path, server.log_path.parent / "data", saved.name)
+    return World(model, tmp_path, server.log_path.parent / "data", saved.name, older.name)
 
 
 # What each is called with; of a model of its own.
@@ -60,7 +63,7 @@ COMMANDS = {
     "checkpoint create": lambda w: [w.model],
     "checkpoint list": lambda w: [w.model],
     "checkpoint show": lambda w: [w.model, w.checkpoint],
-    "checkpoint delete": lambda w: [w.model, "none"],
+    "checkpoint delete": lambda w: [w.model, w.older_checkpoint],
     "checkpoint verify": lambda w: [w.data_dir],
     "checkpoint copy": lambda w: [
         w.data_dir / "models" / w.model / "checkpoints" / w.checkpoint,
