@@ -16,7 +16,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "server/base/loopback.h"
+#include "server/base/peer_network.h"
 
 namespace ema {
 

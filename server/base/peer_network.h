@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What of a peer's address limits count by.
+// What of a peer's address limits count by, and whether it is this machine.
 #ifndef EMA_SERVER_BASE_PEER_NETWORK_H_
 #define EMA_SERVER_BASE_PEER_NETWORK_H_
 
@@ -22,6 +22,9 @@ std::string NetworkOfPeer(std::string_view peer);
 
 // "10.0.0.1:4711"; "": it is no IP address.
 std::string PeerText(const sockaddr* address);
+
+// True for 127.0.0.0/8, ::1, and the former as an IPv6 address.
+bool IsLoopback(const sockaddr* address);
 
 }  // namespace ema
 

@@ -3,6 +3,7 @@
 // The part of CheckpointManager that has labels and scores, and opens what they name.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -111,8 +112,10 @@ absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
     Model& model, const CheckpointLabel& score) {
   EMA_RETURN_IF_ERROR(ValidateName("label", score.name));
   EMA_RETURN_IF_ERROR(model.closed());
-  if (!score.metric.has_value() || !std::isfinite(*score.metric)) {
-    return BadScore(model, score, "the score is no finite number");
+  const double value = score.metric.value_or(std::numeric_limits<double>::quiet_NaN());
+  if (!std::isfinite(value)) {
+    return BadScore(model, score,
+                    absl::StrCat("value: ", value, " given, expected a finite number"));
   }
   const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
   absl::MutexLock lock(label_mu.get());

@@ -75,7 +75,6 @@ class CheckpointManager final : public Checkpoints {
   ~CheckpointManager() override;
 
   int64_t incarnation() const { return store_->incarnation(); }
-  const CheckpointStore& store() const { return *store_; }
 
   // As CheckpointStore::LoadAll(), and tells the log. `models` outlives this; from here on its
   // checkpoints are read again now and then. To be called once.

@@ -208,9 +208,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
                                    latest->step));
   }
   if (request.step > latest->step) {
-    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,
-                     absl::StrCat("model \"", model.config().name, "\": step ", request.step,
-                                  " is not committed yet; the newest is ", latest->step));
+    return StepNotYet(model.config().name, request.step, latest->id(), latest->step);
   }
   EMA_ASSIGN_OR_RETURN(const auto held, store.HoldCheckpoints(model.config().name));
   EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,

@@ -158,8 +158,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     given_up_.clear();
     fenced = TakeSessionLocked();
     last = last_session_.lock();
-    const auto record = std::find_if(records_.begin(), records_.end(),
-                                     [&](const Version& r) { return r.id() == from; });
+    const auto record = FindRecordLocked(from);
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
   }
   if (fenced != nullptr) {

@@ -16,7 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/loopback.h"
+#include "server/base/peer_network.h"
 #include "server/ops/byte_count.h"
 
 namespace ema {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The half of ModelService that answers calls about checkpoints and labels.
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -72,9 +71,6 @@ absl::StatusOr<v1::RestoreCheckpointResponse> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
-  if ((id.version > 0) == !request.label().empty()) {
-    return BadRequest("version, label: one of the two must be given");
-  }
   EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
   v1::RestoreCheckpointResponse response;
   *response.mutable_version() = ToProto(record);
@@ -104,9 +100,6 @@ absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(
   EMA_ASSIGN_OR_RETURN(score.id, ReadVersion(request.version(), request.incarnation()));
   if (score.id.version == 0) {
     return BadRequest("version: 0 given, expected the version that was evaluated, 1 or more");
-  }
-  if (!std::isfinite(request.value())) {
-    return BadRequest(absl::StrCat("value: ", request.value(), " given, expected a number"));
   }
   EMA_ASSIGN_OR_RETURN(const Checkpoints::MetricResult result,
                        checkpoints_.ReportMetric(*model, score));

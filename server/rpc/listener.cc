@@ -21,7 +21,6 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/loopback.h"
 #include "server/base/peer_network.h"
 
 namespace ema {

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 
+#include <string>
+
 namespace ema {
 namespace {
 
@@ -46,6 +48,30 @@ TEST(PeerNetworkTest, SocketAddressesHaveTheSameNames) {
   sockaddr unix_address{};
   unix_address.sa_family = AF_UNIX;
   EXPECT_EQ(NetworkOf(&unix_address), "");
+}
+
+bool IsLoopbackText(const std::string& text) {
+  sockaddr_in v4{};
+  v4.sin_family = AF_INET;
+  if (inet_pton(AF_INET, text.c_str(), &v4.sin_addr) == 1) {
+    return IsLoopback(reinterpret_cast<const sockaddr*>(&v4));
+  }
+  sockaddr_in6 v6{};
+  v6.sin6_family = AF_INET6;
+  EXPECT_EQ(inet_pton(AF_INET6, text.c_str(), &v6.sin6_addr), 1) << text;
+  return IsLoopback(reinterpret_cast<const sockaddr*>(&v6));
+}
+
+TEST(PeerNetworkTest, LoopbackIsOfBothFamiliesAndMapped) {
+  for (const char* const text : {"127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"}) {
+    EXPECT_TRUE(IsLoopbackText(text)) << text;
+  }
+  for (const char* const text : {"10.0.0.1", "128.0.0.1", "::", "::2", "::ffff:10.0.0.1"}) {
+    EXPECT_FALSE(IsLoopbackText(text)) << text;
+  }
+  sockaddr other{};
+  other.sa_family = AF_UNIX;
+  EXPECT_FALSE(IsLoopback(&other));
 }
 
 }  // namespace
