@@ -194,6 +194,26 @@ def test_in_the_training_loop(server, client, model):
     assert_same_bits(trained, client.pull(model, track="raw"))
 
 
+@pytest.mark.parametrize("kind", ["other parameters", "copies"])
+@pytest.mark.parametrize("how", ["averaged", "load_into"])
+def test_memory_that_a_push_reads_is_waited_for(server, model, monkeypatch, how, kind):
+    net, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    if kind == "other parameters":
+        other.weight = torch.nn.Parameter(net.weight.detach().view(2, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="5ba") as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        waits = []
+        monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
+        if how == "averaged":
+            with ema_client.averaged(other, server.url(model)):
+                pass
+        else:
+            ema_client.load_into(other, server.url(model))
+    assert waits == ([] if kind == "copies" else [True])
+
+
 def test_pull_and_watch_by_url(server, model, pushed):
     net, average = pushed
     assert_same_bits(average, ema_client.pull(server.url(model), track="fast"))

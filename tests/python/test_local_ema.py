@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
+import threading
 
 import ema_client
 import numpy as np
@@ -239,24 +242,60 @@ def test_another_model_may_be_tied_otherwise(other):
     assert np.array_equal(own["d.weight"], widened(other)["d.weight"])
 
 
+def over_the_memory_of(module: torch.nn.Linear) -> torch.nn.Linear:
+    """Other parameters, whose values are those of `module`."""
+    other = torch.nn.Linear(module.in_features, module.out_features)
+    for name, parameter in module.named_parameters():
+        setattr(other, name, torch.nn.Parameter(parameter.detach()))
+    return other
+
+
+@pytest.mark.parametrize("make", [lambda module: module, over_the_memory_of], ids=["own", "other"])
 @pytest.mark.parametrize("how", ["averaged", "copy_to", "compute_ema"])
-def test_weights_that_a_push_reads_are_waited_for(server, model, monkeypatch, how):
+def test_weights_that_a_push_reads_are_waited_for(server, model, monkeypatch, how, make):
     module = torch.nn.Linear(3, 2)
+    written = make(module)
     local = LocalEMA(module)
     local.update()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with ema_client.attach(module, optimizer, server.url(model), half_life="5ba") as ema:
+        optimizer.step()
         waited = []
         monkeypatch.setattr(ema, "wait_released", lambda: waited.append(module.weight.tolist()))
         own = module.weight.tolist()
         if how == "averaged":
-            with local.averaged():
+            with local.averaged(written):
                 assert waited == [own]
         elif how == "copy_to":
-            local.copy_to(module)
+            local.copy_to(written)
         else:
-            compute_ema(torch.nn.Linear(3, 2), module, smoothing=0.5)
+            compute_ema(torch.nn.Linear(3, 2), written, smoothing=0.5)
         assert waited == [own]
+
+
+def test_a_push_gets_the_weights_that_it_began_with(server, client, model):
+    """Also where averages are written through another parameter over the memory that it reads."""
+    module = torch.nn.Linear(4096, 4096)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    local = LocalEMA(module)
+    local.update()
+    module.weight.grad = torch.ones_like(module.weight)
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        os.kill(server.pid, signal.SIGSTOP)
+        waker = threading.Timer(0.5, os.kill, (server.pid, signal.SIGCONT))
+        try:
+            optimizer.step()
+            pushed = {name: value.clone() for name, value in module.state_dict().items()}
+            waker.start()
+            local.copy_to(over_the_memory_of(module))
+            assert waker.finished.is_set()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert ema.wait_pushed().step == 2
+    assert not torch.equal(module.weight, pushed["weight"])
+    assert_same_bits(pushed, client.pull(model, track="raw"))
 
 
 def test_averages_are_in_host_memory_whatever_the_default_device_is():

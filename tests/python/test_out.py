@@ -7,6 +7,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from ema_client._guard import wait_unread
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -262,3 +263,36 @@ def test_weights_that_a_push_reads_are_waited_for(server, client, model, monkeyp
             out = {name: tensor.clone() for name, tensor in out.items()}
         client.pull(model, track="raw", out=out)
     assert waits == ([] if kind == "copies" else [True])
+
+
+# Written memory, of which [3:9] is pushed, and whether the push is waited for.
+WRITTEN = {
+    "begins before": (lambda memory: memory[:4], True),
+    "ends behind": (lambda memory: torch.from_numpy(memory[8:]), True),
+    "backwards": (lambda memory: memory[::-1], True),
+    "inside": (lambda memory: torch.from_numpy(memory)[5:6], True),
+    "ends before": (lambda memory: torch.from_numpy(memory)[:3], False),
+    "begins behind": (lambda memory: memory[9:], False),
+    "nothing": (lambda memory: memory[5:5], False),
+    "nothing of torch's": (lambda memory: torch.from_numpy(memory)[5:5], False),
+    "meta": (lambda memory: torch.ones(3, device="meta"), False),
+    "sparse": (lambda memory: torch.ones(3).to_sparse(), False),
+    "compressed": (lambda memory: torch.ones(3, 3).to_sparse_csr(), False),
+    "no array": (lambda memory: memory.tolist(), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("what", WRITTEN)
+def test_memory_is_what_counts(server, model, monkeypatch, what):
+    make, is_read = WRITTEN[what]
+    memory = np.zeros(12, np.float32)
+    module = torch.nn.Linear(3, 2)
+    module.weight = torch.nn.Parameter(torch.from_numpy(memory[3:9]).view(2, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
+        optimizer.step()
+        waits = []
+        monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
+        wait_unread([make(memory)])
+    assert waits == ([True] if is_read else [])

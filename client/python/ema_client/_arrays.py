@@ -128,13 +128,23 @@ def stack_like(value: Any, count: int) -> Any:
     return stacked
 
 
-def address_of(value: Any) -> int:
-    """Of the first element; 0: neither a torch tensor nor a NumPy array."""
+def range_of(value: Any) -> tuple[int, int]:
+    """Of a torch tensor or NumPy array that has elements: the address of its first byte, and the one
+    behind its last."""
     if is_instance(value, "torch", "Tensor"):
-        return int(value.data_ptr())
-    if is_instance(value, "numpy", "ndarray"):
-        return int(value.ctypes.data)
-    return 0
+        address, size = value.data_ptr(), value.element_size()
+    else:
+        address, size = value.ctypes.data, value.itemsize
+    reach = [stride * (extent - 1) for stride, extent in zip(strides_of(value), value.shape)]
+    begin = address + sum(step for step in reach if step < 0)
+    return begin, address + sum(step for step in reach if step > 0) + size
+
+
+def strides_of(value: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if is_instance(value, "torch", "Tensor"):
+        return tuple(stride * value.element_size() for stride in value.stride())
+    return tuple(value.strides)
 
 
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from ema_client._ema_model import WithEmaModel
 from ema_client._entrances import entrance, keep_uncompiled
 from ema_client._errors import DeadlineExceededError
 from ema_client._frozen import FrozenTensors
-from ema_client._guard import BeforeLoad, PushedWeights
+from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
 from ema_client._optimizers import after_closure, is_inside_step, was_skipped
 from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
-
-# Attachments that push. `averaged` must not write into weights that one of them still reads.
-live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 class Attachment(Pushing, WithEmaModel, WithState):
@@ -315,7 +311,7 @@ def _unread(storage: torch.UntypedStorage) -> Iterator[None]:
     """No push reads it meanwhile, nor starts to."""
     with contextlib.ExitStack() as held:
         for attachment in list(live):
-            if attachment._pid == os.getpid() and attachment._weights.are_in(storage):
+            if attachment._pid == os.getpid() and attachment._weights.are_in([memory_of(storage)]):
                 held.enter_context(attachment._lock)
                 attachment.wait_released()
         yield

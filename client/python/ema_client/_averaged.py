@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client import _arrays, _attachment
+from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import (
     AbortedError,
     InvalidArgumentError,
     OutOfRangeError,
 )
+from ema_client._guard import wait_unread
 from ema_client._joining import of_known_dtypes
 from ema_client._out import check_writable
 from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
@@ -335,14 +336,6 @@ def _targets(
     check_writable(what, tensors)
     wait_unread(own.values())
     return [(tensor, weights[names[name]]) for name, tensor in tensors.items()]
-
-
-def wait_unread(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits until no attachment's push reads any of these where they lie."""
-    ids = set(map(id, tensors))
-    for attachment in list(_attachment.live):
-        if not ids.isdisjoint(map(id, attachment.module.parameters())):
-            attachment.wait_released()
 
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from ema_client import _arrays, _ema, _safetensors
@@ -22,8 +22,9 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
+from ema_client._guard import wait_unread
 from ema_client._out import check_writable, copy_into
-from ema_client._pieces import is_dtensor, piece_of, pieces_of, selected, selection_of
+from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
 from ema_client._pull_arguments import (
     DtypeLike,
     OutLike,
@@ -174,7 +175,7 @@ class EvaluatorCalls(CheckpointCalls):
         arrays = _arrays.build(
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
-        _wait_unread(targets.values())
+        wait_unread(targets.values())
         copy_into(targets, arrays, aliases)
         arrays = {tensor: given[tensor] for tensor in targets}
         return Weights(arrays, version=record, track=track, aliases=aliases)
@@ -445,23 +446,6 @@ class EvaluatorCalls(CheckpointCalls):
     def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Of `Client`."""
         raise NotImplementedError
-
-
-def _wait_unread(arrays: Iterable[Any]) -> None:
-    """Waits until no attachment's push reads the memory of any of these, torch tensors or NumPy arrays."""
-    from ema_client import _attachment  # Which imports this module.
-
-    attachments = list(_attachment.live)
-    starts = [_arrays.address_of(array) for array in arrays] if attachments else []
-    for attachment in attachments:
-        storages = [
-            piece_of("", parameter).local.untyped_storage()
-            for parameter in attachment.module.parameters()
-            if not _arrays.is_sparse(parameter)  # Which is not pushed.
-        ]
-        begins = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-        if any(begin <= start < begin + size for begin, size in begins for start in starts):
-            attachment.wait_released()
 
 
 def _iterate(watcher: _ema.Watcher) -> Generator[Version, None, None]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 from ema_client import _ema, _gpu
+from ema_client._arrays import is_instance, is_sparse, range_of
 from ema_client._optimizers import parameter_ids
 from ema_client._pieces import local_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
@@ -17,6 +18,11 @@ from ema_client._torch_model import NamedTensors, checksums
 if TYPE_CHECKING:
     import torch
 
+    from ema_client._attachment import Attachment
+
+
+# Attachments that push.
+live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 # For copies of what may change before the next step, on each rank.
 _COPY_BYTES = 64 << 20
@@ -56,8 +62,8 @@ class PushedWeights:
         self._written: set[str] = set()
         # What is read in place until the next step.
         self._in_place: list[_InPlace] = []
-        # Where the storages begin of what was taken last.
-        self._memory: set[int] = set()
+        # Of the storages of what was taken last.
+        self._memory: set[tuple[int, int]] = set()
         # What was taken last may change before the next step: its push must be waited for at once.
         self.must_wait = False
 
@@ -93,15 +99,23 @@ class PushedWeights:
             one.sample = sample
         self._in_place = in_place
         self._memory = {
-            local.untyped_storage().data_ptr()
+            memory_of(local.untyped_storage())
             for local in map(local_of, weights.values())
-            if local.is_cpu and local.data_ptr() != 0
+            if _is_read_in_place(local)
         }
         return weights
 
-    def are_in(self, storage: torch.UntypedStorage) -> bool:
-        """Whether some of what was taken last lies in this host memory."""
-        return storage.data_ptr() in self._memory
+    def are_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether a storage of what was taken last has a byte in one of these ranges of addresses."""
+        ours = [(begin, end, 0) for begin, end in self._memory]
+        theirs = [(begin, end, 1) for begin, end in ranges]
+        # How far those of ours and of theirs go that begin no later.
+        ends = [0, 0]
+        for begin, end, whose in sorted(ours + theirs):
+            if begin < ends[1 - whose]:
+                return True
+            ends[whose] = max(ends[whose], end)
+        return False
 
     def take_written(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
@@ -167,6 +181,33 @@ def _is_put_in_order(tensor: torch.Tensor) -> bool:
     return bool(local.is_neg()) or (_gpu.is_readable(local) and not local.is_contiguous())
 
 
+def memory_of(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The addresses of its first byte, and of the one behind its last."""
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _is_read_in_place(local: torch.Tensor) -> bool:
+    """Whether a push reads it where it lies. The host and its GPUs have no address in common."""
+    is_reached = local.is_cpu or _gpu.is_readable(local)
+    return is_reached and not is_sparse(local) and local.data_ptr() != 0
+
+
+def wait_unread(arrays: Iterable[Any]) -> None:
+    """Waits until no attachment's push reads memory of these, torch tensors or NumPy arrays: before they
+    are written."""
+    ranges: list[tuple[int, int]] = []
+    for array in arrays:
+        if is_instance(array, "torch", "Tensor"):
+            local = local_of(array)
+            if _is_read_in_place(local):
+                ranges.append(range_of(local))
+        elif is_instance(array, "numpy", "ndarray") and array.size > 0:
+            ranges.append(range_of(array))
+    for attachment in list(live):
+        if attachment._weights.are_in(ranges):
+            attachment.wait_released()
+
+
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Of what this rank has of each."""
     return checksums(map(local_of, tensors.values()))
@@ -200,7 +241,7 @@ class BeforeLoad:
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = WeakMethod(wait)
+        self._wait = weakref.WeakMethod(wait)
 
     def __call__(self, *_: Any) -> None:
         wait = self._wait()

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import only_average_of, pull_pieces, version_alone, wait_unread
+from ema_client._averaged import only_average_of, pull_pieces, version_alone
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
+from ema_client._guard import wait_unread
 from ema_client._out import check_writable
 from ema_client._pieces import local_of, pieces_of
 from ema_client._pull_arguments import check_version

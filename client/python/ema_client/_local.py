@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
-from ema_client._averaged import copy_into, swapped, wait_unread
+from ema_client._averaged import copy_into, swapped
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ema_client._guard import wait_unread
 from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
 from ema_client._preset_arguments import Rule
 from ema_client._torch_model import check_whole, named_tensors, specs_of, unwrap

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ema_client._arrays import check_names, is_instance
+from ema_client._arrays import check_names, is_instance, range_of, strides_of
 from ema_client._errors import InvalidArgumentError
 
 # What NumPy may do to pulled values that go into an array of another dtype.
@@ -69,7 +69,7 @@ def copy_into(
             aliases.get(name, name),
             *_place("", target)[:3],
             str(target.dtype),
-            _strides(target),
+            strides_of(target),
         ): name
         for name, target in out.items()
     }
@@ -166,24 +166,8 @@ def _check_apart(out: Mapping[str, Any]) -> None:
 
 
 def _place(name: str, target: Any) -> _Place:
-    if is_instance(target, "torch", "Tensor"):
-        size = target.element_size()
-        address, device = target.data_ptr(), str(target.device)
-    else:
-        size = target.itemsize
-        address, device = target.ctypes.data, "cpu"
-    strides = _strides(target)
-    reach = [stride * (extent - 1) for stride, extent in zip(strides, target.shape)]
-    begin = address + sum(step for step in reach if step < 0)
-    end = address + sum(step for step in reach if step > 0) + size
-    return _Place(device, begin, end, name, target)
-
-
-def _strides(target: Any) -> tuple[int, ...]:
-    """In bytes."""
-    if is_instance(target, "torch", "Tensor"):
-        return tuple(stride * target.element_size() for stride in target.stride())
-    return tuple(target.strides)
+    device = str(target.device) if is_instance(target, "torch", "Tensor") else "cpu"
+    return _Place(device, *range_of(target), name, target)
 
 
 def _share(one: Any, other: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
-from ema_client._averaged import wait_unread
 from ema_client._callbacks import check_options, check_tracks, saved_state
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
+from ema_client._guard import wait_unread
 from ema_client._optimizers import parameter_ids, unwrap_optimizers
 from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
 from ema_client._read import pull
