@@ -379,6 +379,9 @@ def test_errors_can_be_pickled():
     assert type(again) is ema_client.AbortedError
     assert (again.reason, again.code, str(again)) == ("STALE_STEP", "ABORTED", str(error))
     assert isinstance(ema_client.InvalidArgumentError("x"), ValueError)
+    assert ema_client.InvalidArgumentError("x").reason == "BAD_REQUEST"
+    # Of a server that has given none.
+    assert copy.copy(ema_client.InvalidArgumentError("x", reason="")).reason == ""
     assert isinstance(ema_client.NotFoundError("x"), LookupError)
     assert isinstance(ema_client.DeadlineExceededError("x"), TimeoutError)
     assert isinstance(ema_client.UnavailableError("x"), ConnectionError)

@@ -52,8 +52,7 @@ def check_agreed(ranks: Sequence[Arguments]) -> None:
         )
     if problems:
         raise InvalidArgumentError(
-            f"arguments of attach() that must be the same on all ranks: {'; '.join(problems)}",
-            reason="BAD_REQUEST",
+            f"arguments of attach() that must be the same on all ranks: {'; '.join(problems)}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from ema_client._away import OnError
 from ema_client._errors import InvalidArgumentError
@@ -26,7 +26,7 @@ def check_module(model: object) -> None:
     import torch
 
     if not isinstance(model, torch.nn.Module):
-        _refuse("model", f"of type {_type_name(model)}", "a torch.nn.Module")
+        raise InvalidArgumentError(f"model of type {_type_name(model)}: must be a torch.nn.Module")
 
 
 def _count(least: int) -> Callable[[str, object], None]:
@@ -36,7 +36,7 @@ def _count(least: int) -> Callable[[str, object], None]:
                 return
         except TypeError:
             pass
-        _refuse(name, repr(value), f"a whole number, {least} or more")
+        raise InvalidArgumentError(f"{name} {value!r}: must be a whole number, {least} or more")
 
     return check
 
@@ -45,36 +45,34 @@ def _one_of(words: tuple[str, ...]) -> Callable[[str, object], None]:
     def check(name: str, value: object) -> None:
         if not isinstance(value, str) or value not in words:
             *others, last = [f'"{word}"' for word in words]
-            _refuse(name, repr(value), f"{', '.join(others)} or {last}")
+            raise InvalidArgumentError(f"{name} {value!r}: must be {', '.join(others)} or {last}")
 
     return check
 
 
 def _function(name: str, value: object) -> None:
     if not callable(value):
-        _refuse(name, repr(value), "a function")
+        raise InvalidArgumentError(f"{name} {value!r}: must be a function")
 
 
 def _tracks(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        _refuse(name, repr(value), 'tracks by name, such as {"slow": "1000ba", "raw": "copy"}')
+        raise InvalidArgumentError(
+            f"{name} {value!r}: must be tracks by name, such as "
+            '{"slow": "1000ba", "raw": "copy"}'
+        )
 
 
 def _preset(name: str, value: object) -> None:
     if not isinstance(value, (str, Mapping)):
-        _refuse(
-            name,
-            repr(value),
-            'a name such as "diffusers", or {"preset": "diffusers", "decay": 0.999}',
+        raise InvalidArgumentError(
+            f'{name} {value!r}: must be a name such as "diffusers", or '
+            '{"preset": "diffusers", "decay": 0.999}'
         )
 
 
 def _or_none(check: Callable[[str, object], None]) -> Callable[[str, object], None]:
     return lambda name, value: None if value is None else check(name, value)
-
-
-def _refuse(name: str, value: str, expected: str) -> NoReturn:
-    raise InvalidArgumentError(f"{name} {value}: must be {expected}", reason="BAD_REQUEST")
 
 
 def _type_name(value: object) -> str:

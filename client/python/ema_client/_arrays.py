@@ -48,8 +48,7 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
         value = value.detach()
         if is_without_memory(value):
             raise InvalidArgumentError(
-                f'array "{name}": a {type(value).__name__} without memory of its own',
-                reason="BAD_REQUEST",
+                f'array "{name}": a {type(value).__name__} without memory of its own'
             )
         value = value.resolve_neg()
         if _gpu.is_readable(value):
@@ -175,9 +174,7 @@ def choose_framework(framework: Framework) -> Literal["torch", "numpy"]:
     if framework == "auto":
         return "torch" if importlib.util.find_spec("torch") is not None else "numpy"
     if framework not in ("torch", "numpy"):
-        raise InvalidArgumentError(
-            f'framework {framework!r}: must be "auto", "torch" or "numpy"', reason="BAD_REQUEST"
-        )
+        raise InvalidArgumentError(f'framework {framework!r}: must be "auto", "torch" or "numpy"')
     return framework
 
 

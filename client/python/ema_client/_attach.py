@@ -196,8 +196,7 @@ def attach(
         optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
             raise InvalidArgumentError(
-                f"start_step {start_step} and resume are both given: resume says the step",
-                reason="BAD_REQUEST",
+                f"start_step {start_step} and resume are both given: resume says the step"
             )
         options, track_list = options_and_tracks(given, preset_arguments)
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)

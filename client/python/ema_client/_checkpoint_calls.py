@@ -265,8 +265,7 @@ class CheckpointCalls:
         """
         if (version is None) == (label is None):
             raise InvalidArgumentError(
-                f"restore takes a version or a label, given are {version} and {label}",
-                reason="BAD_REQUEST",
+                f"restore takes a version or a label, given are {version} and {label}"
             )
         number, incarnation = version_id(version)
         timeout = self._timeout(timeout_s, is_transfer=True)

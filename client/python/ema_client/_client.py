@@ -465,8 +465,7 @@ class Client(EvaluatorCalls):
         if launch_id is None:
             if world_size != 1:
                 raise InvalidArgumentError(
-                    "launch_id: with more than one rank, all must give the same",
-                    reason="BAD_REQUEST",
+                    "launch_id: with more than one rank, all must give the same"
                 )
             launch_id = secrets.token_hex(16)
         # To resume is to read a version from the disk.

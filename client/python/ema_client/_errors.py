@@ -37,9 +37,12 @@ class CancelledError(EmaError):
 
 
 class InvalidArgumentError(EmaError, ValueError):
-    """The call is wrong and fails again: fix it."""
+    """The call is wrong and fails again: fix it. BAD_REQUEST, where nothing says more."""
 
     code = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, *, reason: str = "BAD_REQUEST") -> None:
+        super().__init__(message, reason=reason)
 
 
 class DeadlineExceededError(EmaError, TimeoutError):

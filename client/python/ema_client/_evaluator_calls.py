@@ -120,8 +120,7 @@ class EvaluatorCalls(CheckpointCalls):
         if device is not None and (out is not None or framework == "numpy"):
             raise InvalidArgumentError(
                 f'device: {device} given with {"out" if out is not None else "NumPy arrays"}: it is '
-                "for new torch tensors",
-                reason="BAD_REQUEST",
+                "for new torch tensors"
             )
         if device is not None:
             check_device(device)
@@ -207,8 +206,7 @@ class EvaluatorCalls(CheckpointCalls):
         pulled = weights._pulled
         if pulled is None:
             raise InvalidArgumentError(
-                "weights: not the memory of one pull; pull without `out` and `device`",
-                reason="BAD_REQUEST",
+                "weights: not the memory of one pull; pull without `out` and `device`"
             )
         timeout = self._timeout(timeout_s, is_transfer=True)
         is_newer = self._client.refresh(pulled, timeout)
@@ -250,7 +248,7 @@ class EvaluatorCalls(CheckpointCalls):
             EmaError: as `pull`.
         """
         if not tracks:
-            raise InvalidArgumentError("tracks: at least one is needed", reason="BAD_REQUEST")
+            raise InvalidArgumentError("tracks: at least one is needed")
         for attempt in itertools.count(1):
             try:
                 return self._pull_stacked(name, tracks, version, step, framework, timeout_s)

@@ -174,8 +174,7 @@ class Plan:
         if launch.state != state:
             raise InvalidArgumentError(
                 f'model "{self.model_name}": the ranks resume from different states: rank '
-                f"{self._ranks.rank} from {state}, rank 0 from {launch.state}",
-                reason="BAD_REQUEST",
+                f"{self._ranks.rank} from {state}, rank 0 from {launch.state}"
             )
 
     def open_run(self, launch: Launch, timeout_s: float) -> Run:

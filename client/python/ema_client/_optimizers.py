@@ -30,7 +30,7 @@ def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
     """
     given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     if not given:
-        raise InvalidArgumentError("optimizer: none given", reason="BAD_REQUEST")
+        raise InvalidArgumentError("optimizer: none given")
     return [_unwrap(optimizer) for optimizer in given]
 
 
@@ -44,8 +44,7 @@ def _unwrap(optimizer: object) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: must be a "
-            "torch.optim.Optimizer, or accelerate's wrapper of one",
-            reason="BAD_REQUEST",
+            "torch.optim.Optimizer, or accelerate's wrapper of one"
         )
     return inner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._errors import InvalidArgumentError
 from ema_client._torch_model import named_tensors, unwrap
@@ -37,21 +37,21 @@ def selection_from(
     boxes = list(slices or ())
     for name in names:
         if not isinstance(name, str):
-            _refuse(f"tensors: {name!r}: must be a tensor's name, or a pattern")
+            raise InvalidArgumentError(f"tensors: {name!r}: must be a tensor's name, or a pattern")
     for box in boxes:
         if not isinstance(box, Shard):
-            _refuse(f"slices: {box!r}: must be an ema_client.Shard")
+            raise InvalidArgumentError(f"slices: {box!r}: must be an ema_client.Shard")
     if not names and not boxes:
         given = tensors if tensors is not None else slices
         what = "tensors" if tensors is not None else "slices"
-        _refuse(f"{what} {given!r}: selects nothing; None is for everything")
+        raise InvalidArgumentError(f"{what} {given!r}: selects nothing; None is for everything")
     return names, boxes
 
 
 def check_version(version: VersionLike) -> None:
     """InvalidArgumentError: an empty label, as of a variable that is not set: not the newest version."""
     if version == "":
-        _refuse(
+        raise InvalidArgumentError(
             'version "": must be a number, a record, or a label such as "best"; 0 is the newest'
         )
 
@@ -64,7 +64,9 @@ def dtype_name(dtype: Any) -> str | None:
     name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
     name = str(name).removeprefix("torch.")
     if name not in _DTYPES:
-        _refuse(f"dtype {dtype!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+        raise InvalidArgumentError(
+            f"dtype {dtype!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}"
+        )
     return name
 
 
@@ -75,9 +77,7 @@ def check_device(device: Any) -> None:
     try:
         torch.empty(0, device=device)
     except Exception as error:  # Which one depends on the device, and on how PyTorch was built.
-        raise InvalidArgumentError(
-            f"device {device!r}: cannot be used here: {error}", reason="BAD_REQUEST"
-        ) from error
+        raise InvalidArgumentError(f"device {device!r}: cannot be used here: {error}") from error
 
 
 def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapping[str, Any]:
@@ -89,7 +89,9 @@ def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapp
         return out
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(out, torch.nn.Module):
-        _refuse(f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module")
+        raise InvalidArgumentError(
+            f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module"
+        )
     named = named_tensors(unwrap(out))
     targets = named.all()
     there = names_there() if named.aliases else ()
@@ -98,7 +100,3 @@ def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapp
         known = [one for one in (name, *others) if one in there]
         targets.update(dict.fromkeys(known or [name], tensor))
     return targets
-
-
-def _refuse(message: str) -> NoReturn:
-    raise InvalidArgumentError(message, reason="BAD_REQUEST")

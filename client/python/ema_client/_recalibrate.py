@@ -66,8 +66,7 @@ def _at_least_one(loader: Iterable[Any]) -> Iterator[Any]:
     if count == 0:
         # The statistics would be those of nothing.
         raise InvalidArgumentError(
-            "recalibrate: the loader has no batch; an iterator can be gone through once only",
-            reason="BAD_REQUEST",
+            "recalibrate: the loader has no batch; an iterator can be gone through once only"
         )
 
 

@@ -94,7 +94,7 @@ class State:
 
 
 def _refused(problem: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"state of an average: {problem}", reason="BAD_REQUEST")
+    return InvalidArgumentError(f"state of an average: {problem}")
 
 
 def save(client: Client, state: State, version: Version, *, keep: int) -> None:

@@ -208,4 +208,4 @@ def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _malformed(path: pathlib.Path, problem: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{path}: {problem}", reason="BAD_REQUEST")
+    return InvalidArgumentError(f"{path}: {problem}")

@@ -86,8 +86,7 @@ class Options:
             if not callable(getattr(module, name, None)) or hasattr(Attachment, name):
                 raise InvalidArgumentError(
                     f'preset "{_PRESET}": forward_method_names "{name}": must be a method of the model, '
-                    "with a name that the attachment does not have",
-                    reason="BAD_REQUEST",
+                    "with a name that the attachment does not have"
                 )
 
     def apply(self, attachment: Attachment, ranks: Ranks) -> None:

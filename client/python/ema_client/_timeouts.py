@@ -16,13 +16,13 @@ TRANSFER_TIMEOUT_S = 600.0
 def check_timeout(name: str, value: object) -> None:
     """InvalidArgumentError: it is no number of seconds that a call could take."""
     if not _number(value) > 0:
-        _refuse(name, value, "seconds, above 0")
+        raise InvalidArgumentError(f"{name} {value!r}: must be seconds, above 0")
 
 
 def check_seconds(name: str, value: object) -> None:
     """InvalidArgumentError: it is no number of seconds, which may be none."""
     if not _number(value) >= 0:
-        _refuse(name, value, "seconds, 0 or more")
+        raise InvalidArgumentError(f"{name} {value!r}: must be seconds, 0 or more")
 
 
 def _number(value: object) -> float:
@@ -30,7 +30,3 @@ def _number(value: object) -> float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     return math.nan
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise InvalidArgumentError(f"{name} {value!r}: must be {expected}", reason="BAD_REQUEST")

@@ -139,9 +139,7 @@ def named_tensors(
             return name
         renamed = rename(name)
         if not isinstance(renamed, str):
-            raise InvalidArgumentError(
-                f'rename("{name}") gave {renamed!r}: must be a name', reason="BAD_REQUEST"
-            )
+            raise InvalidArgumentError(f'rename("{name}") gave {renamed!r}: must be a name')
         return renamed
 
     _refuse_fsdp1(module)

@@ -489,8 +489,7 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
         return {unit: value for unit, value in fields.items() if value is not None}
     if not isinstance(time, Mapping):
         raise InvalidArgumentError(
-            f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}',
-            reason="BAD_REQUEST",
+            f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}'
         )
     return dict(time)
 

@@ -24,8 +24,7 @@ def split_url(url: str) -> tuple[str, str]:
     if match is None:
         raise InvalidArgumentError(
             f'url "{url}": must be like ema://host:50051/model, emas://host:50051/model or '
-            "ema+unix:///run/ema.sock/model",
-            reason="BAD_REQUEST",
+            "ema+unix:///run/ema.sock/model"
         )
     return with_port(match[1]), match[2]
 

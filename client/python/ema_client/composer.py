@@ -180,8 +180,7 @@ class EMA(Algorithm):
         if "ema_model" in state:
             raise InvalidArgumentError(
                 "the checkpoint is of Composer's own EMA, and its model may have averaged weights: load "
-                "it with composer.algorithms.EMA, and save the training weights",
-                reason="BAD_REQUEST",
+                "it with composer.algorithms.EMA, and save the training weights"
             )
         self._started = bool(state.get("started", False))
         self._resume = state.get("average")
@@ -321,6 +320,5 @@ def _check_others(state: State) -> None:
             raise InvalidArgumentError(
                 f"algorithms: ema_client.composer.EMA cannot be combined with {type(other).__name__}, "
                 "which puts averaged weights into the model too; an average of all weights is "
-                'tracks={"swa": Track(uniform=True)} here',
-                reason="BAD_REQUEST",
+                'tracks={"swa": Track(uniform=True)} here'
             )

@@ -160,7 +160,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _refused(problem: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"state: {problem}", reason="BAD_REQUEST")
+    return InvalidArgumentError(f"state: {problem}")
 
 
 def convert(
@@ -176,9 +176,7 @@ def convert(
     try:
         state = torch.load(source, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InvalidArgumentError(
-            f"{source}: not a file of torch.save: {error}", reason="BAD_REQUEST"
-        ) from None
+        raise InvalidArgumentError(f"{source}: not a file of torch.save: {error}") from None
     for part in key.split(".") if key else ():
         if not isinstance(state, Mapping) or part not in state:
             raise _refused(f'there is no key "{part}"')

@@ -105,8 +105,7 @@ class EMAModel:
         if isinstance(parameters, torch.nn.Module):
             raise InvalidArgumentError(
                 "parameters is a module, which diffusers' EMAModel turns use_ema_warmup on for, and will "
-                "not take for long: give module.parameters(), and model=module",
-                reason="BAD_REQUEST",
+                "not take for long: give module.parameters(), and model=module"
             )
         options.pop("device", None)
         max_value, min_value = options.pop("max_value", None), options.pop("min_value", None)
@@ -219,8 +218,7 @@ class EMAModel:
         """
         if str(dtype).removeprefix("torch.") not in ("None", "float32"):
             raise InvalidArgumentError(
-                f"dtype {dtype}: the averages are float32; pull them with dtype= to have others",
-                reason="BAD_REQUEST",
+                f"dtype {dtype}: the averages are float32; pull them with dtype= to have others"
             )
 
     def pin_memory(self) -> None:
@@ -255,8 +253,7 @@ class EMAModel:
                 f"the state at step {step} has no {_STATE!r}: it is of diffusers' own EMAModel. Make a "
                 "file of it by `python -m ema_client.convert`, a model of that by "
                 f"Client.import_weights(..., step={step}), and load no state: the first step goes on "
-                "from there",
-                reason="BAD_REQUEST",
+                "from there"
             )
         if self._attachment is not None:
             raise FailedPreconditionError(
@@ -287,8 +284,7 @@ class EMAModel:
         """
         if self.model_cls is None or self.model_config is None:
             raise InvalidArgumentError(
-                "save_pretrained needs EMAModel(..., model_cls=, model_config=)",
-                reason="BAD_REQUEST",
+                "save_pretrained needs EMAModel(..., model_cls=, model_config=)"
             )
         model = self.model_cls.from_config(self.model_config)
         self.copy_to(model.parameters())
@@ -334,8 +330,7 @@ class EMAModel:
     def _needed_url(self) -> str:
         if self._url is None:
             raise InvalidArgumentError(
-                "url: needed to step and to read averages, such as ema://host:50051/unet",
-                reason="BAD_REQUEST",
+                "url: needed to step and to read averages, such as ema://host:50051/unet"
             )
         return self._url
 

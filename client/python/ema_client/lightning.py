@@ -168,8 +168,7 @@ class EMAWeightAveraging(_Callback):
             raise InvalidArgumentError(
                 f"the module has {len(trainer.optimizers)} optimizers: an average follows one; with "
                 "several, call ema_client.attach(module, None, url), and its after_step() in "
-                "training_step, in place of this callback",
-                reason="BAD_REQUEST",
+                "training_step, in place of this callback"
             )
         self._close()  # After a fit that an exception has ended.
         options = dict(self._options)

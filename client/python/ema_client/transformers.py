@@ -180,8 +180,7 @@ class EmaCallback(_TrainerCallback):
             raise InvalidArgumentError(
                 "evaluate_with_average: not with several eval_datasets, as all but the first would be "
                 "evaluated with the model's own weights: override Trainer.evaluate with one that calls it "
-                "within EmaCallback.averaged()",
-                reason="BAD_REQUEST",
+                "within EmaCallback.averaged()"
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
