@@ -118,9 +118,15 @@ def test_another_model_is_refused_and_unchanged(server, model, pushed):
     assert_same_bits(own, other.state_dict())
     wider = network()
     wider[0] = torch.nn.Linear(6, 5)
-    with pytest.raises(ema_client.InvalidArgumentError, match="0.weight"):
-        with ema_client.averaged(wider, server.url(model)):
-            raise AssertionError("not reached")
+    for module, rename, problem in (
+        (wider, None, r"shapes do not match; 0.weight: \(5, 6\), expected \(5, 4\)"),
+        # Parts of the model.
+        (wider, str, r"shapes do not match; 0.weight: \(5, 6\), expected \(5, 4\)"),
+        (other, "x.{}".format, "names do not match; unexpected: x.0.bias, x.0.weight"),
+    ):
+        with pytest.raises(ema_client.InvalidArgumentError, match=f'^model "{model}": {problem} '):
+            with ema_client.averaged(module, server.url(model), rename=rename):
+                raise AssertionError("not reached")
 
 
 def test_which_track_must_be_clear(server, client, model):

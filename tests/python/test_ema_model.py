@@ -229,15 +229,17 @@ def test_ema_pytorchs_own_copy_and_forwarded_methods(server, client, model, trai
     assert_same_bits(client.pull(model, track="ema"), given.state_dict())
 
 
-def test_another_modules_copy_is_refused(server, model, trainer):
+@pytest.mark.parametrize("differs", ["names", "shapes"])
+def test_another_modules_copy_is_refused(server, model, trainer, differs):
+    given, problem = torch.nn.Linear(6, 11), "missing: first.bias"
+    if differs == "shapes":
+        given, problem = copy.deepcopy(trainer.net), r"first.bias: \(3,\), expected \(11,\)"
+        given.first.bias = torch.nn.Parameter(torch.zeros(3))
     with ema_client.attach(
-        trainer.net,
-        trainer.optimizer,
-        server.url(model),
-        preset=Preset(ema_model=torch.nn.Linear(6, 11)),
+        trainer.net, trainer.optimizer, server.url(model), preset=Preset(ema_model=given)
     ) as ema:
         trainer.step()
-        with pytest.raises(ema_client.InvalidArgumentError, match="missing: first.bias"):
+        with pytest.raises(ema_client.InvalidArgumentError, match=f"^ema_model: .*{problem}"):
             ema(trainer.x)
 
 

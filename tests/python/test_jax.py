@@ -181,7 +181,7 @@ def test_unflatten_wants_all_names_and_shapes():
     tree = {"a": jax.numpy.zeros(3), "b": jax.numpy.zeros(())}
     with pytest.raises(ema_client.InvalidArgumentError, match="missing: b; unexpected: c"):
         unflatten(tree, {"a": np.zeros(3), "c": np.zeros(1)})
-    with pytest.raises(ema_client.InvalidArgumentError, match=r"a: \(1, 3\) for \(3,\)"):
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"a: \(1, 3\), expected \(3,\)"):
         unflatten(tree, {"a": np.zeros((1, 3)), "b": np.zeros(())})
     made = unflatten(tree, {"a": np.ones(3), "b": np.ones(())})
     assert isinstance(made["a"], jax.Array) and made["a"].dtype == np.float32

@@ -163,6 +163,19 @@ def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> 
     )
 
 
+def check_shapes(what: str, *, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError that lists those of `given` whose shape is another than expected."""
+    wrong = [
+        f"{name}: {tuple(value.shape)}, expected {tuple(expected[name].shape)}"
+        for name, value in given.items()
+        if tuple(value.shape) != tuple(expected[name].shape)
+    ]
+    if wrong:
+        raise InvalidArgumentError(
+            f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
+        )
+
+
 def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     text = ", ".join(names[:_NAMED])

@@ -324,18 +324,11 @@ def _targets(
     _arrays.check_names(
         what, expected=first_names.values(), given=[names[name] for name in tensors]
     )
-    wrong = [
-        f"{name}: {tuple(tensor.shape)} here, {tuple(weights[names[name]].shape)} there"
-        for name, tensor in tensors.items()
-        if tensor.shape != weights[names[name]].shape
-    ]
-    if wrong:
-        raise InvalidArgumentError(
-            f"{what}: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
-        )
+    values = {name: weights[names[name]] for name in tensors}
+    _arrays.check_shapes(what, expected=values, given=tensors)
     check_writable(what, tensors)
     wait_unread(own.values())
-    return [(tensor, weights[names[name]]) for name, tensor in tensors.items()]
+    return [(tensor, values[name]) for name, tensor in tensors.items()]
 
 
 def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch.Tensor]:
@@ -380,16 +373,10 @@ def _pieces_there(
 
 def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
     """A box of a tensor fits into a larger one: the whole tensors must be the same."""
-    shapes = {spec.name: tuple(spec.shape) for spec in info.tensors}
-    wrong = [
-        f"{name}: {piece.shape} here, {shapes.get(name, 'nothing')} there"
-        for name, piece in pieces.items()
-        if piece.shape != shapes.get(name)
-    ]
-    if wrong:
-        raise InvalidArgumentError(
-            f'model "{info.name}": shapes do not match; {"; ".join(wrong)}', reason="BAD_LAYOUT"
-        )
+    what = f'model "{info.name}"'
+    specs = {spec.name: spec for spec in info.tensors}
+    _arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces)
+    _arrays.check_shapes(what, expected=specs, given=pieces)
 
 
 def pull_pieces(

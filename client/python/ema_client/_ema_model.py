@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _arrays
 from ema_client._away import Link, OnError
 from ema_client._client import Client
 from ema_client._due import DueTracks
-from ema_client._errors import (
-    EmaError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-)
+from ema_client._errors import EmaError, FailedPreconditionError
 from ema_client._torch_model import check_whole, half_of, named_tensors
 from ema_client._track import only_average
 from ema_client._types import Version, version_id
@@ -62,7 +58,9 @@ class AveragedCopy:
         if given is not None and not isinstance(given, torch.nn.Module):
             given = given()
         if given is not None:
-            _check_same(names.all(), named_tensors(given).all())
+            ours, theirs = names.all(), named_tensors(given).all()
+            _arrays.check_names("ema_model", expected=ours, given=theirs)
+            _arrays.check_shapes("ema_model", expected=ours, given=theirs)
         self._weights = client.pull(
             model_name, track=track, dtype=half_of(names.all()), framework="torch"
         )
@@ -100,19 +98,6 @@ class AveragedCopy:
                 value = self._weights.get(name, trained[name].detach())
                 if tensor.layout != torch.strided or tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
-
-
-def _check_same(model: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    _arrays.check_names("ema_model", expected=model, given=given)
-    wrong = [
-        f"{name}: {tuple(given[name].shape)} for {tuple(tensor.shape)}"
-        for name, tensor in model.items()
-        if given[name].shape != tensor.shape
-    ]
-    if wrong:
-        raise InvalidArgumentError(
-            f"ema_model: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
-        )
 
 
 def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ema_client._arrays import check_names, is_instance, range_of, strides_of
+from ema_client._arrays import check_names, check_shapes, is_instance, range_of, strides_of
 from ema_client._errors import InvalidArgumentError
 
 # What NumPy may do to pulled values that go into an array of another dtype.
@@ -49,13 +49,7 @@ def copy_into(
     if wrong:
         _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
     values = {name: tensors[aliases.get(name, name)] for name in out}
-    wrong = [
-        f"{name}: {tuple(out[name].shape)} for {tuple(tensor.shape)}"
-        for name, tensor in values.items()
-        if tuple(out[name].shape) != tuple(tensor.shape)
-    ]
-    if wrong:
-        _refuse(f"wrong shapes: {'; '.join(wrong)}")
+    check_shapes("out", expected=values, given=out)
     wrong = [
         f"{name}: {out[name].dtype} for {tensor.dtype}"
         for name, tensor in values.items()

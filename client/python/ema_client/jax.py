@@ -58,15 +58,7 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
     """
     leaves = named_leaves(tree)
     _arrays.check_names("arrays", expected=leaves, given=arrays)
-    wrong = [
-        f"{name}: {tuple(arrays[name].shape)} for {tuple(leaf.shape)}"
-        for name, leaf in leaves.items()
-        if tuple(arrays[name].shape) != tuple(leaf.shape)
-    ]
-    if wrong:
-        raise InvalidArgumentError(
-            f"arrays: shapes do not match; {'; '.join(wrong)}", reason="BAD_LAYOUT"
-        )
+    _arrays.check_shapes("arrays", expected=leaves, given=arrays)
     # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.
     return jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(tree),
