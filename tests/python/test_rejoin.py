@@ -64,7 +64,7 @@ def no_threads(thread: threading.Thread) -> None:
 
 
 def link_to(open_run) -> Link:
-    link = Link("m", lambda run: None)
+    link = Link("m", lambda: None)
     link.take(Joined(FakeRun(), open_run, "launch", 0))
     return link
 
@@ -72,7 +72,7 @@ def link_to(open_run) -> Link:
 @pytest.mark.parametrize("closes", [False, True], ids=["goes on", "closes"])
 def test_a_run_that_is_joined_again(closes):
     came_back = []
-    link = Link("m", came_back.append)
+    link = Link("m", lambda: came_back.append(link.run))
     new = FakeRun()
     at_close = []
     old = FakeRun(lambda: at_close.append(link.run))

@@ -79,8 +79,9 @@ class Link:
     All but the thread's work is done by the thread that trains.
     """
 
-    def __init__(self, model_name: str, on_back: Callable[[Run], None]) -> None:
-        """`on_back`: called by the thread with the run that it has joined."""
+    def __init__(self, model_name: str, on_back: Callable[[], None]) -> None:
+        """`on_back`: called by the thread when it has joined another run. The server may have been
+        restarted, and counts anew."""
         self._model_name = model_name
         self._on_back = on_back
         self._is_fenced = False
@@ -183,7 +184,7 @@ class Link:
         if self._stop.is_set():  # close() may not have waited so long.
             run.close()
             return
-        self._on_back(run)
+        self._on_back()
         _logger.info('model "%s": joined again', self._model_name)
         self._is_settled.set()
 

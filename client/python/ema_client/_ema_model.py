@@ -8,10 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Union
 
-from ema_client import _arrays
+from ema_client import _arrays, _ema
 from ema_client._away import Link, OnError
 from ema_client._client import Client
-from ema_client._due import DueTracks
 from ema_client._errors import EmaError, FailedPreconditionError
 from ema_client._torch_model import check_whole, half_of, named_tensors
 from ema_client._track import only_average
@@ -120,7 +119,7 @@ class WithEmaModel:
     _model_name: str
     _module: torch.nn.Module
     _on_error: OnError
-    _due: DueTracks
+    _due: _ema.DueTracks
     _link: Link
     _max_wait_s: float
     _copy: AveragedCopy | None = None

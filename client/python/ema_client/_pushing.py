@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ema_client import _ema
 from ema_client._away import (
     Link,
     OnError,
@@ -20,7 +21,6 @@ from ema_client._away import (
     is_worth_waiting,
 )
 from ema_client._changes import Changes
-from ema_client._due import DueTracks
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
@@ -28,7 +28,7 @@ from ema_client._guard import Push, PushedWeights, WatchedWeights
 from ema_client._run import Joined, PendingPush
 from ema_client._skips import Skips
 from ema_client._torch_model import NamedTensors
-from ema_client._types import TimeLike, Version
+from ema_client._types import TimeLike, Version, time_dict
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ EXIT_WAIT_S = 1.0
 _END_GRACE_S = 2.0
 # How long the training waits while the server is told of a step that this rank cannot push.
 _GIVE_UP_TIMEOUT_S = 1.0
+# How long a trainer whose tracks are all paused waits for an answer whether they still are.
+_REFRESH_TIMEOUT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Pushing:
         frozen: FrozenTensors,
     ) -> None:
         waits = options.on_error == "wait"
-        self._link = Link(options.model_name, lambda run: self._due.go_on(run))
+        self._link = Link(options.model_name, lambda: self._due.go_on())
         self._model_name = options.model_name
         self._tensors_of = options.tensors_of
         self._changes = Changes(options.model_name, options.tensors_of())
@@ -123,8 +125,26 @@ class Pushing:
         self._step = joined.step
         self._version = joined.run.latest
         self._unasked = joined.unasked
-        self._due = DueTracks(joined.run, self._time_of)
+        # Counted here and not taken from the server's replies: all ranks must try at the same steps,
+        # whatever became of the pushes before.
+        self._due = _ema.DueTracks()
+        self._adopt_plan()
         self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
+
+    def _adopt_plan(self) -> None:
+        """Takes over what UpdateModel has changed, as far as this rank knows."""
+        self._due.adopt(self._link.run._get())
+
+    def _refresh_plan(self) -> None:
+        """Asks for the plan: with every track paused, no reply to a push brings it."""
+        try:
+            self._link.run.refresh_plan(timeout_s=_REFRESH_TIMEOUT_S)
+        except EmaError as error:
+            _logger.debug('model "%s": no new plan: %s', self._model_name, error)
+
+    def _training_time(self, step: int) -> dict[str, float]:
+        """After so many steps."""
+        return time_dict(None if self._time_of is None else self._time_of(step), step=step)
 
     def _is_ours(self) -> bool:
         # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
@@ -181,20 +201,20 @@ class Pushing:
             )
 
     def _push_if_due(self) -> None:
-        now = self._due.time(self._step)
+        now = self._training_time(self._step)
         due = self._due.at(now)
         if not due:
             return
         can_push = self._is_back() and self._previous_has_ended()
         # All ranks have the reply to the push before by now, and go by its plan from this step on.
         if can_push:
-            self._due.adopt()
+            self._adopt_plan()
         # Alone, this rank may have gone by it since the reply.
         due = self._due.at(now)
         self._due.count(due, now)
         if self._due.are_paused(due):
             if due and can_push:
-                self._due.refresh()
+                self._refresh_plan()
             return
         if not can_push:
             self._skipped += 1
@@ -364,7 +384,7 @@ class Pushing:
         self._pushed = None
         self._in_step = True
         if self._is_alone:
-            self._due.adopt()
+            self._adopt_plan()
         _logger.debug("step %d is version %d", self._pending_step, version.number)
 
     def _give_up_written(self) -> None:

@@ -176,7 +176,7 @@ class Switch:
         attachment = self._attachment
         failure: EmaError | None = None
         try:
-            batch = int(attachment._due.time(attachment.step)["batch"])
+            batch = int(attachment._training_time(attachment.step)["batch"])
             self._known = attachment.step, batch
         except Exception as raised:  # Of the user's `time`. The other ranks may know, and meet.
             failure = failure_of(raised)
