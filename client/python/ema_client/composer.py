@@ -19,7 +19,14 @@ from ema_client import _presets
 from ema_client._attach import attach
 from ema_client._attachment import Attachment
 from ema_client._averaged import swapped
-from ema_client._callbacks import check_options, check_tracks, patience_s, pull_patience_s, raises
+from ema_client._callbacks import (
+    check_options,
+    check_tracks,
+    patience_s,
+    pull_patience_s,
+    raises,
+    saved_state,
+)
 from ema_client._client import Client
 from ema_client._errors import (
     EmaError,
@@ -159,16 +166,7 @@ class EMA(Algorithm):
         state: dict[str, Any] = super().state_dict()
         state |= {"started": self._started, "average": self._resume}
         if self._attachment is not None:
-            try:
-                state["average"] = self._attachment.state_dict()
-            except EmaError as error:
-                if self._raises():
-                    raise
-                _logger.warning(
-                    'model "%s": the checkpoint does not say which average belongs to it: %s',
-                    self._model_name,
-                    error,
-                )
+            state["average"] = saved_state(self._attachment, self._options)
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:

@@ -30,6 +30,7 @@ from ema_client._callbacks import (
     saved_state,
 )
 from ema_client._errors import InvalidArgumentError
+from ema_client._presets import check_count, refuse
 from ema_client._track import Track
 from ema_client._url import split_url
 
@@ -123,7 +124,7 @@ class EMAWeightAveraging(_Callback):
         )
         ours = [name for name in _SCHEDULE if options.get(name) is not None]
         if theirs and ours:
-            raise _bad(
+            refuse(
                 f"{' and '.join(theirs)} and {' and '.join(ours)} are both given: give Lightning's "
                 'arguments, such as decay=0.999, or ours, such as half_life="200ba"'
             )
@@ -138,7 +139,7 @@ class EMAWeightAveraging(_Callback):
         tracks = options.get("tracks") or {}
         if theirs or not (ours or tracks):
             if "ema" in tracks:
-                raise _bad(f'{" and ".join(theirs)}: for the track "ema", which is in tracks too')
+                refuse(f'{" and ".join(theirs)}: for the track "ema", which is in tracks too')
             options = {**options, "tracks": {"ema": ema, **tracks}}
         check_tracks(options)
         self._model_name = split_url(url)[1]
@@ -251,12 +252,14 @@ def _track(
     track = Track.preset(
         "torch", decay=0.999 if decay is None else decay, use_buffers=use_buffers, device=device
     )
-    _check_count("update_every_n_steps", every)
-    _check_count("update_starting_at_step", first_step)
-    _check_count("update_starting_at_epoch", first_epoch)
+    every = check_count("update_every_n_steps", every, "1", least=0)
+    if first_step is not None:
+        first_step = check_count("update_starting_at_step", first_step, "1", least=0)
+    if first_epoch is not None:
+        first_epoch = check_count("update_starting_at_epoch", first_epoch, "1", least=0)
     if first_epoch is None:
         if every == 0:
-            raise _bad(
+            refuse(
                 "update_every_n_steps 0: averages nothing; give update_starting_at_epoch, such as 0"
             )
         # Lightning's steps count from 0, and it starts at the first that is a multiple.
@@ -265,21 +268,12 @@ def _track(
             track, update_interval=f"{every}ba", interval_phase=1, ema_start=start
         )
     if every != 0 or first_step is not None:
-        raise _bad(
+        refuse(
             f"update_starting_at_epoch {first_epoch} with updates at steps: for an update at each "
             "epoch's end give update_every_n_steps=0; for one at each step from that epoch on give, in "
             f'place of these, smoothing=0.999, ema_start="{first_epoch}ep"'
         )
     return dataclasses.replace(track, update_interval="1ep", ema_start=f"{first_epoch + 1}ep")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise _bad(f"{name} {value!r}: must be a whole number, 0 or more, such as 1")
-
-
-def _bad(message: str) -> InvalidArgumentError:
-    return InvalidArgumentError(message, reason="BAD_SCHEDULE")
 
 
 def _time_of(trainer: Any) -> Callable[[int], dict[str, float]]:
