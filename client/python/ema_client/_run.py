@@ -160,11 +160,6 @@ class Run:
         latest = self._get().latest
         return None if latest is None else version_from(latest)
 
-    @property
-    def plan(self) -> tuple[int, list[tuple[_ema.Track, list[_ema.ScheduleState], int]]]:
-        """Revision, and tracks, where they stand and their ids, as the server's last answer said."""
-        return self._get().plan
-
     def refresh_plan(self, *, timeout_s: float | None = None) -> None:
         """Asks the server for the plan, as a trainer must whose tracks are all paused."""
         self._get().refresh_plan(self._timeout(timeout_s))
