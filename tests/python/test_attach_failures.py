@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -43,6 +44,35 @@ def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client,
         assert (ema.step, ema.stats.skipped) == (1, 1)
         step_until(lambda: ema.stats.pushes >= 1, optimizer.step)
     assert 1 not in [entry.version.step for entry in client.versions(model)]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "wait", "raise"])
+def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model, caplog, on_error):
+    caplog.set_level(logging.INFO)
+    net, optimizer = trainer_of(24 << 20)
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", max_wait_s=60, on_error=on_error
+    ) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()  # The server takes nothing of it.
+            with torch.no_grad():
+                net.weight.clamp_(-0.5, 0.5)
+            if on_error == "raise":
+                with pytest.raises(ema_client.FailedPreconditionError, match="weight"):
+                    optimizer.step()
+            optimizer.step()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        ema.wait_pushed()
+        optimizer.step()
+        ema.wait_pushed()
+        assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (4, 3, 1)
+    assert "written since the push of step 2 began, without wait_released(): weight" in caplog.text
+    assert "joined again" not in caplog.text and "pushing again" not in caplog.text
+    assert [entry.version.step for entry in client.versions(model)] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("count", [3, 24 << 20], ids=["its reply", "its bytes"])

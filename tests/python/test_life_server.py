@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import ema_client
 import pytest
 import torch
-from commanded import check_average, do_all, end_all, logged, running
+from commanded import Rank, check_average, do_all, end_all, logged, running
 from cut_off import Way
 from ema_client._callbacks import check_options, patience_s, pull_patience_s, raises
 from server_process import ServerProcess
@@ -277,6 +278,38 @@ def test_a_rank_that_cannot_push_does_not_keep_the_others(server, client, model,
     assert [version.step for version in versions] == [1, 5]
     average = client.pull(model, track="ema", framework="numpy")
     check_average(versions, logged(folder), average)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "wait", "raise"])
+def test_a_write_on_one_rank_costs_the_step_that_it_pushed(
+    server, client, model, tmp_path, on_error
+):
+    options = {"on_error": on_error, "max_wait_s": 60}
+
+    def step(rank: Rank) -> dict[str, Any]:
+        """The next one after that which is lost."""
+        answer = rank.do()
+        assert ("error" in answer) == (on_error == "raise")
+        return rank.do() if "error" in answer else answer
+
+    with running("apart", [server.url(model)] * 2, tmp_path / "ranks", **options) as ranks:
+        for _ in range(2):
+            do_all(ranks)
+        do_all(ranks, "pushed")
+        ranks[1].do()  # Its push waits for the other rank's.
+        ranks[1].do("write")
+        assert step(ranks[1]) == {"step": 4, "pushes": 2, "skipped": 1}
+        ranks[0].do()
+        ranks[0].do("pushed")
+        assert step(ranks[0])["skipped"] == 1
+        do_all(ranks, "pushed")
+        do_all(ranks)
+        last = do_all(ranks, "pushed")
+        assert [(one["step"], one["pushes"], one["skipped"]) for one in last] == [(5, 4, 1)] * 2
+        assert "pushing again" not in ranks[0].log() + ranks[1].log()
+        assert "step 3: rank 1 has given it up: " in ranks[0].log()
+        end_all(ranks)
+    assert [version.step for version in versions_of(client, model)] == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -363,9 +363,9 @@ class Pushing:
         self._harvest()
         return self._pending is None and not self._link.is_away
 
-    def _harvest(self, *, leaves_failure: bool = False) -> None:
+    def _harvest(self, *, leaves_failure: bool = False, because: EmaError | None = None) -> None:
         """Takes the result of the pending push if there is one. `leaves_failure`: only a version, which
-        takes no time."""
+        takes no time. `because`: why it has been given up."""
         if os.getpid() != self._pid:
             return
         self._find_lost()
@@ -377,7 +377,7 @@ class Pushing:
         except EmaError as error:
             if not leaves_failure:
                 self._let_go(push)
-                self._skip(self._pending_step, error)
+                self._skip(self._pending_step, because or error)
             return
         self._let_go(push)
         self._count_pushed(version)
@@ -397,24 +397,28 @@ class Pushing:
         if not written and not moved:
             return
         step = self._pending_step
-        problem = (
-            f"written since the push of step {step} began, without wait_released(): "
-            f"{', '.join(written)}; copied before each push from now on, or waited for"
-        )
         error = FailedPreconditionError(
             f'model "{self._model_name}": written while they were pushed at step {step}, without '
-            f"wait_released(): {', '.join(moved)}",
+            f"wait_released(): {', '.join(moved or written)}",
             reason="BAD_REQUEST",
         )
-        problem = str(error.args[0]) if moved else problem
+        if moved:
+            _logger.warning("%s", error.args[0])
+        else:
+            _logger.warning(
+                'model "%s": written since the push of step %d began, without wait_released(): %s; '
+                "copied before each push from now on, or waited for",
+                self._model_name,
+                step,
+                ", ".join(written),
+            )
         self._pushed = None
         self._lose()
-        if self._pending is None or self._pending.done:
-            _logger.warning('model "%s": %s', self._model_name, problem)
-        else:
+        if self._pending is not None and not self._pending.done:
             self._pending.wait_released(max_wait_s=0.0)
-            self._give_up(step, problem)
-            self._drop(problem)
+            # No outage, as far as is known: the next step goes by the same run.
+            self._pending.abandon()
+            self._harvest(because=error)
         if moved:
             self._error = error
 
