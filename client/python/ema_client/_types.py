@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal, SupportsIndex, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
@@ -382,7 +384,8 @@ class Weights(dict[str, Any]):
 
     A tied tensor is there under each of its names; `aliases` says which name stands for which other.
     `Client.refresh` brings them to the newest version. `received_bytes` says what came for that, or at
-    first, and `lane` through what: "grpc" or "shared memory".
+    first, and `lane` through what: "grpc" or "shared memory". `torch.save` writes the tensors only, in an
+    OrderedDict, which `torch.load` takes as it is; copies and pickles keep all.
     """
 
     def __init__(
@@ -408,6 +411,12 @@ class Weights(dict[str, Any]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has memory of its own.
         return {**self.__dict__, "_pulled": None}
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # That of torch.save is 2. torch.load takes no class that it does not know.
+        if operator.index(protocol) < 4:
+            return collections.OrderedDict, (), None, None, iter(self.items())
+        return super().__reduce_ex__(protocol)
 
 
 def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:
