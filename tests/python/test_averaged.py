@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 
 import ema_client
@@ -63,6 +64,41 @@ def test_values_come_back_after_an_exception(server, model, pushed):
         with ema_client.averaged(net, server.url(model), track="fast"):
             assert_same_bits(average, net.state_dict())
             raise RuntimeError("in the middle")
+    assert_same_bits(own, net.state_dict())
+
+
+@pytest.mark.parametrize("first_out", [0, 1], ids=["the outer one ends first", "nested"])
+def test_values_come_back_when_all_have_ended(server, model, pushed, first_out):
+    net, average = pushed
+    own = state_of(net)
+    both = [ema_client.averaged(net, server.url(model), track=track) for track in ("fast", "raw")]
+    for one in both:
+        one.__enter__()
+    inner = state_of(net)
+    both.pop(first_out).__exit__(None, None, None)
+    assert_same_bits(average if first_out == 1 else inner, net.state_dict())
+    both.pop().__exit__(None, None, None)
+    assert_same_bits(own, net.state_dict())
+    with ema_client.averaged(net, server.url(model), track="fast"):
+        assert_same_bits(average, net.state_dict())
+    assert_same_bits(own, net.state_dict())
+
+
+def test_two_threads_cannot_have_averages_in_a_model_at_once(server, model, pushed):
+    net, average = pushed
+    own = state_of(net)
+
+    def evaluate() -> None:
+        with ema_client.averaged(net, server.url(model), track="fast"):
+            pass
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        with ema_client.averaged(net, server.url(model), track="fast"):
+            with pytest.raises(ema_client.FailedPreconditionError, match="another thread"):
+                other.submit(evaluate).result()
+            assert_same_bits(average, net.state_dict())
+        assert_same_bits(own, net.state_dict())
+        other.submit(evaluate).result()
     assert_same_bits(own, net.state_dict())
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import (
     AbortedError,
+    FailedPreconditionError,
     InvalidArgumentError,
     OutOfRangeError,
 )
@@ -66,8 +68,8 @@ def averaged(
 
     The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
     keep the model's own values. What the trainer has tied goes to each of its names that the model has.
-    The model's own values come back bit for bit, also after an exception. Costs a copy of the model
-    while it lasts.
+    The model's own values come back bit for bit, also after an exception; of several such statements,
+    when the last of them has ended. Costs a copy of the model while it lasts.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
     the trainers have sharded it. All its ranks must call this together, and get the same version, or all
@@ -97,6 +99,7 @@ def averaged(
         InvalidArgumentError: names or shapes do not match, or a tensor cannot be written (it is on the
             meta device, as those that accelerate has offloaded are); nothing was changed. The loader is
             empty.
+        FailedPreconditionError: another thread has averaged values in the model now.
         EmaError: the pull failed; nothing was changed.
 
     Example:
@@ -134,6 +137,44 @@ class OwnValues:
     def drop(self) -> None:
         """They are not put back: the model has been given others, for good."""
         self._values = []
+
+
+@dataclasses.dataclass
+class _Swap:
+    """Averaged values in a module; what it had before they came."""
+
+    own: OwnValues
+    thread: int
+    has_ended: bool = False
+
+
+# By module, as they came.
+_swaps: weakref.WeakKeyDictionary[torch.nn.Module, list[_Swap]] = weakref.WeakKeyDictionary()
+_swaps_lock = threading.Lock()
+
+
+def _begin(module: torch.nn.Module, what: str, own: OwnValues) -> _Swap:
+    swap = _Swap(own, threading.get_ident())
+    with _swaps_lock:
+        swaps = _swaps.setdefault(module, [])
+        if swaps and swaps[-1].thread != swap.thread:
+            raise FailedPreconditionError(
+                f"{what}: another thread has averaged values in this module now",
+                reason="BAD_REQUEST",
+            )
+        swaps.append(swap)
+    return swap
+
+
+def _end(module: torch.nn.Module, swap: _Swap) -> None:
+    """Puts back what the module had, as soon as nothing is in it that came later."""
+    swap.has_ended = True
+    swaps = _swaps[module]
+    while swaps and swaps[-1].has_ended:
+        try:
+            swaps[-1].own.put_back()
+        finally:
+            swaps.pop()
 
 
 @contextlib.contextmanager
@@ -272,9 +313,11 @@ def swapped(
     Collective, if there are `ranks`: on all of them or on none.
     """
     own = OwnValues() if own is None else own
+    swap: _Swap | None = None
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     failure: Exception | None = None
     try:
+        swap = _begin(unwrap(model), what, own)
         pairs = _targets(model, what, weights, aliases, ignored, rename)
         own.keep(tensor for tensor, _ in pairs)
     except Exception as raised:  # No memory, for example.
@@ -288,7 +331,8 @@ def swapped(
         try:
             shard_again(unwrap(model))
         finally:
-            own.put_back()
+            if swap is not None:
+                _end(unwrap(model), swap)
 
 
 def copy_into(
