@@ -151,14 +151,20 @@ def test_a_server_that_starts_again_while_it_is_asked_has_no_newer_run():
     link.close()
 
 
-def test_a_run_that_a_newer_one_has_fenced_is_not_joined_again():
+def test_a_run_that_has_been_fenced_is_not_joined_again(caplog):
+    why = "fenced by a newer run, or a rollback"
+
     def open_run(timeout_s: float) -> FakeRun:
-        raise ema_client.AbortedError("a newer run", reason="FENCED")
+        raise ema_client.AbortedError(why, reason="FENCED")
 
     link = link_to(open_run)
     link.go_away(1, None)
     link.wait_back(time.monotonic() + 30)
     assert link.is_fenced and link.is_away
+    link._thread.join(30)
+    said = f'model "m": this run does not push any more: {why}'
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert str(link.error()) == f"{said} [FENCED]"
     link.close()
 
 

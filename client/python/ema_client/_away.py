@@ -107,7 +107,7 @@ class Link:
 
     @property
     def is_fenced(self) -> bool:
-        """Nor ever again: a newer run pushes."""
+        """Nor ever again: a newer run pushes, or the model was rolled back."""
         return self._is_fenced
 
     def go_away(self, lost_step: int, lost: PendingPush | None) -> None:
@@ -141,7 +141,7 @@ class Link:
         return version
 
     def wait_back(self, until: float) -> None:
-        """Waits until all ranks have joined again, a newer run pushes, or it is `until` (monotonic)."""
+        """Waits until all ranks have joined again, none ever will, or it is `until` (monotonic)."""
         # A Ctrl-C that comes just before a lock is waited for is noticed only after that wait.
         while not self._is_settled.wait(min(max(0.0, until - time.monotonic()), _FIRST_PAUSE_S)):
             if time.monotonic() >= until:
@@ -167,7 +167,7 @@ class Link:
         """Why nothing can be pushed now."""
         if self._is_fenced:
             return AbortedError(
-                f'model "{self._model_name}": a newer run pushes now; this one does not any more',
+                f'model "{self._model_name}": this run does not push any more: {self._problem}',
                 reason="FENCED",
             )
         return UnavailableError(
@@ -189,7 +189,7 @@ class Link:
         self._is_settled.set()
 
     def _join(self, lost_step: int, lost: PendingPush | None) -> Run | None:
-        """A run that all ranks have joined. None: a newer one pushes, or this one is closed."""
+        """A run that all ranks have joined. None: it is fenced, or closed."""
         self._problem = ""
         pause_s = _FIRST_PAUSE_S
         has_warned = False
@@ -211,7 +211,8 @@ class Link:
                 error = failure_of(raised)
             # A server that has started once more since then says so, too, of any run.
             if error.reason == "FENCED" and not has_joined:
-                # The server knows this launch: a newer one has taken over.
+                # The server knows this launch: a newer one has taken over, or it was rolled back.
+                self._problem = str(error.args[0])
                 self._is_fenced = True
                 self._is_settled.set()
                 _logger.warning("%s", self.error().args[0])

@@ -148,7 +148,8 @@ class WithState:
                 wait for the push. With on_error "wait" an outage may take longer.
 
         Raises:
-            AbortedError: FENCED: a newer run pushes now, and the average is not this run's any more.
+            AbortedError: FENCED: the average is not this run's any more: a newer one has begun, or it was
+                rolled back.
             FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
                 average is of a later step than the trainer's.
             DeadlineExceededError: the push has not ended.
@@ -171,7 +172,8 @@ class WithState:
             latest is not None and latest.run_epoch > self._link.run.run_epoch
         ):
             raise AbortedError(
-                f'model "{self._model_name}": a newer run pushes now; the average is not this run\'s',
+                f'model "{self._model_name}": the average is not this run\'s any more: a newer one has '
+                "begun, or it was rolled back",
                 reason="FENCED",
             )
         if latest is not None and latest.step > self._step:
