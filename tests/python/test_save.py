@@ -140,6 +140,12 @@ def test_what_is_refused_changes_nothing(client, model, pushed, save, tmp_path):
     assert os.listdir(folder) == ["model.safetensors.index.json"]
 
 
+def test_an_empty_path_is_not_the_working_directory(pushed, save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "must" in save("", track="ema")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_link_is_followed(client, model, pushed, save, tmp_path):
     (tmp_path / "run7").mkdir()
     file, link = tmp_path / "run7/averaged.safetensors", tmp_path / "latest.safetensors"

@@ -393,6 +393,7 @@ class EvaluatorCalls(CheckpointCalls):
         Raises:
             FailedPreconditionError: the folder has weights in pieces (model.safetensors.index.json),
                 which tools would read in place of these; or the path is a device, a pipe or a socket.
+            InvalidArgumentError: the path is empty.
             EmaError: as `pull`; no file has changed.
             OSError: the disk; the file of weights is the old one, or complete.
 
@@ -400,6 +401,8 @@ class EvaluatorCalls(CheckpointCalls):
             >>> client.save("m", "averaged/", track="ema", files="described/")
             >>> transformers.AutoModel.from_pretrained("averaged/")
         """
+        if not os.fspath(path):  # pathlib takes it for the working directory.
+            raise InvalidArgumentError(f"path {path!r}: must name a file or a folder")
         target = pathlib.Path(path)
         beside: dict[str, bytes] = {}
         is_folder = target.is_dir() or os.fspath(path).endswith(os.sep)
