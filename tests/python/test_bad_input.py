@@ -47,6 +47,50 @@ def test_unknown_model(client, call):
     check(error, "NOT_FOUND", "MODEL_NOT_FOUND")
 
 
+ONE = {"w": np.ones(3, np.float32)}
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda client, run: run.push(step=1.5, weights=ONE), "step 1.5: must be a whole number"),
+        (lambda client, run: run.push(step="10", weights=ONE), "step '10': must be a whole number"),
+        (lambda client, run: run.push(step=None, weights=ONE), "step None: must be a whole number"),
+        (lambda client, run: run.push(step=2**63, weights=ONE), f"step {2**63}: must be a whole"),
+        (lambda client, run: run.push(step=9, weights=[1]), "weights of type list: must be a map"),
+        (lambda client, run: run.push(step=9, weights={1: 2}), "tensor name 1: must be a str"),
+        (lambda client, run: client.pull("m", track=None), "track None: must be a str"),
+        (lambda client, run: client.pull("m", track="\ud800"), "track '\\ud800': must be a str"),
+        (lambda client, run: client.pull("m", track="t", version=2.0), "version 2.0: must be a w"),
+        (
+            lambda client, run: client.pull("m", track="t", version=[]),
+            "version []: must be a whole",
+        ),
+        (lambda client, run: client.pull("m", track="t", step=2**70), f"step {2**70}: must be a w"),
+        (lambda client, run: client.restore("m", version="x"), "version 'x': must be a whole"),
+        (lambda client, run: client.report_metric("m", 1, "x"), "value 'x': must be a number"),
+        (lambda client, run: client.update_model("m", remove=[3]), "remove [3]: must be names"),
+        (lambda client, run: client.refresh({}), "weights: not the memory of one pull"),
+        (lambda client, run: create(client, {1: 2}), "tensor name 1: must be a str"),
+        (lambda client, run: create(client, {"\ud800": 2}), "tensor name '\\ud800': must be a"),
+        (lambda client, run: create(client, [("w", 2)]), "weights of type list: must be a mapping"),
+        (lambda client, run: create(client, ONE, tracks=["e"]), "tracks of type list: must be a m"),
+        (lambda client, run: create(client, ONE, tracks={3: "1ba"}), "name 3: must be a str"),
+        (lambda client, run: ema_client.Client(None), 'address None: must be "host:port"'),
+        (lambda client, run: ema_client.Client(""), "address '': must be \"host:port\""),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_size_is_named(client, run, call, message):
+    with pytest.raises(ema_client.InvalidArgumentError) as error:
+        call(client, run)
+    assert message in str(error.value)
+    check(error, "INVALID_ARGUMENT", "BAD_REQUEST")
+
+
+def create(client, weights, tracks=TRACKS):
+    client.create_model("n", weights, tracks=tracks)
+
+
 def test_unknown_track(client, run, model):
     with unchanged(client, model, "ema"), pytest.raises(ema_client.NotFoundError) as error:
         client.pull(model, track="nothing")

@@ -206,6 +206,7 @@ def test_a_trainer_that_stands_where_the_model_stands_makes_no_version(
         ({"format": None}, "format None"),
         ({"step": "3"}, "step '3': expected int"),
         ({"launch_id": None}, "launch_id None: expected str"),
+        ({"step": 10**20}, f"step {10**20}: expected less than 2**63"),
     ],
 )
 def test_a_state_that_is_not_ours_is_refused(server, model, trainer, change, problem):

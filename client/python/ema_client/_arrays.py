@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ema_client import _ema, _gpu
 from ema_client._errors import InvalidArgumentError
+from ema_client._given import check_by_name, check_text
 from ema_client._pieces import Boxes, is_dtensor, local_of
 from ema_client._types import TensorSpec
 
@@ -39,6 +40,7 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
     that is neither the host's nor that of a GPU of NVIDIA's, what is not contiguous, unless it is a
     torch tensor in the host's, and what PyTorch has yet to negate (the `imag` of a `conj()`)."""
+    check_text("tensor name", name)
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if is_instance(value, "torch", "Tensor"):
@@ -77,6 +79,7 @@ def _jax_on_host(value: Any) -> Any:
 
 
 def read_all(weights: Mapping[str, Any], boxes: Boxes) -> list[_ema.Array]:
+    check_by_name("weights", weights)
     return [read(name, value, boxes) for name, value in weights.items()]
 
 
@@ -84,6 +87,7 @@ def spec_of(
     name: str, value: Any, *, is_buffer: bool = False, aliases: Sequence[str] = ()
 ) -> _ema.Spec:
     """What the server is told of a tensor; does not touch the elements."""
+    check_text("tensor name", name)
     if isinstance(value, TensorSpec):
         return name, value.dtype, value.shape, value.is_buffer, value.aliases
     if hasattr(value, "dtype") and hasattr(value, "shape"):

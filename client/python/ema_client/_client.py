@@ -11,10 +11,11 @@ from typing import Any
 from ema_client import _arrays, _ema, _safetensors
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
+from ema_client._given import check_by_name, checked
 from ema_client._run import Run
 from ema_client._server_info import ServerInfo, server_info_from
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
-from ema_client._track import TrackLike, track_of
+from ema_client._track import TrackLike, tracks_by_name
 from ema_client._types import (
     ListedVersion,
     ModelInfo,
@@ -85,7 +86,8 @@ class Client(EvaluatorCalls):
             token_file = os.environ.get("EMA_TOKEN_FILE", "")
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
-        self._client = _ema.Client(
+        # Not by `call`, whose error would have the token in it.
+        client = _ema.Client(
             with_port(address),
             self._timeout_s,
             same_host_lane,
@@ -95,6 +97,7 @@ class Client(EvaluatorCalls):
             token,
             token_file,
         )
+        self._client = checked(client)
 
     def __enter__(self) -> Client:
         return self
@@ -134,8 +137,9 @@ class Client(EvaluatorCalls):
             AlreadyExistsError: the model exists and differs; the message says in what.
             ResourceExhaustedError: it does not fit the server's memory budget.
         """
+        check_by_name("weights", weights)
         specs = [_arrays.spec_of(tensor, value) for tensor, value in weights.items()]
-        made = [track_of(track, rule) for track, rule in tracks.items()]
+        made = tracks_by_name(tracks)
         for track in made:
             track.check(specs)
         return self._create_model(name, specs, made, max_pinned_versions, non_finite, timeout_s)
@@ -199,7 +203,7 @@ class Client(EvaluatorCalls):
         """
         timeout_s = self._timeout(timeout_s, is_transfer=True)
         now = time_dict(time, step=step)
-        made = [track_of(track, rule) for track, rule in tracks.items()]
+        made = tracks_by_name(tracks)
         for track in made:
             track.check_keeps_first_value(now, updates)
         stored = _safetensors.open_weights(path)
@@ -275,7 +279,7 @@ class Client(EvaluatorCalls):
             NotFoundError: no such model or track.
             ResourceExhaustedError: a new track does not fit the server's memory budget.
         """
-        put = [track_of(track, rule) for track, rule in (tracks or {}).items()]
+        put = tracks_by_name(tracks or {})
         return model_from(
             self._client.update_model(
                 name, put, list(remove), list(pause), list(resume), self._timeout(timeout_s)

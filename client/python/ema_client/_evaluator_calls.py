@@ -203,7 +203,7 @@ class EvaluatorCalls(CheckpointCalls):
             ...     if client.refresh(weights):
             ...         evaluate(weights, weights.version.step)
         """
-        pulled = weights._pulled
+        pulled = weights._pulled if isinstance(weights, Weights) else None
         if pulled is None:
             raise InvalidArgumentError(
                 "weights: not the memory of one pull; pull without `out` and `device`"

@@ -53,6 +53,8 @@ class State:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], *, model: str) -> State:
         """Reads what `to_dict` has made. InvalidArgumentError: it is not that, or of another model."""
+        if not isinstance(state, Mapping):
+            raise _refused(f"{state!r}: must be what Attachment.state_dict() gave")
         if state.get("format") != _FORMAT:
             raise _refused(
                 f'format {state.get("format")!r}, but this client reads format {_FORMAT}'
@@ -64,6 +66,8 @@ class State:
             # Annotations are text here.
             if type(value).__name__ != field.type:
                 raise _refused(f"{field.name} {value!r}: expected {field.type}")
+            if isinstance(value, int) and value >= 2**63:
+                raise _refused(f"{field.name} {value!r}: expected less than 2**63")
         result = cls(**{field.name: state[field.name] for field in fields})
         if result.model != model:
             raise _refused(f'of model "{result.model}", but "{model}" is attached')

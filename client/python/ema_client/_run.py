@@ -9,6 +9,7 @@ from typing import Any
 
 from ema_client import _arrays, _ema, _gpu
 from ema_client._errors import FailedPreconditionError
+from ema_client._given import call
 from ema_client._pieces import Boxes
 from ema_client._timeouts import check_timeout
 from ema_client._types import (
@@ -216,7 +217,8 @@ class Run:
         """
         arrays = _arrays.read_all(weights, self._boxes)
         gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
-        push = self._get().start_push(
+        push = call(
+            self._get().start_push,
             step,
             time_dict(time, step=step),
             arrays,

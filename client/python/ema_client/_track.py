@@ -10,6 +10,7 @@ from typing import Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
+from ema_client._given import call, check_by_name
 
 #: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
 #: one ("smoothing=0.9"), or a Track's fields as a dict.
@@ -249,7 +250,8 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
             f'track "{name}": {error.args[0]}', reason=error.reason
         ) from None
     # Says the name itself.
-    return _ema.Track(
+    return call(
+        _ema.Track,
         name,
         schedule,
         rules,
@@ -258,6 +260,12 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         full.paused,
         None if full.snapshot_interval is None else str(full.snapshot_interval),
     )
+
+
+def tracks_by_name(tracks: Mapping[str, TrackLike]) -> list[_ema.Track]:
+    """`track_of` each, by name."""
+    check_by_name("tracks", tracks)
+    return [track_of(name, track) for name, track in tracks.items()]
 
 
 def _bad(message: str) -> InvalidArgumentError:

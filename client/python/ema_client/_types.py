@@ -153,7 +153,7 @@ def version_id(version: int | Version | None) -> tuple[int, int]:
     """Number and incarnation as the extension module takes them; (0, 0): the newest."""
     if isinstance(version, Version):
         return version.number, version.incarnation
-    return version or 0, 0
+    return 0 if version is None else version, 0
 
 
 @dataclasses.dataclass(frozen=True)

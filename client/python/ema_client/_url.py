@@ -31,6 +31,10 @@ def split_url(url: str) -> tuple[str, str]:
 
 def with_port(address: str) -> str:
     """Turns `emas://` into `tls:`, removes `ema://`, adds the default port."""
+    if not isinstance(address, str) or not address:
+        raise InvalidArgumentError(
+            f'address {address!r}: must be "host:port", "emas://host:port" or "unix:/path"'
+        )
     if address.startswith("unix:"):
         return address
     for scheme in ("emas://", "tls:"):

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls are given: whoever gives something else is told which value, and what was expected."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+from ema_client._errors import InvalidArgumentError
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Target = TypeVar("Target")
+
+_TEXT = "a str, without lone surrogates"
+
+
+def call(function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    """Calls a function of the extension module.
+
+    InvalidArgumentError: an argument has a type or a size that it does not take. Its own TypeError says
+    only which types it was given.
+    """
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        problem = _problem(str(error), args)
+        if problem is None:
+            raise
+    raise InvalidArgumentError(problem)
+
+
+def checked(target: Target) -> Target:
+    """An object of the extension module, whose methods are called by `call`."""
+    return cast(Target, _Checked(target))
+
+
+class _Checked:
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(call, getattr(self._target, name))
+
+
+def check_text(what: str, value: object) -> None:
+    """InvalidArgumentError: it is no text that can be sent."""
+    if not _is_text(value):
+        raise InvalidArgumentError(f"{what} {value!r}: must be {_TEXT}")
+
+
+def check_by_name(what: str, value: object) -> None:
+    """InvalidArgumentError: it has no items with names."""
+    if not callable(getattr(value, "items", None)):
+        raise InvalidArgumentError(
+            f"{what} of type {type(value).__name__}: must be a mapping by name"
+        )
+
+
+def _problem(message: str, args: tuple[object, ...]) -> str | None:
+    """What is wrong with the first of the arguments that is; None: nothing that we know."""
+    signature = re.search(r"^ +1\. \w+\(self, (.*)\)(?: -> [^()]*)?$", message, re.MULTILINE)
+    if "incompatible function arguments" not in message or signature is None:
+        return None
+    for parameter, value in zip(re.split(r", (?=\w+: )", signature[1]), args):
+        name, _, rest = parameter.partition(": ")
+        kind = rest.partition(" = ")[0]
+        if kind.endswith(" | None") and value is None:
+            continue
+        fits, expected = _KINDS.get(kind.removesuffix(" | None"), (_is_anything, ""))
+        if not fits(value):
+            return f"{name} {value!r}: must be {expected}"
+    return None
+
+
+def _is_anything(_: object) -> bool:
+    return True
+
+
+def _is_int64(value: Any) -> bool:
+    try:
+        return -(2**63) <= operator.index(value) < 2**63
+    except TypeError:
+        return False
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+# By the extension module's names.
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_int64, "a whole number of 64 bits"),
+    "float": (lambda value: isinstance(value, numbers.Real), "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "str": (_is_text, _TEXT),
+    "collections.abc.Sequence[str]": (
+        lambda value: all(map(_is_text, value)),
+        f"names, each {_TEXT}",
+    ),
+}
