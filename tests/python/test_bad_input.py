@@ -270,6 +270,14 @@ def test_arrays_that_the_server_does_not_keep(client, model, value):
         client.create_model(model, {"w": value}, tracks=TRACKS)
 
 
+def test_the_other_byte_order_is_named(client, run, model, rng):
+    weights = random_weights(rng)
+    weights["double"] = weights["double"].astype(">f8")
+    with unchanged(client, model, "ema"), pytest.raises(ema_client.InvalidArgumentError) as error:
+        run.push(step=3, weights=weights)
+    assert 'array "double": dtype ">f8" has another byte order' in str(error.value)
+
+
 def test_a_tensor_without_memory_of_its_own(client, run, model, rng):
     class Wrapper(torch.Tensor):
         @classmethod

@@ -63,6 +63,11 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     if is_instance(value, "numpy", "ndarray") or is_instance(value, "numpy", "generic"):
         numpy = sys.modules["numpy"]
         value = numpy.asarray(value, order="C")
+        if not value.dtype.isnative:
+            raise InvalidArgumentError(
+                f'array "{name}": dtype "{value.dtype.str}" has another byte order than this machine; '
+                'give array.astype(array.dtype.newbyteorder("="))'
+            )
         if value.dtype.name == "bfloat16":
             # ml_dtypes; NumPy itself has no name for it that DLPack or the buffer protocol knows.
             dtype = "bfloat16"
