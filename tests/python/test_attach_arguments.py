@@ -33,6 +33,8 @@ BAD_VALUES = [
     ({"rename": lambda name: None}, r'rename\("weight"\) gave None: must be a name'),
     ({"time": 5}, "time 5: must be a function"),
     ({"time": lambda step: 5}, "time 5: must be a TrainingTime"),
+    ({"half_life": "2ep"}, r'track "ema": .* lacks "ep", .*: give it by attach\(time=\)'),
+    ({"half_life": "2ep", "time": lambda step: {"sample": step}}, r'lacks "ep".* \[BAD_TIME\]'),
 ]
 
 

@@ -202,7 +202,15 @@ def attach(
         now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
         for track in track_list:
             # Raises if a unit that it needs is not counted.
-            track.plan([], now)
+            try:
+                track.plan([], now)
+            except InvalidArgumentError as error:
+                if time is not None:
+                    raise
+                raise InvalidArgumentError(
+                    f'track "{track.name}": {error.args[0]}: give it by attach(time=)',
+                    reason=error.reason,
+                ) from None
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
