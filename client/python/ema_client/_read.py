@@ -54,6 +54,9 @@ def watch(
 ) -> Generator[Version, None, None]:
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
 
+    The server keeps few versions (`max_pinned_versions`): where commits come faster than they are
+    evaluated, a version may be gone when it is pulled, which is an OutOfRangeError.
+
     Example:
         >>> for version in ema_client.watch("ema://host:50051/digits"):
         ...     weights = ema_client.pull("ema://host:50051/digits", track="ema", version=version)
