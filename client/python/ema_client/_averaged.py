@@ -365,9 +365,15 @@ def _targets(
     first_names = {name: name for name in weights}
     first_names |= {alias: name for alias, name in aliases.items() if name in weights}
     names = _names_there(named, first_names)
-    _arrays.check_names(
-        what, expected=first_names.values(), given=[names[name] for name in tensors]
-    )
+    given = [names[name] for name in tensors]
+    tied = {alias for name in tensors for alias in named.aliases.get(name, ())}
+    lost = sorted(tied & set(first_names.values()) - set(given))
+    if lost:
+        raise InvalidArgumentError(
+            f"{what}: tied to others here, with averages of their own there: {_arrays.some(lost)}",
+            reason="BAD_LAYOUT",
+        )
+    _arrays.check_names(what, expected=first_names.values(), given=given)
     values = {name: weights[names[name]] for name in tensors}
     _arrays.check_shapes(what, expected=values, given=tensors)
     check_writable(what, tensors)
