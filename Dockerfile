@@ -2,7 +2,7 @@
 #
 # The server in a container, for `docker build .`, `podman build .` or `buildah build .`. Targets: cpu (the
 # default), cuda, demo: what the demo's trainer and evaluator need, and wheel: the Python client, for
-# `docker build --target wheel --output build/wheel .`. BASE is a Debian 12, or what is like it.
+# `docker build --target wheel --output build/dist .`. BASE is a Debian 12, or what is like it.
 #   docker run --read-only --publish 50051:50051 --volume ema-data:/data IMAGE
 # It wants tokens or clients' certificates (--auth-tokens, --tls-client-ca), or to be told that it needs none
 # (--allow-unauthenticated). With TLS let it also listen on unix:/tmp/ema.sock, and set EMA_SERVER to that: the health

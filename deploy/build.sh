@@ -16,14 +16,7 @@ deploy/setup.sh
 lock build
 log=build/$preset.log
 : >"$log"
-# So that another checkout of the same sources finds what this one has compiled.
-export CCACHE_BASEDIR=${CCACHE_BASEDIR-$root} CCACHE_NOHASHDIR=${CCACHE_NOHASHDIR-true}
-
-# A compilation may take 1.5 GB: fewer at a time where there is less.
-memory_gb=$(awk '/^MemAvailable/ { print int($2 / 1e6) }' /proc/meminfo)
-jobs=$((memory_gb * 2 / 3))
-((jobs <= $(nproc))) || jobs=$(nproc)
-export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$((jobs > 1 ? jobs : 1))}
+limit_compilations
 step "configure $preset" "$log" cmake --preset "$preset" "$@"
 step "build $preset (minutes, the first time)" "$log" cmake --build --preset "$preset"
 

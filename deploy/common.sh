@@ -39,3 +39,14 @@ lock() {
     flock 9
   }
 }
+
+# Compilations by CMake and pip: so many at a time as fit into memory, where each may take 1.5 GB; and
+# ccache finds what another checkout of the same sources has compiled.
+limit_compilations() {
+  export CCACHE_BASEDIR=${CCACHE_BASEDIR-$root} CCACHE_NOHASHDIR=${CCACHE_NOHASHDIR-true}
+  local memory_gb jobs
+  memory_gb=$(awk '/^MemAvailable/ { print int($2 / 1e6) }' /proc/meminfo)
+  jobs=$((memory_gb * 2 / 3))
+  ((jobs <= $(nproc))) || jobs=$(nproc)
+  export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$((jobs > 1 ? jobs : 1))}
+}

@@ -11,19 +11,22 @@ source "$(dirname "$0")/common.sh"
 
 deploy/setup.sh --client
 lock wheel
+limit_compilations
 log=build/wheel.log
 pip=(build/venv/bin/python -m pip --no-input --disable-pip-version-check)
 
-# pip takes seconds even when there is nothing to do.
+# pip takes seconds even when there is nothing to do. What the packages of the system bring is in the
+# wheel, too.
 inputs=(CMakeLists.txt deploy/cmake deploy/requirements-client.txt deploy/wheel.sh proto include
   server/CMakeLists.txt server/base server/device client/CMakeLists.txt client/cpp client/python)
 hash=$(find "${inputs[@]}" -type f -not -path '*/__pycache__/*' -print0 | sort -z |
-  xargs -0 sha256sum | sha256sum)
+  xargs -0 sha256sum | cat - <(dpkg-query --show) | sha256sum)
 stamp=build/venv/.ema_client
-[[ "$(cat "$stamp" 2>/dev/null)" != "$hash" ]] || exit 0
+made=(build/wheel/*.whl)
+[[ ! -f ${made[0]} || "$(cat "$stamp" 2>/dev/null)" != "$hash" ]] || exit 0
 
 : >"$log"
-rm -rf build/wheel build/wheel-linked
+rm -rf "$stamp" build/wheel build/wheel-linked
 # In a folder that stays, so that the next build compiles only what has changed.
 step "build the Python client" "$log" "${pip[@]}" wheel --no-deps --no-build-isolation \
   --config-settings=build-dir="$root/build/python" --wheel-dir build/wheel-linked ./client/python

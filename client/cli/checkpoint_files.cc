@@ -40,7 +40,8 @@ absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
 // False also if one of them cannot be looked at.
 bool IsWithin(const std::string& path, const std::string& folder) {
   std::error_code error;
-  const auto inner = std::filesystem::weakly_canonical(path, error);
+  const auto inner =
+      std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
   const auto outer = std::filesystem::canonical(folder, error);
   return !error &&
          std::mismatch(outer.begin(), outer.end(), inner.begin(), inner.end()).first == outer.end();

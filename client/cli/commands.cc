@@ -126,12 +126,11 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
     return BadRequest(absl::StrCat("--confirm: \"", options.confirm, "\" given, expected \"", model,
                                    "\", the model that is to be deleted"));
   }
-  // Deleting what is not there is OK, for the client may ask twice; whoever types a name may
-  // mistype it. Checkpoints may be there without their model.
-  if (!options.purge) {
-    EMA_RETURN_IF_ERROR(session.client->GetModel(model, session.timeout).status());
-  }
+  const absl::Status found = session.client->GetModel(model, session.timeout).status();
+  // Also if there is none: a call before may have failed at its checkpoints.
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
+  // To the client that is OK. But whoever types a name may mistype it.
+  if (!options.purge) EMA_RETURN_IF_ERROR(found);
   return PrintResult(session.json, Json::object({{"deleted", model}}),
                      absl::StrCat("deleted ", model, "\n"));
 }

@@ -56,11 +56,11 @@ std::string ErrorOf(const absl::StatusOr<Parsed>& parsed) {
 std::string CheckTrack(const std::string& text) {
   return ErrorOf(ema::cli::ParseTrackOption(text));
 }
-// CLI11's own takes a number that is too large for the largest.
+// CLI11's own takes a number that is too large for the largest, and 010 for 8.
 template <int64_t least>
 std::string CheckCount(const std::string& text) {
   int64_t count = 0;
-  if (absl::SimpleAtoi(text, &count) && count >= least) return "";
+  if (absl::SimpleAtoi(text, &count) && count >= least && text == absl::StrCat(count)) return "";
   return absl::StrCat(text, " given, expected a whole number, ", least, " or more");
 }
 std::string CheckDtype(const std::string& text) { return ErrorOf(ema::ParseDtype(text)); }

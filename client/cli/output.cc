@@ -259,8 +259,8 @@ std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoin
   Table table({"CHECKPOINT", "VERSION", "STEP", "COMMITTED", "STATE", "SIZE", "LABELS", "PROBLEM"});
   for (const Client::CheckpointInfo& checkpoint : checkpoints) {
     table.Add({checkpoint.name, absl::StrCat(checkpoint.id.version), absl::StrCat(checkpoint.step),
-               CommitTime(checkpoint.commit_time), StateText(checkpoint),
-               SizeText(checkpoint), JoinOrDash(checkpoint.labels),
+               CommitTime(checkpoint.commit_time), StateText(checkpoint), SizeText(checkpoint),
+               JoinOrDash(checkpoint.labels),
                checkpoint.problem.empty() ? "-" : checkpoint.problem});
   }
   return table.ToString();
@@ -278,13 +278,13 @@ std::string LabelTable(const std::vector<Client::Label>& labels) {
 }
 
 std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint) {
-  return absl::StrCat(
-      "checkpoint ", checkpoint.name, "\nversion ", checkpoint.id.version, " of incarnation ",
-      checkpoint.id.incarnation, ", step ", checkpoint.step, ", committed ",
-      CommitTime(checkpoint.commit_time), "\nstate: ", StateText(checkpoint),
-      checkpoint.problem.empty() ? "" : absl::StrCat(": ", checkpoint.problem),
-      "\nsize: ", SizeText(checkpoint), "\ntracks: ", JoinOrDash(checkpoint.tracks),
-      "\nlabels: ", JoinOrDash(checkpoint.labels), "\n");
+  return absl::StrCat("checkpoint ", checkpoint.name, "\nversion ", checkpoint.id.version,
+                      " of incarnation ", checkpoint.id.incarnation, ", step ", checkpoint.step,
+                      ", committed ", CommitTime(checkpoint.commit_time),
+                      "\nstate: ", StateText(checkpoint),
+                      checkpoint.problem.empty() ? "" : absl::StrCat(": ", checkpoint.problem),
+                      "\nsize: ", SizeText(checkpoint), "\ntracks: ", JoinOrDash(checkpoint.tracks),
+                      "\nlabels: ", JoinOrDash(checkpoint.labels), "\n");
 }
 
 std::string ModelTable(const std::vector<ModelInfo>& models) {

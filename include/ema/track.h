@@ -51,7 +51,7 @@ struct TrackConfig {
 // What becomes of a step in which a pushed float is not finite. Numbers are those of
 // ema.v1.NonFinitePolicy, which says what each means.
 enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
-// "reject", "skip", "allow".
+// "reject", "skip", "allow"; "unknown": it is none of these.
 std::string_view NonFinitePolicyName(NonFinitePolicy policy);
 
 // INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Texts of others in our messages.
 #ifndef EMA_SERVER_BASE_QUOTED_H_
 #define EMA_SERVER_BASE_QUOTED_H_
 

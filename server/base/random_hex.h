@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Names that nobody else takes.
 #ifndef EMA_SERVER_BASE_RANDOM_HEX_H_
 #define EMA_SERVER_BASE_RANDOM_HEX_H_
 

@@ -196,14 +196,9 @@ absl::StatusOr<std::vector<std::string>> CheckpointStore::ModelNames() {
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
     if (!ValidateName("model", entry.name).ok()) continue;
-    if (entry.is_directory) {
-      names.push_back(entry.name);
-      continue;
-    }
-    // Through a link. A training would begin anew in its place.
-    EMA_ASSIGN_OR_RETURN(const bool has_checkpoints,
-                         file_system_.Exists(GetFolder(entry.name)->path));
-    if (has_checkpoints) {
+    if (entry.is_directory) names.push_back(entry.name);
+    // Passed over, a training would begin anew in its place.
+    if (entry.is_link) {
       return absl::FailedPreconditionError(
           absl::StrCat("models/", entry.name, " is a symbolic link, expected a folder, in which ",
                        "checkpoints may be a link"));

@@ -85,9 +85,8 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
     LookAgain();
   }
   const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
-  if (!is_due || now < state.retry_time) return;
-  state.must_look_again = state.is_busy;
-  if (state.is_busy) return;
+  if (is_due && state.is_busy) state.must_look_again = true;
+  if (!is_due || state.is_busy || now < state.retry_time) return;
   state.is_busy = true;
   work_.push_back({model, std::move(exact)});
   wait_.WakeAll();
@@ -120,10 +119,10 @@ void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
   if (!state.is_busy) Enqueue(state);
 }
 
-void CheckpointScheduler::Enqueue(State& state) {
+void CheckpointScheduler::Enqueue(State& state, bool is_second_look) {
   if (is_stopping_) return;
   state.is_busy = true;
-  work_.push_back({state.model, nullptr});
+  work_.push_back({state.model, nullptr, is_second_look});
   wait_.WakeAll();
 }
 
@@ -160,6 +159,7 @@ void CheckpointScheduler::Run() {
   while (true) {
     std::shared_ptr<Model> model;
     SnapshotRef snapshot;
+    bool is_second_look = false;
     {
       absl::MutexLock lock(&mu_);
       wait_.AwaitUntil(mu_, NextDueTime(), is_ready);
@@ -169,16 +169,17 @@ void CheckpointScheduler::Run() {
       if (work_.empty()) continue;
       model = work_.front().model.lock();
       snapshot = std::move(work_.front().snapshot);
+      is_second_look = work_.front().is_second_look;
       work_.pop_front();
       if (model == nullptr) {
         std::erase_if(states_, [](const auto& entry) { return entry.second.model.expired(); });
       }
     }
-    if (model != nullptr) Save(*model, std::move(snapshot));
+    if (model != nullptr) Save(*model, std::move(snapshot), is_second_look);
   }
 }
 
-void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
+void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_second_look) {
   bool is_asked = false;
   bool may_keep = true;
   absl::Status last_error;
@@ -186,7 +187,8 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     absl::MutexLock lock(&mu_);
     if (const auto it = states_.find(model.config().name); it != states_.end()) {
       is_asked = std::exchange(it->second.is_asked, false);
-      it->second.must_look_again = false;
+      // But for a step that is saved itself, what is saved now is the newest.
+      if (snapshot == nullptr) it->second.must_look_again = false;
       may_keep = SteadyNow() >= it->second.keep_retry_time;
       last_error = it->second.last_error;
     }
@@ -194,12 +196,15 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
   absl::Status status;
   if (snapshot == nullptr) {
     absl::StatusOr<SnapshotRef> pinned = model.PinVersion(0);
-    status = pinned.status();
-    if (pinned.ok()) snapshot = *std::move(pinned);
+    if (pinned.ok()) {
+      snapshot = *std::move(pinned);
+    } else if (!is_second_look || is_asked) {
+      status = pinned.status();
+    }
   }
   absl::Status keep_status;
   bool is_due = is_asked;
-  if (status.ok()) {
+  if (snapshot != nullptr) {
     const bool keep = may_keep && IsKeepDue(*snapshot, model.kept_time());
     // A save by somebody else may have come first.
     is_due = is_due || IsSaveDue(options_.policy, snapshot->record, model.durable_version(),
@@ -236,7 +241,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot) {
     if (is_due || keep_status.ok()) NoteSaved(is_current, state);
     state.retry_time = SteadyTime::min();
     // What came meanwhile may mean a later version, and there may be no commit after it.
-    if (state.is_asked || state.must_look_again) Enqueue(state);
+    if (state.is_asked || state.must_look_again) Enqueue(state, /*is_second_look=*/true);
     return;
   }
   state.retry_time = After(SteadyNow(), options_.retry_delay);

@@ -99,6 +99,8 @@ class CheckpointScheduler {
   struct Work {
     std::weak_ptr<Model> model;
     SnapshotRef snapshot;
+    // Perhaps what was due has been saved meanwhile: no version to look at is no error.
+    bool is_second_look = false;
   };
 
   State& StateOf(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -107,11 +109,11 @@ class CheckpointScheduler {
   void LookAgain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SteadyTime NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Its newest version is saved when its turn comes. REQUIRES: it is not busy.
-  void Enqueue(State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Enqueue(State& state, bool is_second_look = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Queues the models whose time has come.
   void QueueDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  void Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  void Save(Model& model, SnapshotRef snapshot, bool is_second_look) ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
   absl::Mutex mu_;  // Taken by commits: never held across a save or a call of a model.

@@ -92,7 +92,9 @@ absl::Status CheckpointStore::Start(absl::Time now) {
     EMA_RETURN_IF_ERROR(ClearTemporary(ModelPath(name)));
     const std::string path = GetFolder(name)->path;
     EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
-    if (exists) EMA_RETURN_IF_ERROR(ClearTemporary(path));
+    if (exists) {
+      EMA_RETURN_IF_ERROR(WithPlace(ClearTemporary(path), absl::StrCat("models/", name, ": ")));
+    }
   }
   return RaiseIncarnation(now);
 }

@@ -226,13 +226,13 @@ class PosixFileSystemImpl final : public FileSystem {
       if (entry == nullptr) break;
       const std::string name = entry->d_name;
       if (name == "." || name == "..") continue;
-      bool is_directory = entry->d_type == DT_DIR;
-      if (entry->d_type == DT_UNKNOWN) {  // Some file systems do not say.
-        struct stat info;
-        is_directory = fstatat(dirfd(directory), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
-                       S_ISDIR(info.st_mode);
+      unsigned char type = entry->d_type;
+      struct stat info;
+      if (type == DT_UNKNOWN &&  // Some file systems do not say.
+          fstatat(dirfd(directory), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) == 0) {
+        type = IFTODT(info.st_mode);
       }
-      entries.push_back({name, is_directory});
+      entries.push_back({name, type == DT_DIR, type == DT_LNK});
     }
     std::sort(entries.begin(), entries.end(),
               [](const DirectoryEntry& a, const DirectoryEntry& b) { return a.name < b.name; });

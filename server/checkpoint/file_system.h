@@ -64,6 +64,7 @@ class FileLock {
 struct DirectoryEntry {
   std::string name;
   bool is_directory = false;  // False for a symbolic link to one.
+  bool is_link = false;
 };
 
 // Files and directories by path. Thread-safe. Every call may block on the disk.

@@ -20,7 +20,8 @@ namespace {
 
 struct LibraryLog {
   LogSink sink;
-  LogThrottle throttle;
+  LogThrottle grpc;
+  LogThrottle protobuf;
 };
 
 // The libraries' functions have no place for it. Never destroyed: their threads may log until the
@@ -32,9 +33,9 @@ std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, 
 }
 
 // `is_last`: the library ends the process next.
-void TellError(std::string_view library, std::vector<LogField> fields, bool is_last) {
-  LibraryLog& log = *library_log.load(std::memory_order_acquire);
-  const std::optional<int64_t> unsaid = log.throttle.Take(std::chrono::steady_clock::now());
+void TellError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
+               std::vector<LogField> fields, bool is_last) {
+  const std::optional<int64_t> unsaid = throttle.Take(std::chrono::steady_clock::now());
   if (!unsaid.has_value() && !is_last) return;
   fields.emplace_back("more_before", unsaid.value_or(0));
   LogTo(log.sink, is_last ? LogLevel::kError : LogLevel::kWarning, library, std::move(fields));
@@ -42,13 +43,13 @@ void TellError(std::string_view library, std::vector<LogField> fields, bool is_l
 
 void TellGrpc(gpr_log_func_args* args) {
   constexpr std::string_view kLibrary = "gRPC";
-  const LibraryLog& log = *library_log.load(std::memory_order_acquire);
+  LibraryLog& log = *library_log.load(std::memory_order_acquire);
   std::vector<LogField> fields = FieldsOf(args->message, args->file, args->line);
   switch (args->severity) {
     case GPR_LOG_SEVERITY_ERROR: {
       // GPR_ASSERT() aborts next.
       const bool is_last = std::string_view(args->message).starts_with("assertion failed");
-      return TellError(kLibrary, std::move(fields), is_last);
+      return TellError(log, log.grpc, kLibrary, std::move(fields), is_last);
     }
     case GPR_LOG_SEVERITY_INFO:
       return LogTo(log.sink, LogLevel::kInfo, kLibrary, std::move(fields));
@@ -59,13 +60,15 @@ void TellGrpc(gpr_log_func_args* args) {
 
 void TellProtobuf(google::protobuf::LogLevel level, const char* file, int line,
                   const std::string& message) {
-  TellError("protobuf", FieldsOf(message, file, line), level == google::protobuf::LOGLEVEL_FATAL);
+  LibraryLog& log = *library_log.load(std::memory_order_acquire);
+  TellError(log, log.protobuf, "protobuf", FieldsOf(message, file, line),
+            level == google::protobuf::LOGLEVEL_FATAL);
 }
 
 }  // namespace
 
 void SendLibraryLogTo(LogSink sink) {
-  library_log.store(new LibraryLog{.sink = std::move(sink), .throttle = {}},
+  library_log.store(new LibraryLog{.sink = std::move(sink), .grpc = {}, .protobuf = {}},
                     std::memory_order_release);
   gpr_set_log_function(&TellGrpc);
   google::protobuf::SetLogHandler(&TellProtobuf);

@@ -9,11 +9,11 @@
 namespace ema {
 
 // From here on `sink` is told what these libraries would write to stderr in lines of their own:
-// events "gRPC" and "protobuf" with its message and the place in its source. Their errors, which
-// are mostly what strangers send, are warnings, and throttled as LogThrottle does it; what they say
-// before they end the process is an error. gRPC's info and debug come if GRPC_VERBOSITY asks for
-// them, and all of them. Once in a process, before the libraries are used; `sink` is kept until the
-// process ends.
+// events "gRPC" and "protobuf" with the message and the place in the source. Their errors, which
+// are mostly what strangers send, are warnings, each library's throttled as LogThrottle does it;
+// what they say before they end the process is an error. gRPC's info and debug come if
+// GRPC_VERBOSITY asks for them, and all of them. Once in a process, before the libraries are used;
+// `sink` is kept until the process ends.
 void SendLibraryLogTo(LogSink sink);
 
 }  // namespace ema

@@ -288,6 +288,58 @@ TEST_F(CheckpointSchedulerTest, AStepThatIsAMultipleIsSavedItselfHoweverLate) {
   EXPECT_THAT(SavedSteps(files_), ElementsAre(10));
 }
 
+TEST_F(CheckpointSchedulerTest, WhatIsDueWhileAStepWaitsToBeSavedItselfIsSavedAfterIt) {
+  policy_.step_multiple = 10;
+  ModelConfig other = PlainModel();
+  other.name = "other";
+  Start(SnapshotModel("15ba"));
+  const auto second = models_->Create(other)->model;
+  TestRank second_rank(second, "launch");
+  ASSERT_THAT(second_rank.Join(), IsOk());
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = false;
+  }
+  ASSERT_THAT(second_rank.Push(10, BytesOf({1, 2, 3})), IsOk());
+  AwaitTried(1);
+  Push(10);
+  Push(16);  // Due for its interval, and the last of the training.
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = true;
+  }
+  scheduler_->AwaitIdle();
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(3), ElementsAre(10, 10, 16));
+}
+
+// As a rule nothing is due any more. What is will be told at the next commit.
+TEST_F(CheckpointSchedulerTest, ASecondLookThatReadersHinderIsNoError) {
+  policy_.every_commits = 2;
+  ModelConfig config = PlainModel();
+  config.max_pinned_versions = 1;
+  Start(config);
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = false;
+  }
+  Push(1);
+  Push(2);
+  AwaitTried(1);
+  const auto read = model_->PinVersion(0);
+  EXPECT_THAT(read, IsOk());
+  Push(3);
+  Push(4);
+  {
+    absl::MutexLock lock(&mu_);
+    may_end_ = true;
+  }
+  scheduler_->AwaitIdle();
+  scheduler_->Stop();
+  EXPECT_THAT(AwaitTried(1), ElementsAre(2));
+  EXPECT_THAT(errors_, IsEmpty());
+}
+
 TEST_F(CheckpointSchedulerTest, SavesAfterATimeWithoutAnotherCommit) {
   policy_.every = absl::Milliseconds(1);
   Start(PlainModel());

@@ -132,12 +132,19 @@ TEST(CheckpointStoreTest, AModelsFolderMustNotBeALinkButItsCheckpointsMay) {
   const fs::path model = fs::path(directory) / "models/m";
   const fs::path elsewhere = fs::path(directory) / "elsewhere";
   fs::rename(model, elsewhere);
-  fs::create_directory_symlink(elsewhere, model);
-  EXPECT_THAT(
-      CheckpointStore::Open(PosixFileSystem(), options).status(),
-      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("models/m is a symbolic link")));
-  fs::remove(model);
+  // To nothing, where its disk is not mounted.
+  for (const fs::path& target : {elsewhere, fs::path("nowhere")}) {
+    fs::create_directory_symlink(target, model);
+    EXPECT_THAT(
+        CheckpointStore::Open(PosixFileSystem(), options).status(),
+        StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("models/m is a symbolic link")));
+    fs::remove(model);
+  }
   fs::create_directory(model);
+  fs::create_directory_symlink("nowhere", model / "checkpoints");
+  EXPECT_THAT(CheckpointStore::Open(PosixFileSystem(), options).status().message(),
+              HasSubstr("models/m: "));
+  fs::remove(model / "checkpoints");
   fs::create_directory_symlink(elsewhere / "checkpoints", model / "checkpoints");
   EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
   ModelStore models(TestDevice(), SmallBlocks());

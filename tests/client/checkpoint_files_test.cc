@@ -172,6 +172,11 @@ TEST_F(CheckpointFilesTest, ACheckpointIsNotCopiedIntoItself) {
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("elsewhere")))
         << name;
   }
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::current_path(folder_ + "/a");
+  EXPECT_THAT(CopyCheckpoint(".", "inside", /*json=*/false),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("elsewhere")));
+  std::filesystem::current_path(before);
   EXPECT_THAT(Verify(folder_ + "/a", /*json=*/false).status, IsOk());
   EXPECT_THAT(CopyCheckpoint(folder_ + "/a", folder_ + "/a-copy", /*json=*/true), IsOk());
 }

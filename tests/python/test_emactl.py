@@ -144,7 +144,7 @@ def test_models_that_have_gone_can_be_purged(emactl, pushed):
         assert emactl("delete", pushed, "--confirm", pushed, *more).returncode == 0
 
 
-@pytest.mark.parametrize("step", ["-3", "1.5", "0x10", "9223372036854775808"])
+@pytest.mark.parametrize("step", ["-3", "1.5", "0x10", "010", "9223372036854775808"])
 def test_numbers_that_are_none(emactl, pushed, step):
     result = emactl("pull", pushed, "--track", "raw", "--step", step, "-o", "unused")
     assert result.returncode == 2

@@ -96,7 +96,7 @@ def test_the_wheel_is_for_every_python_and_brings_its_libraries(server, model, t
         != 0
     ):
         pytest.skip("no network: pip cannot download nanobind-backend")
-    (wheel,) = (ROOT / "build/wheel").iterdir()
+    (wheel,) = (ROOT / "build/wheel").glob("*.whl")  # Of deploy/wheel.sh.
     assert_linked(environment.install(wheel), EXTENSION)
     libraries = {pathlib.Path(file) for file in environment.use(server.address, model)}
     for name in sorted(EXTENSION):

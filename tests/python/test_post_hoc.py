@@ -233,7 +233,12 @@ def made(server, client, model):
         ({"half_life": "0ba"}, "InvalidArgumentError", "BAD_SCHEDULE", "half_life.*1000ba"),
         ({"half_life": "5ep"}, "InvalidArgumentError", "BAD_SCHEDULE", 'half_life "5ep".*ba'),
         ({"sigma_rel": 0.07, "step": -1}, "InvalidArgumentError", "BAD_REQUEST", "step: -1"),
-        ({"sigma_rel": 0.07, "step": 26}, "OutOfRangeError", "VERSION_NOT_YET", "newest is step 25"),
+        (
+            {"sigma_rel": 0.07, "step": 26},
+            "OutOfRangeError",
+            "VERSION_NOT_YET",
+            "newest is step 25",
+        ),
         ({"sigma_rel": 0.07, "step": 9}, "OutOfRangeError", "VERSION_NOT_KEPT", "10, 20"),
         ({"sigma_rel": 0.07, "tracks": ["p7"]}, "NotFoundError", "TRACK_NOT_FOUND", "p05"),
         (

@@ -64,6 +64,9 @@ TEST_F(LibraryLogTest, ProtobufsLinesAreEventsToo) {
   EXPECT_EQ(events_[0].level, LogLevel::kWarning);
   EXPECT_THAT(ToText(events_[0]),
               AllOf(StartsWith("protobuf message="), HasSubstr("ema.v1.GetModelRequest.model")));
+  // They take nothing from gRPC's.
+  gpr_log(GPR_ERROR, "handshake");
+  EXPECT_THAT(ToText(events_.back()), StartsWith("gRPC message=handshake"));
 }
 
 TEST_F(LibraryLogTest, AStormGetsAFewLinesOfABoundedLength) {

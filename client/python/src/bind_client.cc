@@ -155,8 +155,8 @@ class PyClient {
   }
 
   nb::dict CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
-                        const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
-                        const std::string& non_finite, double timeout_s) {
+                       const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
+                       const std::string& non_finite, double timeout_s) {
     const Manifest manifest = ToManifest(specs);
     const Client::ModelOptions options{.max_pinned_versions = max_pinned_versions,
                                        .non_finite = ToNonFinite(non_finite)};
