@@ -33,8 +33,10 @@ constexpr int kPushStreams = 32;
 constexpr int kPullStreams = 64;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int64_t kMemoryFactor = 8;  // Freed memory waits for being misused.
+constexpr int kSlowness = 10;
 #else
 constexpr int64_t kMemoryFactor = 1;
+constexpr int kSlowness = 1;
 #endif
 // What one of these peers may cost: a window of gRPC, and what the call takes.
 constexpr int64_t kStalledStreamBytes = kMemoryFactor * (int64_t{256} << 10);
@@ -45,7 +47,7 @@ int64_t RingBytes() {
   const char* const device = std::getenv("EMA_TEST_DEVICE");
   return device != nullptr && std::string_view(device).starts_with("cuda") ? int64_t{17} << 20 : 0;
 }
-constexpr absl::Duration kFreeing = absl::Seconds(1);
+constexpr absl::Duration kFreeing = absl::Seconds(kSlowness);
 constexpr absl::Duration kRefusal = absl::Milliseconds(50);
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
