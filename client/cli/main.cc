@@ -330,6 +330,7 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
 // Of texts that CheckTrack() has passed.
 std::vector<ema::TrackConfig> ParseTracks(const std::vector<std::string>& texts) {
   std::vector<ema::TrackConfig> tracks;
+  tracks.reserve(texts.size());
   for (const std::string& text : texts) tracks.push_back(*ema::cli::ParseTrackOption(text));
   return tracks;
 }
