@@ -12,8 +12,8 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/argument_checks.h"
 #include "client/cli/attached_files.h"
 #include "client/cli/bench.h"
 #include "client/cli/checkpoint_commands.h"
@@ -38,48 +38,15 @@ using ema::Schedule;
 using ema::cli::Session;
 
 constexpr char kFooter[] =
-    "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track, version or file;\n"
-    "4 refused (invalid, exists otherwise, not in this state, no room); 5 no server, or no answer\n"
-    "in time; 130 interrupted. An error goes to stderr; with --json as {\"error\": {code, reason,\n"
-    "message}}.\n";
+    "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track, version,\n"
+    "checkpoint, label or file; 4 refused (invalid, exists otherwise, not in this state, no\n"
+    "room); 5 no server, or no answer in time; 130 interrupted. An error goes to stderr; with\n"
+    "--json as {\"error\": {code, reason, message}}.\n";
 
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
     "with ,update_interval=10ba and the like behind it (emactl explain --help lists them; "
     "besides, with sigma_rel: snapshot_interval=1000ba)";
-
-// Checks for CLI11: an error, or "".
-template <typename Parsed>
-std::string ErrorOf(const absl::StatusOr<Parsed>& parsed) {
-  return parsed.ok() ? "" : std::string(parsed.status().message());
-}
-std::string CheckTrack(const std::string& text) {
-  return ErrorOf(ema::cli::ParseTrackOption(text));
-}
-// CLI11's own takes a number that is too large for the largest, and 010 for 8.
-template <int64_t least>
-std::string CheckCount(const std::string& text) {
-  int64_t count = 0;
-  if (absl::SimpleAtoi(text, &count) && count >= least && text == absl::StrCat(count)) return "";
-  return absl::StrCat(text, " given, expected a whole number, ", least, " or more");
-}
-std::string CheckDtype(const std::string& text) { return ErrorOf(ema::ParseDtype(text)); }
-std::string CheckVersionOrLabel(const std::string& text) {
-  return ErrorOf(ema::cli::ParseVersionOrLabel(text));
-}
-// Of a label that is given: --version and --to take one that is a number for a version's.
-std::string CheckLabel(const std::string& text) {
-  const auto parsed = ema::cli::ParseVersionOrLabel(text);
-  return parsed.ok() && parsed->label.empty()
-             ? "must not be a number: --version would take it for a version's"
-             : ErrorOf(parsed);
-}
-std::string CheckDuration(const std::string& text) {
-  absl::Duration duration;
-  return absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()
-             ? ""
-             : "must be a time above 0, such as 500ms, 60s or 5m";
-}
 
 // What the command line says.
 struct Options {
@@ -166,12 +133,13 @@ void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
   sub->add_option("--incarnation", incarnation,
                   "Life of the server in which that number was counted, as --json shows it "
                   "(default: any)")
-      ->check(CheckCount<1>)
+      ->check(ema::cli::CheckPositive)
       ->needs(version);
 }
 
 CLI::Option* AddVersion(CLI::App* sub, int64_t& version, int64_t& incarnation, const char* help) {
-  CLI::Option* const option = sub->add_option("--version", version, help)->check(CheckCount<1>);
+  CLI::Option* const option =
+      sub->add_option("--version", version, help)->check(ema::cli::CheckPositive);
   AddIncarnation(sub, option, incarnation);
   return option;
 }
@@ -202,7 +170,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   AddRepeatable(sub, "--track", checkpoint.request.tracks,
                 "Only this track, for serving, not for a server to start from (default: all)");
   sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it")
-      ->check(CheckLabel);
+      ->check(ema::cli::CheckLabel);
   sub->add_flag("--no-wait", checkpoint.request.async, "Return before it is on the disk");
 
   sub = Add(family, chosen, "list", "List what is on the disk, being saved, or could not be",
@@ -256,7 +224,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::Option* const to =
       sub->add_option("--to", options.rollback.to, "A version's number, or a label")
           ->required()
-          ->check(CheckVersionOrLabel);
+          ->check(ema::cli::CheckVersionOrLabel);
   AddIncarnation(sub, to, options.rollback.incarnation);
   sub->add_flag("--yes", options.yes, "Really")->required();
 
@@ -268,7 +236,7 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   };
   sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
             [&](const Session& session) { return SetLabel(session, label); });
-  add_label(sub)->check(CheckLabel);
+  add_label(sub)->check(ema::cli::CheckLabel);
   AddVersion(sub, label.id.version, label.id.incarnation, "Version (default: the newest)");
   add_label(Add(labels, chosen, "remove", "Take a name away",
                 [&](const Session& session) { return RemoveLabel(session, label); }));
@@ -284,7 +252,8 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
       ->required();
   sub->add_option("--value", metric.value, "The score")->required();
   sub->add_flag("--lower-is-better", metric.lower_is_better, "As for a loss");
-  sub->add_option("--label", metric.label, "Which label (default: best)")->check(CheckLabel);
+  sub->add_option("--label", metric.label, "Which label (default: best)")
+      ->check(ema::cli::CheckLabel);
 }
 
 // Declares what is about the server itself.
@@ -351,7 +320,9 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Safetensors file, or Hugging Face folder, with tensors of the model's names, "
                   "dtypes and shapes")
       ->required();
-  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)
+      ->required()
+      ->check(ema::cli::CheckTrack);
   sub->add_option("--max-pinned", options.create.model_options.max_pinned_versions,
                   "Versions that readers may hold at once (default: the server's)")
       ->check(CLI::Range(1, 64));
@@ -364,20 +335,22 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   AddModel(sub, options.import.model);
   sub->add_option("--from", options.import.from, "Safetensors file, or Hugging Face folder")
       ->required();
-  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)
+      ->required()
+      ->check(ema::cli::CheckTrack);
   sub->add_option("--step", options.import.step,
                   "Step of the weights, after which training goes on (default: 0)")
-      ->check(CheckCount<0>);
+      ->check(ema::cli::CheckCount);
   sub->add_option("--updates", options.import.updates,
                   "Updates that the average is of: for uniform tracks and those that begin at zero")
-      ->check(CheckCount<1>);
+      ->check(ema::cli::CheckPositive);
 
   sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
     options.update.changes.put = ParseTracks(options.tracks);
     return ema::cli::Update(session, options.update);
   });
   AddModel(sub, options.update.model);
-  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(CheckTrack);
+  AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(ema::cli::CheckTrack);
   AddRepeatable(sub, "--remove", options.update.changes.remove, "Name of a track to forget");
   AddRepeatable(sub, "--pause", options.update.changes.pause, "Name of a track to leave as it is");
   AddRepeatable(sub, "--resume", options.update.changes.resume,
@@ -412,10 +385,10 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::Option* const after =
       sub->add_option("--after", options.watch.after,
                       "Begin after this version; 0: with the oldest (default: now)")
-          ->check(CheckCount<0>);
+          ->check(ema::cli::CheckCount);
   AddIncarnation(sub, after, options.watch.incarnation);
   sub->add_option("--count", options.watch.count, "End after so many commits")
-      ->check(CheckCount<1>);
+      ->check(ema::cli::CheckPositive);
 
   sub = add("pull", "Write the weights of a track to a safetensors file, or a Hugging Face folder",
             [&](const Session& session) { return ema::cli::Pull(session, options.pull); });
@@ -424,17 +397,17 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::Option* const pull_version =
       sub->add_option("--version", options.pull.version,
                       "A version's number, or a label (default: the newest)")
-          ->check(CheckVersionOrLabel);
+          ->check(ema::cli::CheckVersionOrLabel);
   AddIncarnation(sub, pull_version, options.pull.request.incarnation);
   sub->add_option("--step", options.pull.request.step,
                   "Instead: the version of this step of the trainer")
-      ->check(CheckCount<0>)
+      ->check(ema::cli::CheckCount)
       ->excludes(pull_version);
   AddRepeatable(sub, "--tensors", options.pull.request.selection.tensors,
                 "Only this: a name, or a pattern such as 'encoder.*' (default: all)");
   sub->add_option("--dtype", options.pull.dtype,
                   "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)")
-      ->check(CheckDtype);
+      ->check(ema::cli::CheckDtype);
   AddRepeatable(sub, "--slice", options.pull.slices,
                 "A box of a tensor, such as 'head.weight[0:10,5:]'; besides, only what --tensors "
                 "says");
@@ -461,7 +434,7 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   profile->require_option(1);
   sub->add_option("--step", request.step,
                   "Step at which the average stands (default: the newest that is stored)")
-      ->check(CheckCount<1>);
+      ->check(ema::cli::CheckPositive);
   AddRepeatable(sub, "--track", request.tracks,
                 "Track to build from (default: all that fit together)");
 
@@ -552,7 +525,7 @@ int main(int argc, char** argv) {
              "--timeout", options.timeout,
              "How long a call may take; if not given, 10m for one that waits for the server's "
              "disk or moves a whole version")
-          ->check(CheckDuration)
+          ->check(ema::cli::CheckDuration)
           ->capture_default_str();
   AddCommands(app, options, command);
   try {

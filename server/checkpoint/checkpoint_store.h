@@ -94,7 +94,8 @@ class CheckpointStore {
 
   // Locks the directory, clears what a crash has left and raises the incarnation, durably.
   // `file_system` outlives the store. INVALID_ARGUMENT: bad options. FAILED_PRECONDITION: another
-  // server uses the directory (the message says which), or it may not be written.
+  // server uses the directory (the message says which), it may not be written, or a model's folder
+  // is a symbolic link.
   // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed. No lock is held after an error.
   static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(FileSystem& file_system,
                                                                const Options& options,
@@ -430,7 +431,7 @@ class CheckpointStore {
   absl::Status Sync(const std::string& directory) {
     return latch_.Check(file_system_.SyncDirectory(directory));
   }
-  // Directories with a model's name.
+  // Directories with a model's name. FAILED_PRECONDITION: one is a symbolic link.
   absl::StatusOr<std::vector<std::string>> ModelNames();
 
   std::string ModelsPath() const { return JoinPath(options_.data_dir, "models"); }

@@ -30,6 +30,12 @@ ModelConfig SnapshotModel(const std::string& interval = "10ba") {
   return config;
 }
 
+ModelConfig PlainModel() {
+  ModelConfig config = SnapshotModel();
+  config.tracks = {{"raw", MakeSchedule("copy")}};
+  return config;
+}
+
 std::unique_ptr<CheckpointStore> OpenStore(FileSystem& files, int64_t keep_count = 1) {
   auto store = CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = keep_count});
   EXPECT_THAT(store, IsOk());
@@ -89,6 +95,10 @@ class CheckpointSchedulerTest : public testing::Test {
 
   void Push(int64_t step) { EXPECT_THAT(rank_->Push(step, BytesOf({1, 2, 3})), IsOk()); }
 
+  // Saves do not end from here on, or do again.
+  void HoldSaves() { SetMayEnd(false); }
+  void LetSavesEnd() { SetMayEnd(true); }
+
   // Until `count` saves have been tried in all.
   std::vector<int64_t> AwaitTried(size_t count) {
     absl::MutexLock lock(&mu_);
@@ -97,12 +107,28 @@ class CheckpointSchedulerTest : public testing::Test {
     return tried_;
   }
 
+  // The scheduler's thread is busy with another model until LetSavesEnd().
+  void KeepBusy() {
+    ModelConfig other = PlainModel();
+    other.name = "other";
+    TestRank rank(models_->Create(other)->model, "launch");
+    ASSERT_THAT(rank.Join(), IsOk());
+    HoldSaves();
+    ASSERT_THAT(rank.Push(10, BytesOf({1, 2, 3})), IsOk());
+    AwaitTried(1);
+  }
+
   // Pushes the steps and lets each save end before the next push.
   void PushAndSettle(const std::vector<int64_t>& steps) {
     for (const int64_t step : steps) {
       Push(step);
       scheduler_->AwaitIdle();
     }
+  }
+
+  void SetMayEnd(bool may_end) {
+    absl::MutexLock lock(&mu_);
+    may_end_ = may_end;
   }
 
   FakeFileSystem files_;
@@ -150,18 +176,12 @@ TEST_F(CheckpointSchedulerTest, ATrackThatIsNotUpdatedOrHasNotStartedIsNotDue) {
 
 TEST_F(CheckpointSchedulerTest, WhatIsDueDuringASaveIsTakenAfterIt) {
   Start();
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
+  HoldSaves();
   Push(10);
   AwaitTried(1);
   Push(20);
   Push(30);
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   scheduler_->AwaitIdle();
   // Commits did not wait, nor does it for another of them: training may have ended.
   EXPECT_THAT(AwaitTried(2), ElementsAre(10, 30));
@@ -216,29 +236,17 @@ TEST_F(CheckpointSchedulerTest, ReadersThatHoldAllVersionsHinderItAndThatIsToldO
 
 TEST_F(CheckpointSchedulerTest, ADeletedModelIsNoError) {
   Start();
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
+  HoldSaves();
   Push(10);
   AwaitTried(1);
   models_->Delete("m");
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   EXPECT_THAT(store_->DeleteModel("m"), IsOk());
   scheduler_->Stop();
   EXPECT_THAT(errors_, IsEmpty());
 }
 
 // --- By commits, time and steps ---
-
-ModelConfig PlainModel() {
-  ModelConfig config = SnapshotModel();
-  config.tracks = {{"raw", MakeSchedule("copy")}};
-  return config;
-}
 
 TEST_F(CheckpointSchedulerTest, SavesTheNewestVersionEveryNCommits) {
   policy_.every_commits = 3;
@@ -264,25 +272,11 @@ TEST_F(CheckpointSchedulerTest, SavesWhenAStepHasReachedAMultiple) {
 
 TEST_F(CheckpointSchedulerTest, AStepThatIsAMultipleIsSavedItselfHoweverLate) {
   policy_.step_multiple = 10;
-  ModelConfig other = PlainModel();
-  other.name = "other";
   Start(PlainModel());
-  const auto second = models_->Create(other)->model;
-  TestRank second_rank(second, "launch");
-  ASSERT_THAT(second_rank.Join(), IsOk());
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
-  ASSERT_THAT(second_rank.Push(10, BytesOf({1, 2, 3})), IsOk());
-  AwaitTried(1);
-  // The scheduler's thread is busy with the other model.
+  KeepBusy();
   Push(10);
   Push(11);
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   scheduler_->AwaitIdle();
   scheduler_->Stop();
   EXPECT_THAT(SavedSteps(files_), ElementsAre(10));
@@ -290,24 +284,11 @@ TEST_F(CheckpointSchedulerTest, AStepThatIsAMultipleIsSavedItselfHoweverLate) {
 
 TEST_F(CheckpointSchedulerTest, WhatIsDueWhileAStepWaitsToBeSavedItselfIsSavedAfterIt) {
   policy_.step_multiple = 10;
-  ModelConfig other = PlainModel();
-  other.name = "other";
   Start(SnapshotModel("15ba"));
-  const auto second = models_->Create(other)->model;
-  TestRank second_rank(second, "launch");
-  ASSERT_THAT(second_rank.Join(), IsOk());
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
-  ASSERT_THAT(second_rank.Push(10, BytesOf({1, 2, 3})), IsOk());
-  AwaitTried(1);
+  KeepBusy();
   Push(10);
   Push(16);  // Due for its interval, and the last of the training.
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   scheduler_->AwaitIdle();
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(3), ElementsAre(10, 10, 16));
@@ -319,10 +300,7 @@ TEST_F(CheckpointSchedulerTest, ASecondLookThatReadersHinderIsNoError) {
   ModelConfig config = PlainModel();
   config.max_pinned_versions = 1;
   Start(config);
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
+  HoldSaves();
   Push(1);
   Push(2);
   AwaitTried(1);
@@ -330,10 +308,7 @@ TEST_F(CheckpointSchedulerTest, ASecondLookThatReadersHinderIsNoError) {
   EXPECT_THAT(read, IsOk());
   Push(3);
   Push(4);
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   scheduler_->AwaitIdle();
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(1), ElementsAre(2));
@@ -588,26 +563,14 @@ TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {
 TEST_F(CheckpointSchedulerTest, AnExactStepWaitsForItsTurnThoughReadersHoldAnother) {
   policy_.step_multiple = 10;
   Start(PlainModel());
-  ModelConfig config = PlainModel();
-  config.name = "other";
-  TestRank other(models_->Create(config)->model, "launch");
-  ASSERT_THAT(other.Join(), IsOk());
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = false;
-  }
-  ASSERT_THAT(other.Push(10, BytesOf({1, 2, 3})), IsOk());
-  AwaitTried(1);
+  KeepBusy();
   Push(9);
   {
     const SnapshotRef read = *model_->PinVersion(0);
     Push(10);
     Push(11);
   }
-  {
-    absl::MutexLock lock(&mu_);
-    may_end_ = true;
-  }
+  LetSavesEnd();
   EXPECT_THAT(AwaitTried(2), ElementsAre(10, 10));
 }
 
