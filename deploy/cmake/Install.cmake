@@ -22,6 +22,12 @@ if(EMA_BUILD_SERVER)
     PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so)"
                         "^(libgcc_s|libstdc\\+\\+)\\.so"
     DESTINATION ${ema_library_dir} COMPONENT server)
+  install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT server)
+  set(site_packages ${EMA_TORCH_FOUND_DIR}/..)
+  ema_install_licenses(
+    server ${CMAKE_INSTALL_DOCDIR}/licenses
+    DEBIAN ${ema_server_packages}
+    PIP ${site_packages}/torch ${site_packages}/nvidia_cuda_cupti ${site_packages}/nvidia_cuda_runtime)
   install(
     FILES deploy/systemd/ema-server.service DESTINATION lib/systemd/system COMPONENT server)
 endif()

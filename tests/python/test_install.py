@@ -103,6 +103,8 @@ def test_the_wheel_is_for_every_python_and_brings_its_libraries(server, model, t
         files = [file for file in libraries if file.name.startswith(name)]
         assert files
         assert all(file.is_relative_to(tmp_path) for file in files), files
+    texts = {text.parent.name for text in environment.folder.rglob("ema_client/licenses/*/*")}
+    assert texts >= {"libabsl-dev", "libgrpc-dev", "libprotobuf-dev", "libssl-dev", "nanobind"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# ema_install_licenses(component folder DEBIAN package... PIP path...): installs the texts that the
+# licenses of what we link ask for, into a folder for each package. A pip package is said by the path of
+# what it installs. Where Debian's are missing, its libraries are, too.
+function(ema_install_licenses component folder)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "DEBIAN;PIP")
+  foreach(package IN LISTS arg_DEBIAN)
+    install(FILES /usr/share/doc/${package}/copyright DESTINATION ${folder}/${package}
+            COMPONENT ${component} OPTIONAL)
+  endforeach()
+  foreach(path IN LISTS arg_PIP)
+    get_filename_component(package ${path} NAME)
+    file(GLOB texts ${path}-*.dist-info/licenses/*)
+    install(FILES ${texts} DESTINATION ${folder}/${package} COMPONENT ${component})
+  endforeach()
+endfunction()
+
+set(ema_client_packages
+  libabsl-dev libc-ares-dev libgrpc-dev libhwy-dev libisal-dev libprotobuf-dev libre2-dev libssl-dev
+  zlib1g-dev)
+set(ema_server_packages
+  ${ema_client_packages} libcli11-dev libfmt-dev libgomp1 libspdlog-dev libtomlplusplus-dev
+  nlohmann-json3-dev prometheus-cpp-dev)
