@@ -135,6 +135,11 @@ absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
 
 int64_t BlockPool::used_bytes() const { return state_->used_bytes.load(std::memory_order_relaxed); }
 
+bool BlockPool::HasFree(int64_t size_bytes) const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->free_by_size.contains(size_bytes);
+}
+
 int64_t BlockPool::free_bytes() const {
   absl::MutexLock lock(&state_->mu);
   return state_->free_bytes;

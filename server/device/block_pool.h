@@ -38,6 +38,8 @@ class BlockPool {
   // asks once more. RESOURCE_EXHAUSTED: from the allocator.
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes);
 
+  // True: a block of this size is kept free now.
+  bool HasFree(int64_t size_bytes) const;
   // Bytes kept free now.
   int64_t free_bytes() const;
   // Bytes of the blocks that are out.

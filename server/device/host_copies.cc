@@ -20,7 +20,7 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
       const int64_t size_bytes = SizeBytes(*block, format);
-      if (pinned_.free_bytes() < size_bytes) dropped = MakeRoomLocked(size_bytes);
+      if (!pinned_.HasFree(size_bytes)) dropped = MakeRoomLocked(size_bytes);
       copy = std::make_shared<Copy>();
       entries_.push_front({block, {block.get(), format}, copy, size_bytes});
       by_key_[entries_.front().key] = entries_.begin();

@@ -285,6 +285,21 @@ TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
   EXPECT_EQ(harness.accelerator->pinned_bytes(), kKept * kBytes);
 }
 
+TEST(AcceleratorDeviceTest, WhatIsKeptOfOtherSizesMakesNobodyPinAnew) {
+  Harness harness({}, /*kept_host_bytes=*/16 * kBytes);
+  ASSERT_THAT(harness.device->HostView(*harness.device->Allocate(8 * kBytes)), IsOk());
+  std::shared_ptr<Block> version;
+  const auto read_next_version = [&] {
+    version = *harness.device->Allocate(kBytes);
+    ASSERT_THAT(harness.device->HostView(version), IsOk());
+  };
+  read_next_version();
+  read_next_version();
+  const int64_t pin_count = harness.accelerator->pin_count();
+  for (int i = 0; i < 10; ++i) read_next_version();
+  EXPECT_EQ(harness.accelerator->pin_count(), pin_count);
+}
+
 TEST(AcceleratorDeviceTest, ReadersOfMoreThanIsKeptPinNothingAnew) {
   constexpr int kKept = 16;
   constexpr size_t kHeld = 20;
