@@ -123,11 +123,10 @@ class PinnedMemory : public BlockPool::Memory {
 // Not LibTorch's: the end of one throws, and so ends the process, once the device has failed.
 class Event {
  public:
-  // Of the thread's current device. Throws as LibTorch does. Who waits sleeps: receiving threads
-  // and gRPC need the processor.
-  Event() {
-    C10_CUDA_CHECK(
-        cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
+  // Of the thread's current device. Throws as LibTorch does. A thread that waits sleeps: receiving
+  // threads and gRPC need the processor. For streams to wait, CUDA's headers advise no such flag.
+  explicit Event(unsigned waiting = cudaEventBlockingSync) {
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | waiting));
   }
   ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
@@ -206,8 +205,8 @@ class CudaQueue : public Accelerator::Queue {
 
   const Index index_;
   const cudaStream_t stream_;
-  const cudaStream_t copies_;  // Ahead of it.
-  const Event copied_;
+  const cudaStream_t copies_;             // Ahead of it.
+  const Event copied_{cudaEventDefault};  // Only streams wait for it.
   const std::array<Event, kSlots> marks_;
 };
 
@@ -324,6 +323,21 @@ bool IsMissingCode(cudaError_t error) {
          error == cudaErrorJitCompilerNotFound || error == cudaErrorJitCompilationDisabled;
 }
 
+std::string VersionText(int version) {
+  return absl::StrCat(version / 1000, ".", version % 1000 / 10);
+}
+
+// CUDA calls a driver that is missing one that is too old.
+std::string Why(cudaError_t error) {
+  int driver = 0;
+  if (error != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess) {
+    return cudaGetErrorString(error);
+  }
+  if (driver == 0) return "there is no NVIDIA driver";
+  return absl::StrCat("the driver is for CUDA ", VersionText(driver),
+                      ", and the server needs one for ", VersionText(CUDART_VERSION));
+}
+
 }  // namespace
 
 absl::StatusOr<GpuList> ListCudaDevices() {
@@ -339,8 +353,8 @@ absl::StatusOr<GpuList> ListCudaDevices() {
   }
   if (error == cudaSuccess && count > 0) return list;
   C10_CUDA_CLEAR_ERROR();
-  return absl::FailedPreconditionError(absl::StrCat(
-      "no GPU can be used: ", error == cudaSuccess ? "there is none" : cudaGetErrorString(error)));
+  return absl::FailedPreconditionError(
+      absl::StrCat("no GPU can be used: ", error == cudaSuccess ? "there is none" : Why(error)));
 }
 
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
@@ -375,8 +389,6 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
                                            static_cast<int64_t>(free_bytes));
 }
 
-std::string CudaVersion() {
-  return absl::StrCat(CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10);
-}
+std::string CudaVersion() { return VersionText(CUDART_VERSION); }
 
 }  // namespace ema
