@@ -75,7 +75,8 @@ absl::Status PushSession::Drain(int64_t rank, std::optional<int64_t> stream) {
   absl::MutexLock lock(&mu_);
   unused = EndWorkLocked(rank);
   RankState& state = ranks_[rank];
-  for (const auto& [tensor, element] : non_finite) {
+  for (const NonFiniteElement& told : non_finite) {
+    const auto [tensor, element] = Locate(told);
     int64_t& first = state.non_finite.try_emplace(tensor, element).first->second;
     first = std::min(first, element);
   }

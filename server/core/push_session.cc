@@ -22,7 +22,21 @@ absl::Status BadChunk(std::string message) {
 
 }  // namespace
 
-// Folds one chunk: walks its pieces and the layout's runs together.
+// True: `next` goes on where `before` ends after so many elements.
+bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int64_t source_bytes) {
+  const int64_t bytes = count * before.StoredBytes(source_bytes);
+  const auto is_after = [bytes](const std::byte* at, const std::byte* to) {
+    return at == nullptr ? to == nullptr : at + bytes == to;
+  };
+  return next.kind == before.kind && next.update_weight == before.update_weight &&
+         next.differs == before.differs && is_after(before.next, next.next) &&
+         is_after(before.current, next.current) && is_after(before.next_low, next.next_low) &&
+         is_after(before.current_low, next.current_low);
+}
+
+// Folds one chunk: walks its pieces and the layout's runs together. Tensors that are neighbours,
+// there and in all tracks, are one run to the device: small ones would cost it more than their
+// bytes.
 class PushSession::Folder {
  public:
   struct Result {
@@ -35,7 +49,8 @@ class PushSession::Folder {
     for (size_t t = 0; t < session.memory_.next.size(); ++t) {
       if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
     }
-    targets_.resize(changing_tracks_.size());
+    targets_.reserve(changing_tracks_.size());
+    run_targets_.reserve(changing_tracks_.size());
   }
 
   absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
@@ -51,6 +66,7 @@ class PushSession::Folder {
                             return status.ok();
                           });
     EMA_RETURN_IF_ERROR(status);
+    EMA_RETURN_IF_ERROR(EndRun());
     return result_;
   }
 
@@ -90,6 +106,7 @@ class PushSession::Folder {
         }
         EMA_RETURN_IF_ERROR(
             FoldElements(stretch.tensor_index, element, stretch.dtype, gathered.data(), 1));
+        EMA_RETURN_IF_ERROR(EndRun());  // While `gathered` is there.
         ++element;
       }
       NextPiece();
@@ -101,23 +118,55 @@ class PushSession::Folder {
                             const std::byte* source, int64_t count) {
     while (count > 0) {
       int64_t n = count;
-      size_t target_count = 0;
+      targets_.clear();
       for (const size_t t : changing_tracks_) {
         if (!session_.Changes(session_.plan_.tracks[t], tensor_index)) continue;
-        n = std::min(n, SetTarget(t, tensor_index, element, dtype, targets_[target_count++]));
+        n = std::min(n, SetTarget(t, tensor_index, element, dtype, targets_.emplace_back()));
       }
-      EMA_ASSIGN_OR_RETURN(
-          const std::optional<int64_t> non_finite,
-          device_stream_.Fold(
-              {dtype, source, n, std::span(targets_).first(target_count), tensor_index, element}));
-      if (non_finite.has_value() &&
-          (result_.non_finite.empty() || result_.non_finite.back().source_id != tensor_index)) {
-        result_.non_finite.push_back({tensor_index, element + *non_finite});
+      if (!GoesOnWith(dtype, source)) {
+        EMA_RETURN_IF_ERROR(EndRun());
+        targets_.swap(run_targets_);
+        run_ = {.source_dtype = dtype,
+                .source = source,
+                .source_id = tensor_index,
+                .first_element = element};
       }
+      run_.element_count += n;
       source += n * DtypeSize(dtype);
       element += n;
       count -= n;
     }
+    return absl::OkStatus();
+  }
+
+  // True: `targets_`, for what is at `source`, go on where `run_` ends.
+  bool GoesOnWith(Dtype dtype, const std::byte* source) const {
+    // Each tensor that is not finite must be found, and of a run the device tells only one.
+    if (session_.model_.non_finite == NonFinitePolicy::kSkipTensor) return false;
+    const int64_t count = run_.element_count;
+    const int64_t element_size = DtypeSize(dtype);
+    if (count == 0 || dtype != run_.source_dtype || source != run_.source + count * element_size ||
+        targets_.empty() || targets_.size() != run_targets_.size()) {
+      return false;
+    }
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      if (!GoesOn(run_targets_[i], targets_[i], count, element_size)) return false;
+    }
+    return true;
+  }
+
+  absl::Status EndRun() {
+    if (run_.element_count == 0) return absl::OkStatus();
+    run_.targets = run_targets_;
+    EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> non_finite, device_stream_.Fold(run_));
+    if (non_finite.has_value()) {
+      const NonFiniteElement found =
+          session_.Locate({run_.source_id, run_.first_element + *non_finite});
+      if (result_.non_finite.empty() || result_.non_finite.back().source_id != found.source_id) {
+        result_.non_finite.push_back(found);
+      }
+    }
+    run_.element_count = 0;
     return absl::OkStatus();
   }
 
@@ -168,7 +217,9 @@ class PushSession::Folder {
   const PushSession& session_;
   DeviceStream& device_stream_;
   std::vector<size_t> changing_tracks_;
-  std::vector<FoldTarget> targets_;  // One per changing track; rewritten for each run.
+  std::vector<FoldTarget> targets_;  // Of the elements at hand, one per track that they change.
+  FoldOp run_;                       // Not folded yet.
+  std::vector<FoldTarget> run_targets_;
   absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
   std::span<const std::byte> piece_;                     // What is left of the one at hand.
   bool with_checksum_ = true;
@@ -189,8 +240,24 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
       place_(std::move(place)) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
-    ranks_.emplace_back(PushedBytes(*run_->layout(rank)));
+    const RankLayout& layout = *run_->layout(rank);
+    ranks_.emplace_back(PushedBytes(layout), MaxChunks(layout, run_->world_size()));
   }
+}
+
+NonFiniteElement PushSession::Locate(NonFiniteElement element) const {
+  for (const TrackPlan& plan : plan_.tracks) {
+    if (!Changes(plan, element.source_id)) continue;
+    const StorageLayout& layout = plan.track->layout();
+    while (true) {
+      const StorageLayout::Entry& entry = layout.entry(element.source_id);
+      const int64_t count = entry.length_bytes / DtypeSize(entry.dtype);
+      if (element.element < count) return element;
+      element.element -= count;
+      ++element.source_id;
+    }
+  }
+  return element;
 }
 
 absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(

@@ -243,6 +243,8 @@ class PushSession {
   int64_t PushedBytes(const RankLayout& layout) const;
   // True if the pushed values of a tensor go into the track.
   bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
+  // What the device names by the first tensor of a run, by its own tensor.
+  NonFiniteElement Locate(NonFiniteElement element) const;
   absl::Status Allocate();
   absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
   // Bytes of a track.

@@ -58,6 +58,11 @@ struct FoldTarget {
   // assigning the source would have given, bit for bit but for the sign of 0, which averaging does
   // not keep; final after Synchronize().
   std::atomic<bool>* differs = nullptr;
+
+  // Of one element that is stored, if one of the source takes `source_bytes`.
+  int64_t StoredBytes(int64_t source_bytes) const {
+    return kind == Kind::kCopy ? source_bytes : int64_t{sizeof(float)};
+  }
 };
 
 // One run of pushed elements and everything to be done with it, in one read of the source.

@@ -28,10 +28,6 @@ int64_t VectorAlignment(int64_t element_bytes) {
   return std::min<int64_t>(16, kFoldVector * element_bytes);
 }
 
-int64_t StoredBytes(const FoldTarget& target, int64_t element_bytes) {
-  return target.kind == FoldKind::kCopy ? element_bytes : int64_t{sizeof(float)};
-}
-
 int64_t AddressOf(const std::byte* data) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
 }
@@ -66,7 +62,7 @@ std::optional<int64_t> FoldBatch::FindInShared(const FoldOp& op, int64_t first) 
     if (is.kind != was.kind || is.update_weight != was.update_weight || is.differs != was.differs) {
       return std::nullopt;
     }
-    const int64_t stored = StoredBytes(is, element_bytes);
+    const int64_t stored = is.StoredBytes(element_bytes);
     const int64_t bytes = AddressOf(is.next) + first * stored - AddressOf(was.next);
     if (!shift.has_value()) shift = bytes / stored;
     const auto is_shifted = [&](const std::byte* from, const std::byte* to) {
@@ -89,7 +85,7 @@ void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf
              .targets = std::move(shared_.targets)};
   shared_.targets.assign(op.targets.begin(), op.targets.end());
   for (FoldTarget& target : shared_.targets) {
-    const int64_t stored = StoredBytes(target, element_bytes);
+    const int64_t stored = target.StoredBytes(element_bytes);
     const auto move = [&](auto*& data) {
       if (data != nullptr) data += first * stored;
       shared_.is_aligned = shared_.is_aligned && IsAligned(data, phase, stored);
@@ -122,7 +118,7 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, Dif
   int phase = 0;
   if (!op.targets.empty()) {
     const FoldTarget& target = op.targets.front();
-    const int64_t stored = StoredBytes(target, element_bytes);
+    const int64_t stored = target.StoredBytes(element_bytes);
     phase = static_cast<int>((AddressOf(target.next) / stored + first) % kFoldVector);
   }
   const int64_t lane_0 = RoundUp(used_bytes_, VectorAlignment(element_bytes));

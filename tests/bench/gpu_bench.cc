@@ -52,7 +52,7 @@ std::vector<Entry> AllRows() {
         .warm_up_rounds = kClockRounds},
        SmallTensorsInOneTable},
       {{.key = "gpu_tensors",
-        .name = "tensors of 1000 elements, from host memory",
+        .name = "tensors of 1000 elements, pushed from host memory without a network",
         .unit = "s",
         .peer = {.name = "one tensor of the same bytes"},
         .goal = AtMost(1.1)},

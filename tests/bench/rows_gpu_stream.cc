@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <limits>
 #include <thread>
 #include <vector>
 
 #include "server/device/accelerator_device.h"
+#include "tests/bench/core_trainer.h"
 #include "tests/bench/rows_gpu.h"
 
 namespace ema::bench {
@@ -28,14 +28,14 @@ class Receiver {
     Must(streams_[0]->Synchronize());
   }
 
-  // All of it, in tensors of so many elements, so many times.
-  void Receive(int64_t tensor_elements, int passes = 1) {
+  // All of it, so many times.
+  void Receive(int passes) {
     const auto count = static_cast<int64_t>(streams_.size());
     std::vector<std::jthread> threads;
     for (int64_t i = 0; i < count; ++i) {
-      const auto fold = [this, i, count, tensor_elements, passes] {
+      const auto fold = [this, i, count, passes] {
         for (int pass = 0; pass < passes; ++pass) {
-          Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count, tensor_elements);
+          Fold(*streams_[i], elements_ * i / count, elements_ * (i + 1) / count);
         }
         Must(streams_[i]->Synchronize());
       };
@@ -48,10 +48,9 @@ class Receiver {
   }
 
  private:
-  void Fold(DeviceStream& stream, int64_t begin, int64_t end, int64_t tensor_elements) const {
+  void Fold(DeviceStream& stream, int64_t begin, int64_t end) const {
     for (int64_t at = begin; at < end;) {
-      const int64_t run_end = std::min({end, (at / tensor_elements + 1) * tensor_elements,
-                                        (at / kChunkElements + 1) * kChunkElements});
+      const int64_t run_end = std::min(end, (at / kChunkElements + 1) * kChunkElements);
       const FoldTarget target{.kind = FoldKind::kAverage,
                               .update_weight = 0.25,
                               .current = current_->data() + at * kFloatBytes,
@@ -83,9 +82,7 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   const int passes = bench.repeats;
   row.ours.gigabytes = row.peer.gigabytes = passes * Gigabytes(static_cast<size_t>(total_bytes));
   const auto receiver = std::make_shared<Receiver>(bench, stream_count, bench.parameters());
-  row.ours = SpeedOf(row.ours, [receiver, passes] {
-    receiver->Receive(std::numeric_limits<int64_t>::max(), passes);
-  });
+  row.ours = SpeedOf(row.ours, [receiver, passes] { receiver->Receive(passes); });
 
   const std::shared_ptr<BlockPool::Memory> pinned =
       Must(bench.accelerator->AllocatePinned(total_bytes));
@@ -102,11 +99,16 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
 }
 
 void SmallTensorsArriving(const GpuBench& bench, Row& row) {
-  constexpr int64_t kElements = GpuBench::kSmallTensorElements;
-  const int64_t elements = bench.small_tensors() * kElements;
-  const auto receiver = std::make_shared<Receiver>(bench, 1, elements);
-  row.ours = TimeOf(row.ours, [receiver] { receiver->Receive(kElements); });
-  row.peer = TimeOf(row.peer, [receiver, elements] { receiver->Receive(elements); });
+  const auto pushes_of = [&bench](int64_t tensor_count) {
+    const auto trainer = std::make_shared<CoreTrainer>(CoreTrainer::Options{
+        .parameters = bench.small_tensors() * GpuBench::kSmallTensorElements,
+        .tensor_count = tensor_count,
+        .track = {.name = "ema", .schedule = Must(Schedule::Parse("half_life=10ba"))},
+        .device = MakeAcceleratorDevice(bench.accelerator, {})});
+    return [trainer] { trainer->CommitSeconds(); };
+  };
+  row.ours = TimeOf(row.ours, pushes_of(bench.small_tensors()));
+  row.peer = TimeOf(row.peer, pushes_of(1));
 }
 
 }  // namespace ema::bench

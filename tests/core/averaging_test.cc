@@ -12,6 +12,9 @@ namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+using testing::SizeIs;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -202,6 +205,34 @@ TEST_F(AveragingTest, ATensorThatIsNotFiniteIsSkippedWhereTheModelSaysSo) {
   ASSERT_THAT(Push(3, {8, 8, 8}), IsOk());
   EXPECT_EQ(model_->latest()->skipped_tensor_count, 0);
   EXPECT_THAT(Read("ema"), ElementsAre(4, 4, 6));
+}
+
+TEST_F(AveragingTest, OfNeighboursTheOneThatIsNotFiniteIsNamed) {
+  TrackConfig ema = Track("ema", "smoothing=0.5");
+  ema.tensor_rules = {{"head", TensorAction::kIgnore}};
+  Create({ema, Track("raw", "copy")}, {{"a", Dtype::kFloat32, {2}},
+                                       {"none", Dtype::kFloat32, {0}},
+                                       {"b", Dtype::kFloat32, {1}},
+                                       {"c", Dtype::kFloat32, {2}},
+                                       {"head", Dtype::kFloat32, {1}},
+                                       {"d", Dtype::kFloat32, {1}}});
+  ASSERT_THAT(Push(1, {0, 0, 0, 0, 0, 0, 0}), IsOk());
+  const std::pair<const char*, int> places[] = {{"a", 0}, {"a", 1},    {"b", 0}, {"c", 0},
+                                                {"c", 1}, {"head", 0}, {"d", 0}};
+  int64_t step = 1;
+  for (size_t i = 0; i < std::size(places); ++i) {
+    std::vector<float> values(std::size(places), 1);
+    values[i] = kNan;
+    EXPECT_THAT(Push(++step, values),
+                AllOf(ReasonIs(ErrorReason::kNonFinite),
+                      StatusIs(absl::StatusCode::kInvalidArgument,
+                               HasSubstr(absl::StrCat("tensor \"", places[i].first,
+                                                      "\" holds NaN or infinity at element ",
+                                                      places[i].second)))));
+  }
+  ASSERT_THAT(Push(++step, {1, 2, 3, 4, 5, 6, 7}), IsOk());
+  EXPECT_THAT(Read("ema"), ElementsAre(0.5, 1, 1.5, 2, 2.5, 3.5));
+  EXPECT_THAT(Read("raw"), ElementsAre(1, 2, 3, 4, 5, 6, 7));
 }
 
 TEST_F(AveragingTest, ATensorWithoutAValueYetCannotBeSkipped) {
