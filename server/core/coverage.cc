@@ -11,10 +11,6 @@
 namespace ema {
 namespace {
 
-// How many chunks a rank may send in one session: its bytes in chunks of 64 KiB, or so many.
-constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;
-constexpr int64_t kMinMaxExtents = int64_t{1} << 18;
-
 // The entry of `map` (by offset, never overlapping) that shares a byte with `range`; end() if none
 // does.
 template <typename Map>
@@ -47,11 +43,10 @@ absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc3
                      absl::StrCat("bytes [", range.offset, ", ", range.offset + range.length_bytes,
                                   ") are being folded by another stream of this rank"));
   }
-  const int64_t max_extents = std::max(kMinMaxExtents, total_bytes_ / kLeastChunkBytes);
-  if (static_cast<int64_t>(covered_.size() + claimed_.size()) >= max_extents) {
+  if (static_cast<int64_t>(covered_.size() + claimed_.size()) >= max_ranges_) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk,
                      absl::StrCat("the rank has sent ", covered_.size(), " chunks of ",
-                                  covered_bytes_ / max_extents,
+                                  covered_bytes_ / max_ranges_,
                                   " bytes on average, as many as it may; send larger ones"));
   }
   claimed_[range.offset] = {range.length_bytes, 0};

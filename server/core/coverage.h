@@ -25,13 +25,14 @@ class Coverage {
     kDuplicate,  // Covered by the very same range and checksum: do not fold.
   };
 
-  explicit Coverage(int64_t total_bytes) : total_bytes_(total_bytes) {}
+  // At most `max_ranges` are covered or claimed at a time: each takes about 40 bytes.
+  Coverage(int64_t total_bytes, int64_t max_ranges)
+      : total_bytes_(total_bytes), max_ranges_(max_ranges) {}
 
   // Claims a range before it is folded. REQUIRES: inside the total, not empty.
   // INVALID_ARGUMENT, CHUNK_OVERLAP: some of it is covered by a range with other bounds, or the
-  // same range with another checksum. BAD_CHUNK: so many small chunks that their records would cost
-  // too much memory. UNAVAILABLE, RANGE_BUSY: some of it is claimed. Nothing
-  // changes then.
+  // same range with another checksum. BAD_CHUNK: it would be one too many. UNAVAILABLE, RANGE_BUSY:
+  // some of it is claimed. Nothing changes then.
   absl::StatusOr<ClaimResult> Claim(Range range, uint32_t crc32c);
 
   // Ends a claim. REQUIRES: `range` is claimed.
@@ -54,6 +55,7 @@ class Coverage {
     uint32_t crc32c = 0;  // Of covered ones.
   };
   const int64_t total_bytes_;
+  const int64_t max_ranges_;
   absl::btree_map<int64_t, Extent> covered_;  // By offset; never overlap.
   absl::btree_map<int64_t, Extent> claimed_;
   int64_t covered_bytes_ = 0;

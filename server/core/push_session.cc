@@ -16,6 +16,16 @@ namespace {
 
 constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
 
+// Chunks that a rank may send in a step: its bytes in ones of 64 KiB, one for each of its shards,
+// and a share of so many. Their records are in no budget; the shards' are.
+int64_t MaxChunks(const RankLayout& layout, int64_t world_size) {
+  constexpr int64_t kChunkBytes = int64_t{64} << 10;
+  constexpr int64_t kMoreChunks = int64_t{1} << 18;
+  constexpr int64_t kLeast = 64;
+  return layout.total_bytes() / kChunkBytes + static_cast<int64_t>(layout.shards().size()) +
+         std::max(kMoreChunks / world_size, kLeast);
+}
+
 absl::Status BadChunk(std::string message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk, message);
 }

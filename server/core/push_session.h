@@ -187,7 +187,7 @@ class PushSession {
 
  private:
   struct RankState {
-    explicit RankState(int64_t pushed_bytes) : coverage(pushed_bytes) {}
+    RankState(int64_t pushed_bytes, int64_t max_chunks) : coverage(pushed_bytes, max_chunks) {}
     Coverage coverage;
     // Those that may add: this one and later ones. 0: none yet.
     int64_t first_stream = 0;

@@ -102,7 +102,7 @@ TEST(CoveragePropertyTest, ClaimsInFlightAgreeWithABitmap) {
     std::vector<State> bytes(total, State::kMissing);
     std::vector<Coverage::Range> claimed;
     std::vector<Coverage::Range> covered;
-    Coverage coverage(total);
+    Coverage coverage(total, /*max_ranges=*/1000);
     // A checksum that only its range has.
     const auto checksum = [](const Coverage::Range& range) {
       return static_cast<uint32_t>(range.offset * 1000 + range.length_bytes);
