@@ -52,14 +52,13 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
                      absl::StrCat("rank ", rank, " has joined this run with another layout"));
   }
-  for (int64_t other = 0; other < world_size; ++other) {
-    if (layouts_[other] == nullptr || layouts_[other]->wire_dtype() == layout.wire_dtype())
-      continue;
+  if (joined_count_ > 0 && layouts_[first_joined_]->wire_dtype() != layout.wire_dtype()) {
+    const WireDtype joined = layouts_[first_joined_]->wire_dtype();
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
         absl::StrCat("wire_dtype: rank ", rank, " gives ",
-                     std::string(WireDtypeName(layout.wire_dtype())), ", but rank ", other,
-                     " joined with ", std::string(WireDtypeName(layouts_[other]->wire_dtype()))));
+                     std::string(WireDtypeName(layout.wire_dtype())), ", but rank ", first_joined_,
+                     " joined with ", std::string(WireDtypeName(joined))));
   }
   const auto joining = std::make_shared<const RankLayout>(std::move(layout));
   const int64_t bytes = joining->memory_bytes();
@@ -80,16 +79,18 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     if (std::find(frozen_.begin(), frozen_.end(), true) == frozen_.end()) frozen_.clear();
     coverage_.reset();
   }
+  if (joined_count_ == 0) first_joined_ = rank;
   layouts_[rank] = joining;
   layout_bytes_ += bytes;
   if (reserved != nullptr) reserved_.push_back(std::move(reserved));
   ++joined_count_;
+  while (first_missing_ < world_size && layouts_[first_missing_] != nullptr) ++first_missing_;
   return absl::OkStatus();
 }
 
 std::vector<int64_t> TrainerRun::MissingRanks(int64_t limit) const {
   std::vector<int64_t> missing;
-  for (int64_t rank = 0; rank < world_size(); ++rank) {
+  for (int64_t rank = first_missing_; rank < world_size(); ++rank) {
     if (layouts_[rank] != nullptr) continue;
     if (static_cast<int64_t>(missing.size()) == limit) break;
     missing.push_back(rank);

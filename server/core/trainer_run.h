@@ -62,6 +62,8 @@ class TrainerRun {
   std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // Of these.
   std::vector<bool> frozen_;  // By tensor, once ready; empty: none.
   int64_t joined_count_ = 0;
+  int64_t first_joined_ = 0;   // In time, if any has.
+  int64_t first_missing_ = 0;  // By number. With many ranks, to look for it takes long.
 };
 
 }  // namespace ema
