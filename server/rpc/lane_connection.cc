@@ -68,7 +68,7 @@ void LaneConnection::Run(int fd) {
   absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);
-  while (!is_stopping_.load()) {
+  while (!is_stopping_.load() && !has_lost_step_) {
     const absl::StatusOr<LanePipe::Frame> frame =
         pipe_->Receive([this] { return is_stopping_.load(); });
     if (!frame.ok()) return;
@@ -121,10 +121,14 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   const auto ending = std::make_shared<PushEnding>();
   EMA_RETURN_IF_ERROR(
       handler.OnHeader(header, [ending](const auto& result) { ending->Set(result); }));
-  PushTiming timing;
+  std::optional<PushTiming> timing;
   while (true) {
     const absl::StatusOr<LanePipe::Frame> frame = Receive([&] { return ending->is_set(); });
-    if (!frame.ok() && ending->is_set()) return ending->Wait(absl::ZeroDuration())->status();
+    if (!frame.ok() && ending->is_set()) {
+      // Perhaps with a version: the rank had committed before it began this stream.
+      std::move(leave).Invoke();
+      break;
+    }
     EMA_RETURN_IF_ERROR(frame.status());
     if (frame->is_chunk) {
       EMA_RETURN_IF_ERROR(handler.OnChunk({.offset = frame->offset,
@@ -138,9 +142,9 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     if (!request.ParseFromString(frame->message) || !request.has_commit()) {
       return BadRequest("a message in a push that is neither a chunk nor its commit");
     }
-    timing = {.commit_arrival = marked_time(),
-              .receive = absl::FromChrono(waited()),
-              .fold = absl::FromChrono(worked())};
+    timing = PushTiming{.commit_arrival = marked_time(),
+                        .receive = absl::FromChrono(waited()),
+                        .fold = absl::FromChrono(worked())};
     // Whoever waits for other ranks must not keep them from getting in.
     std::move(leave).Invoke();
     EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit()));
@@ -152,11 +156,14 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   }
   EMA_RETURN_IF_ERROR(result->status());
   const PushResult& pushed = **result;
-  if (!pushed.duplicate) phases = PhasesOf(timing, pushed);
+  if (timing.has_value() && !pushed.duplicate) phases = PhasesOf(*timing, pushed);
   std::move(tell).Invoke();
   v1::LaneResponse response;
   *response.mutable_pushed() = handler.Response(pushed, phases);
-  return Send(response);
+  EMA_RETURN_IF_ERROR(Send(response));
+  // The client's commit may be under way, and would be taken for the next call.
+  has_lost_step_ = !timing.has_value();
+  return absl::OkStatus();
 }
 
 absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {

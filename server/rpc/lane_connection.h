@@ -54,7 +54,8 @@ class LaneConnection final : public StreamCall {
   RpcContext* const rpc_;
   const std::atomic<bool>& is_stopping_;
   std::unique_ptr<LanePipe> pipe_;
-  std::string peer_;  // Constant once connected.
+  std::string peer_;            // Constant once connected.
+  bool has_lost_step_ = false;  // What the client sends may belong to a call that has ended.
   // Of the call that goes on. Relaxed: it is looked at again and again.
   std::atomic<bool> is_stalled_ = false;
   std::atomic<bool> is_revoked_ = false;

@@ -266,6 +266,44 @@ TEST_F(LaneTest, WhatIsOutOfOrderEndsTheLaneWithAnError) {
   ASSERT_THAT(Push(4, 8), IsOk());
 }
 
+TEST_F(LaneTest, AStepThatBecomesAVersionIsToldToAllStreamsOfItsRanks) {
+  Start();
+  OpenRun({.launch_id = "two", .world_size = 2, .shards = std::vector<Shard>{{0, {0}, {1}}}});
+  const std::unique_ptr<ema::Run> other =
+      *client_->OpenRun("big", {.launch_id = "two",
+                                .rank = 1,
+                                .world_size = 2,
+                                .shards = std::vector<Shard>{{0, {1}, {kCount - 1}}}});
+  const float one = 1;
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(&one, 1));
+  const std::unique_ptr<LanePipe> first = RawLane();
+  v1::LaneRequest begin = PushRequest(1);
+  begin.mutable_push()->set_stream_group(1);
+  begin.mutable_push()->set_stream_count(1);
+  ASSERT_THAT(first->SendMessage(begin.SerializeAsString(), nullptr), IsOk());
+  std::memcpy(*first->ReserveChunk(nullptr), bytes.data(), bytes.size());
+  first->SendChunk(0, static_cast<int64_t>(bytes.size()), Crc32c(0, bytes));
+  v1::LaneRequest commit;
+  commit.mutable_commit()->set_chunk_count(1);
+  commit.mutable_commit()->set_total_bytes(static_cast<int64_t>(bytes.size()));
+  commit.mutable_commit()->set_digest(Crc32c(0, bytes));
+  ASSERT_THAT(first->SendMessage(commit.SerializeAsString(), nullptr), IsOk());
+  while (!trainer_->QueryPush(1, false)->rank_committed) absl::SleepFor(absl::Milliseconds(1));
+
+  // The rank tries again; it has nothing to send any more, but its commit.
+  const std::unique_ptr<LanePipe> second = RawLane();
+  begin.mutable_push()->set_stream_group(2);
+  ASSERT_THAT(second->SendMessage(begin.SerializeAsString(), nullptr), IsOk());
+  EXPECT_EQ(Answer(*first).error().detail().reason(), v1::ERROR_REASON_FENCED);
+  weights_.assign(kCount - 1, 1);
+  const auto push = other->StartPush(1, TrainingTime::AtBatch(1),
+                                     {std::as_bytes(std::span(weights_))}, absl::Seconds(30));
+  ASSERT_THAT(push, IsOk());
+  ASSERT_THAT((*push)->Wait(), IsOk());
+  EXPECT_EQ(Answer(*second).pushed().version().version(), 1);
+  EXPECT_TRUE(IsClosed(*second));
+}
+
 TEST_F(LaneTest, MoreLanesThanAllowedAreClosedAndToldOf) {
   class Observer final : public ServerObserver {
    public:
