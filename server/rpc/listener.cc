@@ -125,8 +125,9 @@ void Listener::Stop() {
     thread_.join();
   }
   if (fd_ < 0) return;
-  close(std::exchange(fd_, -1));
+  // In this order: once nobody answers there, the next server takes the path over.
   if (!path_.empty()) unlink(path_.c_str());
+  close(std::exchange(fd_, -1));
 }
 
 bool Listener::Admit(int fd) {
