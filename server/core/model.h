@@ -412,10 +412,12 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_LOCKS_EXCLUDED(mu_);
   void KeepStatistics(const VersionId& id, const TrackStatistics& statistics)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // The one of that selection that somebody holds and `is_it`; null: there is none.
-  std::shared_ptr<Reading> FindReadingLocked(const Selection& selection,
-                                             absl::FunctionRef<bool(const Reading&)> is_it)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(readings_mu_);
+  // The one of that selection that somebody holds and `is_it`. There is none: `made`, which may be
+  // null, and is found from here on.
+  std::shared_ptr<Reading> FindReading(const Selection& selection,
+                                       absl::FunctionRef<bool(const Reading&)> is_it,
+                                       const std::shared_ptr<Reading>& made = nullptr)
+      ABSL_LOCKS_EXCLUDED(readings_mu_);
   // Of a track that the snapshot may have.
   absl::StatusOr<std::shared_ptr<Reading>> ShareReading(SnapshotRef snapshot,
                                                         const TrackSnapshot& track,

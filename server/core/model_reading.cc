@@ -72,18 +72,24 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
 std::shared_ptr<Reading> Model::FindStoredReading(const VersionId& id, std::string_view track,
                                                   const Selection& selection) {
   if (!closed().ok()) return nullptr;
-  absl::MutexLock lock(&readings_mu_);
-  return FindReadingLocked(selection, IsStoredAs(id, track));
+  return FindReading(selection, IsStoredAs(id, track));
 }
 
-std::shared_ptr<Reading> Model::FindReadingLocked(const Selection& selection,
-                                                  absl::FunctionRef<bool(const Reading&)> is_it) {
+std::shared_ptr<Reading> Model::FindReading(const Selection& selection,
+                                            absl::FunctionRef<bool(const Reading&)> is_it,
+                                            const std::shared_ptr<Reading>& made) {
+  // The last reference may be one of these, and frees much: without the lock.
+  std::vector<std::shared_ptr<Reading>> looked_at;
+  absl::MutexLock lock(&readings_mu_);
   std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
   for (const std::weak_ptr<Reading>& held : readings_) {
     std::shared_ptr<Reading> reading = held.lock();
-    if (reading != nullptr && is_it(*reading) && reading->selection() == selection) return reading;
+    if (reading == nullptr) continue;
+    if (is_it(*reading) && reading->selection() == selection) return reading;
+    looked_at.push_back(std::move(reading));
   }
-  return nullptr;
+  if (made != nullptr) readings_.push_back(made);
+  return made;
 }
 
 absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
@@ -94,18 +100,12 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapsho
   const auto is_same = [&](const Reading& reading) {
     return &reading.track() == &track || (track.stored != nullptr && is_stored(reading));
   };
-  {
-    absl::MutexLock lock(&readings_mu_);
-    if (std::shared_ptr<Reading> reading = FindReadingLocked(selection, is_same)) return reading;
-  }
+  if (std::shared_ptr<Reading> reading = FindReading(selection, is_same)) return reading;
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<Reading> made,
       Reading::Create(std::move(snapshot), track, manifest(), *device_, *host_budget_, selection));
-  absl::MutexLock lock(&readings_mu_);
   // Somebody may have been faster.
-  if (std::shared_ptr<Reading> reading = FindReadingLocked(selection, is_same)) return reading;
-  readings_.push_back(made);
-  return made;
+  return FindReading(selection, is_same, made);
 }
 
 absl::StatusOr<std::optional<Version>> Model::NewestOf(std::string_view track) {
