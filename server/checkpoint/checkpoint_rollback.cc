@@ -128,12 +128,12 @@ absl::Status CheckpointManager::Mismatch(const Model& model, const ResumePoint& 
 }
 
 absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
-                                                                   const std::string& launch_id,
+                                                                   const Model::Launch& launch,
                                                                    const ResumePoint& point) {
   if (point.step < 0) {
     return BadRequest(absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));
   }
-  EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch_id));
+  EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch));
   if (is_open) return std::nullopt;
   const std::optional<Version> latest = model.latest();
   EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> target,

@@ -54,11 +54,10 @@ class Checkpoints {
   // Rolls the model back to one of the two; `id` with incarnation 0: the newest of that number.
   virtual absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
                                           std::string_view label) = 0;
-  // Before the run `launch_id` opens: brings the model to where the trainer stands. Does nothing if
+  // Before the run of `launch` opens: brings the model to where the trainer stands. Does nothing if
   // that run is open already, or the model stands there; but a rollback that is only in memory is
   // saved. Returns the newest version then, for Model::JoinRun(); nullopt: the run is open.
-  virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model,
-                                                          const std::string& launch_id,
+  virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Model::Launch& launch,
                                                           const ResumePoint& point) = 0;
 
   virtual absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,

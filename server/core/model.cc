@@ -92,7 +92,7 @@ absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Model::ReserveM
       });
 }
 
-absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, int64_t rank,
+absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t rank,
                                                  int64_t world_size, RankLayout layout,
                                                  const std::optional<VersionId>& newest) {
   JoinResult result;
@@ -104,10 +104,11 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
-    if (run_ != nullptr && run_->launch_id() == launch_id) {
+    if (run_ != nullptr && run_->launch_id() == launch.id) {
       EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
+      fence_epoch_ = std::max(fence_epoch_, launch.last_run_epoch);
     } else {
-      EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
+      EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch));
       const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -117,12 +118,14 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
                          absl::Milliseconds(20));
       }
       EMA_ASSIGN_OR_RETURN(std::shared_ptr<TrainerRun> run,
-                           TrainerRun::Create(config_.manifest.get(), launch_id, run_epoch_ + 1,
+                           TrainerRun::Create(config_.manifest.get(), launch.id,
+                                              std::max(run_epoch_, launch.last_run_epoch) + 1,
                                               world_size, host_budget_));
       EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
       FenceRunLocked();
       run_ = std::move(run);
-      ++run_epoch_;
+      run_epoch_ = run_->epoch();
+      fence_epoch_ = launch.last_run_epoch > 0 ? launch.last_run_epoch : run_epoch_;
       begun_step_ = 0;
       given_up_.clear();
       replaced = ApplyPendingLocked();
@@ -139,7 +142,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const std::string& launch_id, i
     LogTo(options_.log, LogLevel::kInfo, "run opened",
           {{"model", config_.name},
            {"run", result.run_epoch},
-           {"launch", launch_id},
+           {"launch", launch.id},
            {"ranks", world_size}});
   }
   if (fenced != nullptr) {
@@ -216,7 +219,9 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                   "\" has not the values of this run's in all of its tracks; push "
                                   "them once"));
   }
-  if (start.imported_updates < 0 || (start.imported_updates > 0 && current_ != nullptr)) {
+  constexpr int64_t kMaxUpdates = int64_t{1} << 53;
+  if (start.imported_updates < 0 ||
+      start.imported_updates > (current_ == nullptr ? kMaxUpdates : 0)) {
     return BadRequest(absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"",
                                    config_.name, "\" expects ",
                                    current_ == nullptr ? "0 or more" : "0: it has a version"));
@@ -574,5 +579,6 @@ void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
   run_epoch_ = std::max(incarnation_, snapshot->record.run_epoch);
   current_ = std::move(snapshot);
 }
+  fence_epoch_ = snapshot->record.run_epoch;
 
 }  // namespace ema

@@ -122,16 +122,22 @@ class Model : public std::enable_shared_from_this<Model> {
     std::optional<Version> latest;
     PushPlan plan;
   };
-  // As OpenRun in ema_service.proto. A new launch_id drops the session of the run before, and must
+  // As OpenRun in ema_service.proto. A new launch drops the session of the run before, and must
   // find `newest`, if given, as the newest version (all zero: none). UNAVAILABLE, SESSION_BUSY: it
+  // A life of a trainer.
+  struct Launch {
+    std::string id;
+    int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
+  };
   // does not, or the model is being rolled back.
-  absl::StatusOr<JoinResult> JoinRun(const std::string& launch_id, int64_t rank, int64_t world_size,
+  absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: that run is open, so that JoinRun() joins it. ABORTED, FENCED: it has been fenced.
-  // UNAVAILABLE or NOT_FOUND: as RefuseNew() or Close() was given.
-  absl::StatusOr<bool> IsRunOpen(const std::string& launch_id) const ABSL_LOCKS_EXCLUDED(mu_);
+  // True: that launch's run is open, so that JoinRun() joins it. ABORTED, FENCED: it has been
+  // fenced. INVALID_ARGUMENT: its last_run_epoch. UNAVAILABLE or NOT_FOUND: as RefuseNew() or
+  // Close() was given.
+  absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
   // Where a version stands, wherever its values are.
   struct Standing {
     TrainingTime time;
@@ -430,11 +436,10 @@ class Model : public std::enable_shared_from_this<Model> {
   void FreeEvicted(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
   void AddRecordLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
-  // Whoever has joined `run_` so far cannot do so again.
+  // Whoever has joined `run_` so far cannot do so again, while the server lives.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // ABORTED, FENCED: a run of that launch_id has been fenced.
-  absl::Status CheckNotFencedLocked(const std::string& launch_id) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Of a launch whose run is not open. ABORTED, FENCED. INVALID_ARGUMENT: its last_run_epoch.
+  absl::Status CheckNotFencedLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // A push by a run that is not the open one.
   absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
@@ -503,6 +508,9 @@ class Model : public std::enable_shared_from_this<Model> {
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
+  // Launches whose last run is older have been fenced: `run_`'s epoch, or what it was when `run_`
+  // had been opened first, before a restart; without a run that of the version that was restored.
+  int64_t fence_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 

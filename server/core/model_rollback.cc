@@ -13,8 +13,10 @@
 namespace ema {
 namespace {
 
-// Remembered, so that a fenced trainer cannot fence its successor.
+// Remembered, so that a fenced trainer's ranks that open the run only now cannot fence its
+// successor.
 constexpr size_t kFencedLaunches = 64;
+constexpr int64_t kMaxRunEpoch = int64_t{1} << 53;
 
 absl::Status Fenced(const std::string& message) {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
@@ -57,13 +59,19 @@ void Model::FenceRunLocked() {
   if (fenced_launches_.size() > kFencedLaunches) fenced_launches_.erase(fenced_launches_.begin());
 }
 
-absl::Status Model::CheckNotFencedLocked(const std::string& launch_id) const {
-  if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch_id) ==
-      fenced_launches_.end()) {
+absl::Status Model::CheckNotFencedLocked(const Launch& launch) const {
+  const int64_t last = launch.last_run_epoch;
+  if (last < 0 || last > kMaxRunEpoch) {
+    return BadRequest(absl::StrCat("last_run_epoch: ", last, " given, expected 0 to 2^53"));
+  }
+  const bool is_older = last < fence_epoch_ || (run_ != nullptr && last == fence_epoch_);
+  if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch.id) ==
+          fenced_launches_.end() &&
+      (last == 0 || !is_older)) {
     return absl::OkStatus();
   }
   return Fenced(
-      absl::StrCat("launch_id \"", launch_id, "\" has been fenced by a newer run, or a rollback"));
+      absl::StrCat("launch_id \"", launch.id, "\" has been fenced by a newer run, or a rollback"));
 }
 
 absl::Status Model::NotTheRunLocked(int64_t run_epoch) const {
@@ -95,11 +103,11 @@ absl::Status Model::CheckRoomForNextLocked() const {
       absl::Milliseconds(100));
 }
 
-absl::StatusOr<bool> Model::IsRunOpen(const std::string& launch_id) const {
+absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
-  if (run_ != nullptr && run_->launch_id() == launch_id) return true;
-  EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch_id));
+  if (run_ != nullptr && run_->launch_id() == launch.id) return true;
+  EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch));
   return false;
 }
 
@@ -226,6 +234,7 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
   Version& record = loaded.record;
   record.number = current_ != nullptr ? current_->record.number + 1 : 1;
   record.run_epoch = ++run_epoch_;
+  fence_epoch_ = run_epoch_;
   record.restored_from = from;
   record.tracks.clear();
   record.skipped_tensor_count = 0;

@@ -27,7 +27,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
     return NoDataDir();
   }
-  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Model::Launch&,
                                                   const ResumePoint&) override {
     return NoDataDir();
   }

@@ -220,6 +220,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),
                                           static_cast<WireDtype>(wire_dtype)));
+  Model::Launch launch{request.launch_id(), request.last_run_epoch()};
   std::optional<VersionId> newest;
   if (request.has_resume()) {
     // What is wrong with the call itself first: a rollback ends the run that is open.
@@ -227,12 +228,13 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
                          TrainerRun::Create(&model->manifest(), request.launch_id(), /*epoch=*/0,
                                             request.world_size()));
     EMA_RETURN_IF_ERROR(tried->Join(request.rank(), request.world_size(), layout));
-    EMA_ASSIGN_OR_RETURN(
-        newest, checkpoints_.Resume(*model, request.launch_id(), FromProto(request.resume())));
+    EMA_ASSIGN_OR_RETURN(newest, checkpoints_.Resume(*model, launch, FromProto(request.resume())));
+    // What it has rolled back is newer than its last run.
+    if (newest.has_value()) launch.last_run_epoch = 0;
   }
-  EMA_ASSIGN_OR_RETURN(const Model::JoinResult joined,
-                       model->JoinRun(request.launch_id(), request.rank(), request.world_size(),
-                                      std::move(layout), newest));
+  EMA_ASSIGN_OR_RETURN(
+      const Model::JoinResult joined,
+      model->JoinRun(launch, request.rank(), request.world_size(), std::move(layout), newest));
   v1::OpenRunResponse response;
   response.set_run_epoch(joined.run_epoch);
   response.set_layout_digest(joined.layout_digest);

@@ -55,7 +55,7 @@ CoreTrainer::CoreTrainer(const Options& options) : model_(NewModel(options)), ch
   }
   RankLayout layout = Must(RankLayout::Create(model_->manifest(), std::move(shards)));
   total_bytes_ = layout.total_bytes();
-  joined_ = Must(model_->JoinRun("bench", 0, 1, std::move(layout)));
+  joined_ = Must(model_->JoinRun({"bench"}, 0, 1, std::move(layout)));
   CommitSeconds();
 }
 

@@ -320,9 +320,9 @@ class ResumeTest : public RollbackTest {
   absl::Status Resume(TestServer& server, const ResumePoint& point,
                       const std::string& launch_id = "new") {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> newest,
-                         server.manager().Resume(server.model(), launch_id, point));
+                         server.manager().Resume(server.model(), {launch_id}, point));
     const std::optional<Version> latest = server.model().latest();
-    if (!*server.model().IsRunOpen(launch_id)) {
+    if (!*server.model().IsRunOpen({launch_id})) {
       EXPECT_EQ(newest, latest.has_value() ? latest->id() : VersionId{});
     }
     return absl::OkStatus();

@@ -225,7 +225,7 @@ TEST_F(ManyRanksTest, OverlapHoleAndExcessAreRefusedByName) {
   const auto join = [this](const std::string& launch, int64_t rank, int64_t world_size,
                            std::vector<Shard> shards) -> absl::Status {
     EMA_ASSIGN_OR_RETURN(RankLayout layout, RankLayout::Create(*manifest_, std::move(shards)));
-    return model_->JoinRun(launch, rank, world_size, std::move(layout)).status();
+    return model_->JoinRun({launch}, rank, world_size, std::move(layout)).status();
   };
   // Two ranks hold one element; then nobody does.
   const std::vector<Shard> rows = {{0, {0, 0}, {101, 82}}, WholeTensor(*manifest_, 1)};

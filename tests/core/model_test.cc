@@ -12,6 +12,7 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -636,6 +637,81 @@ TEST_F(ModelTest, ACrashThatLosesVersionsHidesNoneOfTheNext) {
   EXPECT_GT(records[0].record.incarnation, seen.record.incarnation);
   EXPECT_THAT(restored.model->PinVersion(3, seen.record.incarnation),
               ReasonIs(ErrorReason::kVersionNotKept));
+}
+
+TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
+  TestRank first(model_, "first");
+  ASSERT_THAT(first.Join(), IsOk());
+  ASSERT_THAT(first.Push(1, BytesOf(Values(1))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_first, model_->PinVersion(0));
+  TestRank second(model_, "second");
+  ASSERT_THAT(second.Join(), IsOk());
+  ASSERT_THAT(second.Push(2, BytesOf(Values(2))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_second, model_->PinVersion(0));
+
+  const Model::Launch fenced{"first", first.run_epoch()};
+  const Model::Launch newer{"second", second.run_epoch()};
+  const Model::Launch fresh{"third"};
+  int64_t restarts = 0;
+  const auto restart = [&](const SnapshotRef& saved) {
+    ModelConfig config = model_->config();
+    config.name = absl::StrCat("restored", ++restarts);
+    const std::shared_ptr<Model> model = store_.Create(std::move(config))->model;
+    model->Restore(saved);
+    return model;
+  };
+  const auto join = [](const std::shared_ptr<Model>& model, const Model::Launch& launch) {
+    std::vector<Shard> shards;
+    for (int64_t i = 0; i < model->manifest().tensor_count(); ++i) {
+      shards.push_back(WholeTensor(model->manifest(), i));
+    }
+    return model->JoinRun(launch, 0, 1, *RankLayout::Create(model->manifest(), shards)).status();
+  };
+  const auto is_fenced = ReasonIs(ErrorReason::kFenced);
+
+  std::shared_ptr<Model> model = restart(of_second);
+  EXPECT_THAT(join(model, fenced), is_fenced);
+  EXPECT_THAT(model->IsRunOpen(fenced), is_fenced);
+  EXPECT_THAT(join(model, newer), IsOk());
+  EXPECT_GT(model->run_epoch(), newer.last_run_epoch);
+  EXPECT_THAT(join(model, fenced), is_fenced);
+
+  // A crash has lost what the second one pushed: whoever comes first, the newer one has the model.
+  model = restart(of_first);
+  EXPECT_THAT(join(model, newer), IsOk());
+  EXPECT_THAT(join(model, fenced), is_fenced);
+  model = restart(of_first);
+  EXPECT_THAT(join(model, fenced), IsOk());
+  EXPECT_THAT(join(model, newer), IsOk());
+  EXPECT_THAT(join(model, fenced), is_fenced);
+
+  // A launch that comes for the first time is the newest, also of those that come back later.
+  model = restart(of_second);
+  EXPECT_THAT(join(model, fresh), IsOk());
+  EXPECT_THAT(join(model, newer), is_fenced);
+  EXPECT_THAT(join(model, {"third", model->run_epoch()}), IsOk());
+  EXPECT_THAT(join(model, fresh), IsOk());
+
+  for (const int64_t last : {int64_t{-1}, (int64_t{1} << 53) + 1}) {
+    EXPECT_THAT(join(model, {"fourth", last}),
+                AllOf(ReasonIs(ErrorReason::kBadRequest),
+                      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("last_run_epoch"))));
+  }
+}
+
+TEST_F(ModelTest, MoreImportedUpdatesThanCanBeCountedAreRefused) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  PushStart start = rank.Start(1);
+  for (const int64_t count : {int64_t{-1}, (int64_t{1} << 53) + 1}) {
+    start.imported_updates = count;
+    EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}),
+                AllOf(ReasonIs(ErrorReason::kBadRequest),
+                      StatusIs(absl::StatusCode::kInvalidArgument,
+                               HasSubstr(absl::StrCat("imported_updates: ", count)))));
+  }
+  start.imported_updates = int64_t{1} << 53;
+  EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), IsOk());
 }
 
 TEST_F(ModelTest, TheSaveAtTheEndNeedsNoPin) {

@@ -316,12 +316,12 @@ TEST_F(RollbackTest, TheOpenSessionEndsAndItsWritersAreFenced) {
   EXPECT_THAT(late.message(), HasSubstr("rolled back to version 1, step 1"));
   EXPECT_TRUE(is_fenced(model_->QueryPush(rank->run_epoch(), 3, 0, false).status()));
   EXPECT_TRUE(is_fenced(rank->Join()));
-  EXPECT_TRUE(is_fenced(model_->IsRunOpen("old").status()));
-  EXPECT_THAT(model_->IsRunOpen("new"), IsOkAndHolds(false));
+  EXPECT_TRUE(is_fenced(model_->IsRunOpen({"old"}).status()));
+  EXPECT_THAT(model_->IsRunOpen({"new"}), IsOkAndHolds(false));
   EXPECT_EQ(model_->latest()->number, 3);
 
   const auto next = OpenRun(model_, "new");
-  EXPECT_THAT(model_->IsRunOpen("new"), IsOkAndHolds(true));
+  EXPECT_THAT(model_->IsRunOpen({"new"}), IsOkAndHolds(true));
   EXPECT_TRUE(is_fenced(rank->Push(3, weights).status()));
   EXPECT_EQ(outcome->calls, 1);
 }
@@ -335,7 +335,7 @@ TEST_F(RollbackTest, TheNextRunLearnsWhereItStandsAndGoesOnFromThere) {
       RankLayout::Create(model_->manifest(),
                          {WholeTensor(model_->manifest(), 0), WholeTensor(model_->manifest(), 1)}));
   EMA_ASSERT_OK_AND_ASSIGN(const Model::JoinResult joined,
-                           model_->JoinRun("new", 0, 1, std::move(layout)));
+                           model_->JoinRun({"new"}, 0, 1, std::move(layout)));
   ASSERT_TRUE(joined.latest.has_value());
   EXPECT_EQ(joined.latest->id(), record.id());
   EXPECT_EQ(joined.latest->restored_from, (VersionId{2, 7}));
@@ -526,7 +526,7 @@ TEST_F(RollbackTest, AVersionOfWhichNoTrackFitsIsRefused) {
 TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
   const auto join = [this](const std::string& launch_id, const VersionId& newest) {
     return model_
-        ->JoinRun(launch_id, 0, 1,
+        ->JoinRun({launch_id}, 0, 1,
                   *RankLayout::Create(model_->manifest(), {WholeTensor(model_->manifest(), 0),
                                                            WholeTensor(model_->manifest(), 1)}),
                   newest)
@@ -632,7 +632,7 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
                 .status(),
             draining);
   EXPECT_FALSE(was_called);
-  EXPECT_EQ(model_->IsRunOpen("any").status(), draining);
+  EXPECT_EQ(model_->IsRunOpen({"any"}).status(), draining);
 }
 
 TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {

@@ -71,8 +71,8 @@ class TestRank {
   absl::Status Join(int64_t frozen_shard_count = 0) {
     EMA_ASSIGN_OR_RETURN(RankLayout layout,
                          RankLayout::Create(model_->manifest(), shards_, frozen_shard_count));
-    EMA_ASSIGN_OR_RETURN(joined_,
-                         model_->JoinRun(launch_id_, rank_, world_size_, std::move(layout)));
+    EMA_ASSIGN_OR_RETURN(joined_, model_->JoinRun({launch_id_, joined_.run_epoch}, rank_,
+                                                  world_size_, std::move(layout)));
     return absl::OkStatus();
   }
   // What the next pushes say of the time at their step.

@@ -73,7 +73,7 @@ class WireDtypeTest : public testing::Test {
 TEST_F(WireDtypeTest, TracksAreOfTheRoundedWeightsInTheirOwnDtypes) {
   RankLayout layout = *Layout({0, 1, 2}, WireDtype::kBFloat16);
   EXPECT_EQ(layout.total_bytes(), 3 * 2 + 4 + 2);
-  const auto joined = model_->JoinRun("run", 0, 1, std::move(layout));
+  const auto joined = model_->JoinRun({"run"}, 0, 1, std::move(layout));
   ASSERT_THAT(joined, IsOk());
   auto record = Push(*joined, 1, Rounded({1.0f, 1.0f + 0x1p-9f, -3.0f}, 5));
   ASSERT_THAT(record, IsOk());
@@ -91,14 +91,14 @@ TEST_F(WireDtypeTest, TracksAreOfTheRoundedWeightsInTheirOwnDtypes) {
 }
 
 TEST_F(WireDtypeTest, ANonFiniteRoundedWeightIsRefused) {
-  const auto joined = model_->JoinRun("run", 0, 1, *Layout({0, 1, 2}, WireDtype::kBFloat16));
+  const auto joined = model_->JoinRun({"run"}, 0, 1, *Layout({0, 1, 2}, WireDtype::kBFloat16));
   EXPECT_THAT(Push(*joined, 1, Rounded({1.0f, 3.4e38f, 1.0f}, 5)),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("element 1")));
 }
 
 TEST_F(WireDtypeTest, RanksMustAgree) {
-  ASSERT_THAT(model_->JoinRun("run", 0, 2, *Layout({0}, WireDtype::kBFloat16)), IsOk());
-  EXPECT_THAT(model_->JoinRun("run", 1, 2, *Layout({1, 2}, WireDtype::kAsPushed)),
+  ASSERT_THAT(model_->JoinRun({"run"}, 0, 2, *Layout({0}, WireDtype::kBFloat16)), IsOk());
+  EXPECT_THAT(model_->JoinRun({"run"}, 1, 2, *Layout({1, 2}, WireDtype::kAsPushed)),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("wire_dtype: rank 1 gives as pushed, but rank 0 joined with "
                                  "bfloat16")));

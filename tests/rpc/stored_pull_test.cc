@@ -84,7 +84,7 @@ class FakeCheckpoints final : public Checkpoints {
   absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
     return NotAskedFor();
   }
-  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const std::string&,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Model::Launch&,
                                                   const ResumePoint&) override {
     return NotAskedFor();
   }
