@@ -24,14 +24,16 @@
 namespace ema::client_internal {
 namespace {
 
-constexpr int kMaxMessageBytes = 8 << 20;  // As the server's.
+constexpr int kMaxSentBytes = 8 << 20;  // As the server takes.
+// A model's manifest, its tracks, and those to come.
+constexpr int kMaxReceivedBytes = 16 << 20;
 // How long an operation of a cancelled call may take to end, before the connection is given up.
 constexpr absl::Duration kCancelGrace = absl::Milliseconds(100);
 
 grpc::ChannelArguments ChannelSettings(const Address& address) {
   grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  arguments.SetMaxReceiveMessageSize(kMaxReceivedBytes);
+  arguments.SetMaxSendMessageSize(kMaxSentBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   // For as long as a call lasts. gRPC's own way is two pings, and none any more until there is data

@@ -187,7 +187,7 @@ class Client {
   // What the server has of a model. NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<ModelInfo> GetModel(std::string_view model,
                                      absl::Duration timeout = absl::ZeroDuration());
-  // All models, by name, without their tensors.
+  // All models, by name, without their tensors and tensor_rules.
   absl::StatusOr<std::vector<ModelInfo>> ListModels(absl::Duration timeout = absl::ZeroDuration());
   // Forgets a model; one that is not there is OK. Its pushes and watches end, running pulls finish.
   // Its checkpoints stay on the disk, for nobody to load; `purge` removes them.

@@ -224,7 +224,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
       start.imported_updates > (current_ == nullptr ? kMaxUpdates : 0)) {
     return BadRequest(absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"",
                                    config_.name, "\" expects ",
-                                   current_ == nullptr ? "0 or more" : "0: it has a version"));
+                                   current_ == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
   PushSession::Plan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
@@ -577,8 +577,8 @@ void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
   AddRecordLocked(snapshot->record);
   incarnation_ = std::max(incarnation_, snapshot->record.incarnation + 1);
   run_epoch_ = std::max(incarnation_, snapshot->record.run_epoch);
+  fence_epoch_ = snapshot->record.run_epoch;
   current_ = std::move(snapshot);
 }
-  fence_epoch_ = snapshot->record.run_epoch;
 
 }  // namespace ema

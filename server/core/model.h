@@ -97,6 +97,17 @@ class Model : public std::enable_shared_from_this<Model> {
   AttachedFiles& attached_files() { return attached_files_; }
   const AttachedFiles& attached_files() const { return attached_files_; }
 
+  // At one moment.
+  struct Description {
+    std::vector<TrackRef> tracks;
+    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
+    int64_t plan_revision = 0;
+    int64_t reserved_bytes = 0;
+    int64_t run_epoch = 0;
+    std::optional<Version> latest;
+  };
+  Description Describe() const ABSL_LOCKS_EXCLUDED(mu_);
+
   // --- Tracks ---
 
   // All or nothing. A track that is put keeps being paused, or not. Takes effect at the next
@@ -105,15 +116,19 @@ class Model : public std::enable_shared_from_this<Model> {
   // stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
   // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
-  // What pushes are planned by; and after the next commit, if that differs.
+  // What pushes are planned by.
   PushPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
-  std::optional<std::vector<TrackConfig>> pending_tracks() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of all tracks, pending and synthesized ones too.
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Runs ---
 
+  // A life of a trainer.
+  struct Launch {
+    std::string id;
+    int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
+  };
   struct JoinResult {
     int64_t run_epoch = 0;
     int64_t layout_digest = 0;
@@ -124,11 +139,6 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   // As OpenRun in ema_service.proto. A new launch drops the session of the run before, and must
   // find `newest`, if given, as the newest version (all zero: none). UNAVAILABLE, SESSION_BUSY: it
-  // A life of a trainer.
-  struct Launch {
-    std::string id;
-    int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
-  };
   // does not, or the model is being rolled back.
   absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
@@ -372,6 +382,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // OK, or ALREADY_EXISTS: there is a track of that name, now or from the next commit on.
   absl::Status CheckNoTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  int64_t ReservedBytesLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // What Options::log is to be told of a commit.
   std::vector<LogEvent> NewWarningsLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -497,6 +508,9 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t incarnation_ ABSL_GUARDED_BY(mu_);
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
+  // Launches whose last run is older have been fenced: `run_`'s epoch, or what it was when `run_`
+  // had been opened first, before a restart; without a run that of the version that was restored.
+  int64_t fence_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   SteadyWait session_wait_;                                    // Woken when `session_` changes.
   SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
@@ -508,9 +522,6 @@ class Model : public std::enable_shared_from_this<Model> {
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
   bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
   bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
-  // Launches whose last run is older have been fenced: `run_`'s epoch, or what it was when `run_`
-  // had been opened first, before a restart; without a run that of the version that was restored.
-  int64_t fence_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
 

@@ -13,6 +13,22 @@ absl::Status CheckTrackCount(size_t count) {
   return BadRequest(absl::StrCat("tracks: ", count, " given; a model has 1 to ", kMaxTracks));
 }
 
+int64_t RuleBytes(const TrackConfig& track) {
+  // Besides the pattern; the few that have a schedule have more.
+  constexpr size_t kRuleBytes = 16;
+  size_t bytes = 0;
+  for (const TensorRule& rule : track.tensor_rules) bytes += rule.pattern.size() + kRuleBytes;
+  return static_cast<int64_t>(bytes);
+}
+
+absl::Status CheckRuleBytes(int64_t bytes) {
+  constexpr int64_t kMaxBytes = int64_t{2} << 20;
+  if (bytes <= kMaxBytes) return absl::OkStatus();
+  return BadRequest(absl::StrCat("tensor_rules: those of all tracks take ", bytes,
+                                 " bytes, expected at most ", kMaxBytes,
+                                 "; say with globs what many tensors have in common"));
+}
+
 absl::Status TrackGivenTwice(std::string_view name) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
                    absl::StrCat("track \"", std::string(name), "\" is given twice"));

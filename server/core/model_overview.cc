@@ -41,6 +41,18 @@ std::optional<Version> Model::latest() const {
   return records_.back();  // With its statistics.
 }
 
+Model::Description Model::Describe() const {
+  absl::MutexLock lock(&mu_);
+  Description now{.tracks = tracks_,
+                  .pending_tracks = pending_tracks_.value_or(std::vector<TrackRef>()),
+                  .plan_revision = plan_revision_,
+                  .reserved_bytes = ReservedBytesLocked(),
+                  .run_epoch = run_epoch_,
+                  .latest = {}};
+  if (current_ != nullptr) now.latest = records_.back();
+  return now;
+}
+
 int64_t Model::run_epoch() const {
   absl::MutexLock lock(&mu_);
   return run_epoch_;

@@ -42,15 +42,13 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
     ModelConfig now = it->second->config();
     if (!now.created_tracks.empty()) now.tracks = now.created_tracks;
     if (config.DifferenceFrom(now).empty()) return CreateResult{it->second, false};
-    now.tracks.clear();
-    for (const PushPlan::Entry& entry : it->second->plan().tracks) {
-      now.tracks.push_back(entry.track->config());
-    }
-    const std::string difference = config.DifferenceFrom(now);
-    if (difference.empty()) return CreateResult{it->second, false};
-    if (const auto pending = it->second->pending_tracks()) {
-      now.tracks = *pending;
-      if (config.DifferenceFrom(now).empty()) return CreateResult{it->second, false};
+    const Model::Description there = it->second->Describe();
+    std::string difference;
+    for (const std::vector<TrackRef>* const of_it : {&there.pending_tracks, &there.tracks}) {
+      now.tracks.clear();
+      for (const TrackRef& track : *of_it) now.tracks.push_back(track->config());
+      difference = config.DifferenceFrom(now);
+      if (difference.empty()) return CreateResult{it->second, false};
     }
     return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
                      absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));

@@ -123,6 +123,9 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(
     }
   }
   EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
+  int64_t rule_bytes = 0;
+  for (const TrackRef& track : tracks) rule_bytes += RuleBytes(track->config());
+  EMA_RETURN_IF_ERROR(CheckRuleBytes(rule_bytes));
   return tracks;
 }
 
@@ -203,14 +206,6 @@ PushPlan Model::plan() const {
   return PlanLocked();
 }
 
-std::optional<std::vector<TrackConfig>> Model::pending_tracks() const {
-  absl::MutexLock lock(&mu_);
-  if (!pending_tracks_.has_value()) return std::nullopt;
-  std::vector<TrackConfig> configs;
-  for (const TrackRef& track : *pending_tracks_) configs.push_back(track->config());
-  return configs;
-}
-
 std::vector<TrackRef> Model::tracks_after_next_commit() const {
   absl::MutexLock lock(&mu_);
   return pending_tracks_.value_or(tracks_);
@@ -218,6 +213,10 @@ std::vector<TrackRef> Model::tracks_after_next_commit() const {
 
 int64_t Model::reserved_bytes() const {
   absl::MutexLock lock(&mu_);
+  return ReservedBytesLocked();
+}
+
+int64_t Model::ReservedBytesLocked() const {
   absl::flat_hash_map<int64_t, int64_t> bytes;  // By track.
   for (const TrackRef& track : tracks_) bytes[track->id()] = track->reserved_bytes();
   for (const TrackRef& track : pending_tracks_.value_or(std::vector<TrackRef>())) {

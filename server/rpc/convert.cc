@@ -50,10 +50,13 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
   ModelConfig config;
   config.name = request.model();
   config.manifest = std::make_shared<const Manifest>(std::move(manifest));
+  int64_t rule_bytes = 0;
   for (const v1::Track& track : request.tracks()) {
     EMA_ASSIGN_OR_RETURN(TrackConfig track_config, ema::FromProto(track));
     config.tracks.push_back(std::move(track_config));
+    rule_bytes += RuleBytes(config.tracks.back());
   }
+  EMA_RETURN_IF_ERROR(CheckRuleBytes(rule_bytes));
   config.max_pinned_versions = request.max_pinned_versions() != 0 ? request.max_pinned_versions()
                                                                   : default_max_pinned_versions;
   EMA_ASSIGN_OR_RETURN(config.non_finite, FromProto(request.non_finite()));
@@ -152,26 +155,33 @@ v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision) {
   return proto;
 }
 
-v1::Model ToProto(const Model& model, bool with_manifest) {
+v1::Model ToProto(const Model& model, bool in_a_list) {
   v1::Model proto;
+  const Model::Description now = model.Describe();
   proto.set_name(model.config().name);
-  if (with_manifest) ToProto(model.manifest(), proto.mutable_manifest());
   proto.set_manifest_digest(model.manifest().digest());
-  const PushPlan plan = model.plan();
-  for (const PushPlan::Entry& entry : plan.tracks) {
-    ToProto(entry.track->config(), proto.add_tracks());
-  }
-  proto.set_plan_revision(plan.revision);
-  if (const auto pending = model.pending_tracks()) {
-    for (const TrackConfig& track : *pending) ToProto(track, proto.add_pending_tracks());
+  for (const TrackRef& track : now.tracks) ToProto(track->config(), proto.add_tracks());
+  proto.set_plan_revision(now.plan_revision);
+  for (const TrackRef& track : now.pending_tracks) {
+    ToProto(track->config(), proto.add_pending_tracks());
   }
   proto.set_max_pinned_versions(model.config().max_pinned_versions);
   proto.set_non_finite(static_cast<v1::NonFinitePolicy>(model.config().non_finite));
-  proto.set_reserved_bytes(model.reserved_bytes());
+  proto.set_reserved_bytes(now.reserved_bytes);
   v1::Partition* const partition = proto.add_partitions();
   partition->set_tensor_count(model.manifest().tensor_count());
-  if (const auto latest = model.latest()) *proto.mutable_latest() = ToProto(*latest);
-  proto.set_run_epoch(model.run_epoch());
+  if (now.latest.has_value()) *proto.mutable_latest() = ToProto(*now.latest);
+  proto.set_run_epoch(now.run_epoch);
+  if (in_a_list) {
+    // What a model may have very many of.
+    for (v1::Track& track : *proto.mutable_tracks()) track.clear_tensor_rules();
+    for (v1::Track& track : *proto.mutable_pending_tracks()) track.clear_tensor_rules();
+    if (proto.has_latest()) {
+      for (v1::TrackRecord& track : *proto.mutable_latest()->mutable_tracks()) track.clear_rules();
+    }
+  } else {
+    ToProto(model.manifest(), proto.mutable_manifest());
+  }
   for (const auto& file : model.attached_files().files()) {
     v1::AttachedFile* const out = proto.add_attached_files();
     out->set_name(file->name);

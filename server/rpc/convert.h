@@ -27,7 +27,7 @@ v1::Checkpoint ToProto(const CheckpointInfo& checkpoint);
 v1::Label ToProto(const CheckpointLabel& label);
 // `known_revision`: of the plan whose tracks the reader has already.
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);
-v1::Model ToProto(const Model& model, bool with_manifest);
+v1::Model ToProto(const Model& model, bool in_a_list);
 
 }  // namespace ema
 

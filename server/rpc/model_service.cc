@@ -118,7 +118,7 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
            {"reserved_bytes", created.model->reserved_bytes()}});
   }
   v1::CreateModelResponse response;
-  *response.mutable_model() = ToProto(*created.model, /*with_manifest=*/true);
+  *response.mutable_model() = ToProto(*created.model, /*in_a_list=*/false);
   response.set_created(created.created);
   return response;
 }
@@ -126,7 +126,7 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
 absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   v1::GetModelResponse response;
-  *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
+  *response.mutable_model() = ToProto(*model, /*in_a_list=*/false);
   return response;
 }
 
@@ -135,7 +135,7 @@ absl::StatusOr<v1::ListModelsResponse> ModelService::ListModels(const v1::ListMo
   v1::ListModelsResponse response;
   for (const std::shared_ptr<Model>& model : store_->List()) {
     if (!access.Covers(model->config().name)) continue;
-    *response.add_models() = ToProto(*model, /*with_manifest=*/false);
+    *response.add_models() = ToProto(*model, /*in_a_list=*/true);
   }
   return response;
 }
@@ -147,7 +147,7 @@ absl::StatusOr<v1::UpdateModelResponse> ModelService::UpdateModel(
   EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
   LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
   v1::UpdateModelResponse response;
-  *response.mutable_model() = ToProto(*model, /*with_manifest=*/true);
+  *response.mutable_model() = ToProto(*model, /*in_a_list=*/false);
   return response;
 }
 

@@ -255,13 +255,13 @@ TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
   ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75"), Track("new", "copy")}}),
               IsOk());
   EXPECT_EQ(model_->plan().tracks.size(), 1);
-  EXPECT_EQ(model_->pending_tracks()->size(), 2);
+  EXPECT_THAT(model_->Describe().pending_tracks, SizeIs(2));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, {4, 4, 4}));
   EXPECT_THAT(Read("ema"), ElementsAre(2, 2, 2));
   EXPECT_EQ(second.record.tracks.size(), 1);
   EXPECT_EQ(second.plan.revision, 8);
   ASSERT_EQ(second.plan.tracks.size(), 2);
-  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
   // A new track has no value before the next push.
   EXPECT_THAT(model_->CheckTrack("new"), IsOk());
   EXPECT_EQ((*model_->PinVersion(0))->Find("new"), nullptr);
@@ -272,15 +272,33 @@ TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
   EXPECT_EQ(model_->latest()->tracks[0].update_count, 3);
 }
 
+TEST_F(AveragingTest, RulesThatFitIntoNoReplyAreRefused) {
+  const std::string tensor(100, 'w');
+  Create({Track("ema", "smoothing=0.5")}, {{tensor, Dtype::kFloat32, {1}}});
+  const auto with_rules = [&tensor](const std::string& name, size_t count) {
+    TrackConfig track = Track(name, "smoothing=0.5");
+    track.tensor_rules.assign(count, {tensor});
+    return track;
+  };
+  ASSERT_THAT(model_->UpdateTracks({.put = {with_rules("one", 10'000)}}), IsOk());
+  EXPECT_THAT(model_->UpdateTracks({.put = {with_rules("two", 10'000)}}),
+              AllOf(ReasonIs(ErrorReason::kBadRequest),
+                    StatusIs(absl::StatusCode::kInvalidArgument,
+                             AllOf(HasSubstr("tensor_rules"), HasSubstr("at most 2097152")))));
+  EXPECT_THAT(model_->Describe().pending_tracks, SizeIs(2));
+  EXPECT_THAT(model_->UpdateTracks({.put = {with_rules("two", 10'000)}, .remove = {"one"}}),
+              IsOk());
+}
+
 TEST_F(AveragingTest, TheSameChangeAgainIsOkAndUndoneItLeavesNothingPending) {
   Create({Track("ema", "smoothing=0.5")});
   const TrackChanges changes{.put = {Track("ema", "smoothing=0.75")}};
   ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
   ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
-  EXPECT_TRUE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, Not(IsEmpty()));
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
-  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
   EXPECT_EQ(model_->plan().revision, 8);
 }
 
@@ -337,7 +355,7 @@ TEST_F(AveragingTest, AChangeThatIsRefusedChangesNothing) {
         TrackChanges{.put = {Track("ok", "copy")}, .pause = {"nobody"}},
         TrackChanges{.put = {Track("a b", "copy")}}, TrackChanges{.remove = {"ema", "raw"}}}) {
     EXPECT_FALSE(model_->UpdateTracks(changes).ok());
-    EXPECT_FALSE(model_->pending_tracks().has_value());
+    EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
     EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
   }
   EXPECT_THAT(model_->UpdateTracks({.resume = {"nobody"}}),
@@ -362,7 +380,7 @@ TEST_F(AveragingTest, ANewTrackMustFitTheMemoryBudget) {
   Create({Track("ema", "smoothing=0.5")}, {{"w", Dtype::kFloat32, {60'000'000}}});
   EXPECT_THAT(model_->UpdateTracks({.put = {Track("two", "copy")}}),
               ReasonIs(ErrorReason::kMemoryBudget));
-  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
 }
 
 TEST_F(AveragingTest, APushThatGoesByAnOlderPlanIsRefused) {
@@ -386,7 +404,7 @@ TEST_F(AveragingTest, ANewRunBeginsWithWhatWasPending) {
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75")}}), IsOk());
   OpenRun("next");
-  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
   ASSERT_THAT(Push(2, {4, 4, 4}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(1, 1, 1));
 }

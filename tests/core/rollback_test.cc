@@ -459,7 +459,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   EXPECT_EQ(*ReadAll(*model_, "ema"), *ReadAll(*model_, "ema", 3));
   EXPECT_EQ(GetErrorReason(model_->OpenReading("late", 0, 0, {}).status()),
             ErrorReason::kNoVersion);
-  EXPECT_FALSE(model_->pending_tracks().has_value());
+  EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
 
   const auto next = OpenRun(model_, "next");
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, next->Push(4, Weights(4)));

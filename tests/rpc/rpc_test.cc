@@ -231,6 +231,7 @@ TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
   ASSERT_TRUE(stub_->ListModels(&list_context, {}, &list).ok());
   ASSERT_EQ(list.models_size(), 1);
   EXPECT_EQ(list.models(0).manifest().tensors_size(), 0);
+  EXPECT_FALSE(list.models(0).has_latest());
   v1::GetModelRequest get;
   get.set_model("m");
   grpc::ClientContext get_context;

@@ -291,7 +291,7 @@ class Client(EvaluatorCalls):
         return model_from(self._client.get_model(name, self._timeout(timeout_s)))
 
     def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
-        """All models, without their tensors."""
+        """All models, without their tensors and `tensor_rules`."""
         return tuple(map(model_from, self._client.list_models(self._timeout(timeout_s))))
 
     def delete_model(
