@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
+from collections.abc import Callable
 
 
 class Way:
@@ -16,8 +18,8 @@ class Way:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._mutex = threading.Lock()
         self._is_open = True
-        self._replies = threading.Event()
-        self._replies.set()
+        self._replies = threading.Condition()
+        self._reply_bytes = math.inf  # That may still pass.
         self._sockets: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
@@ -33,9 +35,10 @@ class Way:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def hold_replies(self) -> None:
-        """Keeps what the server says, until `cut`."""
-        self._replies.clear()
+    def hold_replies(self, *, after_bytes: int = 0) -> None:
+        """Keeps what the server says after so many bytes (64 KiB more or less), until `cut`."""
+        with self._replies:
+            self._reply_bytes = after_bytes
 
     def cut(self) -> None:
         """Breaks all connections; new ones end at once."""
@@ -45,7 +48,9 @@ class Way:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
             self._sockets.clear()
-        self._replies.set()
+        with self._replies:
+            self._reply_bytes = math.inf
+            self._replies.notify_all()
 
     def mend(self) -> None:
         with self._mutex:
@@ -61,16 +66,25 @@ class Way:
                         continue
                     server = socket.create_connection(("127.0.0.1", self._server_port))
                     self._sockets += [client, server]
-                always = threading.Event()
-                always.set()
-                for pair in ((client, server, always), (server, client, self._replies)):
+                for pair in ((client, server, _pass), (server, client, self._wait_turn)):
                     threading.Thread(target=_pass_on, args=pair, daemon=True).start()
 
+    def _wait_turn(self, count: int) -> None:
+        with self._replies:
+            self._replies.wait_for(lambda: self._reply_bytes > 0)
+            self._reply_bytes -= count
 
-def _pass_on(source: socket.socket, target: socket.socket, may_pass: threading.Event) -> None:
+
+def _pass(count: int) -> None:
+    pass
+
+
+def _pass_on(
+    source: socket.socket, target: socket.socket, wait_turn: Callable[[int], None]
+) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
-            may_pass.wait()
+            wait_turn(len(data))
             target.sendall(data)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_RDWR)

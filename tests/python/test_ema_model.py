@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import ema_client
 import pytest
 import torch
+from cut_off import Way
 from server_process import ServerProcess
-from testing import assert_same_bits
+from testing import assert_same_bits, step_until
 
 
 class Net(torch.nn.Module):
@@ -204,6 +206,121 @@ def test_when_the_server_is_away(model, trainer, tmp_path, caplog, on_error):
             assert_same_bits(before, ema.ema_model.state_dict())
             assert any("stays at step 2" in record.message for record in caplog.records)
         ema.close()
+
+
+class Counter:
+    """A trainer of 8 MiB whose weights, and their average, are the number of steps; an attachment by a
+    way to the server that can be held, without its shared memory."""
+
+    def __init__(self, tmp_path, model, *, preset=None, **options):
+        self.net = torch.nn.Linear(1024, 2048, bias=False)
+        torch.nn.init.zeros_(self.net.weight)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1.0)
+        self.net.weight.grad = torch.full_like(self.net.weight, -1.0)
+        self._stack = contextlib.ExitStack()
+        server = self._stack.enter_context(ServerProcess(tmp_path, "--same-host-lane", "off"))
+        self.way = self._stack.enter_context(Way(server.port))
+        schedule = {"smoothing": 0.0} if preset is None else {"preset": preset}
+        self.ema = ema_client.attach(
+            self.net, self.optimizer, self.way.url(model), timeout_s=2, **schedule, **options
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ema.close(timeout_s=1)
+        self._stack.close()
+
+    def step(self):
+        self.optimizer.step()
+        self.ema.wait_pushed(timeout_s=30)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_an_update_that_breaks_off_leaves_nothing_to_use(model, tmp_path, on_error, caplog):
+    with Counter(tmp_path, model, on_error=on_error) as trainer:
+        ema = trainer.ema
+        trainer.step()
+        kept = ema.ema_model
+        trainer.step()
+        trainer.way.hold_replies(after_bytes=4 << 20)
+        expected, message = ema_client.FailedPreconditionError, "partly of step 1 and partly"
+        if on_error == "raise":
+            expected, message = ema_client.DeadlineExceededError, None
+        with pytest.raises(expected, match=message):
+            ema.update_ema_model()
+        assert kept.weight.unique().tolist() == [1, 2], "the test tests nothing"
+        assert not any("stays at" in record.message for record in caplog.records)
+        for use in (lambda: ema.ema_model, lambda: ema(torch.ones(1024))):
+            with pytest.raises(expected, match=message):
+                use()
+        # Also by who has kept it.
+        for use in (
+            lambda: kept(torch.ones(1024)),
+            kept.state_dict,
+            copy.deepcopy(kept).state_dict,
+        ):
+            with pytest.raises(ema_client.FailedPreconditionError, match="partly of step 1"):
+                use()
+        trainer.way.cut()
+        trainer.way.mend()
+        step_until(lambda: ema.wait_pushed().step > 3, trainer.step)
+        assert ema.ema_model is kept
+        newest = ema.update_ema_model().step
+        assert newest == ema.version.step
+        assert kept.state_dict()["weight"].unique().tolist() == [newest]
+        assert kept(torch.ones(1024)).unique().tolist() == [1024 * newest]
+
+
+def test_an_update_that_close_breaks_off_leaves_nothing_to_use(model, tmp_path, caplog):
+    with Counter(tmp_path, model) as trainer:
+        trainer.step()
+        kept = trainer.ema.ema_model
+        trainer.step()
+        trainer.way.hold_replies(after_bytes=4 << 20)
+        # Longer than the update before has taken.
+        trainer.ema.close(timeout_s=3)
+        assert any("partly of step 1" in record.message for record in caplog.records)
+        for use in (
+            lambda: trainer.ema.ema_model,
+            trainer.ema.update_ema_model,
+            lambda: kept(torch.ones(1024)),
+        ):
+            with pytest.raises(
+                ema_client.FailedPreconditionError, match="partly of step 1.*averaged"
+            ):
+                use()
+
+
+def test_close_begins_no_update_that_it_has_no_time_for(model, tmp_path, caplog):
+    with Counter(tmp_path, model) as trainer:
+        trainer.step()
+        kept = trainer.ema.ema_model
+        trainer.step()
+        trainer.ema._copy.seconds = 2.0
+        trainer.way.hold_replies(after_bytes=4 << 20)
+        trainer.ema.close(timeout_s=1)
+        assert any("ema_model stays at step 1" in record.message for record in caplog.records)
+        assert trainer.ema.update_ema_model().step == 1
+        assert kept.weight.unique().tolist() == [1]
+
+
+def test_a_copy_on_another_device_is_used_until_all_has_come(model, tmp_path):
+    """What has been pulled lies in memory of its own there: here, of another dtype."""
+    given = torch.nn.Linear(1024, 2048, bias=False, dtype=torch.float64)
+    with Counter(tmp_path, model, preset=Preset(ema_model=given, beta=0.0)) as trainer:
+        trainer.step()
+        assert trainer.ema.update_ema_model().step == 1
+        trainer.step()
+        trainer.way.hold_replies(after_bytes=4 << 20)
+        assert trainer.ema.update_ema_model().step == 1
+        assert given(torch.ones(1024, dtype=torch.float64)).unique().tolist() == [1024]
+        trainer.way.cut()
+        trainer.way.mend()
+        step_until(lambda: trainer.ema.wait_pushed().step > 3, trainer.step)
+        assert trainer.ema.update_ema_model() == trainer.ema.version
+        assert given.weight.unique().tolist() == [trainer.ema.version.step]
 
 
 class Preset:

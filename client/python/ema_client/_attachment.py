@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
 from ema_client._entrances import entrance, keep_uncompiled
-from ema_client._errors import DeadlineExceededError
+from ema_client._errors import DeadlineExceededError, EmaError
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
@@ -209,7 +209,9 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """Waits for the last push, and lets the optimizer and the server go: at most `timeout_s` in all
         (None: that of `attach`), and a second more to tell other ranks what this one has given up.
 
-        May be called again. Never raises an EmaError: a push that fails now is a skipped one.
+        Brings `ema_model`, if it was asked for, to the last version, unless less time is left than that
+        took before: then it stays as it was, with a warning. May be called again. Never raises an
+        EmaError: a push that fails now is a skipped one.
         """
         if self._closed:
             return
@@ -240,7 +242,10 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     )
             if self._copy is not None:
                 # 0 is no time for a call.
-                self._update_copy(raises=False, timeout_s=max(left_s(), 0.001))
+                try:
+                    self._update_copy(raises=False, timeout_s=max(left_s(), 0.001))
+                except EmaError as error:
+                    _logger.warning("%s", error)
         finally:
             # Also after a Ctrl-C.
             self._detach()

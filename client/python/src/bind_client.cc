@@ -399,8 +399,9 @@ class PyClient {
       return client.Pull(
           pulled->model, pulled->track, options,
           [&](const PullInfo& coming) {
-            pulled->is_mixed = true;
-            return pulled->MemoryFor(coming);
+            auto memory = pulled->MemoryFor(coming);
+            pulled->is_mixed |= memory.ok();
+            return memory;
           },
           timeout);
     };
@@ -443,6 +444,7 @@ void BindClient(nb::module_& module) {
       .def_prop_ro("tensors", &TensorsOf)
       .def_prop_ro("aliases", &AliasesOf)
       .def_prop_ro("bytes", &BytesOf)
+      .def_ro("is_mixed", &Pulled::is_mixed)
       .def_prop_ro("received_bytes",
                    [](const Pulled& pulled) { return pulled.info.received_bytes; })
       .def_prop_ro("lane",
