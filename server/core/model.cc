@@ -14,24 +14,6 @@ namespace ema {
 namespace {
 
 constexpr int64_t kNamedRanks = 16;  // At most so many ranks are named in a message.
-// Kept for Watch and ListVersions, as far as they take Model::kMaxRecordBytes.
-constexpr size_t kRecordCount = 4096;
-
-int64_t BytesOf(const TrackVersion& track) {
-  int64_t bytes = sizeof(track) + sizeof(TrackStatistics) + track.config.capacity() +
-                  2 * track.track.capacity();
-  for (const TrackVersion& rule : track.rules) bytes += BytesOf(rule);
-  return bytes;
-}
-
-// With the statistics that may come.
-int64_t BytesOf(const Version& record) {
-  int64_t bytes = sizeof(record);
-  for (const TrackVersion& track : record.tracks) bytes += BytesOf(track);
-  for (const std::string& name : record.skipped_tensors)
-    bytes += sizeof(std::string) + name.capacity();
-  return bytes;
-}
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -461,10 +443,9 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
 
 void Model::AddRecordLocked(const Version& record) {
   records_.push_back(record);
-  record_bytes_ += BytesOf(record);
-  while (records_.size() > kRecordCount ||
-         (record_bytes_ > kMaxRecordBytes && records_.size() > 1)) {
-    record_bytes_ -= BytesOf(records_.front());
+  record_bytes_ += RecordBytes(record);
+  while (AreTooManyRecords(static_cast<int64_t>(records_.size()), record_bytes_)) {
+    record_bytes_ -= RecordBytes(records_.front());
     records_.pop_front();
   }
 }

@@ -28,6 +28,7 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
+#include "server/base/kept_records.h"
 #include "server/base/log_event.h"
 #include "server/base/observer.h"
 #include "server/base/place_limit.h"
@@ -79,7 +80,6 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // What a model may take of the host's memory that no budget counts: for its records; and as much
   // for its manifest as for the layouts of its run.
-  static constexpr int64_t kMaxRecordBytes = int64_t{4} << 20;
   static constexpr int64_t kUncountedBytes = kMaxRecordBytes + 2 * TrainerRun::kFreeBytes;
 
   // `tracks`: MakeTracks() of the config's, in blocks of options.block_bytes. REQUIRES:

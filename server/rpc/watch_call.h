@@ -16,8 +16,8 @@
 namespace ema {
 
 // Holds no records: it remembers the last version that it sent and asks the model for the next one.
-// So a slow watcher costs no memory; what the model has forgotten meanwhile is counted as skipped.
-// Keeps itself alive while gRPC or the model can still call it.
+// So a slow watcher costs no memory on the server; what the model has forgotten meanwhile is
+// counted as skipped. Keeps itself alive while gRPC or the model can still call it.
 class WatchCall final : public StreamCall, public std::enable_shared_from_this<WatchCall> {
  public:
   // Waits for the next Watch on `queue`, and for the one after when it has come.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -245,6 +246,26 @@ def test_watch_yields_every_commit_in_order(client, model):
     replayed = client.watch(model, after=3)
     assert [next(replayed).number, next(replayed).number] == [4, 5]
     replayed.close()
+
+
+def test_a_slow_watcher_gets_the_newest_records(client, model):
+    """As many as the server keeps, which its watch reads all the while."""
+    weights = {"w": np.zeros(4, np.float32)}
+    # Of so many tracks 4 MiB are a few hundred.
+    client.create_model(model, weights, tracks={f"track-{i:02}": f"{100 + i}ba" for i in range(64)})
+    count = 1500
+    with client.open_run(model) as run, contextlib.closing(client.watch(model, after=0)) as watch:
+        run.push(step=1, weights=weights)
+        got = [next(watch)]
+        for step in range(2, count + 1):
+            run.push(step=step, weights=weights)
+        while got[-1].number < count:
+            got.append(next(watch))
+    before = [0, *(version.number for version in got)]
+    assert [version.skipped for version in got] == [
+        version.number - previous - 1 for version, previous in zip(got, before)
+    ]
+    assert len(got) < count / 2
 
 
 def test_watch_times_out_without_a_commit(client, model):

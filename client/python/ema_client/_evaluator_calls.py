@@ -293,6 +293,10 @@ class EvaluatorCalls(CheckpointCalls):
     ) -> Generator[Version, None, None]:
         """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
 
+        A slow reader gets them later, as long as their records are kept: the newest 4,096 of a model, at
+        most 4 MiB, on the server and as many here. How many have gone before a commit is its `skipped`.
+        Weights go sooner: who wants the newest each time calls `wait_for(name, step=version.step + 1)`.
+
         Args:
             name: the model.
             after: a version's record; or its number, whichever life of the server counted it: 0 is

@@ -6,6 +6,7 @@
 #include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/kept_records.h"
 
 namespace ema::python {
 
@@ -45,7 +46,7 @@ void Watcher::Watch(const std::string& model, std::optional<VersionId> after,
       model, after,
       [this](const Version& version, int64_t skipped) {
         absl::MutexLock lock(&mu_);
-        items_.push_back({version, skipped});
+        AddItemLocked({version, skipped});
         wait_.WakeAll();
         return !stopped_.load(std::memory_order_relaxed);
       },
@@ -54,6 +55,22 @@ void Watcher::Watch(const std::string& model, std::optional<VersionId> after,
   ended_ = true;
   wait_.WakeAll();
   end_ = end.ok() ? absl::CancelledError("the watch was stopped") : end;
+}
+
+void Watcher::AddItemLocked(Item item) {
+  item_bytes_ += RecordBytes(item.version);
+  items_.push_back(std::move(item));
+  while (AreTooManyRecords(static_cast<int64_t>(items_.size()), item_bytes_)) {
+    const Item oldest = TakeItemLocked();
+    items_.front().skipped += 1 + oldest.skipped;
+  }
+}
+
+Watcher::Item Watcher::TakeItemLocked() {
+  Item item = std::move(items_.front());
+  items_.pop_front();
+  item_bytes_ -= RecordBytes(item.version);
+  return item;
 }
 
 absl::StatusOr<Watcher::Item> Watcher::Next() {
@@ -65,9 +82,7 @@ absl::StatusOr<Watcher::Item> Watcher::Next() {
       // Short, so that Ctrl-C is seen soon.
       if (wait_.AwaitUntil(mu_, After(SteadyNow(), absl::Milliseconds(50)), ready)) {
         if (items_.empty()) return end_;
-        Item item = std::move(items_.front());
-        items_.pop_front();
-        return item;
+        return TakeItemLocked();
       }
     }
     if (SignalRaised()) return absl::CancelledError("interrupted");
