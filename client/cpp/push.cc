@@ -115,7 +115,7 @@ void PendingPush::Impl::RunThread() {
   connections_.clear();
   absl::MutexLock lock(&mu_);
   if (result.ok()) {
-    run_->OnCommit(result->version, std::move(result->plan));
+    run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
     result_ = std::move(result->version);
   } else {
     result_ = WithWhatIsLost(result.status());

@@ -111,12 +111,19 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
                                        response.layout_digest(), " there"));
   }
   EMA_ASSIGN_OR_RETURN(RunPlan plan, FromProto(response.plan()));
+  std::optional<Version> latest;
+  if (response.has_latest()) latest = FromProto(response.latest());
   absl::MutexLock lock(&mu_);
-  run_epoch_ = response.run_epoch();
-  ready_ = response.ready();
+  if (run_epoch_ != response.run_epoch()) {
+    // A server that was restarted may stand at an older version.
+    run_epoch_ = response.run_epoch();
+    ready_ = false;
+    latest_.reset();
+    plan_ = RunPlan();
+  }
+  ready_ |= response.ready();
   has_been_ready_ |= ready_;
-  plan_ = std::move(plan);
-  if (response.has_latest()) latest_ = FromProto(response.latest());
+  TakeLocked(std::move(latest), std::move(plan));
   if (response.ready()) return std::vector<int64_t>();
   // So that "not ready" is never an empty list.
   if (response.missing_ranks().empty()) return std::vector<int64_t>{-1};
@@ -209,9 +216,17 @@ void RunCore::NoteFewerConnections() {
   client_->DropMoreConnections();
 }
 
-void RunCore::OnCommit(const Version& version, RunPlan plan) {
+void RunCore::OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) {
   absl::MutexLock lock(&mu_);
-  latest_ = version;
+  if (run_epoch == run_epoch_) TakeLocked(version, std::move(plan));
+}
+
+void RunCore::TakeLocked(std::optional<Version> latest, RunPlan plan) {
+  const auto age = [](const std::optional<Version>& version, const RunPlan& of) {
+    return std::pair(version.has_value() ? version->id() : VersionId(), of.revision);
+  };
+  if (age(latest, plan) < age(latest_, plan_)) return;
+  latest_ = std::move(latest);
   plan_ = std::move(plan);
 }
 

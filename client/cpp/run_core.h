@@ -73,8 +73,8 @@ class RunCore {
   void NoteSpeed(double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFewerConnections() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Notes a version that this run has made, and the plan from there on.
-  void OnCommit(const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
+  // Notes a version that this run has made in that epoch, and the plan from there on.
+  void OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -85,6 +85,9 @@ class RunCore {
   absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes what a reply of this epoch says, unless a newer one was faster. The plan's states change
+  // with every version, its revision also between two.
+  void TakeLocked(std::optional<Version> latest, RunPlan plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::shared_ptr<Client::Impl> client_;
   const ModelInfo info_;

@@ -221,24 +221,27 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
       RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count(),
                          static_cast<WireDtype>(request->layout().wire_dtype()));
   if (!layout.ok()) return WithDetail(context, layout.status());
-  absl::MutexLock lock(&mu_);
-  open_runs_.push_back(*request);
-  if (fenced) {
-    return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
-                                         "launch_id has been fenced"));
+  {
+    absl::MutexLock lock(&mu_);
+    open_runs_.push_back(*request);
+    if (fenced) {
+      return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                                           "launch_id has been fenced"));
+    }
+    if (launch_id_ != request->launch_id()) {
+      launch_id_ = request->launch_id();
+      ++run_epoch_;
+      layouts_.clear();
+    }
+    response->set_layout_digest(layout->digest());
+    layouts_.insert_or_assign(request->rank(), *std::move(layout));
+    response->set_run_epoch(run_epoch_);
+    response->set_ready(static_cast<int64_t>(open_runs_.size()) > not_ready_count);
+    if (!response->ready()) response->add_missing_ranks(7);
+    if (latest_.version() != 0) *response->mutable_latest() = latest_;
+    *response->mutable_plan() = MakePlan(latest_);
   }
-  if (launch_id_ != request->launch_id()) {
-    launch_id_ = request->launch_id();
-    ++run_epoch_;
-    layouts_.clear();
-  }
-  response->set_layout_digest(layout->digest());
-  layouts_.insert_or_assign(request->rank(), *std::move(layout));
-  response->set_run_epoch(run_epoch_);
-  response->set_ready(static_cast<int64_t>(open_runs_.size()) > not_ready_count);
-  if (!response->ready()) response->add_missing_ranks(7);
-  if (latest_.version() != 0) *response->mutable_latest() = latest_;
-  *response->mutable_plan() = MakePlan(latest_);
+  if (hold_join) Hold(context);
   return grpc::Status::OK;
 }
 

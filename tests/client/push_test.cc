@@ -689,6 +689,40 @@ TEST_F(PushTest, IsDueFollowsTheIntervalsOfTheLastVersion) {
   EXPECT_THAT(run_->IsDue(TrainingTime()), ReasonIs(ErrorReason::kBadTime));
 }
 
+TEST_F(PushTest, ASlowReplyToJoiningTakesNothingBack) {
+  Open();
+  ASSERT_THAT(Push(1), IsOk());
+  server_.hold_join = true;
+  absl::Status refreshed;
+  std::thread refreshing([&] { refreshed = run_->RefreshPlan(absl::Seconds(20)); });
+  while (server_.open_run_count() < 2) absl::SleepFor(absl::Milliseconds(1));
+  server_.plan.emplace();
+  server_.plan->set_revision(2);
+  ASSERT_THAT(Push(20), IsOk());
+  server_.Release();
+  refreshing.join();
+  EXPECT_THAT(refreshed, IsOk());
+  EXPECT_EQ(run_->latest()->number, 2);
+  EXPECT_EQ(run_->plan().revision, 2);
+}
+
+TEST_F(PushTest, AServerThatStandsAtAnOlderVersionIsBelieved) {
+  Open();
+  EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(1));
+  server_.plan.emplace();
+  server_.plan->set_revision(2);
+  ASSERT_THAT(Push(20), IsOk());
+  server_.ForgetRuns();
+  server_.plan.reset();
+  v1::VersionRecord record;
+  record.set_version(first.number);
+  record.set_incarnation(first.incarnation);
+  server_.SetLatest(record);
+  ASSERT_THAT(run_->RefreshPlan(absl::Seconds(20)), IsOk());
+  EXPECT_EQ(run_->latest()->number, 1);
+  EXPECT_EQ(run_->plan().revision, 1);
+}
+
 TEST_F(PushTest, IsDueFollowsThePlanOfTheLastReply) {
   Open();
   v1::PushPlan& plan = server_.plan.emplace();
