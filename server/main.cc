@@ -99,6 +99,7 @@ class StopRequest {
         // A start changes nothing that a crash would spoil, and may wait for the disk for long.
         ema::Log(ema::LogLevel::kInfo, "stopped before the checkpoints had been read",
                  {{"signal", NameOf(number)}});
+        ema::FlushLog();
         std::_Exit(0);
       }
       Ask(NameOf(number));
@@ -151,19 +152,20 @@ int main(int argc, char** argv) {
     std::fputs(parsed.text.c_str(), parsed.exit_code == 0 ? stdout : stderr);
     return parsed.exit_code;
   }
+
+  // Blocked before any thread starts, so that they all inherit it and sigwait() gets every signal.
+  signal(SIGPIPE, SIG_IGN);
+  const sigset_t signals = StopSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
   LogStart(parsed);
-  ema::SendLibraryLogTo([](const ema::LogEvent& event) { ema::Log(event); });
+  ema::SendLibraryLogTo([](const ema::LogEvent& event) { ema::Log(event); }, &ema::FlushLog);
 
   // Every connection is a descriptor.
   rlimit files{};
   getrlimit(RLIMIT_NOFILE, &files);
   files.rlim_cur = files.rlim_max;
   setrlimit(RLIMIT_NOFILE, &files);
-
-  // Blocked before any thread starts, so that they all inherit it and sigwait() gets every signal.
-  signal(SIGPIPE, SIG_IGN);
-  const sigset_t signals = StopSignals();
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   StopRequest stop(signals);
   absl::StatusOr<std::unique_ptr<ema::Server>> server =

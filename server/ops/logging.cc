@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/logging.h"
 
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
-
 #include <array>
 #include <atomic>
-#include <memory>
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -15,30 +12,17 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/ops/log_writer.h"
 
 namespace ema {
 namespace {
 
 // By LogLevel.
 constexpr std::array<std::string_view, 4> kLevelNames = {"debug", "info", "warn", "error"};
-constexpr std::array<spdlog::level::level_enum, 4> kSpdlogLevels = {
-    spdlog::level::debug, spdlog::level::info, spdlog::level::warn, spdlog::level::err};
 
 // Relaxed: a line may still be written as before.
 std::atomic<LogLevel> least_level{LogLevel::kInfo};
 std::atomic<LogFormat> line_format{LogFormat::kText};
-
-// Serializes the lines. Never destroyed: threads may log until the process ends.
-spdlog::logger& Logger() {
-  static spdlog::logger* const logger = [] {
-    auto* const made = new spdlog::logger("ema", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_pattern("%v");
-    made->set_level(spdlog::level::trace);
-    made->flush_on(spdlog::level::trace);
-    return made;
-  }();
-  return *logger;
-}
 
 std::string ToJson(const LogEvent& event, const std::string& time) {
   nlohmann::ordered_json line;
@@ -51,6 +35,25 @@ std::string ToJson(const LogEvent& event, const std::string& time) {
   // In ASCII, and bytes that are not UTF-8 replaced: no text can end the line.
   return line.dump(/*indent=*/-1, ' ', /*ensure_ascii=*/true,
                    nlohmann::ordered_json::error_handler_t::replace);
+}
+
+std::string ToLine(const LogEvent& event) {
+  const std::string time =
+      absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());
+  if (line_format.load(std::memory_order_relaxed) == LogFormat::kJson) return ToJson(event, time);
+  return absl::StrCat(time, " ", std::string(LogLevelName(event.level)), " ", ToText(event));
+}
+
+// Never destroyed: threads may log until the process ends.
+LogWriter& Writer() {
+  static LogWriter* const writer = [] {
+    auto* const made = new LogWriter([](int64_t count) {
+      return ToLine({LogLevel::kWarning, "log lines dropped", {{"count", count}}});
+    });
+    std::atexit(&FlushLog);
+    return made;
+  }();
+  return *writer;
 }
 
 }  // namespace
@@ -74,19 +77,18 @@ void Log(const LogEvent& given) {
   if (given.level < log_level() && !given.is_record) return;
   LogEvent event = given;
   AddCaller(event);
-  const std::string time =
-      absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());
-  const std::string line =
-      line_format.load(std::memory_order_relaxed) == LogFormat::kJson
-          ? ToJson(event, time)
-          : absl::StrCat(time, " ", std::string(LogLevelName(event.level)), " ", ToText(event));
-  // Without spdlog's formatting: a line may hold braces.
-  Logger().log(kSpdlogLevels[static_cast<size_t>(event.level)],
-               spdlog::string_view_t(line.data(), line.size()));
+  Writer().Write(ToLine(event));
 }
 
 void Log(LogLevel level, std::string_view name, std::vector<LogField> fields) {
   Log(LogEvent{level, std::string(name), std::move(fields)});
 }
+
+void FlushLog() {
+  constexpr absl::Duration kLimit = absl::Seconds(1);
+  Writer().Flush(kLimit);
+}
+
+int64_t DroppedLogLines() { return Writer().dropped_count(); }
 
 }  // namespace ema

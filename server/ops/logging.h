@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The server's log: one line an event on stderr, as text or JSON.
+// The server's log: one line an event on stderr, as text or JSON. A thread of its own writes them:
+// whoever reads stderr may have stopped.
 #ifndef EMA_SERVER_OPS_LOGGING_H_
 #define EMA_SERVER_OPS_LOGGING_H_
 
+#include <cstdint>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -27,10 +29,18 @@ LogLevel log_level();
 // kText without a call. Thread-safe.
 void SetLogFormat(LogFormat format);
 
-// Writes `event` as one line, with the time (UTC). Thread-safe; blocks while stderr does. Not for
-// values of tensors, or secrets.
+// Has `event` written as one line, with the time (UTC), soon and in order. Thread-safe; does not
+// block. Not for values of tensors, or secrets.
 void Log(const LogEvent& event);
 void Log(LogLevel level, std::string_view name, std::vector<LogField> fields = {});
+
+// Waits until what has been logged is written, for at most a second. exit() does it by itself.
+// Thread-safe.
+void FlushLog();
+
+// Lines that are lost: stderr did not take them, or not in time. What is logged next says so.
+// Thread-safe.
+int64_t DroppedLogLines();
 
 }  // namespace ema
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "server/ops/logging.h"
 #include "server/ops/metric_families.h"
 #include "server/ops/process_stats.h"
 #include "server/ops/version.h"
@@ -215,6 +216,10 @@ void AddProcess(Families& families) {
   families.Add(
       FamilyBuilder("process_cpu_seconds_total", "User and system time.", MetricType::Counter)
           .Add(stats.cpu_seconds));
+  families.Add(FamilyBuilder("ema_log_lines_dropped_total",
+                             "Lines of the log that stderr did not take, or not in time.",
+                             MetricType::Counter)
+                   .Add(static_cast<double>(DroppedLogLines())));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,6 +21,7 @@ namespace {
 
 struct LibraryLog {
   LogSink sink;
+  std::function<void()> flush;
   LogThrottle grpc;
   LogThrottle protobuf;
 };
@@ -39,6 +41,7 @@ void TellError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
   if (!unsaid.has_value() && !is_last) return;
   fields.emplace_back("more_before", unsaid.value_or(0));
   LogTo(log.sink, is_last ? LogLevel::kError : LogLevel::kWarning, library, std::move(fields));
+  if (is_last) log.flush();
 }
 
 void TellGrpc(gpr_log_func_args* args) {
@@ -67,9 +70,11 @@ void TellProtobuf(google::protobuf::LogLevel level, const char* file, int line,
 
 }  // namespace
 
-void SendLibraryLogTo(LogSink sink) {
-  library_log.store(new LibraryLog{.sink = std::move(sink), .grpc = {}, .protobuf = {}},
-                    std::memory_order_release);
+void SendLibraryLogTo(LogSink sink, std::function<void()> flush) {
+  library_log.store(
+      new LibraryLog{
+          .sink = std::move(sink), .flush = std::move(flush), .grpc = {}, .protobuf = {}},
+      std::memory_order_release);
   gpr_set_log_function(&TellGrpc);
   google::protobuf::SetLogHandler(&TellProtobuf);
 }

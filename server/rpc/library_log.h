@@ -4,6 +4,8 @@
 #ifndef EMA_SERVER_RPC_LIBRARY_LOG_H_
 #define EMA_SERVER_RPC_LIBRARY_LOG_H_
 
+#include <functional>
+
 #include "server/base/log_event.h"
 
 namespace ema {
@@ -12,9 +14,10 @@ namespace ema {
 // events "gRPC" and "protobuf" with the message and the place in the source. Their errors, which
 // are mostly what strangers send, are warnings, each library's throttled as LogThrottle does it;
 // what they say before they end the process is an error. gRPC's info and debug come if
-// GRPC_VERBOSITY asks for them, and all of them. Once in a process, before the libraries are used;
-// `sink` is kept until the process ends.
-void SendLibraryLogTo(LogSink sink);
+// GRPC_VERBOSITY asks for them, and all of them. `flush` is called between what they say last and
+// the end of the process. Once in a process, before the libraries are used; both are kept until the
+// process ends.
+void SendLibraryLogTo(LogSink sink, std::function<void()> flush);
 
 }  // namespace ema
 

@@ -33,6 +33,7 @@ class LoggingTest : public testing::Test {
                             std::vector<LogField> fields = {}) {
     testing::internal::CaptureStderr();
     Log(level, name, std::move(fields));
+    FlushLog();
     return testing::internal::GetCapturedStderr();
   }
 };
@@ -119,6 +120,7 @@ TEST_F(LoggingTest, LinesOfManyThreadsAreWhole) {
       });
     }
   }
+  FlushLog();
   const std::string output = testing::internal::GetCapturedStderr();
   const std::vector<std::string> lines = absl::StrSplit(output, '\n', absl::SkipEmpty());
   EXPECT_THAT(lines, SizeIs(kThreads * kLines));

@@ -210,6 +210,7 @@ def test_who_is_refused_and_what_operators_do_is_on_record(
         admin.delete_model("digits-6")
     with client_of(server, TRAINER) as trainer, pytest.raises(ema_client.PermissionDeniedError):
         trainer.delete_model("digits-6")
+    wait_for(lambda: "rpc=DeleteModel" in server.log_path.read_text(), "the log has come so far")
     lines = server.log_path.read_text().splitlines()
     refused = [line for line in lines if " call refused " in line]
     assert 10 <= len(refused) < 50

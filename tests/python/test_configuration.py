@@ -12,6 +12,7 @@ import ema_client
 import numpy as np
 import pytest
 from server_process import ServerProcess, server_binary
+from testing import wait_for
 
 WEIGHTS = {"w": np.ones(3, np.float32)}
 
@@ -106,5 +107,5 @@ def test_other_hosts_are_served_only_if_somebody_says_so(tmp_path):
     assert "--tls-client-ca" in result.stderr and "--allow-unauthenticated" in result.stderr
     assert not (tmp_path / "port").exists()
     with ServerProcess(tmp_path, "--listen", "0.0.0.0:0", "--allow-unauthenticated") as server:
-        assert " serving listen=127.0.0.1:" in server.log()
+        wait_for(lambda: " serving listen=127.0.0.1:" in server.log(), "it says so")
         assert ",0.0.0.0:" in server.log()

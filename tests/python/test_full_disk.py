@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from http_pages import LISTEN, find_url, get, scrape, value
 from server_process import ROOT, ServerError, ServerProcess
+from testing import wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 
@@ -85,6 +86,7 @@ def push(run: ema_client.Run, step: int) -> np.ndarray:
 
 def check_said_once(server: ServerProcess, client: ema_client.Client) -> None:
     """The log, the status page, the metrics and the listing have the one failed save, of step 2, and why."""
+    wait_for(lambda: "checkpoint failed" in server.log(), "the log says so")
     (failed,) = [line for line in server.log().splitlines() if "checkpoint failed" in line]
     for part in (
         "model=m step=2 version=2 checkpoint=step-",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from http_pages import LISTEN, scrape, value
 from server_process import ServerProcess, server_binary
-from testing import wait_for
+from testing import started, wait_for
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
@@ -200,6 +201,32 @@ def test_keys_stay_secret(tmp_path):
     secret = [line for line in key.read_text().splitlines() if not line.startswith("-----")]
     assert events(server) and secret
     assert not [line for line in secret if line in log]
+
+
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path):
+    port_file, data = tmp_path / "port", tmp_path / "data"
+    flags = ["--listen", "127.0.0.1:0", "--port-file", port_file, "--data-dir", data]
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    with started([server_binary(), *flags, "--log-level", "debug"], stderr=write_end) as [process]:
+        os.close(write_end)
+        wait_for(lambda: port_file.exists() and port_file.read_text(), "it listens")
+        address = f"127.0.0.1:{port_file.read_text().strip()}"
+        with ema_client.Client(address, timeout_s=60) as client:
+            client.create_model("m", weights(0), tracks={"raw": "copy"})
+            with client.open_run("m") as run:
+                # More than the server keeps for the reader, a line each.
+                for step in range(1, 1201):
+                    run.push(step=step, weights=weights(step))
+            client.create_checkpoint("m", label="kept")
+        process.terminate()
+        assert process.wait(60) == 0
+    assert b" starting " in os.read(read_end, 1 << 16)
+    os.close(read_end)
+    with ServerProcess(tmp_path, data_dir=data) as server:
+        with ema_client.Client(server.address) as client:
+            pulled = client.pull("m", track="raw", framework="numpy")
+            assert pulled.version.step == client.labels("m")["kept"].step == 1200
 
 
 def test_no_socket_or_file_takes_the_place_of_a_log_that_is_closed(tmp_path):

@@ -27,10 +27,12 @@ class LibraryLogTest : public testing::Test {
  protected:
   LibraryLogTest() {
     gpr_set_log_verbosity(GPR_LOG_SEVERITY_DEBUG);
-    SendLibraryLogTo([this](const LogEvent& event) {
-      const std::lock_guard lock(mu_);
-      events_.push_back(event);
-    });
+    SendLibraryLogTo(
+        [this](const LogEvent& event) {
+          const std::lock_guard lock(mu_);
+          events_.push_back(event);
+        },
+        [] {});
   }
   ~LibraryLogTest() override {
     google::protobuf::SetLogHandler(nullptr);
@@ -86,8 +88,9 @@ TEST_F(LibraryLogTest, AStormGetsAFewLinesOfABoundedLength) {
 TEST_F(LibraryLogTest, WhatEndsTheProcessIsSaidInAStorm) {
   EXPECT_DEATH(
       {
-        SendLibraryLogTo(
-            [](const LogEvent& event) { std::fprintf(stderr, "%s\n", ToText(event).c_str()); });
+        std::string lines;
+        SendLibraryLogTo([&](const LogEvent& event) { lines += ToText(event) + '\n'; },
+                         [&] { std::fputs(lines.c_str(), stderr); });
         for (int i = 0; i < 100; ++i) gpr_log(GPR_ERROR, "handshake");
         GPR_ASSERT(1 + 1 == 3);
       },
