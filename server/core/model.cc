@@ -464,14 +464,17 @@ void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl:
   DropStep(*session, status);
 }
 
-void Model::DropStep(PushSession& session, const absl::Status& status) const {
+void Model::DropStep(PushSession& session, const absl::Status& status) {
   if (!session.End(status)) return;
+  const std::optional<int64_t> unsaid = drops_.Take(SteadyNow());
+  if (!unsaid.has_value()) return;
   LogTo(options_.log, LogLevel::kWarning, "step dropped",
         {{"model", config_.name},
          {"run", session.run().epoch()},
          {"step", session.plan().step},
          {"reason", ErrorReasonName(GetErrorReason(status))},
-         {"error", status}});
+         {"error", status},
+         {"more_before", *unsaid}});
 }
 
 void Model::ExpireSession(std::chrono::steady_clock::time_point now,

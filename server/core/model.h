@@ -30,6 +30,7 @@
 #include "ema/version_id.h"
 #include "server/base/kept_records.h"
 #include "server/base/log_event.h"
+#include "server/base/log_throttle.h"
 #include "server/base/observer.h"
 #include "server/base/place_limit.h"
 #include "server/base/steady_wait.h"
@@ -471,9 +472,9 @@ class Model : public std::enable_shared_from_this<Model> {
   void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends `session`, which is off the model, without a version, and tells the log, if it has not
-  // ended yet.
-  void DropStep(PushSession& session, const absl::Status& status) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends `session`, which is off the model, without a version, and tells the log (not of as many as
+  // there may be), if it has not ended yet.
+  void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(const Snapshot* snapshot) ABSL_LOCKS_EXCLUDED(mu_);
   void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
 
@@ -485,6 +486,7 @@ class Model : public std::enable_shared_from_this<Model> {
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
   AttachedFiles attached_files_;
   const Options options_;
+  LogThrottle drops_;  // Of steps.
 
   // Serializes OpenPush(), which allocates device memory. Readers never take it.
   absl::Mutex push_mu_ ABSL_ACQUIRED_BEFORE(mu_);

@@ -105,6 +105,33 @@ TEST_F(NonFiniteTest, OfSeveralTensorsTheFirstThatWasPushedIsNamed) {
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("\"b\"")));
 }
 
+TEST_F(NonFiniteTest, ATrainerThatHasDivergedDoesNotFillTheLog) {
+  constexpr int64_t kSteps = 200;
+  std::vector<LogEvent> dropped;
+  ModelStore::Options options = SmallBlocks();
+  options.model.log = [&dropped](const LogEvent& event) {
+    if (event.name == "step dropped") dropped.push_back(event);
+  };
+  ModelStore store(TestDevice(), options);
+  for (const std::string name : {"m", "other"}) {
+    const auto created = store.Create({.name = name,
+                                       .manifest = MakeManifest({{"a", Dtype::kFloat32, {1}}}),
+                                       .tracks = {Track("ema", "smoothing=0.5")},
+                                       .non_finite = NonFinitePolicy::kReject});
+    ASSERT_THAT(created, IsOk());
+    TestRank rank(created->model, "launch");
+    ASSERT_THAT(rank.Join(), IsOk());
+    dropped.clear();
+    for (int64_t step = 1; step <= kSteps; ++step) {
+      ASSERT_THAT(rank.Push(step, Raw(kNan)), ReasonIs(ErrorReason::kNonFinite));
+    }
+    // Each model has its own: what one does hides nothing of the others.
+    EXPECT_GE(dropped.size(), 10) << name;
+    EXPECT_LT(dropped.size(), kSteps / 2) << name;
+    EXPECT_THAT(ToText(dropped.back()), HasSubstr(" more_before=")) << name;
+  }
+}
+
 // ---- The devices side by side ----------------------------------------------------------------
 
 constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat64};
