@@ -8,11 +8,13 @@
 #include <optional>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+#include "server/base/quoted.h"
 #include "server/base/small_file.h"
 
 namespace ema {
@@ -49,6 +51,11 @@ std::optional<Role> ParseRole(absl::string_view text) {
 bool IsToken(absl::string_view text) {
   return text.size() >= kLeastTokenBytes && text.size() <= kMostTokenBytes &&
          std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c <= '~'; });
+}
+
+bool IsModelPattern(absl::string_view word) {
+  const bool is_prefix = absl::ConsumeSuffix(&word, "*");
+  return (is_prefix && word.empty()) || ValidateName("model", {word.data(), word.size()}).ok();
 }
 
 }  // namespace
@@ -90,9 +97,13 @@ absl::StatusOr<std::vector<TokenFile::Entry>> TokenFile::Parse(std::string_view 
       if (other.token_sha256 == entry.token_sha256) return bad("a token that was there before");
     }
     for (size_t i = 2; i < words.size(); ++i) {
-      const absl::string_view before_star = absl::StripSuffix(words[i], "*");
-      if (absl::StrContains(before_star, "*")) {
-        return bad(absl::StrCat("models \"", words[i], "\": \"*\" may only be the last character"));
+      if (!IsModelPattern(words[i])) {
+        // What is long may be a token.
+        const std::string shown =
+            IsToken(words[i]) ? "" : absl::StrCat(", ", Quoted({words[i].data(), words[i].size()}));
+        return bad(absl::StrCat("word ", i + 1, shown,
+                                ": expected the name of a model, or the beginning of one and "
+                                "\"*\"; a comment has a line of its own"));
       }
       entry.access.models.emplace_back(words[i]);
     }

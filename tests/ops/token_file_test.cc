@@ -70,6 +70,12 @@ TEST_F(TokenFileTest, SaysWhatTheBearerOfEachTokenMayDo) {
   EXPECT_TRUE(evaluator->Covers("anything"));
 }
 
+TEST_F(TokenFileTest, AStarAloneIsAnyModel) {
+  const auto file = Open(std::string("trainer ") + kTrainer + " *");
+  ASSERT_THAT(file, IsOk());
+  EXPECT_TRUE((*file)->Authenticate(Bearer(kTrainer))->Covers("anything"));
+}
+
 TEST_F(TokenFileTest, RefusesWhatIsNoKnownToken) {
   const auto file = Open(std::string("admin ") + kTrainer);
   ASSERT_THAT(file, IsOk());
@@ -108,8 +114,18 @@ INSTANTIATE_TEST_SUITE_P(
         BadFile{"NotPrintable", "admin secret-6f1d2c70\xff-b4e94b0f", "printable"},
         BadFile{"Twice", "admin secret-6f1d2c70b4e94b0f\ntrainer secret-6f1d2c70b4e94b0f",
                 "line 2: a token that was there before"},
-        BadFile{"StarInTheMiddle", "trainer secret-6f1d2c70b4e94b0f a*b",
-                "models \"a*b\": \"*\" may only be the last character"}),
+        BadFile{
+            "StarInTheMiddle", "trainer secret-6f1d2c70b4e94b0f a*b",
+            "line 1: word 3, \"a*b\": expected the name of a model, or the beginning of one and "
+            "\"*\""},
+        BadFile{"CommentBehindAToken", "\nadmin secret-6f1d2c70b4e94b0f # the on-call's",
+                "line 2: word 3, \"#\": expected the name of a model, or the beginning of one and "
+                "\"*\"; a comment has a line of its own"},
+        BadFile{"NoBeginningOfAName", "admin secret-6f1d2c70b4e94b0f gpt .tmp*",
+                "line 1: word 4, \".tmp*\": expected"},
+        BadFile{"NoName", "admin secret-6f1d2c70b4e94b0f a,b", "word 3, \"a,b\": expected"},
+        BadFile{"ASecondToken", "admin token-6f1d2c70b4e94b0f secret-7a5b2c70b4e9/0f==",
+                "line 1: word 3: expected the name of a model"}),
     [](const auto& suite) { return suite.param.name; });
 
 TEST_F(TokenFileTest, AMissingFileIsRefused) {
