@@ -76,13 +76,20 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   absl::Cleanup close_fd = [fd] { close(fd); };
   int bound = bind(fd, as_any, sizeof(address));
   if (bound != 0 && errno == EADDRINUSE) {
+    // Of any other file it would be said, too, that nobody answers there. Nor is a socket ours to
+    // which a link leads.
+    struct stat there {};
+    if (lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
+      return absl::AlreadyExistsError(
+          absl::StrCat("cannot listen on unix:", path, ": there is a file that is no socket"));
+    }
     // A server that was killed leaves its file behind: nobody answers there.
     const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     const bool is_left = connect(probe, as_any, sizeof(address)) != 0 && errno == ECONNREFUSED;
     close(probe);
     if (!is_left) {
-      return absl::AlreadyExistsError(absl::StrCat(
-          "cannot listen on unix:", path, ": another server does, or it is another kind of file"));
+      return absl::AlreadyExistsError(
+          absl::StrCat("cannot listen on unix:", path, ": another server does"));
     }
     unlink(path.c_str());
     bound = bind(fd, as_any, sizeof(address));

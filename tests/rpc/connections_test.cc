@@ -6,10 +6,12 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <fstream>
 #include <thread>
 
 #include "absl/strings/str_split.h"
@@ -111,6 +113,41 @@ TEST_F(ConnectionsTest, AFileThatAKilledServerHasLeftIsReplaced) {
   // One at a time.
   EXPECT_THAT(RpcServer::Start(store_, checkpoints_, options),
               StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr(path_)));
+}
+
+TEST_F(ConnectionsTest, NoFileThatIsNoSocketIsReplaced) {
+  const std::string target = absl::StrCat(path_, ".target");
+  RpcServer::Options options;
+  options.listen_addresses = {socket_};
+  const auto expect_refused = [&] {
+    EXPECT_THAT(RpcServer::Start(
+                    std::make_shared<ModelStore>(NewTestDevice(1 << 20), ModelStore::Options()),
+                    checkpoints_, options),
+                StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("no socket")));
+    struct stat there {};
+    EXPECT_EQ(lstat(path_.c_str(), &there), 0);
+    EXPECT_FALSE(S_ISSOCK(there.st_mode));
+  };
+  std::ofstream(path_) << "precious";
+  expect_refused();
+  ASSERT_EQ(rename(path_.c_str(), target.c_str()), 0);
+  ASSERT_EQ(symlink(target.c_str(), path_.c_str()), 0);
+  expect_refused();
+  std::string text;
+  std::ifstream(target) >> text;
+  EXPECT_EQ(text, "precious");
+  // Nor is a link to a socket that nobody listens on.
+  unlink(target.c_str());
+  const int left = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  target.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(bind(left, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  close(left);
+  expect_refused();
+  EXPECT_EQ(access(target.c_str(), F_OK), 0);
+  unlink(target.c_str());
+  unlink(path_.c_str());
 }
 
 TEST_F(ConnectionsTest, BadAddressesAreRefused) {
