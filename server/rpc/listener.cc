@@ -74,6 +74,11 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
   absl::Cleanup close_fd = [fd] { close(fd); };
+  // What bind() makes has this mode from the start, less the process's umask, which must not decide
+  // who gets in.
+  if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
+    return absl::InternalError(absl::StrCat("fchmod: ", std::strerror(errno)));
+  }
   int bound = bind(fd, as_any, sizeof(address));
   if (bound != 0 && errno == EADDRINUSE) {
     // Of any other file it would be said, too, that nobody answers there. Nor is a socket ours to

@@ -26,9 +26,10 @@ namespace ema {
 class Listener {
  public:
   // Binds `address`: "host:port" with an IP address or a name, port 0 for any free one, or
-  // "unix:/path", whose socket file is made, and removed by Stop(). Connections wait in the kernel
-  // until Start(). INVALID_ARGUMENT: not of that form. ALREADY_EXISTS: somebody listens there, or
-  // the path is that of a file other than a socket, which stays.
+  // "unix:/path", whose socket file is made, for the process's own user, and removed by Stop().
+  // Connections wait in the kernel until Start(). INVALID_ARGUMENT: not of that form.
+  // ALREADY_EXISTS: somebody listens there, or the path is that of a file other than a socket,
+  // which stays.
   // NOT_FOUND: no such host. `connections`, which says how many more there may be, outlives it.
   static absl::StatusOr<std::unique_ptr<Listener>> Bind(const std::string& address,
                                                         OpenConnections* connections);

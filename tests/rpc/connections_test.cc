@@ -88,6 +88,18 @@ TEST_F(ConnectionsTest, AServerIsReachedByEachOfItsAddresses) {
   EXPECT_NE(access(path_.c_str(), F_OK), 0);  // The file goes with the server.
 }
 
+TEST_F(ConnectionsTest, ASocketIsForTheServersOwnUserWhateverTheUmaskIs) {
+  RpcServer::Options options;
+  options.listen_addresses = {socket_};
+  const mode_t before = umask(0);
+  StartServer(options);
+  umask(before);
+  struct stat about {};
+  ASSERT_EQ(stat(path_.c_str(), &about), 0);
+  EXPECT_EQ(about.st_mode & ACCESSPERMS, S_IRUSR | S_IWUSR);
+  EXPECT_THAT(Use(socket_), IsOk());
+}
+
 TEST_F(ConnectionsTest, AServerIsReachedByIpv6) {
   RpcServer::Options options;
   options.listen_addresses = {"[::1]:0"};
