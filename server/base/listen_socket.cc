@@ -45,10 +45,14 @@ ConnectionAcceptor::Accepted ConnectionAcceptor::Accept(int flags) {
   if (errno == ENOBUFS || errno == ENOMEM) return {Outcome::kExhausted};
   if (errno != EMFILE && errno != ENFILE) return {Outcome::kNone};
   if (spare_fd_ >= 0) close(spare_fd_);
-  const int refused = accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  sockaddr_storage address{};
+  auto* const peer = reinterpret_cast<sockaddr*>(&address);
+  socklen_t size = sizeof(address);
+  const int refused = accept4(listen_fd_, peer, &size, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (refused >= 0) close(refused);
   spare_fd_ = OpenSpare();
-  return {spare_fd_ >= 0 && refused >= 0 ? Outcome::kRefused : Outcome::kExhausted};
+  if (spare_fd_ < 0 || refused < 0) return {Outcome::kExhausted};
+  return {.outcome = Outcome::kRefused, .peer = PeerText(peer)};
 }
 
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option) {

@@ -38,7 +38,8 @@ class ConnectionAcceptor {
   };
   struct Accepted {
     Outcome outcome = Outcome::kNone;
-    int fd = -1;  // The caller's, if kAccepted.
+    int fd = -1;       // The caller's, if kAccepted.
+    std::string peer;  // As PeerText(), if kRefused.
   };
 
   // `listen_fd` stays the caller's.

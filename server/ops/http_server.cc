@@ -116,10 +116,10 @@ void HttpServer::Run() {
 }
 
 void HttpServer::Accept() {
-  const auto [outcome, fd] = acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (outcome == ConnectionAcceptor::Outcome::kAccepted) {
-    connections_.push_back({.fd = fd, .deadline = Clock::now() + timeout_});
-  } else if (outcome == ConnectionAcceptor::Outcome::kExhausted) {
+  const ConnectionAcceptor::Accepted accepted = acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (accepted.outcome == ConnectionAcceptor::Outcome::kAccepted) {
+    connections_.push_back({.fd = accepted.fd, .deadline = Clock::now() + timeout_});
+  } else if (accepted.outcome == ConnectionAcceptor::Outcome::kExhausted) {
     accept_again_ = Clock::now() + kBackoff;
   }
 }

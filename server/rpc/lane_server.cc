@@ -49,10 +49,10 @@ void LaneServer::Accept() {
     }
     if (ready <= 0) continue;
     // Whoever finds no descriptor has gRPC.
-    const auto [outcome, accepted] = acceptor_.Accept(SOCK_CLOEXEC);
-    if (outcome == ConnectionAcceptor::Outcome::kExhausted) poll(nullptr, 0, kPollMs);
-    if (outcome != ConnectionAcceptor::Outcome::kAccepted) continue;
-    const int fd = accepted;
+    const ConnectionAcceptor::Accepted accepted = acceptor_.Accept(SOCK_CLOEXEC);
+    if (accepted.outcome == ConnectionAcceptor::Outcome::kExhausted) poll(nullptr, 0, kPollMs);
+    if (accepted.outcome != ConnectionAcceptor::Outcome::kAccepted) continue;
+    const int fd = accepted.fd;
     if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
       const std::string peer = PeerName(fd);
       close(fd);

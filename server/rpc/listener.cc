@@ -164,12 +164,13 @@ void Listener::Accept() {
   while (true) {
     poll(polled, 2, -1);
     if (polled[1].revents != 0) return;
-    const auto [outcome, fd] = connections_to_accept_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const auto [outcome, fd, refused_peer] =
+        connections_to_accept_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (outcome == Outcome::kExhausted) poll(nullptr, 0, kBackoffMs);
     if (outcome == Outcome::kRefused) {
       rlimit files{};
       getrlimit(RLIMIT_NOFILE, &files);
-      refused_.Tell(*observer_, log_, ServerObserver::Refusal::kDescriptors, "",
+      refused_.Tell(*observer_, log_, ServerObserver::Refusal::kDescriptors, refused_peer,
                     static_cast<int64_t>(files.rlim_cur));
     }
     if (outcome != Outcome::kAccepted) continue;
