@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ema_client import _ema, _gpu
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import check_by_name, check_text
-from ema_client._pieces import Boxes, is_dtensor, local_of
+from ema_client._pieces import Boxes, Held, HeldWeights, is_dtensor, local_of
 from ema_client._types import TensorSpec
 
 Framework = Literal["auto", "torch", "numpy"]
@@ -43,10 +43,11 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     check_text("tensor name", name)
     dtype = ""
     offsets: tuple[int, ...] | None = None
+    if is_dtensor(value):
+        value = (boxes or Boxes()).held(name, value)
+    if isinstance(value, Held):
+        value, offsets = value.local, value.offsets
     if is_instance(value, "torch", "Tensor"):
-        if is_dtensor(value):
-            offsets = (boxes or Boxes()).offsets_of(name, value)
-            value = local_of(value)
         value = value.detach()
         if is_without_memory(value):
             raise InvalidArgumentError(
@@ -84,8 +85,27 @@ def _jax_on_host(value: Any) -> Any:
 
 
 def read_all(weights: Mapping[str, Any], boxes: Boxes) -> list[_ema.Array]:
+    """As `read`, in a tenth of the time where they are torch tensors that are nothing out of the way."""
     check_by_name("weights", weights)
-    return [read(name, value, boxes) for name, value in weights.items()]
+    if not isinstance(weights, HeldWeights):
+        weights = {
+            name: boxes.held(name, value) if is_dtensor(value) else value
+            for name, value in weights.items()
+        }
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return [read(name, value) for name, value in weights.items()]
+    arrays = _ema.read_tensors(
+        list(weights),
+        [value.local if isinstance(value, Held) else value for value in weights.values()],
+        [value.offsets if isinstance(value, Held) else None for value in weights.values()],
+        (torch.Tensor, torch.nn.Parameter),
+        isinstance(weights, HeldWeights),
+    )
+    return [
+        read(name, weights[name]) if array is None else array
+        for name, array in zip(weights, arrays)
+    ]
 
 
 def spec_of(
@@ -108,7 +128,9 @@ def has_other_dtype(value: Any) -> bool:
 
 def is_sparse(value: Any) -> bool:
     """Whether it is a torch tensor without one storage of its elements."""
-    return is_instance(value, "torch", "Tensor") and str(value.layout) != "torch.strided"
+    return (
+        is_instance(value, "torch", "Tensor") and value.layout is not sys.modules["torch"].strided
+    )
 
 
 def is_without_memory(tensor: Any) -> bool:

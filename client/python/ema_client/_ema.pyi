@@ -115,8 +115,27 @@ def fold_many(
     threads: int = 0,
 ) -> None: ...
 
-# A number for each (address, bytes): another, all but surely, where one of 64 words of it is another.
-def sample_words(places: Sequence[tuple[int, int]]) -> list[int]: ...
+# Arrays of tensors whose type is exactly one of `types`; None in the place of those that have to be
+# made ready first, or cannot be read. `are_held`: nobody else can give the tensors other memory.
+def read_tensors(
+    names: list[str],
+    tensors: list[Any],
+    offsets: Sequence[Sequence[int] | None],
+    types: tuple[type, ...],
+    are_held: bool,
+) -> list[Array | None]: ...
+
+# A number for each torch tensor: another, all but surely, where one of 64 words of it is another. Of
+# one elsewhere than in host memory, or with gaps between its elements, 0.
+def sample_words(tensors: list[Any]) -> list[int]: ...
+
+# The address of the first byte of each torch tensor's storage, and of the one behind its last, one
+# after the other, of those in host memory or, with `reads_cuda`, on a GPU.
+def storage_ends(tensors: list[Any], reads_cuda: bool) -> list[int]: ...
+
+# PyTorch's counts of writes to tensors; None: it does not count them. `dtensor`: the type, if there
+# may be some.
+def write_counts(tensors: list[Any], dtensor: type | None) -> list[int | None]: ...
 
 class PendingPush:
     def wait_released(self, max_wait_s: float, streams: Sequence[tuple[int, int]]) -> bool: ...

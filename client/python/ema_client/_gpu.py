@@ -9,8 +9,13 @@ from typing import Any
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether a torch tensor is on a GPU whose memory a push reads in place: NVIDIA's, not AMD's."""
-    return tensor.device.type == "cuda" and sys.modules["torch"].version.hip is None
+    """Whether a torch tensor is on a GPU whose memory a push reads in place."""
+    return tensor.device.type == "cuda" and reads_cuda()
+
+
+def reads_cuda() -> bool:
+    """Whether what PyTorch calls "cuda" is NVIDIA's, not AMD's."""
+    return sys.modules["torch"].version.hip is None
 
 
 def current_streams(gpus: Iterable[int]) -> list[tuple[int, int]]:

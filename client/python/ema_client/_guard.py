@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema, _gpu
 from ema_client._arrays import is_instance, is_sparse, range_of
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import local_of, writes_of
+from ema_client._pieces import Boxes, Held, HeldWeights, dtensor_type, local_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Push:
 
     step: int
     time: dict[str, float]
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor | Held]
     frozen_changed: bool
 
 
@@ -60,54 +60,59 @@ class PushedWeights:
         self._optimizers = optimizers
         self._frozen = frozen
         self._written: set[str] = set()
+        self._boxes = Boxes()
         # What is read in place until the next step.
-        self._in_place: list[_InPlace] = []
-        # Of the storages of what was taken last.
-        self._memory: set[tuple[int, int]] = set()
+        self._in_place = _InPlace()
+        # Of the storages of what was taken last: the first byte, and the one behind the last, of each.
+        self._memory: list[int] = []
         # What was taken last may change before the next step: its push must be waited for at once.
         self.must_wait = False
 
-    def take(self, tensors: NamedTensors, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def take(self, tensors: NamedTensors, names: Collection[str]) -> HeldWeights:
         """Those of `names`, for a push that starts now."""
+        import torch
+
         optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
-        weights: dict[str, torch.Tensor] = {}
-        copied = {name: buffer for name, buffer in tensors.buffers.items() if name in names}
-        in_place: list[_InPlace] = []
+        held = self._boxes.held
+        copied = {
+            name: held(name, buffer) for name, buffer in tensors.buffers.items() if name in names
+        }
         # Only of a whole push: the copies may find no memory.
-        self._in_place = []
+        self._in_place = _InPlace()
         self.must_wait = False
-        for name, parameter in tensors.parameters.items():
-            if name not in names:
-                continue
-            weights[name] = parameter.detach()
+        plain = torch.nn.Parameter
+        weights = HeldWeights(
+            (name, parameter.detach() if type(parameter) is plain else held(name, parameter))
+            for name, parameter in tensors.parameters.items()
+            if name in names
+        )
+        in_place = _InPlace()
+        for name, value in weights.items():
+            parameter = tensors.parameters[name]
             # Somebody else may change it, without asking us: another optimizer, or the forward pass
             # (a key encoder that follows the model). Without an optimizer, whoever calls
             # `after_step` sees to it that nothing does.
             is_foreign = optimized is not None and id(parameter) not in optimized
             if not is_foreign and name not in self._written:
-                in_place.append(_InPlace(name, parameter, weights[name]))
+                in_place.names.append(name)
+                in_place.parameters.append(parameter)
             elif name in self._frozen:
                 self.must_wait = True
             else:
-                copied[name] = parameter
-        copied_bytes = sum(map(_bytes_here, copied.values()))
-        copied_bytes += sum(map(_bytes_here, filter(_is_put_in_order, weights.values())))
+                copied[name] = value
+        copied_bytes = sum(map(_bytes_of, copied.values()))
+        copied_bytes += sum(map(_bytes_of, filter(_is_put_in_order, weights.values())))
         self.must_wait |= copied_bytes > _COPY_BYTES
-        for name, tensor in copied.items():
-            weights[name] = tensor.detach() if self.must_wait else tensor.detach().clone()
-        for one, sample in zip(in_place, _samples(in_place)):
-            one.sample = sample
+        for name, value in copied.items():
+            weights[name] = value if self.must_wait else _copy_of(value)
+        in_place.mark([_local_of(weights[name]) for name in in_place.names])
         self._in_place = in_place
-        self._memory = {
-            memory_of(local.untyped_storage())
-            for local in map(local_of, weights.values())
-            if _is_read_in_place(local)
-        }
+        self._memory = _ema.storage_ends(list(map(_local_of, weights.values())), _gpu.reads_cuda())
         return weights
 
     def are_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Whether a storage of what was taken last has a byte in one of these ranges of addresses."""
-        ours = [(begin, end, 0) for begin, end in self._memory]
+        ours = [(begin, end, 0) for begin, end in zip(self._memory[::2], self._memory[1::2])]
         theirs = [(begin, end, 1) for begin, end in ranges]
         # How far those of ours and of theirs go that begin no later.
         ends = [0, 0]
@@ -119,71 +124,67 @@ class PushedWeights:
 
     def take_written(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
-        in_place, self._in_place = self._in_place, []
-        written = [
-            one.name
-            for one, sample in zip(in_place, _samples(in_place))
-            if one.is_counted() or sample != one.sample
-        ]
+        in_place, self._in_place = self._in_place, _InPlace()
+        written = in_place.written()
         self._written.update(written)
         return written
 
 
 class _InPlace:
-    """A parameter that is read in place."""
+    """Parameters that are read in place."""
 
-    __slots__ = ("name", "sample", "_parameter", "_writes", "_local", "_end")
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.parameters: list[torch.Tensor] = []
+        # Share their memory, and keep it where a parameter gets another one meanwhile.
+        self._memories: list[torch.Tensor] = []
+        # When the push began.
+        self._writes: list[int | None] = []
+        self._samples: list[int] = []
 
-    def __init__(self, name: str, parameter: torch.Tensor, memory: torch.Tensor) -> None:
-        """`memory`: shares its memory, and keeps it where the parameter gets another one meanwhile."""
-        self.name = name
-        self.sample = 0  # Of its words, when the push began.
-        self._parameter = parameter
-        # Of what is made in inference mode PyTorch counts no writes.
-        self._writes = None if parameter.is_inference() else writes_of(parameter)
-        # What has words to compare: none elsewhere than in host memory, or with gaps between them.
-        local = local_of(memory)
-        has_words = local.is_cpu and (local.is_contiguous() or _is_dense(local))
-        self._local = local if has_words else None
-        self._end = (local.storage_offset() + local.numel()) * local.element_size()
+    def mark(self, memories: list[torch.Tensor]) -> None:
+        """To be called when the push begins."""
+        self._memories = memories
+        self._writes = _ema.write_counts(self.parameters, dtensor_type())
+        self._samples = _ema.sample_words(memories)
 
-    def is_counted(self) -> bool:
-        """Whether PyTorch has counted a write."""
-        return self._writes is not None and writes_of(self._parameter) != self._writes
-
-    def place(self) -> tuple[int, int]:
-        """Address and bytes of its words, as they are now: share_memory and resize_ give the storage
-        itself other memory, or less."""
-        if self._local is None or self._local.untyped_storage().nbytes() < self._end:
-            return 0, 0
-        address = self._local.data_ptr()
-        # A wrapper of other tensors, which the parameter has become, has no address.
-        return address, self._local.nbytes if address != 0 else 0
+    def written(self) -> list[str]:
+        """The names of those that have been written since."""
+        writes = _ema.write_counts(self.parameters, dtensor_type())
+        samples = _ema.sample_words(self._memories)
+        if writes == self._writes and samples == self._samples:
+            return []
+        before = zip(self._writes, self._samples)
+        return [
+            name for name, mark, now in zip(self.names, before, zip(writes, samples)) if mark != now
+        ]
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return last == tensor.numel() - 1
+def _copy_of(value: torch.Tensor | Held) -> torch.Tensor | Held:
+    if isinstance(value, Held):
+        return Held(value.local.clone(), value.offsets)
+    return value.clone()
 
 
-def _samples(in_place: Sequence[_InPlace]) -> list[int]:
-    return _ema.sample_words([one.place() for one in in_place])
+def _local_of(value: torch.Tensor | Held) -> torch.Tensor:
+    return value.local if isinstance(value, Held) else value
 
 
-def _bytes_here(tensor: torch.Tensor) -> int:
-    local = local_of(tensor)
+def _bytes_of(value: torch.Tensor | Held) -> int:
+    local = _local_of(value)
     return int(local.numel() * local.element_size())
 
 
-def _is_put_in_order(tensor: torch.Tensor) -> bool:
+def _is_put_in_order(value: torch.Tensor | Held) -> bool:
     """Whether `_arrays.read` copies it."""
-    local = local_of(tensor)
-    return bool(local.is_neg()) or (_gpu.is_readable(local) and not local.is_contiguous())
+    local = _local_of(value)
+    return bool(local.is_neg()) or (not local.is_contiguous() and _gpu.is_readable(local))
 
 
 def memory_of(storage: torch.UntypedStorage) -> tuple[int, int]:
     """The addresses of its first byte, and of the one behind its last."""
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    begin = storage.data_ptr()
+    return begin, begin + storage.nbytes()
 
 
 def _is_read_in_place(local: torch.Tensor) -> bool:
@@ -208,19 +209,19 @@ def wait_unread(arrays: Iterable[Any]) -> None:
             attachment.wait_released()
 
 
-def checksums_of(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+def checksums_of(tensors: Mapping[str, torch.Tensor | Held]) -> list[int]:
     """Of what this rank has of each."""
-    return checksums(map(local_of, tensors.values()))
+    return checksums(map(_local_of, tensors.values()))
 
 
 class WatchedWeights:
     """Tells which of some weights have been written since."""
 
     def __init__(self) -> None:
-        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._tensors: Mapping[str, torch.Tensor | Held] = {}
         self._sums: list[int] = []
 
-    def watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def watch(self, tensors: Mapping[str, torch.Tensor | Held]) -> None:
         self._tensors, self._sums = tensors, checksums_of(tensors)
 
     def moved(self) -> list[str]:

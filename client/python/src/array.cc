@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/types/span.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -18,7 +19,7 @@ absl::Status BadArray(std::string_view name, const std::string& what) {
   return BadRequest(absl::StrCat("array \"", std::string(name), "\": ", what));
 }
 
-std::optional<Dtype> FromDlpack(nb::dlpack::dtype type) {
+std::optional<Dtype> DtypeOf(nb::dlpack::dtype type) {
   if (type.lanes != 1) return std::nullopt;
   switch (static_cast<nb::dlpack::dtype_code>(type.code)) {
     case nb::dlpack::dtype_code::Float:
@@ -46,14 +47,14 @@ std::optional<Dtype> FromDlpack(nb::dlpack::dtype type) {
   }
 }
 
-bool IsContiguous(const nb::ndarray<nb::ro>& array) {
-  if (array.size() == 0) return true;  // Whatever its strides are.
+bool IsContiguous(absl::Span<const int64_t> shape, absl::Span<const int64_t> strides) {
   int64_t stride = 1;
-  for (size_t i = array.ndim(); i > 0; --i) {
-    if (array.shape(i - 1) != 1 && array.stride(i - 1) != stride) return false;
-    stride *= static_cast<int64_t>(array.shape(i - 1));
+  bool is_contiguous = true;
+  for (size_t i = shape.size(); i > 0; --i) {
+    is_contiguous &= shape[i - 1] == 1 || strides[i - 1] == stride;
+    stride *= shape[i - 1];
   }
-  return true;
+  return is_contiguous || stride == 0;  // No elements: whatever the strides are.
 }
 
 // The shard's place in the row-major elements of `whole`; nullopt if it is not one contiguous piece
@@ -111,11 +112,11 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
                                   std::optional<std::vector<int64_t>> offsets,
                                   bool may_have_strides) {
   Array result;
-  if (!nb::try_cast(nb::borrow(object), result.owner, /*convert=*/false)) {
+  nb::ndarray<nb::ro> array;
+  if (!nb::try_cast(nb::borrow(object), array, /*convert=*/false)) {
     return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
                                        " cannot be read through DLPack or the buffer protocol"));
   }
-  const auto& array = result.owner;
   if (array.device_type() == nb::device::cuda::value) {
     result.gpu = array.device_id();
   } else if (array.device_type() != nb::device::cpu::value) {
@@ -128,13 +129,18 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
     return BadArray(name, absl::StrCat("a ", nb::type_name(object.type()).c_str(),
                                        " without memory of its own"));
   }
-  if (!IsContiguous(array)) {
+  Strides strides;
+  for (size_t i = 0; i < array.ndim(); ++i) {
+    result.spec.shape.push_back(static_cast<int64_t>(array.shape(i)));
+    strides.push_back(array.stride(i));
+  }
+  if (!IsContiguous(result.spec.shape, strides)) {
     if (!may_have_strides || result.gpu >= 0) {
       return BadArray(name, "is not row-major and contiguous");
     }
-    for (size_t i = 0; i < array.ndim(); ++i) result.strides.push_back(array.stride(i));
+    result.strides = std::move(strides);
   }
-  std::optional<Dtype> own = FromDlpack(array.dtype());
+  std::optional<Dtype> own = DtypeOf(array.dtype());
   if (!dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(const Dtype meant, ParseDtype(dtype));
     if (DtypeSize(meant) != static_cast<int64_t>(array.itemsize())) {
@@ -150,15 +156,43 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
   }
   result.spec.name = std::string(name);
   result.spec.dtype = *own;
-  for (size_t i = 0; i < array.ndim(); ++i) {
-    result.spec.shape.push_back(static_cast<int64_t>(array.shape(i)));
-  }
   if (offsets.has_value() && offsets->size() != array.ndim()) {
     return BadArray(name,
                     absl::StrCat(offsets->size(), " offsets for ", array.ndim(), " dimensions"));
   }
   result.offsets = std::move(offsets);
   result.bytes = {static_cast<const std::byte*>(array.data()), array.nbytes()};
+  result.owner = std::make_shared<nb::ndarray<nb::ro>>(std::move(array));
+  return result;
+}
+
+std::optional<Array> Array::FromDlpack(std::string_view name,
+                                       std::shared_ptr<const DlpackTensor> tensor,
+                                       std::optional<std::vector<int64_t>> offsets) {
+  const nb::dlpack::dltensor& given = tensor->tensor;
+  const bool is_on_gpu = given.device.device_type == nb::device::cuda::value;
+  if (!is_on_gpu && given.device.device_type != nb::device::cpu::value) return std::nullopt;
+  const std::optional<Dtype> dtype = DtypeOf(given.dtype);
+  if (!dtype.has_value()) return std::nullopt;
+  Array result;
+  result.spec.name = std::string(name);
+  result.spec.dtype = *dtype;
+  result.spec.shape.assign(given.shape, given.shape + given.ndim);
+  if (offsets.has_value() && offsets->size() != result.spec.shape.size()) return std::nullopt;
+  result.offsets = std::move(offsets);
+  if (given.strides != nullptr) {
+    const absl::Span<const int64_t> strides(given.strides, given.ndim);
+    if (!IsContiguous(result.spec.shape, strides)) {
+      if (is_on_gpu) return std::nullopt;
+      result.strides.assign(strides.begin(), strides.end());
+    }
+  }
+  if (is_on_gpu) result.gpu = given.device.device_id;
+  const int64_t size_bytes = result.spec.element_count() * DtypeSize(*dtype);
+  if (given.data == nullptr && size_bytes > 0) return std::nullopt;
+  result.bytes = {static_cast<const std::byte*>(given.data) + given.byte_offset,
+                  static_cast<size_t>(size_bytes)};
+  result.owner = std::move(tensor);
   return result;
 }
 

@@ -8,6 +8,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/python/src/dlpack_exchange.h"
 #include "ema/client.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
@@ -32,7 +34,7 @@ struct Array {
   Strides strides;  // As for Run::StartPush().
   // The index of the GPU in whose memory the bytes are; negative: they are in the host's.
   int gpu = -1;
-  nanobind::ndarray<nanobind::ro> owner;
+  std::shared_ptr<const void> owner;
 
   // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
   // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
@@ -44,6 +46,10 @@ struct Array {
                                     std::string_view dtype,
                                     std::optional<std::vector<int64_t>> offsets = std::nullopt,
                                     bool may_have_strides = false);
+  // A tensor as Read() would give it; nullopt: Read() would not take it as it is, or says why.
+  static std::optional<Array> FromDlpack(std::string_view name,
+                                         std::shared_ptr<const DlpackTensor> tensor,
+                                         std::optional<std::vector<int64_t>> offsets);
   // INVALID_ARGUMENT: it is in a GPU's memory.
   absl::Status CheckOnHost() const;
 };

@@ -12,11 +12,17 @@
 
 namespace ema::python {
 
-void BindTypes(nanobind::module_& module);   // Array, Schedule, ScheduleState, Track, even_share
-void BindFold(nanobind::module_& module);    // fold_many
-void BindRun(nanobind::module_& module);     // Run, PendingPush
-void BindSample(nanobind::module_& module);  // sample_words
-void BindClient(nanobind::module_& module);  // Client, Watcher
+void BindTypes(nanobind::module_& module);      // Array, Schedule, ScheduleState, Track, even_share
+void BindFold(nanobind::module_& module);       // fold_many
+void BindRun(nanobind::module_& module);        // Run, PendingPush
+void BindRead(nanobind::module_& module);       // read_tensors
+void BindSample(nanobind::module_& module);     // sample_words, storage_ends, write_counts
+void BindClient(nanobind::module_& module);     // Client, Watcher
+
+// For attr(), which looks it up faster than a char*.
+inline nanobind::object InternedName(const char* name) {
+  return nanobind::steal(PyUnicode_InternFromString(name));
+}
 
 // The Python object of a run. `client` stays alive as long as it.
 nanobind::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run);

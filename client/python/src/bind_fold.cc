@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -46,7 +47,7 @@ struct Operand {
   int64_t element_count = 0;
   Dtype dtype = Dtype::kFloat32;
   OwnedDlpackTensor dlpack_owner;
-  nb::ndarray<nb::ro> array_owner;
+  std::shared_ptr<const void> array_owner;
 };
 
 std::optional<Dtype> FloatDtype(nb::dlpack::dtype type) {
@@ -131,7 +132,7 @@ class OperandList {
           return BadRequest(absl::StrCat(name, ": expected a writable array, found a read-only ",
                                          nb::type_name(object.type()).c_str()));
         }
-        array.owner = nb::ndarray<nb::ro>(writable);
+        array.owner = std::make_shared<nb::ndarray<>>(writable);
       }
     }
     EMA_RETURN_IF_ERROR(array.CheckOnHost());

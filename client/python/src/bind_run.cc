@@ -42,11 +42,15 @@ std::vector<GpuStream> ToStreams(const std::vector<StreamTuple>& streams) {
   return result;
 }
 
+// What keeps arrays' memory.
+using Owners = std::vector<std::shared_ptr<const void>>;
+
 // A push that runs, and the arrays it reads. For any thread that has the GIL.
 class PyPendingPush {
  public:
-  PyPendingPush(std::unique_ptr<PendingPush> push, std::vector<Array> arrays)
-      : push_(std::move(push)), arrays_(std::move(arrays)) {}
+  // `on_gpu`: some of the arrays are.
+  PyPendingPush(std::unique_ptr<PendingPush> push, Owners arrays, bool on_gpu)
+      : push_(std::move(push)), arrays_(std::move(arrays)), on_gpu_(on_gpu) {}
   PyPendingPush(const PyPendingPush&) = delete;
   PyPendingPush& operator=(const PyPendingPush&) = delete;
 
@@ -67,8 +71,7 @@ class PyPendingPush {
         [&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait, waiting)); });
     // Either way nobody reads those in the host's memory any more. A GPU may still copy: PyTorch's
     // streams wait for that (GpuStream), but not the one on which an array was made.
-    const auto is_on_gpu = [](const Array& array) { return array.gpu >= 0; };
-    if (push_->done() || std::none_of(arrays_.begin(), arrays_.end(), is_on_gpu)) LetArraysGo();
+    if (push_->done() || !on_gpu_) LetArraysGo();
     return released;
   }
 
@@ -120,11 +123,12 @@ class PyPendingPush {
  private:
   // To destroy an array runs its framework's code, PyTorch's among it that lets other threads have
   // the GIL: they must find no array here that is half destroyed.
-  void LetArraysGo() { const std::vector<Array> gone = std::exchange(arrays_, {}); }
+  void LetArraysGo() { const Owners gone = std::exchange(arrays_, {}); }
 
   const pid_t pid_ = getpid();
   std::unique_ptr<PendingPush> push_;
-  std::vector<Array> arrays_;  // Under the GIL.
+  Owners arrays_;  // Under the GIL.
+  const bool on_gpu_;
 };
 
 class PyRun {
@@ -150,14 +154,16 @@ class PyRun {
     FoundShards shards = Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
     const GpuWeights gpu_weights = {.devices = std::move(shards.gpus),
                                     .streams = ToStreams(streams)};
-    std::vector<Array> kept;
+    Owners kept;
     kept.reserve(arrays.size());
-    for (const Array* array : arrays) kept.push_back(*array);
+    for (const Array* array : arrays) kept.push_back(array->owner);
+    const bool on_gpu = std::any_of(arrays.begin(), arrays.end(),
+                                    [](const Array* array) { return array->gpu >= 0; });
     std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
       return run_->StartPush(step, training_time, std::move(shards.bytes), timeout, frozen_changed,
                              gpu_weights, std::move(shards.strides));
     });
-    return new PyPendingPush(std::move(push), std::move(kept));
+    return new PyPendingPush(std::move(push), std::move(kept), on_gpu);
   }
 
   nb::object CommittedAs(int64_t step, double timeout_s) {
