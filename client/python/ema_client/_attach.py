@@ -22,13 +22,14 @@ from ema_client._files import FilesLike, small_files
 from ema_client._frozen import FrozenTensors
 from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join
+from ema_client._model_tensors import ModelTensors
 from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import Rule
 from ema_client._pushing import PushOptions
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._timeouts import CALL_TIMEOUT_S
-from ema_client._torch_model import named_tensors, unwrap
+from ema_client._torch_model import unwrap
 from ema_client._track import TrackLike
 from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
 from ema_client._url import split_url
@@ -239,7 +240,7 @@ def attach(
         )
         module = unwrap(model)
         options.check(module)
-        tensors_of = functools.partial(named_tensors, module, rename)
+        tensors_of = ModelTensors(module, rename)
         held = holdings_of(tensors_of())
     except Exception as raised:
         failure = raised
