@@ -4,7 +4,9 @@
 Prints a table: seconds per update (median and range over rounds, in which the ways take turns) and
 bytes per second beside memcpy's. Bytes are what an update in place must move: the new weights and
 the average read, the average written. For memcpy they are what it reads and writes. Then what a
-schedule costs a push.
+schedule costs a push, and what the average of a model of many small tensors costs the thread that
+trains: libraries update in place, ours starts a push to a server and, before the next step, waits until
+the weights may change. Between them lies time that a forward and backward would take, for all alike.
 
     python tests/bench/update_bench.py [--quick] [--threads N] [--rounds N]
 """
@@ -12,17 +14,27 @@ schedule costs a push.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import pathlib
 import statistics
+import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Callable
 
+import ema_client
 import torch
 from ema_client import Track, _ema
 from ema_client._track import track_of
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy/demo"))
+from server_process import ServerProcess  # noqa: E402
+
 UPDATE_WEIGHT = 1e-4
 BYTES_PER_ELEMENT = 4
+BETWEEN_STEPS_S = 0.02
+WARM_UP_ROUNDS = 3
 
 
 class Weights:
@@ -147,6 +159,60 @@ def report_schedules(calls: int) -> None:
         print(f"| {name:16}| {statistics.median(seconds) / calls * 1e6:9.2f} |")
 
 
+def updates_of(
+    module: torch.nn.Module, ema: ema_client.Attachment
+) -> dict[str, Callable[[], object]]:
+    """What is done at each step, by library: those that are installed."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    def push() -> None:
+        ema.wait_released()
+        ema.after_step(wait_released=False)
+
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(1 - UPDATE_WEIGHT))
+    updates: dict[str, Callable[[], object]] = {
+        "ours, a push": push,
+        "AveragedModel": lambda: averaged.update_parameters(module),
+    }
+    if importlib.util.find_spec("timm") is not None:
+        from timm.utils import ModelEmaV3
+
+        timm = ModelEmaV3(module)
+        updates["timm ModelEmaV3"] = lambda: timm.update(module)
+    if importlib.util.find_spec("ema_pytorch") is not None:
+        from ema_pytorch import EMA
+
+        updates["ema_pytorch"] = EMA(module, update_after_step=0, update_every=1).update
+    return updates
+
+
+def report_steps(tensor_counts: list[int], rounds: int) -> None:
+    """What an average costs the thread that trains, at each step: time, and time on a processor."""
+    print("\n| tensors | average          |     ms | range, ms         | ms on a processor |")
+    print(f"|--------:|{'-' * 18}|-------:|{'-' * 18}:|{'-' * 18}:|")
+    with tempfile.TemporaryDirectory() as folder, ServerProcess(pathlib.Path(folder)) as server:
+        for count in tensor_counts:
+            module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(count // 2)))
+            with ema_client.attach(module, None, server.url(f"m{count}")) as ema:
+                updates = updates_of(module, ema)
+                times: dict[str, list[tuple[float, float]]] = {name: [] for name in updates}
+                for _ in range(rounds + WARM_UP_ROUNDS):
+                    for name, update in updates.items():
+                        time.sleep(BETWEEN_STEPS_S)
+                        start, on_processor = time.perf_counter(), time.thread_time()
+                        update()
+                        on_processor = time.thread_time() - on_processor
+                        times[name].append((time.perf_counter() - start, on_processor))
+                assert ema.stats.skipped == 0
+            for name, rows in times.items():
+                wall, busy = zip(*rows[WARM_UP_ROUNDS:])
+                span = f"{min(wall) * 1e3:.2f} - {max(wall) * 1e3:.2f}"
+                print(
+                    f"| {count:7} | {name:17}| {statistics.median(wall) * 1e3:6.2f} | {span:>17} "
+                    f"| {statistics.median(busy) * 1e3:17.2f} |"
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="one tiny round: does it run?")
@@ -164,6 +230,7 @@ def main() -> None:
         )
         report(weights, measure(weights, rounds))
     report_schedules(calls=100 if options.quick else 20_000)
+    report_steps([20] if options.quick else [300, 1000, 1700], rounds=5 * options.rounds)
 
 
 if __name__ == "__main__":
