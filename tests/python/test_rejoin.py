@@ -231,9 +231,55 @@ def test_a_training_whose_process_has_no_more_threads(tmp_path, model, monkeypat
             assert ema.stats.pushes == 1 and ema.stats.skipped >= 1
             server.start(port=server.port)
             step_until(lambda: ema.stats.pushes >= 2, step)
-            lost = ema.stats.skipped
+            lost = ema.stats.skipped + 1  # The server has forgotten the first.
             for _ in range(3):
                 step()
                 ema.wait_pushed()
     said = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
     assert [int(count) for count in said] == [lost]
+
+
+GONE = {
+    True: "the server has gone back from step 5 to step 2, 3 of this trainer's updates are gone",
+    False: "and the average begins anew at step {next}, 5 of this trainer's updates are gone",
+}
+
+
+@pytest.mark.parametrize("on_error", ["skip", "wait"])
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "never saved"])
+def test_what_a_crash_of_the_server_has_lost_is_said(tmp_path, model, caplog, is_saved, on_error):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.attach(
+            net, optimizer, server.url(model), half_life="3ba", on_error=on_error
+        ) as ema:
+            for count in range(1, 6):
+                step()
+                ema.wait_pushed()
+                if is_saved and count == 2:
+                    with ema_client.Client(server.address) as client:
+                        client.create_checkpoint(model)
+            server.kill()
+            if on_error == "skip":
+                for _ in range(3):
+                    step()
+            server.start(port=server.port)
+            step_until(lambda: ema.stats.pushes >= 6, step)
+            skipped = ema.stats.skipped
+            ema.wait_pushed()
+            # A second crash: what was gone is not counted again.
+            server.kill()
+            server.start(port=server.port)
+            pushes = ema.stats.pushes
+            step_until(lambda: ema.stats.pushes > pushes, step)
+    assert GONE[is_saved].format(next=6 + skipped) in caplog.text
+    gone = [int(count) for count in re.findall(r"(\d+) of this trainer's updates", caplog.text)]
+    assert gone == [3 if is_saved else 5, pushes - 5]
+    lost = [int(count) for count in re.findall(r"pushing again, (\d+) steps", caplog.text)]
+    assert lost[0] == gone[0] + skipped

@@ -89,8 +89,9 @@ def attach(
     where there would be more, each step that pushes waits until all bytes have left.
 
     A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is
-    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again; a server
-    that has forgotten the model gets it made anew.
+    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again. One that has
+    crashed goes back to its last checkpoint, or, without one, gets the model made anew: the updates since
+    are gone, with any `on_error`, and a warning says how many.
 
     Args:
         model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are

@@ -112,7 +112,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
 
     @property
     def version(self) -> Version | None:
-        """The last version that came of this run's pushes; before the first, the model's newest.
+        """The last version that came of this run's pushes; before the first, and where a server has come
+        back without it, the model's newest.
 
         For any thread, as `stats`.
         """

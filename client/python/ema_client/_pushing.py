@@ -98,6 +98,8 @@ class Pushing:
         self._skips = Skips(says_all=options.on_error != "skip")
         # What had been skipped when the server went away; None: it is there.
         self._skipped_before: int | None = None
+        # Of the pushes, those that the server had and has no more.
+        self._gone = 0
         self._sent_bytes = 0
         self._wait_seconds = 0.0
         # False: the last push failed, so ranks may push at different steps.
@@ -121,6 +123,7 @@ class Pushing:
     def _take(self, joined: Joined) -> None:
         """Goes by a run that no step has been pushed to."""
         self._link.take(joined)
+        self._known_run = joined.run
         self._launch_id = joined.launch_id
         self._step = joined.step
         self._version = joined.run.latest
@@ -259,6 +262,7 @@ class Pushing:
         if self._link.is_away:
             return False
         self._find_lost()
+        self._look_back(self._step)
         return True
 
     def _settle(self, *, until: float = math.inf) -> None:
@@ -298,6 +302,7 @@ class Pushing:
             patience.is_over = True
             return
         self._find_lost()
+        self._look_back(push.step)
         if self._again is None:
             return
         weights = push.weights
@@ -325,6 +330,32 @@ class Pushing:
             self._model_name,
             version.step,
         )
+
+    def _look_back(self, next_step: int) -> None:
+        """After the run was joined again: says whether the server still has all that it had."""
+        run, last = self._link.run, self._version
+        if run is self._known_run:
+            return
+        self._known_run = run
+        there = run.latest
+        if last is None or (there is not None and there.step >= last.step):
+            return
+        kept = self._pushes - self._gone
+        gone = kept if there is None else min(kept, last.number - there.number)
+        self._gone += gone
+        _logger.warning(
+            'model "%s": %s, %d of this trainer\'s updates are gone',
+            self._model_name,
+            (
+                f"the server has forgotten the model, and the average begins anew at step {next_step}"
+                if there is None
+                else f"the server has gone back from step {last.step} to step {there.step}"
+            ),
+            gone,
+        )
+        if self._skipped_before is not None:
+            self._skipped_before -= gone
+        self._version = there
 
     def _count_pushed(self, version: Version) -> None:
         self._version = version
