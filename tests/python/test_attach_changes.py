@@ -84,6 +84,58 @@ def test_an_optimizer_that_was_made_anew_is_said_at_close(server, model, caplog)
     assert "no step was counted" in warning
 
 
+ANEW = "since step 3, the last that was counted: was an optimizer made after attach()?"
+
+
+@pytest.mark.parametrize("asks", ["close", "state_dict", "ema_model"])
+def test_an_optimizer_that_was_made_anew_later_is_said(server, model, caplog, asks):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        for _ in range(3):
+            step(net, optimizer)
+        anew = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(120):
+            step(net, anew)
+        if asks == "state_dict":
+            ema.state_dict()
+        elif asks == "ema_model":
+            ema.update_ema_model()
+        assert (ANEW in caplog.text) == (asks != "close")
+    assert caplog.text.count(ANEW) == 1
+
+
+def test_an_evaluation_after_the_last_step_is_no_training(server, model, caplog):
+    """Not even where its forwards write some weights."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        step(net, optimizer)
+        ema.wait_pushed()
+        for _ in range(20):
+            with ema_client.averaged(net, server.url(model)), torch.no_grad():
+                for _ in range(50):
+                    net[0].weight.div_(net[0].weight.norm())
+        net.load_state_dict(state)
+    assert "the last that was counted" not in caplog.text
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_resumed_run_that_has_nothing_left_to_train(server, model, caplog, trains):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        saved = ema.state_dict()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba", resume=saved):
+        net.load_state_dict(net.state_dict())
+        if trains:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(9):
+                step(net, optimizer)
+    assert ["no step was counted" in warning for warning in warnings_of(caplog)] == [True] * trains
+
+
 @pytest.mark.parametrize("how", ["trains", "raises", "by hand", "without", "frozen"])
 def test_nothing_is_said_of_what_is_right(server, model, caplog, how):
     net, optimizer = trainer_of()

@@ -24,6 +24,7 @@ from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
 from ema_client._resume import WithState
 from ema_client._run import Joined
 from ema_client._types import Stats, Version
+from ema_client._uncounted import Uncounted
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
+        self._uncounted = Uncounted(optimizers or [], module.parameters())
         self._counting: list[Any] = []
         self._hooks: list[Any] = []
         try:
@@ -176,6 +178,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             DeadlineExceededError: the push has not ended. It goes on.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._warn_of_uncounted()
         self._give_up_written()
         self._settle()
         pending = self._pending if os.getpid() == self._pid else None
@@ -216,12 +219,15 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """
         if self._closed:
             return
+        self._warn_of_uncounted()
         if self._is_ours() and self._expects_steps and not self._has_stepped:
-            _logger.warning(
-                'model "%s": no step was counted, so nothing was pushed: each optimizer that attach() '
-                "was given must step; was one made anew after it?",
-                self._model_name,
-            )
+            # A run that goes on may have had nothing left to train.
+            if self._step == 0 or self._unasked is not None or self._uncounted.have_changed():
+                _logger.warning(
+                    'model "%s": no step was counted, so nothing was pushed: each optimizer that '
+                    "attach() was given must step; was one made anew after it?",
+                    self._model_name,
+                )
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
         def left_s() -> float:
@@ -255,6 +261,15 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     self._link.close(until=until)
                 finally:
                     self._client.close()
+
+    def _warn_of_uncounted(self) -> None:
+        if self._is_ours() and self._expects_steps and self._uncounted.has_others():
+            _logger.warning(
+                'model "%s": weights have been written many times since step %d, the last that was '
+                "counted: was an optimizer made after attach()? Its steps are not averaged: attach to it",
+                self._model_name,
+                self._step,
+            )
 
     def _look(self) -> None:
         """Takes the result of the pending push, unless another thread may be about to. What failed only
@@ -304,12 +319,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
         if not self._is_ours() or is_inside_step(optimizer) or was_skipped(optimizer):
             return
         self._awaited.discard(id(optimizer))
-        if self._awaited:
-            return
         # The one that ends the first step ends all: the others may be skipped now and then.
-        self._closing = self._closing or id(optimizer)
-        if id(optimizer) == self._closing:
-            self._advance(self._step + 1)
+        if not self._awaited:
+            self._closing = self._closing or id(optimizer)
+            if id(optimizer) == self._closing:
+                self._advance(self._step + 1)
+        self._uncounted.count_step()
 
 
 @contextlib.contextmanager
