@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import ema_client
 import pytest
@@ -301,14 +303,42 @@ def test_a_server_without_a_disk_says_so(tmp_path, model, trainer):
         assert server.stop() == 0
 
 
-def test_a_server_that_is_away_raises(tmp_path, model, trainer):
+AWAY = (ema_client.UnavailableError, ema_client.DeadlineExceededError)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise", "wait"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["not known", "known"])
+def test_a_server_that_is_away(tmp_path, model, trainer, caplog, on_error, is_known):
+    """Costs the trainer's checkpoint its average, or raises."""
     with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
-        with trainer.attach(server, model) as ema:
+        with trainer.attach(server, model, on_error=on_error, max_outage_s=2) as ema:
             trainer.step()
             ema.state_dict()
             server.kill()
-            with pytest.raises((ema_client.UnavailableError, ema_client.DeadlineExceededError)):
-                ema.state_dict(timeout_s=1)
+            if is_known:
+                trainer.step()
+                with contextlib.suppress(*AWAY):
+                    trainer.step()
+                with contextlib.suppress(*AWAY):
+                    trainer.step()
+            start = time.monotonic()
+            if on_error == "skip":
+                assert ema.state_dict(timeout_s=30 if is_known else 1) is None
+            else:
+                with pytest.raises(AWAY, match="the server is away"):
+                    ema.state_dict(timeout_s=1)
+            assert time.monotonic() - start < 10
+    said = f"checkpoint of step {ema.step} has no average to resume from"
+    assert (said in caplog.text) == (on_error == "skip")
+    if on_error == "skip":
+        assert "the server is away" in caplog.text[caplog.text.index(said) :]
+
+
+def test_a_state_that_was_not_saved_resumes_nothing(server, client, model, trainer):
+    with trainer.attach(server, model, resume=None) as ema:
+        ema.load_state_dict(None)
+        trainer.step()
+    assert client.model(model).latest.step == 1
 
 
 def test_a_push_that_has_ended_needs_no_time(server, model, trainer):

@@ -149,7 +149,8 @@ def attach(
             for another reason than an outage (no memory) tells the others at once, and they go on without
             that step. Where the server does not listen to it (a bad token) they wait so long.
         resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
-            ranks: the model is brought back to where it stood then, and counting goes on from there.
+            ranks: the model is brought back to where it stood then, and counting goes on from there. None:
+            not.
         keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
             the newest; with as many of the trainer's own checkpoints, each finds its average.
         files: small files that the server's checkpoints shall have, as for `Client.attach_files`: with

@@ -9,13 +9,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ema_client._away import Link
+from ema_client._away import Link, OnError
 from ema_client._client import Client
 from ema_client._errors import (
     AbortedError,
+    DeadlineExceededError,
     EmaError,
     FailedPreconditionError,
     InvalidArgumentError,
+    UnavailableError,
 )
 from ema_client._run import Joined
 from ema_client._types import ResumePoint, Version
@@ -131,10 +133,11 @@ class WithState:
     _link: Link
     _max_outage_s: float
     _model_name: str
+    _on_error: OnError
     _step: int
     _timeout_s: float
 
-    def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str]:
+    def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str] | None:
         """What belongs into the trainer's own checkpoint: which average is that of this step.
 
         To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
@@ -143,8 +146,9 @@ class WithState:
         labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
         there; other ranks' are not to be used without it.
 
-        A server that is away raises: whether a checkpoint without its average is worth something is
-        the trainer's to say.
+        With on_error "skip", a server that is away costs the checkpoint its average, not the training the
+        checkpoint: then this is None, with a warning, and at once if that is known. `attach(resume=None)`
+        resumes nothing: the average goes on from where the server stands.
 
         Args:
             timeout_s: seconds for the push, and for each call but the save, which may take minutes.
@@ -156,7 +160,8 @@ class WithState:
                 rolled back.
             FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
                 average is of a later step than the trainer's.
-            DeadlineExceededError: the push has not ended.
+            UnavailableError, DeadlineExceededError: the server is away, or the push has not ended;
+                unless on_error is "skip".
             EmaError: as `Client.create_checkpoint`.
 
         Example:
@@ -166,8 +171,30 @@ class WithState:
         """
         if timeout_s is None:
             timeout_s = max(self._timeout_s, self._max_outage_s)
+        try:
+            return self._state(timeout_s).to_dict()
+        except (UnavailableError, DeadlineExceededError) as error:
+            problem: EmaError = type(error)(
+                f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}',
+                reason=error.reason,
+            )
+            if self._link.is_away:
+                problem = self._link.error()
+            if self._on_error != "skip":
+                raise problem from None
+        _logger.warning(
+            "the trainer's checkpoint of step %d has no average to resume from: %s",
+            self._step,
+            problem,
+        )
+        return None
+
+    def _state(self, timeout_s: float) -> State:
+        """Where it stands, saved by rank 0."""
         self.wait_pushed(timeout_s=timeout_s)
         self._raise_error()
+        if self._link.is_away and not self._link.is_fenced and self._on_error != "wait":
+            raise self._link.error()
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
         # To look takes some time, also where the push is given none.
@@ -196,12 +223,12 @@ class WithState:
         )
         if latest is not None and self._link.run.rank == 0:
             save(self._client, state, latest, keep=self._keep_resumable)
-        return state.to_dict()
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
 
-        Before the first step, on every rank, with equal dicts. Opens a new run; on an error the
+        Before the first step, on every rank, with equal dicts; None resumes nothing. Opens a new run; on an error the
         attachment stays as it was.
 
         Raises:
@@ -217,6 +244,8 @@ class WithState:
                 f"step {self._step}",
                 reason="BAD_REQUEST",
             )
+        if state is None:
+            return
         old_run = self._link.run
         self._take(self._join_at(state))
         old_run.close()
