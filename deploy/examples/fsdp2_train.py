@@ -18,25 +18,27 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 
-def save(folder, model, optimizer, ema):
-    path = folder / str(ema.step)
+def save(folder, step, model, optimizer, ema):
+    path = folder / str(step)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    # Says which average belongs to these weights; waits until the server has that on its disk.
+    # Says which average belongs to these weights; waits until the server has that on its disk. None, if
+    # the server is away.
     ema_state = ema.state_dict()
     if dist.get_rank() == 0:
         torch.save(ema_state, path / "ema.pt")
 
 
 def load(folder, model, optimizer):
-    """Brings both to the newest checkpoint, and returns what the average resumes from; None: there is none."""
+    """Brings both to the newest checkpoint, and returns the trainer's steps so far and what the average
+    resumes from; None: nothing."""
     saved = sorted(folder.glob("*/ema.pt"), key=lambda path: int(path.parent.name))
     if not saved:
-        return None
+        return 0, None
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=saved[-1].parent)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return torch.load(saved[-1])
+    return int(saved[-1].parent.name), torch.load(saved[-1])
 
 
 def main():
@@ -51,25 +53,26 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     x, y = images(held_out=False)
 
-    resume = load(folder, model, optimizer)
+    first, resume = load(folder, model, optimizer)
     with ema_client.attach(
         model, optimizer, url, half_life="30ba", update_interval="5ba", resume=resume
     ) as ema:
-        while ema.step < steps:  # Counts from where the checkpoint was.
-            mine = torch.Generator().manual_seed(1000 * rank + ema.step)
+        # Not ema.step, which without a checkpoint counts on from what the server has by the model's name.
+        for step in range(first, steps):
+            mine = torch.Generator().manual_seed(1000 * rank + step)
             batch = torch.randint(len(x), (4,), generator=mine)
             loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        save(folder, model, optimizer, ema)
+        save(folder, max(first, steps), model, optimizer, ema)
 
     trained = accuracy(model)
     # On all ranks: each pulls just its own pieces. Any other number of ranks can evaluate it, too.
-    with ema_client.averaged(model, url) as version:
+    with ema_client.averaged(model, url):
         average = accuracy(model)
     if rank == 0:
-        print(f"step {version.step}: trained {trained:.4f}, averaged {average:.4f}")
+        print(f"step {steps}: trained {trained:.4f}, averaged {average:.4f}")
     dist.destroy_process_group()
 
 

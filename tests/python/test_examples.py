@@ -95,6 +95,18 @@ def test_fsdp2(server, client, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_fsdp2_trains_where_the_server_has_a_model_of_the_name(server, client, model, tmp_path):
+    for name, steps in (("first", 40), ("second", 30)):
+        run_example(
+            "fsdp2_train.py", server.url(model), tmp_path / name, steps, ranks=1, torchrun=True
+        )
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["30"]
+    # The average goes on, as the warning says.
+    assert client.model(model).latest.step == 40 + 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name, ranks", [("tensor_parallel", 4), ("pipeline", 2)])
 def test_models_in_pieces(server, client, model, trainer, name, ranks):
     """What is on the server is the whole model, which any process can evaluate."""
