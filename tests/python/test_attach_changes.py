@@ -136,6 +136,25 @@ def test_a_resumed_run_that_has_nothing_left_to_train(server, model, caplog, tra
     assert ["no step was counted" in warning for warning in warnings_of(caplog)] == [True] * trains
 
 
+def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        with pytest.raises(ema_client.FailedPreconditionError, match="counts by itself"):
+            ema.after_step()
+        assert ema.step == 1
+    ema.after_step()  # Does nothing any more.
+
+
+def test_steps_by_hand_that_are_forgotten_are_said_at_close(server, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, None, server.url(model), half_life="3ba"):
+        for _ in range(9):
+            step(net, optimizer)
+    (warning,) = warnings_of(caplog)
+    assert "after_step() must be called after each step" in warning
+
+
 @pytest.mark.parametrize("how", ["trains", "raises", "by hand", "without", "frozen"])
 def test_nothing_is_said_of_what_is_right(server, model, caplog, how):
     net, optimizer = trainer_of()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
 from ema_client._entrances import entrance, keep_uncompiled
-from ema_client._errors import DeadlineExceededError, EmaError
+from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
@@ -70,11 +70,12 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._join_at = join_at  # Collective.
         self._module = module
         self._keep_resumable = keep_resumable
-        self._expects_steps = optimizers is not None
+        self._is_by_hand = optimizers is None
+        self._expects_steps = True
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
-        self._uncounted = Uncounted(optimizers or [], module.parameters())
+        self._uncounted = Uncounted(optimizers, module.parameters())
         self._counting: list[Any] = []
         self._hooks: list[Any] = []
         try:
@@ -151,9 +152,16 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 the weights next calls the method `wait_released` first.
 
         Raises:
+            FailedPreconditionError: the attachment has an optimizer, whose steps count by themselves.
             EmaError: a step could not be pushed, unless on_error is "skip".
         """
         if self._is_ours():
+            if self._counting:
+                raise FailedPreconditionError(
+                    f'model "{self._model_name}": after_step(), but each optimizer.step() counts by '
+                    "itself here: leave it out, or attach(model, None, url)",
+                    reason="BAD_REQUEST",
+                )
             self._budget_s = self._max_wait_s
             try:
                 self._advance(self._step + 1)
@@ -200,6 +208,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._expects_steps = False
         for hook in self._counting:
             hook.remove()
+        self._counting = []
 
     @entrance
     def count(self, step: int) -> None:
@@ -220,14 +229,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         if self._closed:
             return
         self._warn_of_uncounted()
-        if self._is_ours() and self._expects_steps and not self._has_stepped:
-            # A run that goes on may have had nothing left to train.
-            if self._step == 0 or self._unasked is not None or self._uncounted.have_changed():
-                _logger.warning(
-                    'model "%s": no step was counted, so nothing was pushed: each optimizer that '
-                    "attach() was given must step; was one made anew after it?",
-                    self._model_name,
-                )
+        self._warn_of_no_step()
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
         def left_s() -> float:
@@ -270,6 +272,23 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 self._model_name,
                 self._step,
             )
+
+    def _warn_of_no_step(self) -> None:
+        if not self._is_ours() or not self._expects_steps or self._has_stepped:
+            return
+        # There may have been nothing to train: steps by hand, or a run that goes on.
+        is_open = self._is_by_hand or (self._step > 0 and self._unasked is None)
+        if is_open and not self._uncounted.have_changed():
+            return
+        _logger.warning(
+            'model "%s": no step was counted, so nothing was pushed: %s',
+            self._model_name,
+            (
+                "attach() was given no optimizer, so after_step() must be called after each step"
+                if self._is_by_hand
+                else "each optimizer that attach() was given must step; was one made anew after it?"
+            ),
+        )
 
     def _look(self) -> None:
         """Takes the result of the pending push, unless another thread may be about to. What failed only

@@ -28,14 +28,16 @@ class Uncounted:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer] | None,
         parameters: Iterable[torch.nn.Parameter],
     ) -> None:
-        held = parameter_ids(optimizers)
+        """`optimizers`: that change them; None: nobody knows who does."""
+        held = None if optimizers is None else parameter_ids(optimizers)
         trained = [
             parameter
             for parameter in parameters
-            if parameter.requires_grad and id(parameter) in held and not parameter.is_inference()
+            if parameter.requires_grad and not parameter.is_inference()
+            if held is None or id(parameter) in held
         ]
         self._parameters = trained[:: -(-len(trained) // _SAMPLED) or 1]
         self._writes = self._count()
