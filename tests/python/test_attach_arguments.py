@@ -33,7 +33,17 @@ BAD_VALUES = [
     ({"rename": lambda name: None}, r'rename\("weight"\) gave None: must be a name'),
     ({"time": 5}, "time 5: must be a function"),
     ({"time": lambda step: 5}, "time 5: must be a TrainingTime"),
-    ({"half_life": "2ep"}, r'track "ema": .* lacks "ep", .*: give it by attach\(time=\)'),
+    (
+        {"half_life": "2ep"},
+        r'track "ema": .* lacks "ep", .*: give it by attach\(time=\), such as '
+        r'time=lambda step: {"epoch": step // steps_per_epoch}',
+    ),
+    (
+        {"half_life": "30sec", "time": lambda step: {"ep": step}},
+        r'lacks "sec", .* {"seconds": clock\(\)}, the same on all ranks',
+    ),
+    ({"time": lambda step: {"ep": 0, "epoch": 0}}, '"epoch" is given twice'),
+    ({"time": lambda step: {"epochs": 0}}, "number for each of batch, epoch.*'epochs'"),
     ({"half_life": "2ep", "time": lambda step: {"sample": step}}, r'lacks "ep".* \[BAD_TIME\]'),
 ]
 

@@ -136,6 +136,42 @@ def test_a_resumed_run_that_has_nothing_left_to_train(server, model, caplog, tra
     assert ["no step was counted" in warning for warning in warnings_of(caplog)] == [True] * trains
 
 
+@pytest.mark.parametrize("how", ["dtype", "shape", "removed"])
+def test_a_model_that_fits_no_more_is_not_said_to_go_on(server, model, caplog, how):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        ema.wait_pushed()
+        if how == "dtype":
+            net.to(torch.bfloat16)
+        elif how == "shape":
+            net[0].weight = torch.nn.Parameter(torch.ones(5, 4))
+        else:
+            del net[0].bias
+        step(net, optimizer)
+    (warning,) = warnings_of(caplog)
+    assert "step 2 skipped, and no step can be pushed until the model is as it was at" in warning
+
+
+@pytest.mark.parametrize(
+    "time", [lambda step: {"ep": step // 2}, lambda step: ema_client.TrainingTime(epoch=step // 2)]
+)
+def test_a_time_without_batches_has_the_step(server, client, model, time):
+    net, optimizer = trainer_of()
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="2ep", update_interval="2ba", time=time
+    ):
+        for _ in range(6):
+            step(net, optimizer)
+    versions = [entry.version for entry in client.versions(model)]
+    assert [(one.time.batch, one.time.epoch) for one in versions] == [
+        (1, 0),
+        (2, 1),
+        (4, 2),
+        (6, 3),
+    ]
+
+
 def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):
     net, optimizer = trainer_of()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:

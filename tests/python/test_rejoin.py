@@ -14,6 +14,7 @@ import pytest
 import torch
 from ema_client._away import Link, is_outage
 from ema_client._run import Joined
+from ema_client._skips import outlook
 from server_process import ServerProcess
 from testing import step_until
 
@@ -209,6 +210,14 @@ def test_an_own_gpu_that_hangs_is_no_outage():
     assert is_outage(ema_client.AbortedError("restarted", reason="FENCED"))
     assert not is_outage(ema_client.DeadlineExceededError("copy", reason="DEVICE"))
     assert not is_outage(ema_client.UnavailableError("copy", reason="DEVICE"))
+
+
+def test_a_skipped_step_says_whether_the_next_is_any_better():
+    assert outlook(ema_client.UnavailableError("away")) == "the average goes on with the next"
+    differs = ema_client.FailedPreconditionError("time", reason="PLAN_MISMATCH")
+    assert "attach(time=) gives the same on all ranks" in outlook(differs)
+    wrong = ema_client.InvalidArgumentError("shape", reason="BAD_LAYOUT")
+    assert "no step can be pushed until" in outlook(wrong)
 
 
 def test_a_training_whose_process_has_no_more_threads(tmp_path, model, monkeypatch, caplog):

@@ -29,9 +29,10 @@ from ema_client._pushing import PushOptions
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._timeouts import CALL_TIMEOUT_S
+from ema_client._time_units import check_units, time_after
 from ema_client._torch_model import unwrap
 from ema_client._track import TrackLike
-from ema_client._types import NonFinite, TimeLike, WireDtype, time_dict
+from ema_client._types import NonFinite, TimeLike, WireDtype
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -123,9 +124,11 @@ def attach(
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version;
             without `resume` a warning says so at the first step.
-        time: gives the training time after so many steps, the same on all ranks; needed for tracks in
-            units other than batches. None: steps are batches. One that raises costs the step, as what
-            else cannot be pushed does.
+        time: gives the training time after so many steps, such as
+            `lambda step: {"epoch": step // steps_per_epoch}`; needed for tracks in units other than
+            batches, which are the steps unless it says otherwise. It must be the same on all ranks: of
+            seconds, rank 0's, broadcast. One that raises costs the step, as what else cannot be pushed
+            does.
         rename: gives the name that a tensor has on the server, for parts of a model whose tensors have
             the same names on several ranks: experts, for example. Without it, tensors of one name
             that have equal values now count as replicas, which are assumed to stay equal.
@@ -202,18 +205,9 @@ def attach(
                 f"start_step {start_step} and resume are both given: resume says the step"
             )
         options, track_list = options_and_tracks(given, preset_arguments)
-        now = time_dict(None if time is None else time(start_step or 0), step=start_step or 0)
+        now = time_after(time, start_step or 0)
         for track in track_list:
-            # Raises if a unit that it needs is not counted.
-            try:
-                track.plan([], now)
-            except InvalidArgumentError as error:
-                if time is not None:
-                    raise
-                raise InvalidArgumentError(
-                    f'track "{track.name}": {error.args[0]}: give it by attach(time=)',
-                    reason=error.reason,
-                ) from None
+            check_units(track, now)
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],

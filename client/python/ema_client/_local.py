@@ -231,7 +231,7 @@ class LocalEMA:
             InvalidArgumentError: the time lacks a unit that a track needs, or went back; nothing was
                 changed.
         """
-        now = time_dict(time, step=self._batch + 1)
+        now = {"batch": self._batch + 1, **time_dict(time, step=self._batch + 1)}
         tracks = [track for track in self._tracks.values() if not track.track.paused]
         plans = [track.track.plan(track.state, now) for track in tracks]
         self._batch = int(now.get("batch", self._batch + 1))

@@ -26,9 +26,10 @@ from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
 from ema_client._guard import Push, PushedWeights, WatchedWeights
 from ema_client._run import Joined, PendingPush
-from ema_client._skips import Skips
+from ema_client._skips import Skips, outlook
 from ema_client._torch_model import NamedTensors
-from ema_client._types import TimeLike, Version, time_dict
+from ema_client._time_units import time_after
+from ema_client._types import TimeLike, Version
 
 _logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class Pushing:
 
     def _training_time(self, step: int) -> dict[str, float]:
         """After so many steps."""
-        return time_dict(None if self._time_of is None else self._time_of(step), step=step)
+        return time_after(self._time_of, step)
 
     def _is_ours(self) -> bool:
         # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
@@ -524,9 +525,10 @@ class Pushing:
         count = self._skips.count(error)
         _logger.log(
             logging.WARNING if count > 0 else logging.DEBUG,
-            'model "%s": push of step %d skipped, the average goes on with the next: %s%s',
+            'model "%s": push of step %d skipped, %s: %s%s',
             self._model_name,
             step,
+            outlook(error),
             error,
             f" ({count} steps by now; the next warning is at {2 * count})" if count > 1 else "",
         )

@@ -7,6 +7,18 @@ from ema_client._away import is_final, is_outage
 from ema_client._errors import EmaError
 
 
+def outlook(error: EmaError) -> str:
+    """What becomes of the average after a step that was skipped for this reason."""
+    if error.reason == "BAD_LAYOUT":
+        return (
+            "and no step can be pushed until the model is as it was at attach() (to go on with another, "
+            "attach anew, to a model of another name)"
+        )
+    if error.reason == "PLAN_MISMATCH":
+        return "the average goes on when attach(time=) gives the same on all ranks"
+    return "the average goes on with the next"
+
+
 class Skips:
     """Counts steps that were skipped for one reason, so that their warnings become seldom.
 

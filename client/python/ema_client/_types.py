@@ -53,7 +53,8 @@ class TrainingTime:
     seconds: float | None = None
 
 
-#: What a call takes for a training time: None means that the step is the batch.
+#: What a call takes for a training time: a mapping's keys are TrainingTime's attributes, or suffixes such
+#: as "ep". None: the step is the batch.
 TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
 #: In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
@@ -490,18 +491,38 @@ def specs_from(tuples: Sequence[_ema.Spec]) -> list[TensorSpec]:
     ]
 
 
+#: The keys of a training time, by the suffixes that lengths of time have, which are also taken.
+TIME_UNITS = {
+    "ba": "batch",
+    "ep": "epoch",
+    "sp": "sample",
+    "tok": "token",
+    "iter": "iteration",
+    "dur": "progress",
+    "sec": "seconds",
+}
+
+
 def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
     """The time as the extension module takes it."""
     if time is None:
         return {"batch": step}
     if isinstance(time, TrainingTime):
-        fields = dataclasses.asdict(time)
-        return {unit: value for unit, value in fields.items() if value is not None}
-    if not isinstance(time, Mapping):
+        given: Mapping[str, float | None] = dataclasses.asdict(time)
+    elif isinstance(time, Mapping):
+        given = time
+    else:
         raise InvalidArgumentError(
             f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}'
         )
-    return dict(time)
+    fields: dict[str, float] = {}
+    for unit, value in given.items():
+        name = TIME_UNITS.get(unit, unit)
+        if name in fields:
+            raise InvalidArgumentError(f'time {time!r}: "{name}" is given twice', reason="BAD_TIME")
+        if value is not None or not isinstance(time, TrainingTime):
+            fields[name] = value  # type: ignore[assignment]
+    return fields
 
 
 def resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
