@@ -122,8 +122,9 @@ inline GpuStream CurrentStream(int gpu) {
 // on other devices are copied to the host inside Step(). No call may be made while the stream is
 // captured into a graph. Parameters without requires_grad when it is made are frozen: they are
 // pushed again where LibTorch has counted a write, which it does not through .data_ptr(). Whoever
-// else writes weights between steps (torch::load, PullInto, clipping of weights) must call
-// WaitReleased() first.
+// else writes weights between steps (torch::load, PullInto) must call WaitReleased() first. The
+// average has the weights as optimizer.step() left them: where they are clipped or normalised after
+// it, call WaitReleased(), optimizer.step(), the clipping and AfterStep() in place of Step().
 class Attachment {
  public:
   using Options = StepPusher::Options;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import ema_client
 import pytest
@@ -170,6 +171,30 @@ def test_a_time_without_batches_has_the_step(server, client, model, time):
         (4, 2),
         (6, 3),
     ]
+
+
+def test_weights_that_are_clipped_after_the_step(server, client, model, caplog):
+    """As the documentation says: counted by hand, the average has what the model uses."""
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, None, server.url(model), tracks={"raw": "copy"}) as ema:
+        for _ in range(3):
+            step(net, optimizer)
+            for parameter in net.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+            ema.after_step()
+    assert_same_bits(net.state_dict(), client.pull(model, track="raw"))
+    assert not warnings_of(caplog)
+
+
+def test_many_names_that_were_written_are_not_all_named(server, model, caplog):
+    net = torch.nn.ParameterList(torch.ones(3) for _ in range(30))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
+        step(net, optimizer)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.clamp_(-0.5, 0.5)
+    assert re.search(r"without wait_released\(\): 0, 1, .* and 20 more; copied", caplog.text)
 
 
 def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):

@@ -81,9 +81,10 @@ def attach(
     track has their values, and again after PyTorch has counted a write that has changed them; the step
     that sends them waits for it. `load_state_dict` waits, too (but that of a ScriptModule that is in no
     other module), and so does what moves them to shared memory (`share_memory`, a queue of
-    torch.multiprocessing); whoever else writes weights between steps (clipping of weights), or resizes
-    their storage, must call the attachment's `wait_released()` first. A parameter that has been written
-    without is named in a warning, its push given up if it has not ended, and copied before each push from
+    torch.multiprocessing); whoever else writes weights between steps, or resizes their storage, must call
+    the attachment's `wait_released()` first. The average has the weights as `optimizer.step()` left them:
+    where weights are clipped or normalised after it, attach with None as the optimizer, and call
+    `after_step()` after that. A parameter that has been written without waiting is named in a warning, its push given up if it has not ended, and copied before each push from
     then on (a forward that normalises weights). Writes through `.data` are found in host memory, where
     they change many elements; on a GPU none is noticed, and the average gets some of what they wrote:
     there, whoever writes so must wait, and only `check` finds who does not. Copies take 64 MiB at most:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ema_client import _ema
+from ema_client._arrays import some
 from ema_client._away import (
     Link,
     OnError,
@@ -431,7 +432,7 @@ class Pushing:
         step = self._pending_step
         error = FailedPreconditionError(
             f'model "{self._model_name}": written while they were pushed at step {step}, without '
-            f"wait_released(): {', '.join(moved or written)}",
+            f"wait_released(): {some(moved or written)}",
             reason="BAD_REQUEST",
         )
         if moved:
@@ -439,10 +440,12 @@ class Pushing:
         else:
             _logger.warning(
                 'model "%s": written since the push of step %d began, without wait_released(): %s; '
-                "copied before each push from now on, or waited for",
+                "copied before each push from now on, or waited for. The average has the weights as "
+                "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, "
+                "attach with None as the optimizer, and call after_step() after that",
                 self._model_name,
                 step,
-                ", ".join(written),
+                some(written),
             )
         self._pushed = None
         self._lose()
