@@ -75,7 +75,9 @@ def test_a_trainer_sends_frozen_tensors_once(server, client, model):
         assert ema.stats.sent_bytes == 3 * live + frozen
 
 
-@pytest.mark.parametrize("how", ["written", "data", "assigned", "permuted", "unfrozen"])
+@pytest.mark.parametrize(
+    "how", ["written", "data", "data of all", "assigned", "permuted", "unfrozen"]
+)
 def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     module, optimizer, step = adapter_trainer()
     live, frozen = byte_counts(module)
@@ -85,7 +87,7 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
         step()
         logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
 
-    # No version counter sees what is written through `.data`.
+    # No version counter sees what is written through `.data`, and no sample one element of many.
     checks = how == "data"
     with ema_client.attach(
         module, optimizer, server.url(model), tracks={"ema": HALF}, check=checks
@@ -99,6 +101,8 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
                 module.base.weight[7, 9] += 1
         elif how == "data":
             module.base.weight.data[7, 9] += 1
+        elif how == "data of all":  # As DINO's teacher follows its student.
+            module.base.weight.data.mul_(0.9).add_(0.1 * torch.randn(600, 600))
         elif how == "assigned":
             module.base.weight.data = before + 1
         elif how == "permuted":

@@ -78,7 +78,8 @@ def attach(
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
     statistics differ between ranks). Parameters are read in place, not copied; the next
     `optimizer.step()` waits until their bytes have left. Those without requires_grad are sent until every
-    track has their values, and again after PyTorch has counted a write that has changed them; the step
+    track has their values, and again after a write that PyTorch has counted, or that is found as below,
+    has changed them; the step
     that sends them waits for it. `load_state_dict` waits, too (but that of a ScriptModule that is in no
     other module), and so does what moves them to shared memory (`share_memory`, a queue of
     torch.multiprocessing); whoever else writes weights between steps, or resizes their storage, must call

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ema_client import _ema
 from ema_client._pieces import local_of, writes_of
 from ema_client._torch_model import NamedTensors, checksums
 
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 class FrozenTensors:
     """What this rank knows of them, for the thread that trains.
 
-    Reads their values only where PyTorch has counted a write since the last look, or they have other
-    memory: also where a rank writes what was there, the others go by equal values.
+    Reads their values only where PyTorch has counted a write since the last look, they have other
+    memory, or, in host memory, some of 64 words of them have changed, as by a write through `.data` (of
+    a teacher that follows its student): also where a rank writes what was there, the others go by equal
+    values.
     """
 
     def __init__(
@@ -28,14 +31,11 @@ class FrozenTensors:
         *,
         always_reads: bool,
     ) -> None:
-        """`sums`: checksums of `tensors`, at least of `names`. `always_reads`: also finds writes that
-        PyTorch does not count."""
+        """`sums`: checksums of `tensors`, at least of `names`. `always_reads`: finds all writes."""
         self._names = frozenset(names)
         self._always_reads = always_reads
         # Checksums of the values at the last look, and what tells that these may be others.
-        self._seen = {
-            name: (_mark(tensor), sums[name]) for name, tensor in self._of(tensors).items()
-        }
+        self._seen = {name: (mark, sums[name]) for name, mark in _marks(self._of(tensors)).items()}
         # Checksums of what the server has, if this rank knows: of its last push, if that succeeded.
         # Before the first the run has none.
         self._served: dict[str, int] | None = None
@@ -64,8 +64,7 @@ class FrozenTensors:
     def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
         unseen: dict[str, Any] = {}
         seen: dict[str, tuple[Any, int]] = {}
-        for name, tensor in tensors.items():
-            mark = _mark(tensor)
+        for name, mark in _marks(tensors).items():
             if name in self._seen and mark == self._seen[name][0] and not self._always_reads:
                 seen[name] = self._seen[name]
             else:
@@ -75,14 +74,31 @@ class FrozenTensors:
         self._seen = seen
 
 
-def _mark(tensor: torch.Tensor) -> object:
-    """Is another one when the tensor has been written, or has other memory."""
+def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """By name what is another one when the tensor has been written, or has other memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    local = local_of(tensor).detach()
-    if tensor.is_inference():
-        return object()  # Equal to no other: PyTorch does not count its writes.
-    # The reference does not keep the memory, but keeps another one from looking the same.
-    memory = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
-    layout = (local.storage_offset(), tuple(local.shape), local.stride(), local.dtype)
-    return memory, layout, writes_of(tensor)
+    marks: list[object] = []
+    places: list[tuple[int, int]] = []
+    for tensor in tensors.values():
+        local = local_of(tensor).detach()
+        storage = local.untyped_storage()
+        places.append(_place(local, storage))
+        if tensor.is_inference():
+            marks.append(object())  # Equal to no other: PyTorch does not count its writes.
+            continue
+        # The reference does not keep the memory, but keeps another one from looking the same.
+        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        layout = (local.storage_offset(), local.shape, local.stride(), local.dtype)
+        marks.append((memory, layout, writes_of(tensor)))
+    return dict(zip(tensors, zip(marks, _ema.sample_words(places))))
+
+
+def _place(local: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Address and bytes of what words can be read of at once: of no other device's, nothing."""
+    if not local.is_cpu or not local.is_contiguous():
+        return 0, 0
+    address, size = local.data_ptr(), local.nbytes
+    # resize_ may have left the storage less, and a wrapper of other tensors has none.
+    end = local.storage_offset() * local.element_size() + size
+    return (address, size) if address != 0 and end <= storage.nbytes() else (0, 0)
