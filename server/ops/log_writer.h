@@ -31,7 +31,7 @@ namespace ema {
 // Thread-safe. Never destroyed: its thread may be in a write() that does not end.
 class LogWriter {
  public:
-  static constexpr int kQueuedLines = 1024;
+  static constexpr int kQueuedLines = 4096;
 
   // `line_of_dropped` makes the line that says how many were dropped before the next; it is called
   // on the writer's thread, which is started here.

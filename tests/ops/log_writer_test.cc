@@ -81,7 +81,7 @@ TEST(LogWriterTest, AReaderThatStopsHoldsNobodyUpAndLearnsWhatItHasMissed) {
   writer.Flush(absl::Milliseconds(1));
   const int64_t dropped = writer.dropped_count();
   EXPECT_GT(dropped, 0);
-  EXPECT_LT(dropped, 500);
+  EXPECT_LE(dropped, 500);
 
   std::string text;
   std::jthread reader([&] { text = pipe.ReadAll(); });
