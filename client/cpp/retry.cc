@@ -15,7 +15,7 @@ constexpr absl::Duration kQuietTime = absl::Seconds(2);
 
 bool IsRetryable(const absl::Status& status) {
   const ErrorReason reason = GetErrorReason(status);
-  // A store that a failed fsync has latched stays so until somebody restarts the server.
+  // A store that cannot be written stays so until a person has mended it.
   if (status.code() == absl::StatusCode::kUnavailable) {
     return reason != ErrorReason::kStoreReadOnly;
   }

@@ -160,6 +160,37 @@ void CheckpointManager::NoteFreeSpace() {
   free_bytes_ = bytes.ok() ? std::optional(*bytes) : std::nullopt;
 }
 
+void CheckpointManager::NoteWritten(const absl::Status& status) {
+  const bool is_unwritable =
+      GetErrorReason(status) == ErrorReason::kStoreReadOnly && store_->health().ok();
+  {
+    absl::MutexLock lock(&mu_);
+    // Any other error says nothing of the disk as a whole.
+    if (!status.ok() && !is_unwritable) return;
+    if (unwritable_.ok() == status.ok()) return;
+    unwritable_ = status;
+  }
+  if (is_unwritable) {
+    LogTo(options_.log, LogLevel::kError, "checkpoints read-only", {{"error", status}});
+  } else {
+    LogTo(options_.log, LogLevel::kInfo, "checkpoints writable again", {});
+  }
+}
+
+void CheckpointManager::LookWhetherWritable() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (unwritable_.ok()) return;
+  }
+  NoteWritten(store_->CheckWritable());
+}
+
+absl::Status CheckpointManager::health() const {
+  EMA_RETURN_IF_ERROR(store_->health());
+  absl::MutexLock lock(&mu_);
+  return unwritable_;
+}
+
 void CheckpointManager::AwaitIdle() {
   scheduler_->AwaitIdle();
   const auto is_idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return queue_.empty(); };

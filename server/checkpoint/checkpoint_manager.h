@@ -53,7 +53,8 @@ class CheckpointManager final : public Checkpoints {
     // Every checkpoint is read again, to find bytes that have gone bad, once in so long. Zero:
     // never.
     absl::Duration scrub_interval = absl::ZeroDuration();
-    // How often the disk is asked how much is free. Infinite: never.
+    // How often the disk is asked how much is free, and, where it could not be written, whether it
+    // can be. Infinite: never.
     absl::Duration free_space_interval = absl::InfiniteDuration();
     LogSink log;
     // Told how saves have ended. Outlives the manager.
@@ -138,7 +139,7 @@ class CheckpointManager final : public Checkpoints {
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
   absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status health() const override { return store_->health(); }
+  absl::Status health() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
   absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override;
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
@@ -193,6 +194,10 @@ class CheckpointManager final : public Checkpoints {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
+  // `status`: of something that was written, or could not be. Tells the log when it turns.
+  void NoteWritten(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // Where nothing could be written, looks whether that is over.
+  void LookWhetherWritable() ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // As that of the store; bad ones have been set aside.
   absl::StatusOr<std::vector<CheckpointStore::Stored>> ListStored(
@@ -273,7 +278,7 @@ class CheckpointManager final : public Checkpoints {
   Heartbeat* const queue_heartbeat_;
   Heartbeat* const scrub_heartbeat_;
 
-  absl::Mutex mu_;  // Never held across a call of the store or a model.
+  mutable absl::Mutex mu_;  // Never held across a call of the store or a model.
   std::map<Key, Saving> saving_ ABSL_GUARDED_BY(mu_);
   std::deque<Key> queue_ ABSL_GUARDED_BY(mu_);
   // Of each model, those that could not be written, oldest first.
@@ -282,6 +287,8 @@ class CheckpointManager final : public Checkpoints {
   std::map<std::string, std::weak_ptr<absl::Mutex>> label_mutexes_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   SteadyWait wait_;  // Woken when there is more to do, or the end has begun.
+  // STORE_READ_ONLY, though not latched: the last save could not be written.
+  absl::Status unwritable_ ABSL_GUARDED_BY(mu_);
   std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Time> scrub_time_ ABSL_GUARDED_BY(mu_);
 

@@ -94,6 +94,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   if (!was_there && !absl::IsNotFound(saved.status())) {
     options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
   }
+  if (!was_there) NoteWritten(saved.status());
   // Not after some tracks only, or what was there before: that puts no automatic save off.
   if (model.durable_version() > durable) scheduler_->OnSaved(model);
   {
@@ -234,6 +235,7 @@ void CheckpointManager::RunQueue() {
     if (model == nullptr) {
       const Heartbeat::Work at_work(queue_heartbeat_);
       NoteFreeSpace();
+      LookWhetherWritable();
       continue;
     }
     absl::Status status;

@@ -38,17 +38,6 @@ absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
   return file_system.SyncDirectory(parent);
 }
 
-// As clients of a save understand it: a folder that has gone or may not be written is no fault of
-// the call.
-absl::Status AsSaveError(const absl::Status& status) {
-  if (GetErrorReason(status) == ErrorReason::kUnspecified &&
-      (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
-       absl::IsPermissionDenied(status) || absl::IsDataLoss(status))) {
-    return absl::UnavailableError(status.message());
-  }
-  return status;
-}
-
 }  // namespace
 
 int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now); }
@@ -115,6 +104,34 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
       ReplaceFile(options_.data_dir, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
   incarnation_ = incarnation;
   return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::AsSaveError(const absl::Status& status) {
+  if (GetErrorReason(status) != ErrorReason::kUnspecified) return status;
+  // Where a volume was mounted there may still be a folder: it is not ours without `models`.
+  if (absl::IsNotFound(status) && !file_system_.Exists(ModelsPath()).value_or(true)) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
+                     absl::StrCat("the data directory has gone, nothing can be saved until it is "
+                                  "back: ",
+                                  status.message()));
+  }
+  if (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
+      absl::IsPermissionDenied(status) || absl::IsDataLoss(status)) {
+    return absl::UnavailableError(status.message());
+  }
+  return status;
+}
+
+absl::Status CheckpointStore::CheckWritable() {
+  EMA_RETURN_IF_ERROR(latch_.status());
+  // Each call has its own: they may come at once, or have left one.
+  const std::string path =
+      JoinPath(ModelsPath(), absl::StrCat(std::string(kTemporaryPrefix), "writable-",
+                                          write_count_.fetch_add(1, std::memory_order_relaxed)));
+  if (const auto file = file_system_.NewWritableFile(path); !file.ok()) {
+    return AsSaveError(file.status());
+  }
+  return AsSaveError(file_system_.RemoveFile(path));
 }
 
 absl::StatusOr<absl::Time> CheckpointStore::ReadScrubTime() {

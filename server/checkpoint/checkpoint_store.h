@@ -66,7 +66,9 @@ int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 //
 // Thread-safe. Every call may block on the disk for as long as the model takes to write: not for a
 // thread that serves RPCs. A failed sync (fsync) latches the store read-only: from then on it saves
-// and deletes nothing, UNAVAILABLE with STORE_READ_ONLY, until the server is started again.
+// and deletes nothing, UNAVAILABLE with STORE_READ_ONLY, until the server is started again. While
+// the disk is mounted read-only, or the data directory has gone, the error is the same, and ends
+// with its cause.
 class CheckpointStore {
  public:
   // A checkpoint that was set aside because a byte of it is wrong or missing, or because the disk
@@ -312,6 +314,9 @@ class CheckpointStore {
   // it is still there.
   absl::Status PurgeDeleted(std::string_view model_name);
 
+  // OK: a file can be made in the data directory. Errors as Save().
+  absl::Status CheckWritable();
+
   // OK, or the failed sync that has latched the store: UNAVAILABLE, STORE_READ_ONLY. Never blocks.
   absl::Status health() const { return latch_.status(); }
 
@@ -390,6 +395,10 @@ class CheckpointStore {
   absl::Status WriteLabelsLocked(Folder& folder, LabelMap labels)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
+  // As clients of a save understand it: a folder that has gone or may not be written is no fault of
+  // the call.
+  absl::Status AsSaveError(const absl::Status& status);
+
   // Parts of Save() and DeleteModel().
   absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot,
                                         const SaveOptions& options, Folder& folder)
@@ -443,7 +452,8 @@ class CheckpointStore {
   std::unique_ptr<FileLock> lock_;  // Constant after Open(), as incarnation_.
   int64_t incarnation_ = 0;
   SyncLatch latch_;
-  std::atomic<int> saving_count_ = 0;  // Relaxed: a hint for the scrub.
+  std::atomic<int> saving_count_ = 0;     // Relaxed: a hint for the scrub.
+  std::atomic<int64_t> write_count_ = 0;  // Of CheckWritable(). Relaxed: it only tells them apart.
 
   absl::Mutex mu_;  // Never held across a call of file_system_.
   std::map<std::string, std::shared_ptr<Folder>, std::less<>> folders_ ABSL_GUARDED_BY(mu_);

@@ -76,7 +76,7 @@ class Checkpoints {
   virtual absl::Status Forget(std::string_view model_name, bool purge) = 0;
 
   // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: not any more, until the server is
-  // started again. Never blocks.
+  // started again, or, as the message says, until the disk is writable again. Never blocks.
   virtual absl::Status health() const = 0;
 
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.

@@ -176,7 +176,8 @@ void AddServer(const ServerState& state, Families& families) {
         Seconds(*state.scrub_time));
   }
   families.Add("ema_checkpoint_store_read_only",
-               "1: after a failed fsync nothing can be saved until the server is started again.",
+               "1: nothing can be saved: an fsync has failed, the disk is read-only, or the data "
+               "directory has gone.",
                state.is_store_read_only ? 1 : 0);
   families.Add("ema_device_usable", "0: the device has failed for good.",
                state.device_health.ok() ? 1 : 0);

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -410,6 +411,50 @@ TEST_F(HalfSavedTest, WithoutItsFoldersSyncItIsFailedForGood) {
   ExpectRefused(ErrorReason::kStoreReadOnly);
   server_ = nullptr;
   EXPECT_EQ(TestServer(files_).version(), 1);
+}
+
+TEST_F(CheckpointManagerTest, ADiskThatIsReadOnlyIsNotHealthyUntilASaveIsWritten) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EXPECT_THAT(server.Save(), IsOk());
+  server.PushTo(2);
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "mkdir" || operation == "create" || operation == "remove"
+               ? MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "read-only")
+               : absl::OkStatus();
+  });
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(server.errors(), Contains(HasSubstr("checkpoints read-only")).Times(1));
+  // Nothing is written for one that is there.
+  EXPECT_THAT(server.Save(1), IsOk());
+  EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
+  files_.set_hook(nullptr);
+  EXPECT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(server.manager().health(), IsOk());
+  EXPECT_THAT(server.others(), Contains(HasSubstr("checkpoints writable again")).Times(1));
+}
+
+TEST_F(CheckpointManagerTest, ADataDirectoryThatHasGoneIsSeenAndSoIsThatItIsBack) {
+  CheckpointManager::Options options;
+  options.free_space_interval = absl::Milliseconds(1);
+  TestServer server(files_, std::move(options));
+  server.PushTo(1);
+  EXPECT_THAT(server.Save(), IsOk());
+  server.PushTo(2);
+  // As where a volume was mounted.
+  ASSERT_THAT(files_.Rename("/data", "/gone"), IsOk());
+  ASSERT_THAT(files_.CreateDirectory("/data"), IsOk());
+  EXPECT_THAT(server.Save(), AllOf(ReasonIs(ErrorReason::kStoreReadOnly),
+                                   StatusIs(_, HasSubstr("the data directory has gone"))));
+  EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(files_.ListDirectory("/data"), IsOkAndHolds(IsEmpty()));
+  ASSERT_THAT(files_.Rename("/gone", "/data"), IsOk());
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  while (!server.manager().health().ok() && absl::Now() < deadline) std::this_thread::yield();
+  EXPECT_THAT(server.manager().health(), IsOk());
+  EXPECT_THAT(server.Save(), IsOk());
 }
 
 // --- What there is ---

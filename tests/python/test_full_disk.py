@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 
 import ema_client
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from http_pages import LISTEN, find_url, get, scrape, value
 from server_process import ROOT, ServerError, ServerProcess
-from testing import wait_for
+from testing import NOT_SERVING, SERVING, check_health, wait_for
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 
@@ -162,3 +163,36 @@ def test_a_start_on_a_full_disk_says_so(tmp_path):
                 server.start()
             ballast.unlink()
             server.start()
+
+
+def test_a_data_directory_that_goes_and_comes_back(tmp_path):
+    data, gone = tmp_path / "data", tmp_path / "gone"
+    weights = {"w": np.ones(1000, np.float32)}
+    with ServerProcess(tmp_path, *LISTEN, data_dir=data) as server:
+        with ema_client.Client(server.address, timeout_s=60) as client:
+            client.create_model("m", weights, tracks={"raw": "copy"})
+            with client.open_run("m") as run:
+                run.push(step=1, weights=weights)
+                client.create_checkpoint("m")
+                data.rename(gone)
+                run.push(step=2, weights=weights)
+                for call in (
+                    lambda: client.create_checkpoint("m"),
+                    lambda: client.set_label("m", "best"),
+                ):
+                    begin = time.monotonic()
+                    with pytest.raises(ema_client.UnavailableError) as error:
+                        call()
+                    # Not tried again until the time is over.
+                    assert error.value.reason == "STORE_READ_ONLY"
+                    assert time.monotonic() - begin < 10
+                assert value(scrape(server), "ema_checkpoint_store_read_only") == 1
+                assert check_health(server.address, "checkpoints") == NOT_SERVING
+                assert check_health(server.address, "") == SERVING
+                gone.rename(data)
+                wait_for(
+                    lambda: check_health(server.address, "checkpoints") == SERVING,
+                    "it is back",
+                )
+                assert value(scrape(server), "ema_checkpoint_store_read_only") == 0
+                assert client.create_checkpoint("m").version.step == 2
