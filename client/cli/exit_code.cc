@@ -20,10 +20,13 @@ int ExitCode(const absl::Status& status) {
     case absl::StatusCode::kPermissionDenied:
     case absl::StatusCode::kUnauthenticated:
       return kExitRefused;
-    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kUnavailable: {
       // A server that is there, and cannot write to its disk.
-      if (GetErrorReason(status) == ErrorReason::kStoreReadOnly) return kExitRefused;
-      return kExitNoServer;
+      const ErrorReason reason = GetErrorReason(status);
+      const bool is_of_disk =
+          reason == ErrorReason::kStoreReadOnly || reason == ErrorReason::kDiskFailed;
+      return is_of_disk ? kExitRefused : kExitNoServer;
+    }
     case absl::StatusCode::kDeadlineExceeded:
       return kExitNoServer;
     case absl::StatusCode::kCancelled:

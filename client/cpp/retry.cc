@@ -15,9 +15,10 @@ constexpr absl::Duration kQuietTime = absl::Seconds(2);
 
 bool IsRetryable(const absl::Status& status) {
   const ErrorReason reason = GetErrorReason(status);
-  // A store that cannot be written stays so until a person has mended it.
+  // A store that cannot be written stays so until a person has mended it, and a disk that has
+  // failed mostly: the error says more than to wait.
   if (status.code() == absl::StatusCode::kUnavailable) {
-    return reason != ErrorReason::kStoreReadOnly;
+    return reason != ErrorReason::kStoreReadOnly && reason != ErrorReason::kDiskFailed;
   }
   return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kTooManyPins ||
          reason == ErrorReason::kTooManyCalls || reason == ErrorReason::kTooManySessions;

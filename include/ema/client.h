@@ -108,7 +108,8 @@ class Client {
   // All calls block until their end, at most `timeout`; zero: the one of Options. Their errors are
   // the server's, with its ErrorReason (ema_service.proto says which), or DEADLINE_EXCEEDED, or
   // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push,
-  // RestoreCheckpoint and Drain) are retried on UNAVAILABLE until the time-out.
+  // RestoreCheckpoint and Drain) are retried on UNAVAILABLE until the time-out, but for
+  // STORE_READ_ONLY and DISK_FAILED.
 
   // What the server's health check says of a service, as a probe asks it: "" and
   // "ema.v1.EmaService" are the whole server, "checkpoints" also whether it can save. Tried once.
@@ -259,7 +260,8 @@ class Client {
   // Saves a version; when it returns, that is on the server's disk, unless `async`. One that is
   // there already is OK. NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
   // VERSION_NOT_KEPT, VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE,
-  // STORE_READ_ONLY. DATA_LOSS, CHECKPOINT_CORRUPT: what was read back is not what was written.
+  // STORE_READ_ONLY or DISK_FAILED. DATA_LOSS, CHECKPOINT_CORRUPT: what was read back is not what
+  // was written.
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
                                                     const CheckpointOptions& options,
                                                     absl::Duration timeout = absl::Minutes(10));
@@ -278,7 +280,7 @@ class Client {
   absl::StatusOr<CheckpointList> ListCheckpoints(std::string_view model,
                                                  absl::Duration timeout = absl::ZeroDuration());
   // One that is not there is OK. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, or is the
-  // newest. UNAVAILABLE, STORE_READ_ONLY.
+  // newest. UNAVAILABLE, STORE_READ_ONLY or DISK_FAILED.
   absl::Status DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
                                 absl::Duration timeout = absl::ZeroDuration());
 

@@ -65,6 +65,7 @@ enum class ErrorReason : int {
   kRangeBusy = 71,
   kStoreReadOnly = 72,
   kSessionBusy = 73,
+  kDiskFailed = 74,
   kChunkCorrupt = 80,
   kDigestMismatch = 81,
   kCheckpointCorrupt = 82,

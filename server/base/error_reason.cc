@@ -138,6 +138,8 @@ std::string_view ErrorReasonName(ErrorReason reason) {
       return "STORE_READ_ONLY";
     case ErrorReason::kSessionBusy:
       return "SESSION_BUSY";
+    case ErrorReason::kDiskFailed:
+      return "DISK_FAILED";
     case ErrorReason::kChunkCorrupt:
       return "CHUNK_CORRUPT";
     case ErrorReason::kDigestMismatch:

@@ -309,7 +309,7 @@ absl::Status CheckpointStore::PutLabel(std::string_view model_name, const Checkp
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(latch_.status());
-  return PutLabelLocked(*folder, label);
+  return AsSaveError(PutLabelLocked(*folder, label));
 }
 
 absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLabel& label) {
@@ -347,17 +347,21 @@ absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLab
 absl::Status CheckpointStore::RemoveLabel(std::string_view model_name, std::string_view label) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
+  return AsSaveError(RemoveLabelLocked(*folder, label));
+}
+
+absl::Status CheckpointStore::RemoveLabelLocked(Folder& folder, std::string_view label) {
   EMA_RETURN_IF_ERROR(latch_.status());
-  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
   LabelMap labels;
   {
-    absl::MutexLock state_lock(&folder->state_mu);
-    labels = folder->labels;
+    absl::MutexLock state_lock(&folder.state_mu);
+    labels = folder.labels;
   }
   const auto it = labels.find(label);
-  if (it == labels.end()) return UnknownLabel(model_name, label, labels);
+  if (it == labels.end()) return UnknownLabel(folder.model_name, label, labels);
   labels.erase(it);
-  return WriteLabelsLocked(*folder, std::move(labels));
+  return WriteLabelsLocked(folder, std::move(labels));
 }
 
 absl::Status CheckpointStore::WriteLabelsLocked(Folder& folder, LabelMap labels) {

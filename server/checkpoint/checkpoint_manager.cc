@@ -296,6 +296,9 @@ absl::Status CheckpointManager::Forget(std::string_view model_name, bool purge) 
   {
     absl::MutexLock lock(&mu_);
     if (const auto it = failed_.find(model_name); it != failed_.end()) failed_.erase(it);
+    if (const auto it = asked_errors_.find(model_name); it != asked_errors_.end()) {
+      asked_errors_.erase(it);
+    }
   }
   EMA_RETURN_IF_ERROR(store_->DeleteModel(model_name));
   return purge ? store_->PurgeDeleted(model_name) : absl::OkStatus();

@@ -172,7 +172,8 @@ class CheckpointManager final : public Checkpoints {
   void LogLabelSet(const Model& model, std::string_view label, int64_t version, int64_t step) const;
   // As that of the store, and tells the log.
   absl::Status PutLabel(const Model& model, const CheckpointLabel& label);
-  // Saves, and keeps in mind that it is done, or why not; tells the log.
+  // Saves, and keeps in mind that it is done, or why not; tells the log, of the same failure of a
+  // model once until a save succeeds.
   absl::StatusOr<Saved> SaveSnapshot(Model& model, const SnapshotRef& snapshot,
                                      const CheckpointStore::SaveOptions& options)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -184,6 +185,9 @@ class CheckpointManager final : public Checkpoints {
   void LogFailedSave(const Model& model, const SnapshotRef& snapshot,
                      const std::vector<std::string>& tracks, const absl::Status& status,
                      const std::vector<LogField>& more) const;
+  // `status`: of a save that was asked for. True: the last one of the model failed otherwise, or
+  // did not.
+  bool IsNewFailure(const Model& model, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
@@ -283,6 +287,8 @@ class CheckpointManager final : public Checkpoints {
   std::deque<Key> queue_ ABSL_GUARDED_BY(mu_);
   // Of each model, those that could not be written, oldest first.
   std::map<std::string, std::deque<CheckpointInfo>, std::less<>> failed_ ABSL_GUARDED_BY(mu_);
+  // By model: what the last save that was asked for has failed with.
+  std::map<std::string, absl::Status, std::less<>> asked_errors_ ABSL_GUARDED_BY(mu_);
   // By model: those of LabelMutexOf() that somebody holds, and some that have gone.
   std::map<std::string, std::weak_ptr<absl::Mutex>> label_mutexes_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -80,14 +80,18 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
 absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_view name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
+  return AsSaveError(DeleteCheckpointLocked(*folder, name));
+}
+
+absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string_view name) {
   EMA_RETURN_IF_ERROR(latch_.status());
-  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
   std::optional<Stored> stored;
   std::vector<std::string> labels;
   {
-    absl::MutexLock state_lock(&folder->state_mu);
-    if (const auto it = folder->index.find(name); it != folder->index.end()) stored = it->second;
-    for (const auto& [label_name, label] : folder->labels) {
+    absl::MutexLock state_lock(&folder.state_mu);
+    if (const auto it = folder.index.find(name); it != folder.index.end()) stored = it->second;
+    for (const auto& [label_name, label] : folder.labels) {
       if (stored.has_value() && label.id == stored->id.version_id()) {
         labels.push_back(absl::StrCat("\"", label_name, "\""));
       }
@@ -95,18 +99,19 @@ absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_vi
   }
   if (stored.has_value()) {
     if (!labels.empty() && stored->problem.ok() && !stored->is_partial) {
-      return InUse(model_name, name, absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
+      return InUse(folder.model_name, name,
+                   absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
     }
-    EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
+    EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
     if (CheckpointName(latest) == name) {
-      return InUse(model_name, name, "is the newest, which a restart goes on from");
+      return InUse(folder.model_name, name, "is the newest, which a restart goes on from");
     }
-    EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(*folder, std::string(name)));
-    if (!removing) return InUse(model_name, name, "is being read; try again");
+    EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(folder, std::string(name)));
+    if (!removing) return InUse(folder.model_name, name, "is being read; try again");
   }
   // Also if it is gone: a call before may have ended before that was on the disk.
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
-  return exists ? ClearTemporary(folder->path) : absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
+  return exists ? ClearTemporary(folder.path) : absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(

@@ -54,8 +54,25 @@ absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const 
 absl::StatusOr<Checkpoints::Saved> CheckpointManager::SaveSnapshot(
     Model& model, const SnapshotRef& snapshot, const CheckpointStore::SaveOptions& options) {
   absl::StatusOr<Saved> saved = TrySave(model, snapshot, options);
-  if (!saved.ok()) LogFailedSave(model, snapshot, options.tracks, saved.status(), {});
+  if (IsNewFailure(model, saved.status())) {
+    LogFailedSave(model, snapshot, options.tracks, saved.status(), {});
+  }
   return saved;
+}
+
+bool CheckpointManager::IsNewFailure(const Model& model, const absl::Status& status) {
+  const std::string& name = model.config().name;
+  absl::MutexLock lock(&mu_);
+  // What is lost at the end is said in any case; of a model that has been deleted, nothing is.
+  if (status.ok() || absl::IsNotFound(status) || is_stopping_) {
+    asked_errors_.erase(name);
+    return !status.ok();
+  }
+  absl::Status& last = asked_errors_[name];
+  const bool is_new =
+      last.code() != status.code() || GetErrorReason(last) != GetErrorReason(status);
+  last = status;
+  return is_new;
 }
 
 void CheckpointManager::LogFailedSave(const Model& model, const SnapshotRef& snapshot,

@@ -116,8 +116,9 @@ absl::Status CheckpointStore::AsSaveError(const absl::Status& status) {
                                   status.message()));
   }
   if (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
-      absl::IsPermissionDenied(status) || absl::IsDataLoss(status)) {
-    return absl::UnavailableError(status.message());
+      absl::IsPermissionDenied(status) || absl::IsDataLoss(status) || absl::IsUnavailable(status)) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDiskFailed,
+                     std::string(status.message()));
   }
   return status;
 }

@@ -166,7 +166,7 @@ class CheckpointStore {
   // of one model wait for each other; commits and readers do not wait for them. While the model is
   // being pushed it takes three times as long. Holds `snapshot` only while it runs.
   // RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space. UNAVAILABLE, STORE_READ_ONLY.
-  // UNAVAILABLE: the disk failed. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND,
+  // UNAVAILABLE, DISK_FAILED. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND,
   // MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE. After any of these the
   // checkpoints from before are as they were; only one that was found bad, or not readable, may
   // have been set aside.
@@ -216,7 +216,7 @@ class CheckpointStore {
 
   // Removes a checkpoint, or one that was set aside, whatever retention says. OK if it is not
   // there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is held. Waits
-  // for a running Save(). UNAVAILABLE: the disk failed.
+  // for a running Save(). UNAVAILABLE: STORE_READ_ONLY or DISK_FAILED.
   absl::Status Delete(std::string_view model_name, std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
   // so that a restart would load an older one. Waits for a running Save().
@@ -255,8 +255,8 @@ class CheckpointStore {
   absl::StatusOr<FoundLabel> FindLabel(std::string_view model_name, std::string_view label)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Puts a label on a version that is on the disk, durably. OUT_OF_RANGE, VERSION_NOT_KEPT: it is
-  // not. RESOURCE_EXHAUSTED: the model has kMaxLabels. UNAVAILABLE: the disk failed, or
-  // STORE_READ_ONLY. Waits for a running Save().
+  // not. RESOURCE_EXHAUSTED: the model has kMaxLabels. UNAVAILABLE: STORE_READ_ONLY or DISK_FAILED.
+  // Waits for a running Save().
   absl::Status PutLabel(std::string_view model_name, const CheckpointLabel& label)
       ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, LABEL_NOT_FOUND. Else as PutLabel().
@@ -428,6 +428,10 @@ class CheckpointStore {
   absl::StatusOr<bool> StartRemoving(Folder& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status DeleteLocked(const std::string& model_name, Folder& folder)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status DeleteCheckpointLocked(Folder& folder, std::string_view name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status RemoveLabelLocked(Folder& folder, std::string_view label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // What LATEST names, if that is there.

@@ -216,10 +216,54 @@ TEST_F(CheckpointManagerTest, TheLogSaysOnceThatTheStoreIsReadOnly) {
   EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
   EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kStoreReadOnly));
   files_.set_hook(nullptr);
-  const auto is_failed_save = HasSubstr("checkpoint failed");
   EXPECT_THAT(server.errors(), ElementsAre(AllOf(HasSubstr("checkpoints read-only"),
                                                  HasSubstr("Input/output error")),
-                                           is_failed_save, is_failed_save));
+                                           HasSubstr("checkpoint failed")));
+}
+
+TEST_F(CheckpointManagerTest, TheLogSaysOnceWhyTheSameSaveFailsAgain) {
+  TestServer server(files_);
+  server.PushTo(1);
+  absl::Status error = DiskError();
+  files_.set_hook([&](const std::string& operation, const std::string&) {
+    return operation == "append" ? error : absl::OkStatus();
+  });
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_THAT(server.Save(), AllOf(StatusIs(absl::StatusCode::kUnavailable, _),
+                                     ReasonIs(ErrorReason::kDiskFailed)));
+  }
+  EXPECT_THAT(server.errors(), ElementsAre(HasSubstr("reason=DISK_FAILED")));
+  error = MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull, "full");
+  for (int i = 0; i < 2; ++i) EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kDiskFull));
+  EXPECT_THAT(server.errors(), SizeIs(2));
+  error = absl::OkStatus();
+  EXPECT_THAT(server.Save(), IsOk());
+  server.PushTo(2);
+  error = DiskError();
+  EXPECT_THAT(server.Save(), ReasonIs(ErrorReason::kDiskFailed));
+  EXPECT_THAT(server.errors(), SizeIs(3));
+}
+
+TEST_F(CheckpointManagerTest, LabelsAndDeletionsSayThatTheDiskFailed) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved first, server.Save(0, "old"));
+  server.PushTo(4);
+  EXPECT_THAT(server.Save(), IsOk());
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "create" || operation == "rename" ? DiskError() : absl::OkStatus();
+  });
+  const auto is_failed =
+      AllOf(StatusIs(absl::StatusCode::kUnavailable, _), ReasonIs(ErrorReason::kDiskFailed));
+  EXPECT_THAT(server.manager().SetLabel(server.model(), "best", {1, 0}), is_failed);
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "old"), is_failed);
+  files_.set_hook(nullptr);
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "old"), IsOk());
+  files_.set_hook([](const std::string& operation, const std::string&) {
+    return operation == "rename" ? DiskError() : absl::OkStatus();
+  });
+  EXPECT_THAT(server.manager().Delete(server.model(), first.name), is_failed);
+  files_.set_hook(nullptr);
 }
 
 TEST_F(CheckpointManagerTest, OfFailedSavesTheLast64AreKeptInMind) {

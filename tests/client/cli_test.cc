@@ -97,6 +97,7 @@ TEST(ExitCodeTest, FollowsTheHelp) {
   EXPECT_EQ(ExitCode(absl::DeadlineExceededError("")), 5);
   EXPECT_EQ(ExitCode(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "")),
             4);
+  EXPECT_EQ(ExitCode(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDiskFailed, "")), 4);
   EXPECT_EQ(LocalExitCode(absl::UnavailableError("")), 1);
   EXPECT_EQ(LocalExitCode(absl::NotFoundError("")), 3);
 }

@@ -97,9 +97,11 @@ TEST_F(ClientTest, RetriesWhileTheServerIsUnavailable) {
 TEST_F(ClientTest, DoesNotRetryWhatStaysWrong) {
   server_.unary_errors = {
       MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound, "none"),
-      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "ro")};
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly, "ro"),
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDiskFailed, "I/O error")};
   EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kStoreReadOnly));
+  EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kDiskFailed));
   EXPECT_THAT(client_->GetModel("m"), IsOk());
 }
 

@@ -24,7 +24,7 @@ pytestmark = [
 # What a save may answer when a call fails so. A call that finds the error may be one that a save can
 # do without; then it is OK.
 ANSWERS = {
-    "EIO": {"UNAVAILABLE UNSPECIFIED", "UNAVAILABLE STORE_READ_ONLY"},
+    "EIO": {"UNAVAILABLE DISK_FAILED", "UNAVAILABLE STORE_READ_ONLY"},
     "ENOSPC": {"RESOURCE_EXHAUSTED DISK_FULL"},
     "EDQUOT": {"RESOURCE_EXHAUSTED DISK_FULL"},
     "EROFS": {"UNAVAILABLE STORE_READ_ONLY"},

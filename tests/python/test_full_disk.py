@@ -189,6 +189,7 @@ def test_a_data_directory_that_goes_and_comes_back(tmp_path):
                 assert value(scrape(server), "ema_checkpoint_store_read_only") == 1
                 assert check_health(server.address, "checkpoints") == NOT_SERVING
                 assert check_health(server.address, "") == SERVING
+                assert server.log().count("checkpoint failed") == 1
                 gone.rename(data)
                 wait_for(
                     lambda: check_health(server.address, "checkpoints") == SERVING,
