@@ -3,9 +3,12 @@
 
 #include <grpcpp/security/tls_credentials_options.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -17,6 +20,10 @@ constexpr unsigned kRefreshSeconds = 1;
 // seconds, has changed meanwhile: so both are one file, each with a time of its own. 0 would be an
 // error to it.
 constexpr int64_t kFirstSecond = 1;
+
+std::string ToText(absl::Time time) {
+  return absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", time, absl::UTCTimeZone());
+}
 
 }  // namespace
 
@@ -30,21 +37,23 @@ absl::StatusOr<std::unique_ptr<ServedCertificate>> ServedCertificate::Open(const
     EMA_ASSIGN_OR_RETURN(MemoryFile ca, MemoryFile::Make(identity.client_ca, kFirstSecond));
     client_ca.emplace(std::move(ca));
   }
-  return std::unique_ptr<ServedCertificate>(
-      new ServedCertificate(files, std::move(log), std::move(texts), identity.expiry,
-                            std::move(file), std::move(client_ca)));
+  return std::unique_ptr<ServedCertificate>(new ServedCertificate(
+      files, std::move(log), std::move(texts), {.start = identity.start, .expiry = identity.expiry},
+      std::move(file), std::move(client_ca)));
 }
 
 ServedCertificate::ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts,
-                                     absl::Time expiry, MemoryFile identity,
+                                     Validity validity, MemoryFile identity,
                                      std::optional<MemoryFile> client_ca)
     : files_(files),
       log_(std::move(log)),
       judged_(std::move(texts)),
+      validity_(validity),
       modified_seconds_(kFirstSecond),
       identity_(std::move(identity)),
       client_ca_(std::move(client_ca)),
-      state_{.expiry = expiry} {
+      state_{.expiry = validity.expiry} {
+  TellInvalid();
   grpc::experimental::TlsServerCredentialsOptions options(
       std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
           identity_.path(), identity_.path(), client_ca_.has_value() ? client_ca_->path() : "",
@@ -64,23 +73,39 @@ ServedCertificate::State ServedCertificate::state() const {
 
 void ServedCertificate::Refresh() {
   absl::StatusOr<TlsTexts> texts = ReadTls(files_);
-  if (texts == judged_) {
+  const bool is_same = texts == judged_;
+  if (is_same && absl::Now() < judge_again_time_) {
     found_.reset();
     return;
   }
-  if (found_ != texts) {
+  if (!is_same && found_ != texts) {
     found_ = std::move(texts);
     return;
   }
+  judge_again_time_ = absl::InfiniteFuture();
   const absl::Status status = texts.ok() ? TakeOver(*texts) : texts.status();
   Tell(status);
   // The system may have what it takes when the next look comes.
-  if (absl::IsInternal(status)) return;
-  judged_ = *std::exchange(found_, std::nullopt);
+  if (absl::IsInternal(status)) {
+    judge_again_time_ = absl::InfinitePast();
+    return;
+  }
+  judged_ = std::move(texts);
+  found_.reset();
 }
 
 absl::Status ServedCertificate::TakeOver(const TlsTexts& texts) {
   EMA_ASSIGN_OR_RETURN(TlsIdentity identity, CheckTls(files_, texts));
+  const Validity validity{.start = identity.start, .expiry = identity.expiry};
+  const absl::Time now = absl::Now();
+  if (validity_.Has(now) && !validity.Has(now)) {
+    judge_again_time_ = validity_.expiry + absl::Seconds(1);
+    if (validity.start > now) judge_again_time_ = std::min(judge_again_time_, validity.start);
+    return absl::InvalidArgumentError(
+        absl::StrCat("TLS certificate \"", files_.certificate, "\": valid from ",
+                     ToText(validity.start), " to ", ToText(validity.expiry),
+                     ", not now, and the one in use is valid until ", ToText(validity_.expiry)));
+  }
   EMA_ASSIGN_OR_RETURN(MemoryFile file,
                        MemoryFile::Make(identity.key_and_chain, modified_seconds_ + 1));
   if (client_ca_.has_value()) {
@@ -89,17 +114,25 @@ absl::Status ServedCertificate::TakeOver(const TlsTexts& texts) {
   }
   EMA_RETURN_IF_ERROR(identity_.ReplaceBy(std::move(file)));
   ++modified_seconds_;
+  validity_ = validity;
   absl::MutexLock lock(&mu_);
   state_.expiry = identity.expiry;
   return absl::OkStatus();
 }
 
+void ServedCertificate::TellInvalid() const {
+  if (validity_.Has(absl::Now())) return;
+  LogTo(log_, LogLevel::kError, "TLS certificate not valid now",
+        {{"certificate", files_.certificate},
+         {"not_before", ToText(validity_.start)},
+         {"not_after", ToText(validity_.expiry)}});
+}
+
 void ServedCertificate::Tell(const absl::Status& status) {
   if (status.ok()) {
-    const std::string not_after =
-        absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", state().expiry, absl::UTCTimeZone());
     LogTo(log_, LogLevel::kInfo, "TLS files taken over",
-          {{"certificate", files_.certificate}, {"not_after", not_after}});
+          {{"certificate", files_.certificate}, {"not_after", ToText(validity_.expiry)}});
+    TellInvalid();
   } else if (status != told_) {
     LogTo(log_, LogLevel::kError, "TLS files not taken over", {{"error", status}});
   }

@@ -30,7 +30,9 @@ class ServedCertificate {
     bool is_rejected = false;  // What is in the files is not in use, for it is wrong.
   };
 
-  // Errors as ReadTls() and CheckTls(), or INTERNAL: the system has no memory for a file.
+  // Errors as ReadTls() and CheckTls(), or INTERNAL: the system has no memory for a file. A
+  // certificate that is not valid now is an error in the log only: at the start of a machine it may
+  // be the clock that is wrong.
   static absl::StatusOr<std::unique_ptr<ServedCertificate>> Open(const TlsFiles& files,
                                                                  LogSink log);
 
@@ -41,17 +43,27 @@ class ServedCertificate {
 
   // Takes over files that have changed, once two looks in a row have found the same: files that are
   // just being written are of two pairs. What is wrong, or has gone: what was before stays, and the
-  // log is told, once.
+  // log is told, once. So it is with a certificate that is not valid now, while the one in use is:
+  // it is taken over as soon as it becomes valid, or the other ends.
   void Refresh() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts, absl::Time expiry,
+  // When a certificate is good.
+  struct Validity {
+    absl::Time start;
+    absl::Time expiry;
+    bool Has(absl::Time time) const { return start <= time && time <= expiry; }
+  };
+
+  ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts, Validity validity,
                     MemoryFile identity, std::optional<MemoryFile> client_ca);
 
-  // As CheckTls(): nothing has changed then. INTERNAL: the system refuses; the clients' CA may be
-  // the new one.
+  // As CheckTls(), or INVALID_ARGUMENT: it is not valid now, and the one in use is. Nothing has
+  // changed then. INTERNAL: the system refuses; the clients' CA may be the new one.
   absl::Status TakeOver(const TlsTexts& texts) ABSL_LOCKS_EXCLUDED(mu_);
   void Tell(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells the log if what is in use is of no use to clients.
+  void TellInvalid() const;
 
   const TlsFiles files_;
   const LogSink log_;
@@ -59,7 +71,10 @@ class ServedCertificate {
   absl::StatusOr<TlsTexts> judged_;                // What is in use, or was wrong.
   std::optional<absl::StatusOr<TlsTexts>> found_;  // By the look before, if it was another.
   absl::Status told_;                              // To the log.
-  int64_t modified_seconds_ = 1;                   // Of identity_.
+  Validity validity_;                              // Of what is in use.
+  // When what was judged wrong may be right.
+  absl::Time judge_again_time_ = absl::InfiniteFuture();
+  int64_t modified_seconds_ = 1;  // Of identity_.
 
   MemoryFile identity_;
   std::optional<MemoryFile> client_ca_;  // Absent: clients need none.

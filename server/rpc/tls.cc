@@ -67,10 +67,10 @@ std::string Written(const Write& write) {
   return {data, static_cast<size_t>(size)};
 }
 
-absl::Time ExpiryOf(const X509* certificate) {
+absl::Time TimeOf(const ASN1_TIME* time) {
   std::tm utc{};
-  // It has been parsed, so it has a time.
-  ASN1_TIME_to_tm(X509_get0_notAfter(certificate), &utc);
+  // Of a certificate that has been parsed, so it is a time.
+  ASN1_TIME_to_tm(time, &utc);
   return absl::FromTM(utc, absl::UTCTimeZone());
 }
 
@@ -129,7 +129,8 @@ absl::StatusOr<TlsIdentity> CheckTls(const TlsFiles& files, const TlsTexts& text
                        for (const Certificate& one : chain) PEM_write_bio_X509(bio, one.get());
                      }),
                      .client_ca = texts.client_ca,
-                     .expiry = ExpiryOf(chain.front().get())};
+                     .start = TimeOf(X509_get0_notBefore(chain.front().get())),
+                     .expiry = TimeOf(X509_get0_notAfter(chain.front().get()))};
 }
 
 }  // namespace ema

@@ -32,7 +32,9 @@ struct TlsTexts {
 struct TlsIdentity {
   std::string key_and_chain;  // PEM: the key, the server's certificate, those that sign it.
   std::string client_ca;      // PEM. Empty: clients need no certificate.
-  absl::Time expiry;          // Of the server's certificate.
+  // The server's certificate is good from the one to the other.
+  absl::Time start;
+  absl::Time expiry;
 };
 
 // INVALID_ARGUMENT: a file cannot be read; the message has its path. Never waits for somebody who
@@ -40,7 +42,7 @@ struct TlsIdentity {
 absl::StatusOr<TlsTexts> ReadTls(const TlsFiles& files);
 
 // INVALID_ARGUMENT: a text is no PEM, or the key is another certificate's; the message has the path
-// in `files`, and nothing of the text.
+// in `files`, and nothing of the text. What time it is plays no part.
 absl::StatusOr<TlsIdentity> CheckTls(const TlsFiles& files, const TlsTexts& texts);
 
 }  // namespace ema

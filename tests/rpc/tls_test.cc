@@ -49,6 +49,23 @@ class TlsTest : public RpcFixture {
     const std::string command = absl::StrCat("openssl ", parts..., " 2>&1");
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
+  // Key and certificate of 127.0.0.1 that is good from the one time to the other.
+  void MakeValid(const std::string& name, absl::Time start, absl::Time end) {
+    const std::string place = absl::StrCat(folder_, "/", name);
+    std::ofstream(place + ".index").close();
+    std::ofstream(place + ".cnf")
+        << "[ca]\ndefault_ca = a\n[a]\ndatabase = " << place
+        << ".index\nnew_certs_dir = " << folder_
+        << "\nrand_serial = yes\ndefault_md = sha256\npolicy = p\ncopy_extensions = copy\n"
+        << "[p]\ncommonName = supplied\n";
+    Openssl("req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=", name,
+            " -addext subjectAltName=IP:127.0.0.1 -keyout ", Key(name), " -out ", place, ".csr");
+    const auto text = [](absl::Time time) {
+      return absl::FormatTime("%Y%m%d%H%M%SZ", time, absl::UTCTimeZone());
+    };
+    Openssl("ca -batch -notext -selfsign -config ", place, ".cnf -keyfile ", Key(name), " -in ",
+            place, ".csr -out ", Cert(name), " -startdate ", text(start), " -enddate ", text(end));
+  }
   std::string Cert(const std::string& name) const {
     return absl::StrCat(folder_, "/", name, ".pem");
   }
@@ -103,7 +120,7 @@ class TlsTest : public RpcFixture {
     absl::MutexLock lock(&mu_);
     std::vector<std::string> told;
     for (const LogEvent& event : std::exchange(events_, {})) {
-      if (event.name.starts_with("TLS files")) {
+      if (event.name.starts_with("TLS ")) {
         told.push_back(
             absl::StrCat(event.level == LogLevel::kError ? "error " : "info ", ToText(event)));
       }
@@ -290,6 +307,58 @@ TEST_F(TlsTest, FilesThatTurnBadLeaveTheServerWithWhatItHas) {
     EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files taken over")));
     EXPECT_THAT(Call(tls_address_, ours), IsOk());
   }
+}
+
+TEST_F(TlsTest, ACertificateThatIsNotValidNowReplacesNoneThatIs) {
+  const absl::Time now = absl::Now();
+  ASSERT_NO_FATAL_FAILURE(MakeValid("expired", now - absl::Hours(9), now - absl::Hours(1)));
+  ASSERT_NO_FATAL_FAILURE(MakeValid("soon", now + absl::Seconds(8), now + absl::Hours(1)));
+  const TlsFiles files = {Cert("both"), Cert("both"), ""};
+  const auto put = [&](const std::string& name) {
+    Replace(Cert("both"), TextOf(Key(name)) + TextOf(Cert(name)));
+  };
+  put("server");
+  ASSERT_NO_FATAL_FAILURE(StartTls(files));
+  EXPECT_THAT(TakeTold(), ElementsAre());
+  put("expired");
+  ASSERT_NO_FATAL_FAILURE(AwaitRejected(true));
+  EXPECT_THAT(Call(tls_address_, {.ca_file = Cert("server")}), IsOk());
+  EXPECT_THAT(
+      TakeTold(),
+      ElementsAre(AllOf(StartsWith("error TLS files not taken over"),
+                        HasSubstr(absl::FormatTime("%Y-%m-%dT%H:%M:%SZ, not now",
+                                                   now - absl::Hours(1), absl::UTCTimeZone())))));
+  put("server");
+  ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));
+  // One that becomes valid is taken over then; its files do not change.
+  TakeTold();
+  put("soon");
+  ASSERT_NO_FATAL_FAILURE(AwaitRejected(true));
+  ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));
+  EXPECT_GE(absl::Now(), now + absl::Seconds(7));
+  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("error TLS files not taken over"),
+                                      StartsWith("info TLS files taken over")));
+  ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("soon")));
+}
+
+TEST_F(TlsTest, WhereNoneIsValidTheNewestIsServedAndTheLogSaysSo) {
+  const absl::Time now = absl::Now();
+  ASSERT_NO_FATAL_FAILURE(MakeValid("old", now - absl::Hours(9), now - absl::Hours(2)));
+  ASSERT_NO_FATAL_FAILURE(MakeValid("new", now - absl::Hours(9), now - absl::Hours(1)));
+  Replace(Cert("both"), TextOf(Key("old")) + TextOf(Cert("old")));
+  ASSERT_NO_FATAL_FAILURE(StartTls({Cert("both"), Cert("both"), ""}));
+  const auto not_valid = AllOf(StartsWith("error TLS certificate not valid now"),
+                               HasSubstr("not_before="), HasSubstr("not_after="));
+  EXPECT_THAT(TakeTold(), ElementsAre(not_valid));
+  const absl::Time old_expiry = server_->certificate()->expiry;
+  Replace(Cert("both"), TextOf(Key("new")) + TextOf(Cert("new")));
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  while (server_->certificate()->expiry == old_expiry) ASSERT_LT(absl::Now(), deadline);
+  Replace(Cert("both"), TextOf(Key("server")) + TextOf(Cert("server")));
+  ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("server")));
+  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files taken over"), not_valid,
+                                      StartsWith("info TLS files taken over")));
+  EXPECT_FALSE(server_->certificate()->is_rejected);
 }
 
 TEST_F(TlsTest, ANewCaDecidesWhichClientsGetIn) {
