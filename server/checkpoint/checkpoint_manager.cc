@@ -292,6 +292,13 @@ absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
   return absl::OkStatus();
 }
 
+absl::Status CheckpointManager::CheckMayForget() {
+  const absl::Status status = store_->CheckWritable();
+  NoteWritten(status);
+  // On a full disk names can be changed, and deleting makes room.
+  return absl::IsResourceExhausted(status) ? absl::OkStatus() : status;
+}
+
 absl::Status CheckpointManager::Forget(std::string_view model_name, bool purge) {
   {
     absl::MutexLock lock(&mu_);

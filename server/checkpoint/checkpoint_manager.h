@@ -138,6 +138,7 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
+  absl::Status CheckMayForget() override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status health() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;

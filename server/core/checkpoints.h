@@ -71,6 +71,9 @@ class Checkpoints {
   virtual absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) = 0;
 
   virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
+  // Before a model is deleted. OK: Forget() finds a disk that can be written. UNAVAILABLE,
+  // STORE_READ_ONLY or DISK_FAILED.
+  virtual absl::Status CheckMayForget() = 0;
   // After a model has been deleted, so that a restart does not bring it back. `purge`: removes its
   // checkpoints, also those of models of that name that were deleted before.
   virtual absl::Status Forget(std::string_view model_name, bool purge) = 0;

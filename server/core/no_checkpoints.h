@@ -16,8 +16,9 @@
 
 namespace ema {
 
-// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget(): there is nothing to forget;
-// Known(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT. Thread-safe; never blocks.
+// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget() and what is asked before it:
+// there is nothing to forget; Known(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT.
+// Thread-safe; never blocks.
 class NoCheckpoints : public Checkpoints {
  public:
   absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NoDataDir(); }
@@ -41,6 +42,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
     return NoDataDir();
   }
+  absl::Status CheckMayForget() override { return absl::OkStatus(); }
   absl::Status Forget(std::string_view, bool) override { return absl::OkStatus(); }
   absl::Status health() const override { return NoDataDir(); }
   absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {

@@ -159,14 +159,20 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
                                    " given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
   }
+  // While nothing has changed.
+  EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
   const bool is_there = store_->Get(request.model()).ok();
   // Also if it is not there: a call before may have failed at its checkpoints.
-  EMA_RETURN_IF_ERROR(store_->Delete(
-      request.model(), [&] { return checkpoints_.Forget(request.model(), request.purge()); }));
-  if (is_there) {
-    LogTo(log_, LogLevel::kInfo, "model deleted",
-          {{"model", request.model()}, {"purge", request.purge()}});
+  const absl::Status forgotten = store_->Delete(
+      request.model(), [&] { return checkpoints_.Forget(request.model(), request.purge()); });
+  std::vector<LogField> fields = {{"model", request.model()}, {"purge", request.purge()}};
+  if (!forgotten.ok()) {
+    fields.emplace_back("error", forgotten);
+    LogTo(log_, LogLevel::kError, "model deleted, but not on the disk", std::move(fields));
+    return WithPlace(forgotten, absl::StrCat("model \"", request.model(),
+                                             "\" is forgotten in memory, still on the disk: "));
   }
+  if (is_there) LogTo(log_, LogLevel::kInfo, "model deleted", std::move(fields));
   return v1::DeleteModelResponse();
 }
 

@@ -179,6 +179,7 @@ def test_a_data_directory_that_goes_and_comes_back(tmp_path):
                 for call in (
                     lambda: client.create_checkpoint("m"),
                     lambda: client.set_label("m", "best"),
+                    lambda: client.delete_model("m", purge=True),
                 ):
                     begin = time.monotonic()
                     with pytest.raises(ema_client.UnavailableError) as error:

@@ -138,6 +138,26 @@ TEST_F(CheckpointCallsTest, CheckpointsAreMadeListedFoundAndDeleted) {
   EXPECT_EQ(List().checkpoints_size(), 1);
 }
 
+TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
+  PushSteps(1, 1);
+  Save();
+  v1::DeleteModelRequest request;
+  request.set_model("m");
+  request.set_confirm_model("m");
+  v1::DeleteModelResponse response;
+  // As where the volume is not mounted.
+  ASSERT_THAT(PosixFileSystem().Rename(directory_ + "/models", directory_ + "/gone"), IsOk());
+  ExpectError(Call(&v1::EmaService::Stub::DeleteModel, request, &response),
+              grpc::StatusCode::UNAVAILABLE, v1::ERROR_REASON_STORE_READ_ONLY,
+              "the data directory has gone");
+  // It goes on as if nobody had asked.
+  PushSteps(2, 2);
+  ASSERT_THAT(PosixFileSystem().Rename(directory_ + "/gone", directory_ + "/models"), IsOk());
+  Save();
+  EXPECT_TRUE(Call(&v1::EmaService::Stub::DeleteModel, request, &response).status.ok());
+  EXPECT_FALSE(store_->Get("m").ok());
+}
+
 TEST_F(CheckpointCallsTest, LabelsAreSetByHandAndByScores) {
   PushSteps(1, 2);
   v1::SetLabelRequest set;
@@ -399,6 +419,44 @@ TEST_F(RacingResumeTest, ARunThatWouldFindALaterVersionIsNotOpened) {
 }
 
 using NoDataDirTest = RpcFixture;
+
+// The disk fails between the question and the deed.
+class LateDiskErrorTest : public RpcFixture {
+ protected:
+  class LateError final : public NoCheckpoints {
+   public:
+    absl::Status Forget(std::string_view, bool) override {
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDiskFailed, "I/O error");
+    }
+  };
+
+  LateError late_error_;
+};
+
+TEST_F(LateDiskErrorTest, AModelThatIsForgottenInMemoryOnlyIsSaidToBe) {
+  absl::Mutex mu;
+  std::vector<std::string> errors;
+  RpcServer::Options options;
+  options.log = [&](const LogEvent& event) {
+    absl::MutexLock lock(&mu);
+    if (event.level == LogLevel::kError) errors.push_back(ToText(event));
+  };
+  checkpoints_ = &late_error_;
+  StartServer(options);
+  ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+  v1::DeleteModelRequest request;
+  request.set_model("m");
+  request.set_confirm_model("m");
+  v1::DeleteModelResponse response;
+  grpc::ClientContext context;
+  const grpc::Status status = stub_->DeleteModel(&context, request, &response);
+  EXPECT_EQ(Result(status, context).detail.reason(), v1::ERROR_REASON_DISK_FAILED);
+  EXPECT_THAT(status.error_message(),
+              HasSubstr("forgotten in memory, still on the disk: I/O error"));
+  EXPECT_FALSE(store_->Get("m").ok());
+  server_ = nullptr;
+  EXPECT_THAT(errors, ElementsAre(HasSubstr("model deleted, but not on the disk model=m")));
+}
 
 TEST_F(NoDataDirTest, EveryCallSaysThatThereAreNoCheckpoints) {
   StartServer();

@@ -98,6 +98,7 @@ class FakeCheckpoints final : public Checkpoints {
   absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
     return NotAskedFor();
   }
+  absl::Status CheckMayForget() override { return absl::OkStatus(); }
   absl::Status Forget(std::string_view, bool) override { return absl::OkStatus(); }
 
  private:
