@@ -189,6 +189,15 @@ absl::Status Server::Drain() {
   absl::SleepFor(options_.drain_delay);
   const SteadyTime deadline = After(SteadyNow(), options_.drain_grace);
   rpc_->RefuseWork();
+  const RpcUsage usage = rpc_->usage();
+  const int64_t session_count = store_->sessions().taken_count();
+  if (usage.push_streams + usage.pull_streams + session_count > 0) {
+    Log(LogLevel::kInfo, "waiting for what is under way",
+        {{"pulls", usage.pull_streams},
+         {"pushes", usage.push_streams},
+         {"steps", session_count},
+         {"longest", options_.drain_grace}});
+  }
   store_->Drain(deadline);
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);

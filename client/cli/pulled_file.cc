@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
 #include "server/checkpoint/file_system.h"
@@ -20,6 +21,12 @@
 namespace ema::cli {
 
 std::string TemporaryPath(const std::string& path) { return path + ".tmp-" + RandomHex(2); }
+
+absl::Status SystemError(int error, const std::string& what, const std::string& path) {
+  const std::string message = absl::StrCat("cannot ", what, " ", path, ": ", std::strerror(error));
+  if (error != ENOSPC && error != EDQUOT) return absl::UnknownError(message);
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull, message);
+}
 
 PulledFile::~PulledFile() { Discard(); }
 
@@ -31,8 +38,8 @@ void PulledFile::Discard() {
   temporary_path_.clear();
 }
 
-absl::Status PulledFile::SystemError(const std::string& what) const {
-  return absl::UnknownError(absl::StrCat("cannot ", what, " ", path_, ": ", std::strerror(errno)));
+absl::Status PulledFile::Failed(const std::string& what) const {
+  return SystemError(errno, what, path_);
 }
 
 absl::StatusOr<std::span<std::byte>> PulledFile::Reserve(
@@ -52,14 +59,14 @@ absl::StatusOr<std::span<std::byte>> PulledFile::Reserve(
 
   const std::string temporary_path = TemporaryPath(path_);
   fd_ = open(temporary_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd_ < 0) return SystemError(absl::StrCat("make ", temporary_path, " beside"));
+  if (fd_ < 0) return Failed(absl::StrCat("make ", temporary_path, " beside"));
   temporary_path_ = temporary_path;
   const int64_t reserved_bytes = header_bytes_ + info.total_bytes;
   // Blocks, not a hole: a full disk shows here and not as a SIGBUS later.
   errno = posix_fallocate(fd_, 0, reserved_bytes);
-  if (errno != 0) return SystemError("reserve space for");
+  if (errno != 0) return Failed("reserve space for");
   void* const mapping = mmap(nullptr, reserved_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-  if (mapping == MAP_FAILED) return SystemError("map");
+  if (mapping == MAP_FAILED) return Failed("map");
   mapping_ = {static_cast<std::byte*>(mapping), static_cast<size_t>(reserved_bytes)};
   std::memcpy(mapping_.data(), header.data(), header.size());
   return mapping_.subspan(header_bytes_);
@@ -82,16 +89,16 @@ absl::Status PulledFile::Commit() {
   CloseGaps();
   munmap(mapping_.data(), mapping_.size());
   mapping_ = {};
-  if (ftruncate(fd_, file_bytes_) != 0) return SystemError("set the size of");
-  if (fsync(fd_) != 0) return SystemError("write");
-  if (close(std::exchange(fd_, -1)) != 0) return SystemError("close");
-  if (std::rename(temporary_path_.c_str(), path_.c_str()) != 0) return SystemError("replace");
+  if (ftruncate(fd_, file_bytes_) != 0) return Failed("set the size of");
+  if (fsync(fd_) != 0) return Failed("write");
+  if (close(std::exchange(fd_, -1)) != 0) return Failed("close");
+  if (std::rename(temporary_path_.c_str(), path_.c_str()) != 0) return Failed("replace");
   temporary_path_.clear();
   const int parent = open(ParentPath(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (parent < 0) return SystemError("open the folder of");
+  if (parent < 0) return Failed("open the folder of");
   const int synced = fsync(parent);
   close(parent);
-  return synced == 0 ? absl::OkStatus() : SystemError("sync the folder of");
+  return synced == 0 ? absl::OkStatus() : Failed("sync the folder of");
 }
 
 }  // namespace ema::cli

@@ -21,6 +21,10 @@ namespace ema::cli {
 // in the way of the next one, which in a container has the same number.
 std::string TemporaryPath(const std::string& path);
 
+// What the system said when it could not do `what` to `path`. RESOURCE_EXHAUSTED, DISK_FULL, or
+// UNKNOWN.
+absl::Status SystemError(int error, const std::string& what, const std::string& path);
+
 // Grows as TemporaryPath() beside its target, and takes its place when it is complete: a reader
 // sees the old file, or the new one. The pulled bytes land in the mapped file, so a model of any
 // size fits. Not thread-safe.
@@ -34,8 +38,8 @@ class PulledFile {
   const std::string& path() const { return path_; }
 
   // Makes the file, with room for all, and returns the memory for the pulled bytes. Called again,
-  // as by a pull that starts over, it makes another file, and takes the memory back. UNKNOWN: the
-  // system's error, such as a full disk.
+  // as by a pull that starts over, it makes another file, and takes the memory back. Errors as
+  // SystemError().
   absl::StatusOr<std::span<std::byte>> Reserve(const PullInfo& info,
                                                const std::map<std::string, std::string>& metadata);
 
@@ -47,7 +51,7 @@ class PulledFile {
   void Discard();
   // Closes the gaps between tensors that a pull has and the format has not.
   void CloseGaps();
-  absl::Status SystemError(const std::string& what) const;
+  absl::Status Failed(const std::string& what) const;  // As errno says.
 
   const std::string path_;
   std::string temporary_path_;

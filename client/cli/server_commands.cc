@@ -33,6 +33,7 @@ Json ToJson(const Client::ServerInfo& info) {
 }  // namespace
 
 std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
+  const absl::Duration up = absl::Trunc(now - info.start_time, absl::Seconds(1));
   Table limits({"LIMIT", "IN USE", "OF"});
   for (const Client::ServerInfo::Limit& limit : info.limits) {
     limits.Add({limit.name, limit.in_use.has_value() ? absl::StrCat(*limit.in_use) : "-",
@@ -41,7 +42,8 @@ std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
   return absl::StrCat(
       "ema-server ", info.version, " on ", info.device, ", incarnation ", info.incarnation, "\n",
       info.not_serving.empty() ? "SERVING" : absl::StrCat("NOT_SERVING: ", info.not_serving),
-      ", up ", absl::FormatDuration(absl::Trunc(now - info.start_time, absl::Seconds(1))), "\n",
+      // FormatDuration() has no unit for the first second.
+      ", up ", up < absl::Seconds(1) ? "0s" : absl::FormatDuration(up), "\n",
       "memory for models: ", FormatBytes(info.memory_reserved_bytes), " reserved of ",
       FormatBytes(info.memory_budget_bytes), ", ", FormatBytes(info.memory_used_bytes),
       " in use\n\n", limits.ToString());

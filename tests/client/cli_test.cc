@@ -139,6 +139,8 @@ TEST(ServerCommandsTest, InfoSaysInWordsHowTheServerStands) {
             "calls_per_second  -       any\n");
   info.not_serving = "the server is shutting down";
   EXPECT_THAT(DescribeServer(info, now), HasSubstr("NOT_SERVING: the server is shutting down"));
+  EXPECT_THAT(DescribeServer(info, info.start_time + absl::Milliseconds(900)),
+              HasSubstr(", up 0s\n"));
 }
 
 class PulledFileTest : public testing::Test {
@@ -244,6 +246,17 @@ TEST_F(PulledFileTest, ReportsAFolderThatIsNotThere) {
 }
 
 // As in a container, where each process is number 1.
+TEST(SystemErrorTest, AFullDiskIsToldApart) {
+  for (const int error : {ENOSPC, EDQUOT}) {
+    EXPECT_THAT(
+        SystemError(error, "reserve space for", "x"),
+        AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("reserve space for x")),
+              ReasonIs(ErrorReason::kDiskFull)));
+  }
+  EXPECT_THAT(SystemError(EACCES, "replace", "x"),
+              StatusIs(absl::StatusCode::kUnknown, "cannot replace x: Permission denied"));
+}
+
 TEST_F(PulledFileTest, WhatAKilledProcessOfTheSameNumberLeftIsNotInTheWay) {
   std::ofstream(Path("out.tmp-") + std::to_string(getpid())) << "left";
   PulledFile file(Path("out"));
