@@ -8,6 +8,7 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/convert.h"
 #include "client/cpp/message_reader.h"
+#include "client/cpp/retry.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -96,6 +97,9 @@ class Puller {
   // for, or nothing has come yet.
   bool StartOver();
 
+  // The server has refused the last AttemptByLane() before a byte came, and a retry does not help:
+  // gRPC would be told the same.
+  bool is_refused() const { return is_refused_; }
   // What the target failed with. Never retried, whatever its code.
   const absl::Status& target_error() const { return target_error_; }
   PullInfo TakeInfo() && {
@@ -131,6 +135,7 @@ class Puller {
   bool has_header_ = false;
   bool has_trailer_ = false;
   bool omits_unchanged_ = false;
+  bool is_refused_ = false;
   int64_t chunk_count_ = 0;
   int64_t chunk_bytes_ = 0;
   uint32_t digest_ = 0;
@@ -138,7 +143,7 @@ class Puller {
 
 void Puller::Begin(Lane lane) {
   lane_ = lane;
-  has_header_ = has_trailer_ = false;
+  has_header_ = has_trailer_ = is_refused_ = false;
   chunk_count_ = chunk_bytes_ = 0;
   digest_ = 0;
   request_.set_offset(position_);
@@ -164,11 +169,17 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const std::string& authorizat
       }));
       continue;
     }
-    EMA_ASSIGN_OR_RETURN(const v1::LaneResponse response, client_internal::ParseResponse(frame));
-    if (response.has_pull()) {
-      EMA_RETURN_IF_ERROR(OnHeader(response.pull()));
-    } else if (response.has_trailer()) {
-      EMA_RETURN_IF_ERROR(OnTrailer(response.trailer()));
+    const absl::StatusOr<v1::LaneResponse> response = client_internal::ParseResponse(frame);
+    if (!response.ok()) {
+      is_refused_ = !has_header_ &&
+                    GetErrorReason(response.status()) != ErrorReason::kUnspecified &&
+                    !client_internal::IsRetryable(response.status());
+      return response.status();
+    }
+    if (response->has_pull()) {
+      EMA_RETURN_IF_ERROR(OnHeader(response->pull()));
+    } else if (response->has_trailer()) {
+      EMA_RETURN_IF_ERROR(OnTrailer(response->trailer()));
     } else {
       return client_internal::MalformedReply("a message that does not belong to a pull");
     }
@@ -356,7 +367,8 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
       impl_->GiveBackLane(std::move(lane));
       return std::move(puller).TakeInfo();
     }
-    // Else gRPC goes on where the lane has ended, or fails in the same way.
+    if (puller.is_refused()) return attempt;
+    // Else gRPC goes on where the lane has ended.
   }
   absl::Status status;
   do {

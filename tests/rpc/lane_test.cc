@@ -191,6 +191,27 @@ TEST_F(LaneTest, ErrorsComeThroughWithTheirReason) {
   EXPECT_EQ(stats_.lane, Lane::kSharedMemory);
 }
 
+TEST_F(LaneTest, ARefusedPullIsOneCall) {
+  class Observer final : public ServerObserver {
+   public:
+    void OnRpcEnded(std::string_view rpc, const absl::Status& status) override {
+      if (rpc == "Pull" && !status.ok()) ++refused_pulls;
+    }
+    std::atomic<int> refused_pulls = 0;
+  };
+  Observer observer;
+  RpcServer::Options options;
+  options.observer = &observer;
+  Start(options);
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  EXPECT_THAT(client_->Pull("big", "nope", {}, nullptr, absl::Seconds(5)),
+              ReasonIs(ErrorReason::kTrackNotFound));
+  EXPECT_THAT(Pull({.version = 7}), ReasonIs(ErrorReason::kVersionNotYet));
+  server_.reset();
+  EXPECT_EQ(observer.refused_pulls, 2);
+}
+
 TEST_F(LaneTest, AServerThatIsStartedAgainIsFoundAgain) {
   Start();
   OpenRun();
