@@ -27,6 +27,7 @@
 #include "client/cli/signals.h"
 #include "client/cli/track_option.h"
 #include "client/cli/tracks_command.h"
+#include "client/cpp/quiet_grpc.h"
 #include "ema/client.h"
 #include "server/base/nearest_name.h"
 #include "server/base/standard_files.h"
@@ -498,6 +499,7 @@ int main(int argc, char** argv) {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 64 << 20);
 
+  ema::client_internal::QuietGrpc();
   Options options;
   Command command;
   CLI::App app("Makes, lists, watches and pulls the models of an EMA server.", "emactl");

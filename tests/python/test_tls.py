@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import pathlib
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +136,33 @@ def test_emactl_takes_the_same_files(server: ServerProcess) -> None:
         capture_output=True,
     ).stdout
     assert isinstance(json.loads(output), (list, dict))
+
+
+def test_a_handshake_that_fails_prints_nothing_but_the_error(
+    server: ServerProcess, files: dict[str, str]
+) -> None:
+    def stderr_of(*command: object) -> str:
+        # Without our certificate.
+        without = {name: text for name, text in os.environ.items() if not name.startswith("EMA_")}
+        without.pop("GRPC_VERBOSITY", None)
+        arguments = list(map(str, command))
+        return subprocess.run(arguments, env=without, capture_output=True, text=True).stderr
+
+    emactl = (
+        ROOT / "build/release/client/cli/emactl",
+        "--server",
+        f"tls:{server.address}",
+    )
+    said = stderr_of(*emactl, "--tls-ca", files["ca"], "--timeout", "1s", "--json", "list")
+    assert json.loads(said)["error"]["code"] == "UNAVAILABLE"
+    program = f"""
+import ema_client
+try:
+    ema_client.Client("emas://{server.address}", timeout_s=1).models()
+except ema_client.EmaError:
+    print("refused")
+"""
+    assert stderr_of(sys.executable, "-c", program) == ""
 
 
 def test_files_may_be_given_to_the_client(server: ServerProcess, files: dict[str, str]) -> None:
