@@ -68,7 +68,7 @@ def test_what_cannot_be_had_is_named_before_a_byte_comes(client, model, pushed, 
     assert not received
     if arguments.keys() & {"tensors", "slices", "dtype"}:
         with pytest.raises(ValueError, match=message):
-            client.save(model, tmp_path / "saved", track="raw", **arguments)
+            client.save(model, tmp_path / "saved.safetensors", track="raw", **arguments)
         assert not list(tmp_path.iterdir())
 
 

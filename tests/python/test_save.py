@@ -176,6 +176,12 @@ def test_a_file_that_is_not_attached(client, model, pushed):
     assert error.value.reason == "FILE_NOT_FOUND"
 
 
+def test_a_path_that_is_neither_a_file_nor_a_folder(client, model, pushed, tmp_path):
+    with pytest.raises(ema_client.InvalidArgumentError, match=r'averaged": must end in "/"'):
+        client.save(model, tmp_path / "averaged", track="ema")
+    assert not list(tmp_path.iterdir())
+
+
 def test_somebody_elses_unfinished_file_is_left_alone(client, model, pushed, tmp_path):
     """Of a container, say, whose process has the same number."""
     target = tmp_path / "a.safetensors"

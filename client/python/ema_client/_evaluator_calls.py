@@ -381,7 +381,7 @@ class EvaluatorCalls(CheckpointCalls):
 
         Args:
             name: the model.
-            path: a file, or a folder if it is one or ends in "/". A folder is made if need be, and
+            path: a file, whose name ends in ".safetensors", or a folder, if it is one or ends in "/". A folder is made if need be, and
                 gets model.safetensors and small files beside it, so that `from_pretrained` reads it
                 if a config.json is among them. What is there of the same names is replaced; of a link
                 to a file, the file that it leads to.
@@ -397,7 +397,7 @@ class EvaluatorCalls(CheckpointCalls):
         Raises:
             FailedPreconditionError: the folder has weights in pieces (model.safetensors.index.json),
                 which tools would read in place of these; or the path is a device, a pipe or a socket.
-            InvalidArgumentError: the path is empty.
+            InvalidArgumentError: the path is neither.
             EmaError: as `pull`; no file has changed.
             OSError: the disk; the file of weights is the old one, or complete.
 
@@ -422,6 +422,11 @@ class EvaluatorCalls(CheckpointCalls):
                 beside = small_files(files)
         else:
             target = _safetensors.replaceable(path)
+            if ".safetensors" not in (target.suffix, pathlib.Path(path).suffix):
+                raise InvalidArgumentError(
+                    f'path "{os.fspath(path)}": must end in "/" (a folder) or in ".safetensors" (a '
+                    "file), or be a folder"
+                )
         weights = self.pull(
             name,
             track=track,
