@@ -4,7 +4,8 @@
 A preset is a function with the arguments of the library's class or function, under its names and with
 its defaults. Arguments that have nothing to do with the numbers (devices, fused kernels) are accepted at
 their default only. With pushes at batch 1, 2, 3, ... the decays are those of the library's first,
-second, third call. What all presets do differently, because the libraries are wrong or at odds:
+second, third call. `Track.preset` tells users what is different. What all presets do differently,
+because the libraries are wrong or at odds:
 
 - Integer and bool tensors are copied. Libraries copy, truncate or forget them.
 - Tied tensors are averaged once.

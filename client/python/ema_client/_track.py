@@ -101,6 +101,27 @@ class Track:
     def preset(cls, name: str, /, **arguments: Any) -> Track:
         """The track that averages as a library does, from that library's own arguments.
 
+        With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third call.
+        Not as any library: integer and bool tensors are copied, tied ones averaged once, and the first
+        push is the first value, unless weights from before training are pushed at batch 0. Besides:
+
+        - composer: the first update, of the fresh copy with itself, leaves it as it is (there it is
+          rounded). An ema_start in another unit than update_interval counts from the push that reaches
+          it (there from the next epoch's end).
+        - ema_pytorch: the decay is formed in float64 (there in float32). Ignored tensors are not in the
+          track (there they keep the weights of the last copy).
+        - karras (ema_pytorch.KarrasEMA): with update_every above 1 the profile is exact (there the decay is
+          that of an update at every step).
+        - diffusers: buffers, which it does not keep, are copied. While the decay is 0, weights are copied
+          bit for bit.
+        - timm: the decays of ModelEmaV3's `update(model, step=n)`, n = 1, 2, ..., as its trainer calls it;
+          with step=False those of `update(model)`: constant from the start, whatever the warm-up. No
+          stochastic rounding: averages are float32.
+        - torch: those of get_ema_multi_avg_fn(decay); with kind="swa" the mean of all updates.
+        - optax: of ema(debias) the share of the zeros is formed in float64 (in float32, at decay 0.9999,
+          it is wrong in the fourth digit). periodic_update also takes the first push.
+        - edm2: trained images are the samples ("sp"), which `time` has to count. Buffers are copied.
+
         Args:
             name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
             arguments: as the library's class or function names them; its defaults count. Where it has
