@@ -48,6 +48,29 @@ BAD_VALUES = [
 ]
 
 
+def test_a_lazy_module_is_named(server, client, model):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LazyLinear(4))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    for make in (
+        lambda: ema_client.attach(net, optimizer, server.url(model)),
+        lambda: ema_client.LocalEMA(net),
+    ):
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match='"1.weight".*run a forward first'
+        ):
+            make()
+
+
+def test_a_model_with_other_tracks_is_one_error(server, model):
+    for half_life in ("3ba", "4ba"):
+        net, optimizer = make_trainer()
+        try:
+            ema_client.attach(net, optimizer, server.url(model), half_life=half_life).close()
+        except ema_client.AlreadyExistsError as error:
+            raised = error
+    assert raised.__context__ is None or raised.__suppress_context__
+
+
 def make_trainer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     net = torch.nn.Linear(3, 2)
     for parameter in net.parameters():

@@ -197,6 +197,18 @@ def test_many_names_that_were_written_are_not_all_named(server, model, caplog):
     assert re.search(r"without wait_released\(\): 0, 1, .* and 20 more; copied", caplog.text)
 
 
+def test_a_buffer_that_gets_its_first_elements_later(server, model, caplog):
+    net, optimizer = trainer_of()
+    net.register_buffer("bank", torch.zeros(0, 4))
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
+        step(net, optimizer)
+        for _ in range(2):
+            net.bank = torch.cat([net.bank, torch.ones(2, 4)])
+            step(net, optimizer)
+    (warning,) = warnings_of(caplog)
+    assert warning.endswith("not averaged, they had no elements at attach(): bank")
+
+
 def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):
     net, optimizer = trainer_of()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:

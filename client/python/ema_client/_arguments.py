@@ -22,11 +22,17 @@ def check_values(given: Mapping[str, Any]) -> None:
 
 
 def check_module(model: object) -> None:
-    """InvalidArgumentError: it is no torch.nn.Module."""
+    """InvalidArgumentError: it is no torch.nn.Module, or a lazy one whose shapes nobody knows yet."""
     import torch
 
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model of type {_type_name(model)}: must be a torch.nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise InvalidArgumentError(
+                f'"{name}": a lazy module\'s, which has no shape yet; run a forward first, and make '
+                "the optimizer after it"
+            )
 
 
 def _count(least: int) -> Callable[[str, object], None]:

@@ -18,11 +18,14 @@ class Changes:
         """`tensors`: as they are attached."""
         self._model_name = model_name
         self._first_names = _first_names(tensors)
+        # Of which the run has nothing to push.
+        self._empty = [name for name, tensor in tensors.all().items() if tensor.numel() == 0]
         self._told: set[str] = set()
         self._seen = tensors
 
     def look(self, tensors: NamedTensors) -> None:
         """To be called at each push."""
+        self._look_at_empty(tensors)
         seen, self._seen = self._seen, tensors
         if tensors is seen or (
             tensors.parameters.keys() == seen.parameters.keys()
@@ -40,6 +43,14 @@ class Changes:
             "no longer tied as at attach(), the average goes on with the values of the others' tensors",
             {name for name, first in attached.items() if first not in (name, now.get(name, first))},
         )
+
+    def _look_at_empty(self, tensors: NamedTensors) -> None:
+        if self._empty:
+            there = tensors.all()
+            self._tell(
+                "not averaged, they had no elements at attach()",
+                {name for name in self._empty if name in there and there[name].numel() > 0},
+            )
 
     def _tell(self, what: str, names: set[str]) -> None:
         names -= self._told

@@ -113,12 +113,16 @@ class Plan:
         if state is not None and state.version != 0:
             # A model that is gone cannot be resumed; it must not be made anew.
             self.client.model(self.model_name, timeout_s=timeout_s)
+        fields: dict[str, Any] | None = None
         try:
             fields = self._create(self.layout.specs, self._tracks, timeout_s)
-        except AlreadyExistsError:
+        except AlreadyExistsError as raised:
+            refused = raised  # `raised` goes at the end of the block.
+        # Not inside `except`: the user would read both refusals, one below the other.
+        if fields is None:
             there = self.client._client.get_model(self.model_name, timeout_s)
             if not self._may_go_on_with(there["tensors"]):
-                raise
+                raise refused
             self._check_actions(there["tensors"])
             # The rest the server compares, which knows the tracks as they were made, too.
             places = {track.name: place for place, track in enumerate(there["tracks"])}

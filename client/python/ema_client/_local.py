@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
 from ema_client._averaged import copy_into, swapped
+from ema_client._arguments import check_module
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._guard import wait_unread
 from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
@@ -195,6 +196,7 @@ class LocalEMA:
         rule = Rule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
             preset_arguments, inspect.signature(LocalEMA).parameters
         )
+        check_module(model)
         self._module = unwrap(model)
         check_whole(self._module)
         specs = specs_of(named_tensors(self._module))
