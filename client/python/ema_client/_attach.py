@@ -76,20 +76,20 @@ def attach(
     sends what it has, and nothing is gathered. That may be whole parameters (DistributedDataParallel,
     pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
-    statistics differ between ranks). Parameters are read in place, not copied; the next
-    `optimizer.step()` waits until their bytes have left. Those without requires_grad are sent until every
-    track has their values, and again after a write that PyTorch has counted, or that is found as below,
-    has changed them; the step
-    that sends them waits for it. `load_state_dict` waits, too (but that of a ScriptModule that is in no
-    other module), and so does what moves them to shared memory (`share_memory`, a queue of
+    statistics differ between ranks). Parameters are read in place, not copied; the next `optimizer.step()`
+    waits until their bytes have left. Those without requires_grad are sent until every track has their
+    values, and again after a write that PyTorch has counted, or that is found as below, has changed them;
+    the step that sends them waits for it. `load_state_dict` waits, too (but that of a ScriptModule that is
+    in no other module), and so does what moves them to shared memory (`share_memory`, a queue of
     torch.multiprocessing); whoever else writes weights between steps, or resizes their storage, must call
     the attachment's `wait_released()` first. The average has the weights as `optimizer.step()` left them:
     where weights are clipped or normalised after it, attach with None as the optimizer, and call
-    `after_step()` after that. A parameter that has been written without waiting is named in a warning, its push given up if it has not ended, and copied before each push from
-    then on (a forward that normalises weights). Writes through `.data` are found in host memory, where
-    they change many elements; on a GPU none is noticed, and the average gets some of what they wrote:
-    there, whoever writes so must wait, and only `check` finds who does not. Copies take 64 MiB at most:
-    where there would be more, each step that pushes waits until all bytes have left.
+    `after_step()` after that. A parameter that has been written without waiting is named in a warning, its
+    push given up if it has not ended, and copied before each push from then on (a forward that normalises
+    weights). Writes through `.data` are found in host memory, where they change many elements; on a GPU
+    none is noticed, and the average gets some of what they wrote: there, whoever writes so must wait, and
+    only `check` finds who does not. Copies take 64 MiB at most: where there would be more, each step that
+    pushes waits until all bytes have left.
 
     A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is
     there but hangs), unless `on_error` says otherwise. When it is back, pushes start again. One that has

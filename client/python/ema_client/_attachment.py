@@ -41,9 +41,9 @@ class Attachment(Pushing, WithEmaModel, WithState):
     them, and so do `load_state_dict` and what moves them to shared memory, from any thread. Whoever else
     writes weights between steps must call `wait_released` first, and what it writes is not averaged
     before the next step: for what belongs to the step (clipping of weights) attach without an optimizer,
-    and call `after_step` after it. A forked child (a DataLoader worker) does nothing. Replays of a CUDA graph call no hooks: where a graph makes the step,
-    attach without an optimizer, and call `wait_released()` before and `after_step(wait_released=False)`
-    after each `graph.replay()`.
+    and call `after_step` after it. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
+    graph call no hooks: where a graph makes the step, attach without an optimizer, and call
+    `wait_released()` before and `after_step(wait_released=False)` after each `graph.replay()`.
 
     When the server is away, a thread joins the run again, on every rank, and pushes start again when
     all have: unless on_error is "wait", no training thread waits for the server or, but for the reply

@@ -381,10 +381,10 @@ class EvaluatorCalls(CheckpointCalls):
 
         Args:
             name: the model.
-            path: a file, whose name ends in ".safetensors", or a folder, if it is one or ends in "/". A folder is made if need be, and
-                gets model.safetensors and small files beside it, so that `from_pretrained` reads it
-                if a config.json is among them. What is there of the same names is replaced; of a link
-                to a file, the file that it leads to.
+            path: a file, whose name ends in ".safetensors", or a folder, if it is one or ends in "/". A
+                folder is made if need be, and gets model.safetensors and small files beside it, so that
+                `from_pretrained` reads it if a config.json is among them. What is there of the same
+                names is replaced; of a link to a file, the file that it leads to.
             track: which average.
             version, step, tensors, slices, dtype: as for `pull`.
             files: of a folder: contents by name, or a folder of which is taken what describes a model,

@@ -228,8 +228,8 @@ class WithState:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
 
-        Before the first step, on every rank, with equal dicts; None resumes nothing. Opens a new run; on an error the
-        attachment stays as it was.
+        Before the first step, on every rank, with equal dicts; None resumes nothing. Opens a new run; on
+        an error the attachment stays as it was.
 
         Raises:
             InvalidArgumentError: the state is of another model or format.
