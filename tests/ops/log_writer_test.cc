@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -20,7 +21,10 @@ namespace {
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
 LogWriter& NewWriter() {
-  return *new LogWriter([](int64_t count) { return absl::StrCat("dropped ", count); });
+  // As they are never destroyed: so that no leak is seen.
+  static auto* const writers = new std::vector<LogWriter*>();
+  writers->push_back(new LogWriter([](int64_t count) { return absl::StrCat("dropped ", count); }));
+  return *writers->back();
 }
 
 // While it lives, stderr is a pipe of 4 KiB that somebody else reads.

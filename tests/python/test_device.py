@@ -9,7 +9,8 @@ from server_process import ServerError, ServerProcess
 
 def test_auto_starts_anywhere_and_says_what_it_has_found(tmp_path):
     with ServerProcess(tmp_path, "--device", "auto") as server:
-        log = server.log()
+        pass
+    log = server.log()
     if "no GPU can be used: " in log:
         assert 'device=cpu gpus="no GPU can be used: ' in log
         # CUDA says of a driver that is missing that it is too old.
