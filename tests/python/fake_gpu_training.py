@@ -17,6 +17,46 @@ import torch
 from ema_client import _gpu
 
 _KDLCUDA = 2
+_kept: list[Any] = []
+
+
+class Exchange(ctypes.Structure):
+    """The head of DLPackExchangeAPI, the interface for C."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint64),
+        ("older", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("from_object", ctypes.c_void_p),
+    ]
+
+
+def put_exchange_on_gpu(address_of: Any) -> None:
+    """The same for the interface that PyTorch has since 2.10."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return
+    name = b"dlpack_exchange_api"
+    theirs = Exchange.from_address(address_of(capsule, name))
+    signature = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+    from_object = signature(theirs.from_object)
+
+    def from_gpu_object(tensor: torch.Tensor, out: Any) -> int:
+        status = from_object(tensor, out)
+        if status == 0:
+            # DLManagedTensorVersioned begins with 32 bytes of its own.
+            ctypes.c_int32.from_address(out[0] + 32 + 8).value = _KDLCUDA
+        return status
+
+    # Whoever has the capsule does not keep what it points to.
+    _kept.append(signature(from_gpu_object))
+    address = ctypes.cast(_kept[0], ctypes.c_void_p)
+    _kept.append(Exchange(theirs.version, None, None, address))
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    _kept.append(ctypes.c_char_p(name))
+    torch.Tensor.__dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(_kept[1]), _kept[2], None)
 
 
 def put_on_gpu(library: str) -> ctypes.CDLL:
@@ -36,6 +76,7 @@ def put_on_gpu(library: str) -> ctypes.CDLL:
         return capsule
 
     torch.utils.dlpack.to_dlpack = to_gpu_dlpack
+    put_exchange_on_gpu(address_of)
     _gpu.is_readable = lambda tensor: True
     return driver
 

@@ -339,12 +339,13 @@ class Attachment(Pushing, WithEmaModel, WithState):
         if not self._is_ours() or is_inside_step(optimizer) or was_skipped(optimizer):
             return
         self._awaited.discard(id(optimizer))
+        if self._awaited:
+            return
         # The one that ends the first step ends all: the others may be skipped now and then.
-        if not self._awaited:
-            self._closing = self._closing or id(optimizer)
-            if id(optimizer) == self._closing:
-                self._advance(self._step + 1)
-        self._uncounted.count_step()
+        self._closing = self._closing or id(optimizer)
+        if id(optimizer) == self._closing:
+            self._advance(self._step + 1)
+            self._uncounted.count_step()
 
 
 @contextlib.contextmanager

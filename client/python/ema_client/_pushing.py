@@ -343,7 +343,7 @@ class Pushing:
         if last is None or (there is not None and there.step >= last.step):
             return
         kept = self._pushes - self._gone
-        gone = kept if there is None else min(kept, last.number - there.number)
+        gone = kept if there is None else min(kept, max(0, last.number - there.number))
         self._gone += gone
         _logger.warning(
             'model "%s": %s, %d of this trainer\'s updates are gone',

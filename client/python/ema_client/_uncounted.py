@@ -46,7 +46,7 @@ class Uncounted:
         self._has_told = False
 
     def count_step(self) -> None:
-        """An optimizer that is followed has stepped."""
+        """A step has been counted."""
         writes = self._count()
         self._most = list(map(max, self._most, map(operator.sub, writes, self._writes)))
         self._writes = writes
