@@ -100,11 +100,13 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
 
 void SmallTensorsArriving(const GpuBench& bench, Row& row) {
   const auto pushes_of = [&bench](int64_t tensor_count) {
-    const auto trainer = std::make_shared<CoreTrainer>(CoreTrainer::Options{
+    const TrackConfig track{.name = "ema", .schedule = Must(Schedule::Parse("half_life=10ba"))};
+    const CoreTrainer::Options options{
         .parameters = bench.small_tensors() * GpuBench::kSmallTensorElements,
         .tensor_count = tensor_count,
-        .track = {.name = "ema", .schedule = Must(Schedule::Parse("half_life=10ba"))},
-        .device = MakeAcceleratorDevice(bench.accelerator, {})});
+        .track = track,
+        .device = MakeAcceleratorDevice(bench.accelerator, {})};
+    const auto trainer = std::make_shared<CoreTrainer>(options);
     return [trainer] { trainer->CommitSeconds(); };
   };
   row.ours = TimeOf(row.ours, pushes_of(bench.small_tensors()));
