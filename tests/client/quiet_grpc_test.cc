@@ -16,6 +16,8 @@ using ::testing::IsEmpty;
 
 class QuietGrpcTest : public testing::Test {
  protected:
+  // As grpc_init() does.
+  QuietGrpcTest() { gpr_set_log_verbosity(GPR_LOG_SEVERITY_ERROR); }
   ~QuietGrpcTest() override {
     gpr_set_log_function(nullptr);
     unsetenv("GRPC_VERBOSITY");

@@ -20,7 +20,9 @@ CALLS = {
     "pull": lambda client, **given: client.pull("m", track="raw", **given),
     "watch": lambda client, **given: next(client.watch("m", **given)),
     "wait_for": lambda client, **given: client.wait_for("m", step=1, **given),
-    "save": lambda client, **given: client.save("m", "/nowhere/a", track="raw", **given),
+    "save": lambda client, **given: client.save(
+        "m", "/nowhere/a.safetensors", track="raw", **given
+    ),
     "create_checkpoint": lambda client, **given: client.create_checkpoint("m", **given),
     "report_metric": lambda client, **given: client.report_metric("m", 1, 0.5, **given),
     "set_label": lambda client, **given: client.set_label("m", "stable", **given),

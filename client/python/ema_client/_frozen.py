@@ -79,26 +79,13 @@ def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     marks: list[object] = []
-    places: list[tuple[int, int]] = []
-    for tensor in tensors.values():
-        local = local_of(tensor).detach()
-        storage = local.untyped_storage()
-        places.append(_place(local, storage))
+    locals_ = [local_of(tensor).detach() for tensor in tensors.values()]
+    for tensor, local in zip(tensors.values(), locals_):
         if tensor.is_inference():
             marks.append(object())  # Equal to no other: PyTorch does not count its writes.
             continue
         # The reference does not keep the memory, but keeps another one from looking the same.
-        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        memory = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
         layout = (local.storage_offset(), local.shape, local.stride(), local.dtype)
         marks.append((memory, layout, writes_of(tensor)))
-    return dict(zip(tensors, zip(marks, _ema.sample_words(places))))
-
-
-def _place(local: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Address and bytes of what words can be read of at once: of no other device's, nothing."""
-    if not local.is_cpu or not local.is_contiguous():
-        return 0, 0
-    address, size = local.data_ptr(), local.nbytes
-    # resize_ may have left the storage less, and a wrapper of other tensors has none.
-    end = local.storage_offset() * local.element_size() + size
-    return (address, size) if address != 0 and end <= storage.nbytes() else (0, 0)
+    return dict(zip(tensors, zip(marks, _ema.sample_words(locals_))))
