@@ -220,6 +220,29 @@ TEST_F(ManyRanksTest, AStepDoesNotCommitBeforeTheLastOfItsRanks) {
   }
 }
 
+TEST_F(ManyRanksTest, TheyShareHowManySmallChunksAStepMayHave) {
+  constexpr int64_t kWorld = 4096;
+  constexpr int64_t kOfFirst = 200;
+  // One for its shard, none for its bytes, and its share of 2^18.
+  constexpr int64_t kChunks = 1 + (int64_t{1} << 18) / kWorld;
+  ModelConfig config{.name = "shared",
+                     .manifest = MakeManifest({{"w", Dtype::kFloat32, {kOfFirst + kWorld - 1}}}),
+                     .tracks = {{"ema", MakeSchedule("1ba")}}};
+  const std::shared_ptr<Model> model = store_.Create(std::move(config))->model;
+  TestRank first(model, "launch", 0, kWorld, {{0, {0}, {kOfFirst}}}, /*whole=*/false);
+  ASSERT_THAT(first.Join(), IsOk());
+  for (int64_t r = 1; r < kWorld; ++r) {
+    TestRank rank(model, "launch", r, kWorld, {{0, {kOfFirst + r - 1}, {1}}}, /*whole=*/false);
+    ASSERT_THAT(rank.Join(), IsOk());
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, first.Open(1, std::make_shared<PushOutcome>()));
+  const std::vector<std::byte> bytes = BytesOf(std::vector<float>(kOfFirst, 1.0f));
+  for (int64_t i = 0; i < kChunks; ++i) {
+    ASSERT_THAT(TestRank::AddChunk(*push, bytes, 4 * i, 4), IsOk()) << i;
+  }
+  EXPECT_THAT(TestRank::AddChunk(*push, bytes, 4 * kChunks, 4), ReasonIs(ErrorReason::kBadChunk));
+}
+
 TEST_F(ManyRanksTest, OverlapHoleAndExcessAreRefusedByName) {
   Join();
   const auto join = [this](const std::string& launch, int64_t rank, int64_t world_size,
