@@ -98,6 +98,8 @@ class StepPusher::Impl {
   void Harvest();
   // Takes the run that has been joined again, for which it waits.
   void ComeBack(SteadyTime until);
+  // Counts what the server that it has come back to does not have any more.
+  void LookBack();
   void CountPushed(Version version);
   // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
   // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
@@ -329,14 +331,25 @@ void StepPusher::Impl::ComeBack(SteadyTime until) {
   run_ = std::move(joined->run);
   rejoiner_ = nullptr;
   due_.GoOn();
-  if (!joined->lost_version.has_value()) return;
-  // It was to be pushed again, or counts as skipped.
-  if (again_.has_value()) {
-    again_.reset();
-  } else {
-    --stats_.skipped;
+  if (joined->lost_version.has_value()) {
+    // It was to be pushed again, or counts as skipped.
+    if (again_.has_value()) {
+      again_.reset();
+    } else {
+      --stats_.skipped;
+    }
+    CountPushed(*std::move(joined->lost_version));
   }
-  CountPushed(*std::move(joined->lost_version));
+  LookBack();
+}
+
+void StepPusher::Impl::LookBack() {
+  const std::optional<Version> there = run_->latest();
+  if (!version_.has_value() || (there.has_value() && there->step >= version_->step)) return;
+  const int64_t kept = stats_.pushes - stats_.gone;
+  stats_.gone +=
+      there.has_value() ? std::clamp<int64_t>(version_->number - there->number, 0, kept) : kept;
+  version_ = there;
 }
 
 void StepPusher::Impl::CountPushed(Version version) {

@@ -140,6 +140,9 @@ class StepPusher {
 
   struct Stats {
     int64_t pushes = 0;  // Steps that became a version.
+    // Of these, those that the server has no more: it came back without the model, or from an older
+    // checkpoint. The averages go on from what it has.
+    int64_t gone = 0;
     // Steps that were due and did not. One of which only the reply was lost does not count any more
     // when the run has been joined again.
     int64_t skipped = 0;
@@ -150,7 +153,8 @@ class StepPusher {
   };
   Stats stats();
   int64_t step() const;  // Steps so far.
-  // The last version that came of this rank's pushes; before the first, the model's newest.
+  // The last version that came of this rank's pushes; before the first, and after a server came
+  // back without it, the model's newest.
   std::optional<Version> version();
 
   class Impl;

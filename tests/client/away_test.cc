@@ -7,7 +7,9 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -54,12 +56,19 @@ class AwayTest : public testing::Test {
     port_ = server_->port();
     EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address()));
   }
+  void TearDown() override {
+    pusher_ = nullptr;
+    Kill();
+    if (!data_dir_.empty()) std::filesystem::remove_all(data_dir_);
+  }
   void Kill() { server_ = nullptr; }
-  // One that has forgotten the model: at the same address, beside one of its own.
+  // One that has forgotten the model, unless there is a data_dir_: at the same address, beside one
+  // of its own.
   void Restart() {
     EMA_ASSERT_OK_AND_ASSIGN(
         server_,
-        ServerProcess::Start(EMA_SERVER_BINARY, {"--listen", absl::StrCat("127.0.0.1:", port_)}));
+        ServerProcess::Start(EMA_SERVER_BINARY, {"--listen", absl::StrCat("127.0.0.1:", port_),
+                                                 absl::StrCat("--data-dir=", data_dir_)}));
   }
 
   void Attach(OnError on_error, absl::Duration max_outage = kPatience) {
@@ -102,6 +111,7 @@ class AwayTest : public testing::Test {
   }
 
   int port_ = 0;
+  std::string data_dir_;
   std::unique_ptr<ServerProcess> server_;
   std::unique_ptr<Client> client_;
   std::vector<float> frozen_ = {1, 2, 3};
@@ -145,6 +155,29 @@ TEST_F(AwayTest, WaitLosesNoStepOfManyOutages) {
   }
   EXPECT_EQ(pusher_->stats().pushes, 6) << pusher_->stats().last_error;
   EXPECT_EQ(pusher_->stats().skipped, 0);
+}
+
+TEST_F(AwayTest, CountsWhatAServerThatComesBackFromACheckpointHasLost) {
+  data_dir_ = testing::TempDir() + "/ema_away_XXXXXX";
+  ASSERT_NE(mkdtemp(data_dir_.data()), nullptr);
+  Kill();
+  Restart();
+  Attach(OnError::kWait);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  ASSERT_THAT(client_->CreateCheckpoint("m"), IsOk());
+  for (int i = 0; i < 3; ++i) Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().gone, 0);
+  Kill();
+  Restart();
+  for (int i = 0; i < 2; ++i) Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 6) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->stats().gone, 3);
+  EXPECT_EQ(pusher_->version()->number, 3);
+  EXPECT_EQ(pusher_->version()->step, 6);
+  EXPECT_EQ(Pulled(), Weights());
 }
 
 TEST_F(AwayTest, WaitEndsWithTheOutagesTime) {

@@ -49,6 +49,7 @@ TEST_F(TorchTest, TrainingGoesOnWithoutTheServerAndThenWithIt) {
   }
   ASSERT_GT(ema->stats().pushes, pushes_before) << ema->stats().last_error;
   EXPECT_FALSE(ema->stats().is_away);
+  EXPECT_EQ(ema->stats().gone, pushes_before);
   EXPECT_EQ(ema->version()->number, 1);
   EXPECT_EQ(ema->version()->step, ema->step());
   EXPECT_THAT(Differences(Pulled(), TensorsOf(trainer.net)), IsEmpty());
