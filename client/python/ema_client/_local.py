@@ -16,6 +16,7 @@ from ema_client._arguments import check_module
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._guard import wait_unread
 from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
+from ema_client._model_tensors import ModelTensors
 from ema_client._preset_arguments import Rule
 from ema_client._torch_model import check_whole, named_tensors, specs_of, unwrap
 from ema_client._track import TrackLike, only_average
@@ -199,7 +200,8 @@ class LocalEMA:
         check_module(model)
         self._module = unwrap(model)
         check_whole(self._module)
-        specs = specs_of(named_tensors(self._module))
+        self._named_tensors = ModelTensors(self._module)
+        specs = specs_of(self._named_tensors())
         made = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])
@@ -240,7 +242,7 @@ class LocalEMA:
         self._calls += 1
         host: dict[str, torch.Tensor] = {}
         if any(due and weight > 0 for plan in plans for due, weight, _, _ in plan):
-            host = dict(named_tensors(self._module).all())
+            host = dict(self._named_tensors().all())
         for track, plan in zip(tracks, plans):
             for schedule, (due, weight, from_zero, _) in enumerate(plan):
                 if due and weight > 0:
@@ -362,8 +364,8 @@ class LocalEMA:
 
     def _aliases(self) -> dict[str, str]:
         """The further names of tied tensors, and the first ones."""
-        named = named_tensors(self._module)
-        return {alias: name for name, others in named.aliases.items() for alias in others}
+        aliases = self._named_tensors().aliases
+        return {alias: name for name, others in aliases.items() for alias in others}
 
     def copy_to(self, model: torch.nn.Module, track: str | None = None) -> None:
         """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
@@ -429,7 +431,7 @@ class LocalEMA:
                 changed.
         """
         _arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])
-        current = named_tensors(self._module).all()
+        current = self._named_tensors().all()
         for name, saved in state["tracks"].items():
             track = self._tracks[name]
             stored = [tensor for tensor, done in track.actions.items() if done != "ignore"]
