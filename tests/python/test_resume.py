@@ -334,6 +334,26 @@ def test_a_server_that_is_away(tmp_path, model, trainer, caplog, on_error, is_kn
         assert "the server is away" in caplog.text[caplog.text.index(said) :]
 
 
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_a_server_that_cannot_write_is_not_away(tmp_path, model, trainer, caplog, on_error):
+    data = tmp_path / "data"
+    with ServerProcess(tmp_path, data_dir=data) as server:
+        with trainer.attach(server, model, on_error=on_error) as ema:
+            trainer.step()
+            ema.wait_pushed()
+            data.rename(tmp_path / "elsewhere")
+            if on_error == "skip":
+                assert ema.state_dict() is None
+                said = caplog.text
+                assert "step 1 has no average to resume from" in said
+            else:
+                with pytest.raises(ema_client.UnavailableError) as error:
+                    ema.state_dict()
+                said = str(error.value)
+            assert "data directory has gone" in said and "STORE_READ_ONLY" in said
+            assert "is away" not in said
+
+
 def test_a_state_that_was_not_saved_resumes_nothing(server, client, model, trainer):
     with trainer.attach(server, model, resume=None) as ema:
         ema.load_state_dict(None)

@@ -22,6 +22,7 @@ from ema_client._errors import (
     failure_of,
 )
 from ema_client._ranks import Ranks
+from ema_client._resume import warn_of_no_state
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._types import Version, VersionLike
 from ema_client._url import split_url
@@ -105,11 +106,7 @@ def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str,
     except EmaError as error:
         if raises(options):
             raise
-        _logger.warning(
-            "the trainer's checkpoint of step %d has no average to resume from: %s",
-            attachment.step,
-            error,
-        )
+        warn_of_no_state(attachment.step, error)
         return None
 
 

@@ -121,6 +121,12 @@ def save(client: Client, state: State, version: Version, *, keep: int) -> None:
         _logger.warning('model "%s": labels of older steps are still there: %s', model, error)
 
 
+def warn_of_no_state(step: int, why: EmaError) -> None:
+    _logger.warning(
+        "the trainer's checkpoint of step %d has no average to resume from: %s", step, why
+    )
+
+
 class WithState:
     """The part of an `Attachment` that a trainer's checkpoint needs."""
 
@@ -146,8 +152,8 @@ class WithState:
         labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
         there; other ranks' are not to be used without it.
 
-        With on_error "skip", a server that is away costs the checkpoint its average, not the training the
-        checkpoint: then this is None, with a warning, and at once if that is known. `attach(resume=None)`
+        With on_error "skip", a server that is away, or cannot write to its disk, costs the checkpoint its
+        average, not the training the checkpoint: then this is None, with a warning, and at once if that is known. `attach(resume=None)`
         resumes nothing: the average goes on from where the server stands.
 
         Args:
@@ -160,8 +166,8 @@ class WithState:
                 rolled back.
             FailedPreconditionError: NO_DATA_DIR: the server keeps nothing; RESUME_MISMATCH: the
                 average is of a later step than the trainer's.
-            UnavailableError, DeadlineExceededError: the server is away, or the push has not ended;
-                unless on_error is "skip".
+            UnavailableError, DeadlineExceededError: the server is away, or its disk has failed, or the
+                push has not ended; unless on_error is "skip".
             EmaError: as `Client.create_checkpoint`.
 
         Example:
@@ -174,19 +180,16 @@ class WithState:
         try:
             return self._state(timeout_s).to_dict()
         except (UnavailableError, DeadlineExceededError) as error:
-            problem: EmaError = type(error)(
-                f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}',
-                reason=error.reason,
-            )
+            problem: EmaError = error
             if self._link.is_away:
                 problem = self._link.error()
+            elif not error.reason:  # Not the server's own word, such as one about its disk.
+                problem = type(error)(
+                    f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}'
+                )
             if self._on_error != "skip":
                 raise problem from None
-        _logger.warning(
-            "the trainer's checkpoint of step %d has no average to resume from: %s",
-            self._step,
-            problem,
-        )
+        warn_of_no_state(self._step, problem)
         return None
 
     def _state(self, timeout_s: float) -> State:
