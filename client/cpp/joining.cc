@@ -124,9 +124,11 @@ absl::StatusOr<std::unique_ptr<Run>> Joining::Join() const {
   return run;
 }
 
-absl::StatusOr<std::unique_ptr<Run>> Joining::JoinAgain(absl::Duration timeout) const {
+absl::StatusOr<std::unique_ptr<Run>> Joining::JoinAgain(int64_t last_run_epoch,
+                                                        absl::Duration timeout) const {
   Client::RunOptions options = run_options_;
   options.resume.reset();
+  options.last_run_epoch = last_run_epoch;
   absl::StatusOr<std::unique_ptr<Run>> run = client_.OpenRun(model_, options, timeout);
   if (GetErrorReason(run.status()) == ErrorReason::kModelNotFound && options.rank == 0) {
     // The server keeps no data, and was restarted.

@@ -38,8 +38,10 @@ class Joining {
   // CreateModel(), OpenRun() and Run::WaitReady().
   absl::StatusOr<std::unique_ptr<Run>> Join() const;
   // The same after the server was away, with `timeout` for each call: without the resume point, as
-  // the average goes on from where it is; and rank 0 alone makes the model.
-  absl::StatusOr<std::unique_ptr<Run>> JoinAgain(absl::Duration timeout) const;
+  // the average goes on from where it is; and rank 0 alone makes the model. `last_run_epoch`: as
+  // Client::RunOptions.
+  absl::StatusOr<std::unique_ptr<Run>> JoinAgain(int64_t last_run_epoch,
+                                                 absl::Duration timeout) const;
 
  private:
   Joining(Client& client, std::string_view model) : client_(client), model_(model) {}

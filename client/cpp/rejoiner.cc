@@ -27,6 +27,7 @@ Rejoiner::Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<Pe
                    std::unique_ptr<Run> run)
     : joining_(*joining),
       lost_step_(lost_step),
+      lost_run_epoch_(run->run_epoch()),
       lost_push_(std::move(push)),
       lost_run_(std::move(run)) {}
 
@@ -103,7 +104,7 @@ void Rejoiner::Work() {
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joining_.JoinAgain(kRejoinTimeout));
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joining_.JoinAgain(lost_run_epoch_, kRejoinTimeout));
   absl::StatusOr<PushProgress> progress =
       run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
   // FENCED, too: by a newer run, which the next try meets, or by another restart.

@@ -58,6 +58,7 @@ class Rejoiner {
 
   const Joining& joining_;
   const int64_t lost_step_;
+  const int64_t lost_run_epoch_;
   // The thread's, once it runs.
   std::unique_ptr<PendingPush> lost_push_;
   std::unique_ptr<Run> lost_run_;

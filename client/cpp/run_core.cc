@@ -98,7 +98,7 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   request.set_rank(options_.rank);
   request.set_world_size(options_.world_size);
   request.set_manifest_digest(manifest().digest());
-  request.set_last_run_epoch(run_epoch());
+  request.set_last_run_epoch(std::max(run_epoch(), options_.last_run_epoch));
   ToProto(layout_, request.mutable_layout());
   if (options_.resume.has_value() && !HasBeenReady()) {
     FillResume(*options_.resume, request.mutable_resume());

@@ -371,6 +371,9 @@ class Client {
     // the model from the disk; with DEADLINE_EXCEEDED the server goes on with it, and the same call
     // again joins.
     std::optional<ResumePoint> resume;
+    // Of a launch that opens its run again: the Run::run_epoch() that it had. By it a server that
+    // was restarted, and has forgotten the launches, knows whether a newer one has fenced it.
+    int64_t last_run_epoch = 0;
     // What this run pushes first, to a model without a version, is an average of so many updates
     // that was made elsewhere: all tracks go on from it. The same on all ranks. 0: weights.
     int64_t imported_updates = 0;

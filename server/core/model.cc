@@ -86,11 +86,11 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
-    if (run_ != nullptr && run_->launch_id() == launch.id) {
+    EMA_RETURN_IF_ERROR(CheckLaunchLocked(launch));
+    if (IsOfRunLocked(launch)) {
       EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
       fence_epoch_ = std::max(fence_epoch_, launch.last_run_epoch);
     } else {
-      EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch));
       const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,

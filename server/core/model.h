@@ -450,8 +450,10 @@ class Model : public std::enable_shared_from_this<Model> {
   bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
   // Whoever has joined `run_` so far cannot do so again, while the server lives.
   void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Of a launch whose run is not open. ABORTED, FENCED. INVALID_ARGUMENT: its last_run_epoch.
-  absl::Status CheckNotFencedLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Whether the open run is that launch's.
+  bool IsOfRunLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // That its run is open or may be opened. ABORTED, FENCED. INVALID_ARGUMENT: its last_run_epoch.
+  absl::Status CheckLaunchLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // A push by a run that is not the open one.
   absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside

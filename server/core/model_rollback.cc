@@ -16,6 +16,7 @@ namespace {
 // Remembered, so that a fenced trainer's ranks that open the run only now cannot fence its
 // successor.
 constexpr size_t kFencedLaunches = 64;
+// Microseconds since 1970, so none is near it.
 constexpr int64_t kMaxRunEpoch = int64_t{1} << 53;
 
 absl::Status Fenced(const std::string& message) {
@@ -59,11 +60,18 @@ void Model::FenceRunLocked() {
   if (fenced_launches_.size() > kFencedLaunches) fenced_launches_.erase(fenced_launches_.begin());
 }
 
-absl::Status Model::CheckNotFencedLocked(const Launch& launch) const {
+bool Model::IsOfRunLocked(const Launch& launch) const {
+  return run_ != nullptr && run_->launch_id() == launch.id;
+}
+
+absl::Status Model::CheckLaunchLocked(const Launch& launch) const {
   const int64_t last = launch.last_run_epoch;
-  if (last < 0 || last > kMaxRunEpoch) {
-    return BadRequest(absl::StrCat("last_run_epoch: ", last, " given, expected 0 to 2^53"));
+  // A model that was given the greatest has epochs beyond it.
+  const int64_t most = std::max(kMaxRunEpoch, run_epoch_);
+  if (last < 0 || last > most) {
+    return BadRequest(absl::StrCat("last_run_epoch: ", last, " given, expected 0 to ", most));
   }
+  if (IsOfRunLocked(launch)) return absl::OkStatus();
   const bool is_older = last < fence_epoch_ || (run_ != nullptr && last == fence_epoch_);
   if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch.id) ==
           fenced_launches_.end() &&
@@ -106,9 +114,8 @@ absl::Status Model::CheckRoomForNextLocked() const {
 absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
-  if (run_ != nullptr && run_->launch_id() == launch.id) return true;
-  EMA_RETURN_IF_ERROR(CheckNotFencedLocked(launch));
-  return false;
+  EMA_RETURN_IF_ERROR(CheckLaunchLocked(launch));
+  return IsOfRunLocked(launch);
 }
 
 Model::Standing Model::StandingOf(const Snapshot& version) {

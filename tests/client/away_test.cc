@@ -180,6 +180,39 @@ TEST_F(AwayTest, CountsWhatAServerThatComesBackFromACheckpointHasLost) {
   EXPECT_EQ(Pulled(), Weights());
 }
 
+TEST_F(AwayTest, ARestartForgetsNobodyWhoWasFenced) {
+  Attach(OnError::kSkip);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  std::unique_ptr<StepPusher> fenced = std::move(pusher_);
+  Attach(OnError::kSkip);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  Kill();
+  // It has not heard that it was fenced, and comes back first.
+  pusher_.swap(fenced);
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (!pusher_->stats().is_away && absl::Now() < give_up) Step();
+  Restart();
+  while (pusher_->stats().is_away && absl::Now() < give_up) absl::SleepFor(absl::Milliseconds(5));
+  pusher_.swap(fenced);
+  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+    Step();
+    (void)pusher_->WaitPushed();
+  }
+  EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
+  pusher_.swap(fenced);
+  while (GetErrorReason(pusher_->stats().last_error) != ErrorReason::kFenced &&
+         absl::Now() < give_up) {
+    Step();
+  }
+  EXPECT_THAT(pusher_->stats().last_error, ReasonIs(ErrorReason::kFenced));
+  pusher_.swap(fenced);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(pusher_->stats().pushes, 3) << pusher_->stats().last_error;
+}
+
 TEST_F(AwayTest, WaitEndsWithTheOutagesTime) {
   Attach(OnError::kWait, absl::Milliseconds(200));
   Step();
@@ -338,7 +371,7 @@ class LostReplyTest : public AwayTest {
   }
   void TearDown() override {
     proxy_->HoldReplies(false);
-    pusher_ = nullptr;
+    AwayTest::TearDown();
   }
   void AwaitVersion(int64_t number) {
     std::optional<ModelInfo> info;

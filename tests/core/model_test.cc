@@ -692,11 +692,20 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   EXPECT_THAT(join(model, {"third", model->run_epoch()}), IsOk());
   EXPECT_THAT(join(model, fresh), IsOk());
 
-  for (const int64_t last : {int64_t{-1}, (int64_t{1} << 53) + 1}) {
-    EXPECT_THAT(join(model, {"fourth", last}),
-                AllOf(ReasonIs(ErrorReason::kBadRequest),
-                      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("last_run_epoch"))));
+  constexpr int64_t kMost = int64_t{1} << 53;
+  const auto is_refused =
+      AllOf(ReasonIs(ErrorReason::kBadRequest),
+            StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("last_run_epoch")));
+  for (const int64_t last : {int64_t{-1}, kMost + 1}) {
+    for (const char* const launch : {"third", "fourth"}) {
+      EXPECT_THAT(join(model, {launch, last}), is_refused);
+      EXPECT_THAT(model->IsRunOpen({launch, last}), is_refused);
+    }
   }
+  // Whoever was given one beyond comes back with that.
+  EXPECT_THAT(join(model, {"fifth", kMost}), IsOk());
+  EXPECT_EQ(model->run_epoch(), kMost + 1);
+  EXPECT_THAT(join(model, {"fifth", kMost + 1}), IsOk());
 }
 
 TEST_F(ModelTest, MoreImportedUpdatesThanCanBeCountedAreRefused) {

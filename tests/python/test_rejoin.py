@@ -16,10 +16,12 @@ from ema_client._away import Link, is_outage
 from ema_client._run import Joined
 from ema_client._skips import outlook
 from server_process import ServerProcess
-from testing import step_until
+from testing import step_until, wait_for
 
 
 class FakeRun:
+    run_epoch = 7
+
     def __init__(self, on_close=lambda: None) -> None:
         self.is_closed = False
         self._on_close = on_close
@@ -78,7 +80,7 @@ def test_a_run_that_is_joined_again(closes):
     at_close = []
     old = FakeRun(lambda: at_close.append(link.run))
 
-    def open_run(timeout_s: float) -> FakeRun:
+    def open_run(last_run_epoch: int, timeout_s: float) -> FakeRun:
         if closes:
             link._stop.set()  # As by a close() that does not wait any longer.
         return new
@@ -95,7 +97,7 @@ def test_a_run_that_is_joined_again(closes):
 
 
 def test_a_process_without_threads_is_away_until_it_has_one(monkeypatch):
-    link = link_to(lambda timeout_s: FakeRun())
+    link = link_to(lambda last_run_epoch, timeout_s: FakeRun())
     lost = FakePush()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
@@ -110,7 +112,7 @@ def test_a_process_without_threads_is_away_until_it_has_one(monkeypatch):
 
 
 def test_a_process_without_threads_closes(monkeypatch):
-    link = link_to(lambda timeout_s: FakeRun())
+    link = link_to(lambda last_run_epoch, timeout_s: FakeRun())
     lost = FakePush()
     monkeypatch.setattr(threading.Thread, "start", no_threads)
     link.go_away(1, lost)
@@ -122,7 +124,7 @@ def test_a_process_without_threads_closes(monkeypatch):
 def test_what_is_no_error_of_the_server_does_not_end_the_tries(monkeypatch):
     failures = [MemoryError(), KeyError("rank")]
 
-    def open_run(timeout_s: float) -> FakeRun:
+    def open_run(last_run_epoch: int, timeout_s: float) -> FakeRun:
         if failures:
             raise failures.pop()
         return FakeRun()
@@ -144,7 +146,7 @@ def test_a_server_that_starts_again_while_it_is_asked_has_no_newer_run():
             if restarts:
                 raise restarts.pop()
 
-    link = link_to(lambda timeout_s: AskedRun())
+    link = link_to(lambda last_run_epoch, timeout_s: AskedRun())
     link._stop = FakeStop(99)
     link.go_away(1, None)
     link.wait_back(time.monotonic() + 30)
@@ -155,7 +157,7 @@ def test_a_server_that_starts_again_while_it_is_asked_has_no_newer_run():
 def test_a_run_that_has_been_fenced_is_not_joined_again(caplog):
     why = "fenced by a newer run, or a rollback"
 
-    def open_run(timeout_s: float) -> FakeRun:
+    def open_run(last_run_epoch: int, timeout_s: float) -> FakeRun:
         raise ema_client.AbortedError(why, reason="FENCED")
 
     link = link_to(open_run)
@@ -170,7 +172,7 @@ def test_a_run_that_has_been_fenced_is_not_joined_again(caplog):
 
 
 def pauses_of(count: int, error: ema_client.EmaError) -> list[float]:
-    def open_run(timeout_s: float) -> FakeRun:
+    def open_run(last_run_epoch: int, timeout_s: float) -> FakeRun:
         raise error
 
     random.seed(7)  # As each rank of a training does.
@@ -246,6 +248,36 @@ def test_a_training_whose_process_has_no_more_threads(tmp_path, model, monkeypat
                 ema.wait_pushed()
     said = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
     assert [int(count) for count in said] == [lost]
+
+
+def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
+    class Trainer:
+        def __init__(self, url: str) -> None:
+            self.net = torch.nn.Linear(3, 2)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+            self.ema = ema_client.attach(self.net, self.optimizer, url, half_life="3ba")
+
+        def step(self) -> None:
+            self.net(torch.ones(1, 3)).sum().backward()
+            self.optimizer.step()
+
+    with ServerProcess(tmp_path) as server:
+        fenced, newer = Trainer(server.url(model)), Trainer(server.url(model))
+        newer.step()
+        newer.ema.wait_pushed()
+        server.kill()
+        # It has not heard that it was fenced, and comes back first.
+        step_until(lambda: fenced.ema._link.is_away, fenced.step)
+        server.start(port=server.port)
+        wait_for(lambda: not fenced.ema._link.is_away, "the fenced one came back")
+        step_until(lambda: newer.ema.stats.pushes >= 2, newer.step)
+        step_until(lambda: "does not push any more" in caplog.text, fenced.step)
+        pushes = newer.ema.stats.pushes
+        newer.step()
+        newer.ema.wait_pushed()
+        assert newer.ema.stats.pushes > pushes and fenced.ema.stats.pushes == 0
+        newer.ema.close()
+        fenced.ema.close()
 
 
 GONE = {

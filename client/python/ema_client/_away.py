@@ -199,7 +199,7 @@ class Link:
                 if lost is not None:
                     lost.abandon()
                     lost = None
-                run = self._open_run(_REJOIN_TIMEOUT_S)
+                run = self._open_run(self.run.run_epoch, _REJOIN_TIMEOUT_S)
                 # The server lives: what lasts now is the wait for other ranks.
                 pause_s = _FIRST_PAUSE_S
                 run.wait_ready(timeout_s=_REJOIN_TIMEOUT_S)

@@ -242,6 +242,7 @@ class Client(EvaluatorCalls):
             "as pushed",
             True,
             None,
+            0,
             updates,
             timeout_s,
         )
@@ -437,6 +438,7 @@ class Client(EvaluatorCalls):
         wire_dtype: WireDtype = "as pushed",
         rejoins: bool = True,
         resume: int | ResumePoint | None = None,
+        last_run_epoch: int = 0,
         timeout_s: float | None = None,
     ) -> Run:
         """Joins a run: one life of a trainer. A new launch_id fences the run before.
@@ -457,6 +459,9 @@ class Client(EvaluatorCalls):
                 waits for the other ranks. False: it ends, FENCED.
             resume: the trainer goes on from a checkpoint of its own: a step, or a ResumePoint, the same
                 on all ranks. The model is brought back to where it stood then.
+            last_run_epoch: of a launch_id that opens its run again: the `Run.run_epoch` that it had. By
+                it a server that was restarted, and has forgotten the launches, knows whether a newer one
+                has fenced it.
             timeout_s: seconds.
 
         Raises:
@@ -502,6 +507,7 @@ class Client(EvaluatorCalls):
             wire_dtype,
             rejoins,
             resume_tuple(resume),
+            last_run_epoch,
             0,
             timeout,
         )

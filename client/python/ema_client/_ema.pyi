@@ -318,6 +318,7 @@ class Client:
         wire_dtype: str,
         rejoins: bool,
         resume: ResumeTuple | None,
+        last_run_epoch: int,
         imported_updates: int,
         timeout_s: float,
     ) -> Run: ...

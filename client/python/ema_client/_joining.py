@@ -181,7 +181,7 @@ class Plan:
                 f"{self._ranks.rank} from {state}, rank 0 from {launch.state}"
             )
 
-    def open_run(self, launch: Launch, timeout_s: float) -> Run:
+    def open_run(self, launch: Launch, timeout_s: float, *, last_run_epoch: int = 0) -> Run:
         resume = None if launch.state is None else launch.state.resume_point
         if resume is not None:
             timeout_s = max(timeout_s, DISK_TIMEOUT_S)
@@ -195,6 +195,7 @@ class Plan:
             wire_dtype=self._wire_dtype,
             rejoins=False,
             resume=resume,
+            last_run_epoch=last_run_epoch,
             timeout_s=timeout_s,
         )
         _arrays.check_names(
@@ -204,16 +205,17 @@ class Plan:
         )
         return run
 
-    def open_run_anew(self, launch: Launch, timeout_s: float) -> Run:
+    def open_run_anew(self, launch: Launch, last_run_epoch: int, timeout_s: float) -> Run:
         """The same after the server was away. NotFoundError: rank 0 has not made the model yet."""
+        open_run = functools.partial(self.open_run, last_run_epoch=last_run_epoch)
         try:
-            return self.open_run(launch, timeout_s)
+            return open_run(launch, timeout_s)
         except NotFoundError:
             # The server keeps no data, and was restarted.
             if self._ranks.rank != 0:
                 raise
         self.create(timeout_s)
-        return self.open_run(launch, timeout_s)
+        return open_run(launch, timeout_s)
 
 
 def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:

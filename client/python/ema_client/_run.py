@@ -261,7 +261,8 @@ class Joined:
 
     Attributes:
         run: this rank of it.
-        open_run: takes a time-out; joins again after the server was away, from another thread.
+        open_run: takes the epoch of the run that was open, and a time-out; joins again after the server
+            was away, from another thread.
         launch_id: names the run.
         step: the trainer's steps so far.
         unasked: the version from which the averages go on, though the trainer has not said that it
@@ -269,7 +270,7 @@ class Joined:
     """
 
     run: Run
-    open_run: Callable[[float], Run]
+    open_run: Callable[[int, float], Run]
     launch_id: str
     step: int
     unasked: Version | None = None
