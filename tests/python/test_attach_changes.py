@@ -114,7 +114,7 @@ def test_an_evaluation_after_the_last_step_is_no_training(server, model, caplog)
         step(net, optimizer)
         step(net, optimizer)
         ema.wait_pushed()
-        for _ in range(20):
+        for _ in range(60):  # Each writes twice, a step once.
             with ema_client.averaged(net, server.url(model)), torch.no_grad():
                 for _ in range(50):
                     net[0].weight.div_(net[0].weight.norm())

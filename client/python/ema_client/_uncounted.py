@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from ema_client._optimizers import parameter_ids
 from ema_client._pieces import writes_of
+from ema_client._torch_model import write_calls
 
 if TYPE_CHECKING:
     import torch
 
 # Parameters that are looked at after each step, which takes 20 to 60 us.
 _SAMPLED = 64
-# More writes than so many steps have made, to most of them, tell of steps that are not counted. Fewer may
-# be those of load_state_dict, of `averaged`, which writes twice, or of clipping after the step; those to
-# a few, of forwards that normalise these.
+# More writes than so many steps have made, to most of them, and than this package has made, tell of steps
+# that are not counted. Fewer may be those of load_state_dict, or of clipping after the step; those to a
+# few, of forwards that normalise these.
 _STEPS = 50
 # So often a checkpoint may be loaded before a training that has nothing left to do.
 _LOADS = 4
@@ -41,6 +42,7 @@ class Uncounted:
         ]
         self._parameters = trained[:: -(-len(trained) // _SAMPLED) or 1]
         self._writes = self._count()
+        self._own = write_calls()
         # That a step has added to each, and what came before it.
         self._most = [0] * len(self._parameters)
         self._has_told = False
@@ -50,14 +52,16 @@ class Uncounted:
         writes = self._count()
         self._most = list(map(max, self._most, map(operator.sub, writes, self._writes)))
         self._writes = writes
+        self._own = write_calls()
         self._has_told = False
 
     def has_others(self) -> bool:
         """Whether there have been steps of others since; said once."""
         if self._has_told:
             return False
+        own = write_calls() - self._own
         stepped = [
-            now - before > _STEPS * most
+            now - before - own > _STEPS * most
             for now, before, most in zip(self._count(), self._writes, self._most)
             if most > 0
         ]
