@@ -138,12 +138,13 @@ absl::StatusOr<const Json*> Fields::Array(const std::string& key) const {
   return json;
 }
 
-absl::StatusOr<int64_t> Fields::Integer(const std::string& key, int64_t least) const {
+absl::StatusOr<int64_t> Fields::Integer(const std::string& key, int64_t least, int64_t most) const {
   EMA_ASSIGN_OR_RETURN(const Json* json, Get(key));
   const bool fits = json->is_number_integer() &&
                     !(json->is_number_unsigned() && json->get<uint64_t>() > INT64_MAX);
-  if (!fits || json->get<int64_t>() < least) {
-    return IsNot(key, absl::StrCat("an integer of ", least, " or more"));
+  if (!fits || json->get<int64_t>() < least || json->get<int64_t>() > most) {
+    const std::string bound = most == INT64_MAX ? " or more" : absl::StrCat(" to ", most);
+    return IsNot(key, absl::StrCat("an integer of ", least, bound));
   }
   return json->get<int64_t>();
 }

@@ -56,8 +56,9 @@ class Fields {
   absl::StatusOr<const Json*> Get(const std::string& key) const;
   absl::StatusOr<Fields> Object(const std::string& key) const;
   absl::StatusOr<const Json*> Array(const std::string& key) const;
-  // An integer of `least` or more that fits.
-  absl::StatusOr<int64_t> Integer(const std::string& key, int64_t least) const;
+  // An integer of `least` to `most`.
+  absl::StatusOr<int64_t> Integer(const std::string& key, int64_t least,
+                                  int64_t most = INT64_MAX) const;
   absl::StatusOr<double> Number(const std::string& key) const;
   absl::StatusOr<bool> Boolean(const std::string& key) const;
   absl::StatusOr<std::string> String(const std::string& key) const;

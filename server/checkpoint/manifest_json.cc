@@ -16,6 +16,8 @@ namespace ema {
 namespace {
 
 constexpr std::string_view kFormatName = "ema-checkpoint";
+// Of a version: the next ones count on from there.
+constexpr int64_t kMaxCount = int64_t{1} << 62;
 
 Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
   Json states = Json::array();
@@ -122,10 +124,10 @@ absl::StatusOr<Manifest> ParseTensors(const Json& json) {
 }
 
 absl::Status ParseVersion(const Fields& fields, Version& record) {
-  EMA_ASSIGN_OR_RETURN(record.incarnation, fields.Integer("incarnation", 0));
-  EMA_ASSIGN_OR_RETURN(record.number, fields.Integer("version", 1));
-  EMA_ASSIGN_OR_RETURN(record.step, fields.Integer("step", 0));
-  EMA_ASSIGN_OR_RETURN(record.run_epoch, fields.Integer("run_epoch", 0));
+  EMA_ASSIGN_OR_RETURN(record.incarnation, fields.Integer("incarnation", 0, kMaxCount));
+  EMA_ASSIGN_OR_RETURN(record.number, fields.Integer("version", 1, kMaxCount));
+  EMA_ASSIGN_OR_RETURN(record.step, fields.Integer("step", 0, kMaxCount));
+  EMA_ASSIGN_OR_RETURN(record.run_epoch, fields.Integer("run_epoch", 0, kMaxCount));
   EMA_ASSIGN_OR_RETURN(const int64_t commit_time_us, fields.Integer("commit_time_us", INT64_MIN));
   record.commit_time = absl::FromUnixMicros(commit_time_us);
   EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("time"));

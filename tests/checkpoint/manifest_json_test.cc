@@ -245,6 +245,8 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"VersionIsZero", "\"version\":8", "\"version\":0", "version.version"},
         BadCase{"VersionIsAFloat", "\"version\":8", "\"version\":8.0", "version.version"},
         BadCase{"StepIsHuge", "\"step\":40", "\"step\":18446744073709551615", "version.step"},
+        BadCase{"RunEpochCannotBeCountedOn", "\"run_epoch\":1760000001",
+                "\"run_epoch\":9223372036854775807", "version.run_epoch"},
         BadCase{"BatchIsNegative", "\"ba\":40.0", "\"ba\":-40.0", "version.time"},
         BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"", "schedule"},
         BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"", "schedule"},
