@@ -66,7 +66,8 @@ class Client {
     // For every call that is not given its own.
     absl::Duration timeout = absl::Seconds(60);
     // Bytes of a chunk, at most 4 MiB. 1 MiB stays in the receiver's cache while it is checked and
-    // folded, and costs few messages.
+    // folded, and costs few messages. Less than 64 KiB suits few ranks only: see PushChunk in
+    // ema_service.proto.
     int64_t chunk_bytes = int64_t{1} << 20;
     // Where the server is on this host, of the same user, and offers it: push and pull through
     // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and

@@ -30,8 +30,6 @@ absl::Status BadChunk(std::string message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk, message);
 }
 
-}  // namespace
-
 // True: `next` goes on where `before` ends after so many elements.
 bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int64_t source_bytes) {
   const int64_t bytes = count * before.StoredBytes(source_bytes);
@@ -43,6 +41,8 @@ bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int
          is_after(before.current, next.current) && is_after(before.next_low, next.next_low) &&
          is_after(before.current_low, next.current_low);
 }
+
+}  // namespace
 
 // Folds one chunk: walks its pieces and the layout's runs together. Tensors that are neighbours,
 // there and in all tracks, are one run to the device: small ones would cost it more than their
@@ -129,13 +129,16 @@ class PushSession::Folder {
     while (count > 0) {
       int64_t n = count;
       targets_.clear();
+      tracks_.clear();
       for (const size_t t : changing_tracks_) {
         if (!session_.Changes(session_.plan_.tracks[t], tensor_index)) continue;
+        tracks_.push_back(t);
         n = std::min(n, SetTarget(t, tensor_index, element, dtype, targets_.emplace_back()));
       }
       if (!GoesOnWith(dtype, source)) {
         EMA_RETURN_IF_ERROR(EndRun());
         targets_.swap(run_targets_);
+        tracks_.swap(run_tracks_);
         run_ = {.source_dtype = dtype,
                 .source = source,
                 .source_id = tensor_index,
@@ -156,7 +159,7 @@ class PushSession::Folder {
     const int64_t count = run_.element_count;
     const int64_t element_size = DtypeSize(dtype);
     if (count == 0 || dtype != run_.source_dtype || source != run_.source + count * element_size ||
-        targets_.empty() || targets_.size() != run_targets_.size()) {
+        targets_.empty() || tracks_ != run_tracks_) {
       return false;
     }
     for (size_t i = 0; i < targets_.size(); ++i) {
@@ -227,9 +230,12 @@ class PushSession::Folder {
   const PushSession& session_;
   DeviceStream& device_stream_;
   std::vector<size_t> changing_tracks_;
-  std::vector<FoldTarget> targets_;  // Of the elements at hand, one per track that they change.
-  FoldOp run_;                       // Not folded yet.
+  // Of the elements at hand, one per track that they change.
+  std::vector<FoldTarget> targets_;
+  std::vector<size_t> tracks_;
+  FoldOp run_;  // Not folded yet.
   std::vector<FoldTarget> run_targets_;
+  std::vector<size_t> run_tracks_;
   absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
   std::span<const std::byte> piece_;                     // What is left of the one at hand.
   bool with_checksum_ = true;
