@@ -110,6 +110,8 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       fence_epoch_ = launch.last_run_epoch > 0 ? launch.last_run_epoch : run_epoch_;
       begun_step_ = 0;
       given_up_.clear();
+      frozen_mismatch_.reset();
+      has_frozen_mismatches_ = false;
       replaced = ApplyPendingLocked();
       fenced = TakeSessionLocked();
       is_new = true;
@@ -240,8 +242,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
   return plan;
 }
 
-absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
-    const PushStart& start) const {
+absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(const PushStart& start) {
   if (session_ == nullptr) return nullptr;
   const PushSession::Plan& plan = session_->plan();
   if (start.step < plan.step) {
@@ -264,6 +265,8 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(
     }
     const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
     if (omits_frozen != (plan.frozen == FrozenTensors::kOmitted)) {
+      has_frozen_mismatches_ |= frozen_mismatch_.value_or(start.step) != start.step;
+      frozen_mismatch_ = start.step;
       return MakeError(
           absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
           absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,

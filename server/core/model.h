@@ -391,8 +391,8 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The open session if `start` belongs to it; null if a new one must be made, which ends the open
   // one, if any.
-  absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<PlaceLimit::Place> TakeSessionPlace() const;
   absl::StatusOr<std::shared_ptr<PushSession>> GetSession(const PushStart& start, RankPush& retry)
@@ -515,6 +515,10 @@ class Model : public std::enable_shared_from_this<Model> {
   // Launches whose last run is older have been fenced: `run_`'s epoch, or what it was when `run_`
   // had been opened first, before a restart; without a run that of the version that was restored.
   int64_t fence_epoch_ ABSL_GUARDED_BY(mu_) = 0;
+  // Steps of `run_` that were lost because ranks did not agree whether frozen tensors have changed:
+  // the last, and whether there was one before.
+  std::optional<int64_t> frozen_mismatch_ ABSL_GUARDED_BY(mu_);
+  bool has_frozen_mismatches_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   SteadyWait session_wait_;                                    // Woken when `session_` changes.
   SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();

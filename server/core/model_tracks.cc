@@ -183,6 +183,9 @@ std::vector<TrackRef> Model::ApplyPendingLocked() {
 
 bool Model::MayOmitFrozenLocked() const {
   if (current_ == nullptr || run_ == nullptr || !run_->ready() || !run_->has_frozen()) return false;
+  // Once is a write that not all ranks have seen. Twice is a tensor of some ranks that goes on
+  // changing: each time the others would leave theirs out, and the step be lost.
+  if (has_frozen_mismatches_) return false;
   return std::all_of(tracks_.begin(), tracks_.end(),
                      [&](const TrackRef& track) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
                        if (track->config().paused) return true;
