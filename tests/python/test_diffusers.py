@@ -311,6 +311,21 @@ def test_importing_it_does_not_import_diffusers():
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["new folder", "their folder"])
+def test_from_pretrained_reads_what_is_saved(server, client, model, trainer, tmp_path, is_there):
+    described, folder = tmp_path / "described", tmp_path / "out"
+    trainer.unet.save_pretrained(folder if is_there else described)
+    files = None if is_there else described
+    with ema_client.attach(
+        trainer.unet, trainer.optimizer, server.url(model), half_life="2ba", files=files
+    ):
+        for _ in range(3):
+            trainer.step()
+    client.save(model, f"{folder}/", track="ema")
+    read = diffusers.UNet2DModel.from_pretrained(folder)
+    assert_same_bits(client.pull(model, track="ema"), dict(read.named_parameters()))
+
+
 @pytest.mark.timeout(300)
 def test_the_example(server, client, model, tmp_path):
     folder = tmp_path / "out"

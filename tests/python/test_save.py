@@ -140,6 +140,53 @@ def test_what_is_refused_changes_nothing(client, model, pushed, save, tmp_path):
     assert os.listdir(folder) == ["model.safetensors.index.json"]
 
 
+DIFFUSERS = b'{"_class_name": "UNet2DModel", "_diffusers_version": "0.30.0"}'
+
+
+CONFIGS = {
+    "diffusers": DIFFUSERS,
+    "class": b'{"_class_name": "Ours"}',
+    "transformers": b'{"architectures": ["BertModel"]}',
+    "list": b"[]",
+    "text": b"no JSON",
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("how", ["attached", "given", "there"])
+def test_the_config_says_how_the_weights_are_called(client, model, pushed, tmp_path, config, how):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    # Which the new one takes the place of.
+    (folder / "config.json").write_bytes(config if how == "there" else DIFFUSERS)
+    if how == "attached":
+        client.attach_files(model, {"config.json": config})
+    files = {"config.json": config} if how == "given" else None
+    client.save(model, folder, track="ema", files=files)
+    names = {"config.json", "model.safetensors"}
+    if b"_class_name" in config:
+        names = {"config.json", "diffusion_pytorch_model.safetensors"}
+    assert set(os.listdir(folder)) == names
+    assert (folder / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize(
+    "config, name",
+    [(DIFFUSERS, "diffusion_pytorch_model"), (b"{}", "model")],
+    ids=["diffusers", "other"],
+)
+def test_only_pieces_that_would_be_read_are_refused(client, model, pushed, tmp_path, config, name):
+    client.attach_files(model, {"config.json": config})
+    other = {"model": "diffusion_pytorch_model", "diffusion_pytorch_model": "model"}[name]
+    (tmp_path / f"{other}.safetensors.index.json").write_bytes(b"{}")
+    client.save(model, tmp_path, track="ema")
+    (tmp_path / f"{name}.safetensors.index.json").write_bytes(b"{}")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(ema_client.FailedPreconditionError, match=f"/{name}.*in pieces"):
+        client.save(model, tmp_path, track="ema")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
 def test_an_empty_path_is_not_the_working_directory(pushed, save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "must" in save("", track="ema")

@@ -47,7 +47,6 @@ from ema_client._types import (
 
 # How often tracks are pulled anew because a newer version has pushed theirs out.
 _STACKED_ATTEMPTS = 20
-_WEIGHTS_NAME = "model.safetensors"
 
 
 class EvaluatorCalls(CheckpointCalls):
@@ -382,8 +381,9 @@ class EvaluatorCalls(CheckpointCalls):
         Args:
             name: the model.
             path: a file, whose name ends in ".safetensors", or a folder, if it is one or ends in "/". A
-                folder is made if need be, and gets model.safetensors and small files beside it, so that
-                `from_pretrained` reads it if a config.json is among them. What is there of the same
+                folder is made if need be, and gets model.safetensors, or by a config.json of diffusers
+                diffusion_pytorch_model.safetensors, and small files beside it, so that `from_pretrained`
+                reads it if a config.json is among them or there already. What is there of the same
                 names is replaced; of a link to a file, the file that it leads to.
             track: which average.
             version, step, tensors, slices, dtype: as for `pull`.
@@ -395,7 +395,7 @@ class EvaluatorCalls(CheckpointCalls):
             The version that is in the file. Of a tied tensor only the first name is.
 
         Raises:
-            FailedPreconditionError: the folder has weights in pieces (model.safetensors.index.json),
+            FailedPreconditionError: the folder has weights of that name in pieces (with .index.json),
                 which tools would read in place of these; or the path is a device, a pipe or a socket.
             InvalidArgumentError: the path is neither.
             EmaError: as `pull`; no file has changed.
@@ -411,15 +411,16 @@ class EvaluatorCalls(CheckpointCalls):
         beside: dict[str, bytes] = {}
         is_folder = target.is_dir() or os.fspath(path).endswith(os.sep)
         if is_folder:
-            index = target / f"{_WEIGHTS_NAME}.index.json"
-            if index.exists():
-                raise FailedPreconditionError(
-                    f"{index}: the folder has weights in pieces; take another, or remove them"
-                )
             if files is None:
                 beside = self.attached_files(name, timeout_s=timeout_s)
             else:
                 beside = small_files(files)
+            file_name = _safetensors.folder_file(target, beside)
+            index = target / f"{file_name}.index.json"
+            if index.exists():
+                raise FailedPreconditionError(
+                    f"{index}: the folder has weights in pieces; take another, or remove them"
+                )
         else:
             target = _safetensors.replaceable(path)
             if ".safetensors" not in (target.suffix, pathlib.Path(path).suffix):
@@ -441,7 +442,7 @@ class EvaluatorCalls(CheckpointCalls):
             target.mkdir(parents=True, exist_ok=True)
             for file, data in beside.items():
                 _safetensors.replace(target / file, [data])
-            target /= _WEIGHTS_NAME
+            target /= file_name
         pulled = weights._pulled
         assert pulled is not None
         # transformers insists on "format".

@@ -34,7 +34,9 @@ _DTYPES = {
     "BOOL": "bool",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Of transformers, and of diffusers, whose config.json has one of these.
 _FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+_OF_DIFFUSERS = {"_diffusers_version", "_class_name"}
 # As in the reference implementation.
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -79,6 +81,19 @@ def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     raise NotFoundError(
         f"{root}: has neither {' nor '.join(_FOLDER_FILES)}, whole or with .index.json"
     )
+
+
+def folder_file(folder: pathlib.Path, beside: Mapping[str, bytes]) -> str:
+    """The name under which `from_pretrained` looks for a folder's weights, by its config.json: the one in
+    `beside`, which will be there, else the one that is there."""
+    config = folder / "config.json"
+    text = beside.get(config.name, config.read_bytes() if config.is_file() else b"{}")
+    try:
+        fields = json.loads(text)
+    except ValueError:  # Of no tool that we know.
+        fields = {}
+    is_diffusers = isinstance(fields, dict) and not _OF_DIFFUSERS.isdisjoint(fields)
+    return _FOLDER_FILES[is_diffusers]
 
 
 def _read_index(root: pathlib.Path, index: pathlib.Path) -> list[StoredTensor]:
