@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with tensors that no track can have: complex numbers, float8, unsigned integers, sparse ones."""
+"""Models with tensors that no track can have: complex numbers, float8, unsigned integers, sparse ones; and
+those that cannot have what a track has."""
 
 from __future__ import annotations
 
 import ema_client
 import pytest
 import torch
+from testing import assert_same_bits
 
 DTYPES = [torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
@@ -190,3 +192,58 @@ def test_what_is_yet_to_be_negated_has_its_sign(server, client, model):
     other.register_buffer("dense", torch.zeros(2))
     ema_client.compute_ema(net, other, smoothing=0.0)
     assert (other.weight.tolist(), other.dense.tolist()) == (expected, [-1, -1])
+
+
+def counted(weight: torch.Tensor) -> torch.nn.Module:
+    """With what an integer is copied to."""
+    net = torch.nn.Module()
+    net.bias = torch.nn.Parameter(torch.zeros(2))
+    net.weight = torch.nn.Parameter(weight, requires_grad=False)
+    net.register_buffer("count", torch.tensor(0, dtype=torch.int32))
+    return net
+
+
+def into_averaged(net, url, rename=None):
+    with ema_client.averaged(net, url, rename=rename):
+        pytest.fail("the averages are in it")
+
+
+INTO = {
+    "load_into": lambda client, url, net: ema_client.load_into(net, url),
+    "load_into, a part": lambda client, url, net: ema_client.load_into(net, url, rename=str),
+    "averaged": lambda client, url, net: into_averaged(net, url),
+    "averaged, a part": lambda client, url, net: into_averaged(net, url, rename=str),
+    "pull": lambda client, url, net: client.pull(url.split("/")[-1], track="ema", out=net),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("into", INTO)
+def test_averages_are_not_cast_to_integers(server, client, model, into, dtype):
+    weights = {"bias": torch.ones(2), "weight": torch.full((2,), 0.5), "count": torch.tensor(7)}
+    client.create_model(model, weights, tracks={"ema": "3ba"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    url = server.url(model)
+    net = counted(torch.ones(2, dtype=dtype))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=f"wrong dtypes: weight: {dtype} for torch.float32 "
+    ) as raised:
+        INTO[into](client, url, net)
+    assert raised.value.reason == "BAD_LAYOUT"
+    assert_same_bits(before, net.state_dict())
+    other = counted(torch.ones(2, dtype=torch.bfloat16))
+    ema_client.load_into(other, url)
+    assert (other.count.item(), other.weight.tolist()) == (7, [0.5, 0.5])
+
+
+def test_a_meta_model_with_a_wrong_dtype_stays_there(server, client, model):
+    weights = {"bias": torch.ones(2), "weight": torch.ones(2), "count": torch.tensor(7)}
+    client.create_model(model, weights, tracks={"ema": "3ba"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    net = counted(torch.ones(2, dtype=torch.int8)).to("meta")
+    with pytest.raises(ema_client.InvalidArgumentError, match="weight: torch.int8 for"):
+        ema_client.load_into(net, server.url(model))
+    assert all(tensor.is_meta for tensor in net.state_dict().values())

@@ -22,7 +22,7 @@ from ema_client._errors import (
 )
 from ema_client._guard import wait_unread
 from ema_client._joining import of_known_dtypes
-from ema_client._out import check_writable
+from ema_client._out import check_castable, check_writable
 from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
 from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
@@ -96,9 +96,9 @@ def averaged(
         The version that is in the model.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match, or a tensor cannot be written (it is on the
-            meta device, as those that accelerate has offloaded are); nothing was changed. The loader is
-            empty.
+        InvalidArgumentError: names or shapes do not match, averages cannot be cast to a tensor's dtype
+            (int8), or it cannot be written (it is on the meta device, as those that accelerate has
+            offloaded are); nothing was changed. The loader is empty.
         FailedPreconditionError: another thread has averaged values in the model now.
         EmaError: the pull failed; nothing was changed.
 
@@ -376,6 +376,7 @@ def _targets(
     _arrays.check_names(what, expected=first_names.values(), given=given)
     values = {name: weights[names[name]] for name in tensors}
     _arrays.check_shapes(what, expected=values, given=tensors)
+    check_castable(what, values=values, targets=tensors)
     check_writable(what, tensors)
     wait_unread(own.values())
     return [(tensor, values[name]) for name, tensor in tensors.items()]

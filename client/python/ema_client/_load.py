@@ -13,7 +13,7 @@ from ema_client._averaged import only_average_of, pull_pieces, version_alone
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._guard import wait_unread
-from ema_client._out import check_writable
+from ema_client._out import check_castable, check_writable
 from ema_client._pieces import local_of, pieces_of
 from ema_client._pull_arguments import check_version
 from ema_client._ranks import Ranks
@@ -92,8 +92,9 @@ def load_into(
         What was loaded, and what was not.
 
     Raises:
-        InvalidArgumentError: shapes differ; or a tensor cannot be written, such as an expanded one; or,
-            if `strict`, names differ, all of which the message lists.
+        InvalidArgumentError: shapes differ; or averages cannot be cast to a tensor's dtype, such as int8;
+            or it cannot be written, such as an expanded one; or, if `strict`, names differ, all of which
+            the message lists.
         EmaError: the pull failed.
         RuntimeError: no memory on `device`.
 
@@ -156,6 +157,10 @@ def load_into(
     made: dict[int, torch.Tensor] = {}
     try:
         targets = {name: named.all()[name] for name in match.names}
+        given = {name: values[there] for name, there in match.names.items() if there in values}
+        check_castable(
+            f'model "{info.name}"', values=given, targets={name: targets[name] for name in given}
+        )
         made = _with_memory(targets.values(), device)
         fresh = {name: made[id(t)] for name, t in targets.items() if id(t) in made}
         _write(fresh, match.names, values)

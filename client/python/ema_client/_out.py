@@ -30,6 +30,18 @@ def check_writable(what: str, targets: Mapping[str, Any]) -> None:
         )
 
 
+def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: some of the targets, torch tensors or NumPy arrays, have dtypes that cannot
+    hold what is there for them by the same names, such as int8 for averages; lists them."""
+    wrong = [
+        f"{name}: {target.dtype} for {values[name].dtype}"
+        for name, target in targets.items()
+        if not _can_cast(values[name], target)
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"{what}: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
+
+
 def copy_into(
     out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> None:
@@ -50,13 +62,7 @@ def copy_into(
         _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
     values = {name: tensors[aliases.get(name, name)] for name in out}
     check_shapes("out", expected=values, given=out)
-    wrong = [
-        f"{name}: {out[name].dtype} for {tensor.dtype}"
-        for name, tensor in values.items()
-        if not _can_cast(tensor, out[name])
-    ]
-    if wrong:
-        _refuse(f"wrong dtypes: {'; '.join(wrong)}")
+    check_castable("out", values=values, targets=out)
     # Names that are tied in `out`, too, once.
     apart = {
         (
@@ -83,7 +89,10 @@ def copy_into(
 
 def _can_cast(tensor: Any, target: Any) -> bool:
     if is_instance(tensor, "torch", "Tensor"):
-        return True  # copy_ casts between all dtypes.
+        import torch
+
+        # copy_ makes zeros of averages, or True.
+        return torch.can_cast(tensor.dtype, target.dtype)
     import numpy
 
     return bool(numpy.can_cast(tensor.dtype, target.dtype, casting=_CASTING))
