@@ -12,6 +12,18 @@ import ema_client
 from pytorch_train import accuracy, network
 
 
+def report(client, name, version, score):
+    try:
+        is_best = client.report_metric(name, version, score).moved
+        print(f"step {version.step}: {score:.4f}{', the best so far' * is_best}")
+    except ema_client.OutOfRangeError:
+        print(
+            f"step {version.step}: {score:.4f}, which counts for nothing: the version has gone while it was "
+            "measured. It stays with a larger max_pinned_versions of attach, with pushes that are further "
+            "apart, or with set_label before it is measured, which takes a trainer's token"
+        )
+
+
 def main():
     address, name, last_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     model = network()
@@ -19,11 +31,10 @@ def main():
         for version in client.watch(name, after=0):  # Waits for the next, for ever.
             try:
                 model.load_state_dict(client.pull(name, track="ema", version=version))
-                score = accuracy(model)
-                is_best = client.report_metric(name, version, score).moved
-                print(f"step {version.step}: {score:.4f}{', the best so far' * is_best}")
             except ema_client.OutOfRangeError:
                 pass  # Newer ones have come meanwhile, and this one is not kept any more.
+            else:
+                report(client, name, version, accuracy(model))
             if version.step >= last_step:
                 break
         best = client.pull(name, track="ema", version="best")

@@ -154,3 +154,28 @@ def test_evaluate(server, client, model, trainer):
         finally:
             evaluator.kill()
     assert client.labels(model)["best"].step == best
+
+
+def test_evaluate_says_which_scores_come_too_late(
+    server, client, model, trainer, monkeypatch, capsys
+):
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    import evaluate
+
+    weights = trainer.network().state_dict()
+    client.create_model(model, weights, tracks={"ema": "2ba"}, max_pinned_versions=1)
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+
+        def accuracy(_):
+            # Training goes on while the first version is measured.
+            for step in range(2 if client.model(model).latest.step == 1 else 10, 10):
+                run.push(step=step, weights=weights)
+            return 0.5
+
+        monkeypatch.setattr(evaluate, "accuracy", accuracy)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", server.address, model, "9"])
+        evaluate.main()
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1: 0.5000, which counts for nothing: the version has gone")
+    assert last.startswith("best step ") and client.labels(model)["best"].step > 1

@@ -219,6 +219,8 @@ class CheckpointCalls:
         Raises:
             InvalidArgumentError: the score is no number, the direction is another than before, or
                 `set_label` has set the label, which stays until it is removed.
+            OutOfRangeError: the version has gone while it was measured, so the score counts for nothing.
+                It stays with a larger `max_pinned_versions` of the model, or a `set_label` before.
             EmaError: as `set_label`.
 
         Example:
