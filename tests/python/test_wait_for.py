@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wait_for(): an evaluator that waits for a step."""
+"""wait_for(): an evaluator that waits for a step, or for a newer version."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import concurrent.futures
 import ema_client
 import numpy as np
 import pytest
+from server_process import ServerProcess
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
@@ -59,3 +60,61 @@ def test_a_model_that_is_deleted_meanwhile(client, model, run):
             waiting.result(60)
     with pytest.raises(ema_client.NotFoundError):
         client.wait_for("nobody", step=1)
+
+
+def test_a_newer_version_may_be_of_an_earlier_step(client, model, run):
+    """As after a rollback."""
+    good = run.push(step=50, weights=WEIGHTS)
+    client.set_label(model, "good", version=good)
+    seen = run.push(step=100, weights=WEIGHTS)
+    assert client.wait_for(model, after=good) == seen
+    with pytest.raises(
+        ema_client.DeadlineExceededError, match="at version 2, not at one after version 2"
+    ):
+        client.wait_for(model, after=seen, timeout_s=0.1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.wait_for, model, after=seen)
+        restored = client.restore(model, label="good")
+        assert waiting.result(60) == restored
+    with client.open_run(model) as again:
+        newest = again.push(step=51, weights=WEIGHTS)
+    assert client.wait_for(model, after=seen, timeout_s=0) == newest
+
+
+def test_a_version_of_the_servers_next_life_is_newer(tmp_path, model):
+    """Its number may be an earlier one: what was not saved is gone."""
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
+            with client.open_run(model) as run:
+                run.push(step=1, weights=WEIGHTS)
+                client.create_checkpoint(model)
+                run.push(step=2, weights=WEIGHTS)
+                seen = run.push(step=3, weights=WEIGHTS)
+            port = server.port
+            server.kill()
+            server.start(port=port)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                waiting = pool.submit(client.wait_for, model, after=seen)
+                with client.open_run(model) as run:
+                    version = run.push(step=2, weights=WEIGHTS)
+                assert waiting.result(60) == version
+            assert version.number < seen.number
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "wait_for takes a step or a version to come after, given are None and None"),
+        ({"step": 3, "after": "x"}, "wait_for takes a step or a version"),
+        ({"step": "70"}, "step '70': must be a whole number"),
+        ({"step": True}, "step True: must be a whole number"),
+        ({"step": 1.5}, "step 1.5: must be a whole number"),
+        ({"after": 7}, "after 7: must be a Version"),
+        ({"after": "best"}, "after 'best': must be a Version"),
+    ],
+)
+def test_what_is_waited_for_is_named_if_it_is_none(client, given, message):
+    with pytest.raises(ema_client.InvalidArgumentError) as error:
+        client.wait_for("m", **given)
+    assert message in str(error.value)

@@ -22,6 +22,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
+from ema_client._given import check_whole
 from ema_client._guard import wait_unread
 from ema_client._out import check_writable, copy_into
 from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
@@ -294,7 +295,7 @@ class EvaluatorCalls(CheckpointCalls):
 
         A slow reader gets them later, as long as their records are kept: the newest 4,096 of a model, at
         most 4 MiB, on the server and as many here. How many have gone before a commit is its `skipped`.
-        Weights go sooner: who wants the newest each time calls `wait_for(name, step=version.step + 1)`.
+        Weights go sooner: who wants the newest each time calls `wait_for(name, after=version)`.
 
         Args:
             name: the model.
@@ -312,53 +313,91 @@ class EvaluatorCalls(CheckpointCalls):
         since = None if after is None else version_id(after)
         return _iterate(self._client.watch(name, since, timeout))
 
-    def wait_for(self, name: str, *, step: int, timeout_s: float | None = None) -> Version:
-        """Waits until the model has come to a step.
+    def wait_for(
+        self,
+        name: str,
+        *,
+        step: int | None = None,
+        after: Version | None = None,
+        timeout_s: float | None = None,
+    ) -> Version:
+        """Waits until the model has come to a step, or to a newer version.
 
         Args:
             name: the model.
-            step: of the trainer.
+            step: of the trainer. After a rollback the model is at an earlier step.
+            after: instead: a version's record; any that was committed later will do, whatever its step.
             timeout_s: seconds in all. None: waits for ever. 0: only looks, for the client's time at most.
 
         Returns:
-            The newest version, if its step is not before `step`; else the first commit that is not.
-            Its weights can be pulled until later commits have pushed it out.
+            The newest version, if its step is not before `step`, or it is newer than `after`; else the
+            first commit of which that is true. Its weights can be pulled until later commits have
+            pushed it out.
 
         Raises:
+            InvalidArgumentError: not one of step and after, or it is none.
             NotFoundError: no such model, or it was deleted.
             DeadlineExceededError: it has not come so far in time.
 
         Example:
-            >>> version = client.wait_for("m", step=10_000)
-            >>> weights = client.pull("m", track="ema", version=version)
+            >>> weights = client.pull("m", track="ema", version=client.wait_for("m", step=10_000))
+            >>> while training:
+            ...     weights = client.pull("m", track="ema")
+            ...     evaluate(weights, weights.version.step)
+            ...     client.wait_for("m", after=weights.version)
         """
+        if (step is None) == (after is None):
+            raise InvalidArgumentError(
+                f"wait_for takes a step or a version to come after, given are {step} and {after}"
+            )
+        least_step = 0 if step is None else step
+        check_whole("step", least_step)
+        if after is not None and not isinstance(after, Version):
+            raise InvalidArgumentError(
+                f"after {after!r}: must be a Version, such as a pull's weights.version"
+            )
+
+        def is_there(version: Version) -> bool:
+            if after is None:
+                return version.step >= least_step
+            return (version.incarnation, version.number) > (after.incarnation, after.number)
+
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # To look takes some time, too.
         latest = self.model(name, timeout_s=timeout_s or None).latest
-        while latest is None or latest.step < step:
+        while latest is None or not is_there(latest):
             left = None if deadline is None else deadline - time.monotonic()
             found: Version | None = None
             if left is None or left > 0:
-                found = self._first_commit(name, after=latest or 0, step=step, timeout_s=left)
+                found = self._first_commit(
+                    name, after=latest or 0, is_there=is_there, timeout_s=left
+                )
             if found is None:
-                at = "no version" if latest is None else f"step {latest.step}"
+                at, wanted = "no version", f"step {step}"
+                if after is not None:
+                    wanted = f"one after version {after.number}"
+                if latest is not None:
+                    at = f"step {latest.step}" if after is None else f"version {latest.number}"
                 raise DeadlineExceededError(
-                    f'model "{name}": is at {at}, not at step {step}, after {timeout_s} s'
+                    f'model "{name}": is at {at}, not at {wanted}, after {timeout_s} s'
                 )
             latest = found
         return latest
 
     def _first_commit(
-        self, name: str, *, after: int | Version, step: int, timeout_s: float | None
+        self,
+        name: str,
+        *,
+        after: int | Version,
+        is_there: Callable[[Version], bool],
+        timeout_s: float | None,
     ) -> Version | None:
-        """The first that is not before `step`; with a time, the first: the time is not one commit's."""
+        """The first that is there; with a time, the first: the time is not one commit's."""
         with contextlib.closing(self.watch(name, after=after, timeout_s=timeout_s)) as versions:
             try:
-                return next(
-                    found for found in versions if timeout_s is not None or found.step >= step
-                )
+                return next(found for found in versions if timeout_s is not None or is_there(found))
             except DeadlineExceededError:
                 return None
 

@@ -17,6 +17,7 @@ Result = TypeVar("Result")
 Target = TypeVar("Target")
 
 _TEXT = "a str, without lone surrogates"
+_WHOLE = "a whole number of 64 bits"
 
 
 def call(function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -51,6 +52,12 @@ def check_text(what: str, value: object) -> None:
     """InvalidArgumentError: it is no text that can be sent."""
     if not _is_text(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be {_TEXT}")
+
+
+def check_whole(what: str, value: object) -> None:
+    """InvalidArgumentError: it is no whole number, or a larger one than can be sent."""
+    if isinstance(value, bool) or not _is_int64(value):
+        raise InvalidArgumentError(f"{what} {value!r}: must be {_WHOLE}")
 
 
 def check_by_name(what: str, value: object) -> None:
@@ -97,7 +104,7 @@ def _is_text(value: object) -> bool:
 
 # By the extension module's names.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_int64, "a whole number of 64 bits"),
+    "int": (_is_int64, _WHOLE),
     "float": (lambda value: isinstance(value, numbers.Real), "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "str": (_is_text, _TEXT),
