@@ -10,10 +10,9 @@ In a training loop, on every rank:
 Anywhere else:
 
     >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
-    >>> with ema_client.averaged(model, "ema://host:50051/digits"):
-    ...     evaluate(model)
-    >>> for version in ema_client.watch("ema://host:50051/digits"):
-    ...     ...
+    >>> for _ in ema_client.watch("ema://host:50051/digits"):
+    ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
+    ...         print(version.step, evaluate(model))
 
 In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`.
 

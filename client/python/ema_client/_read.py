@@ -55,11 +55,13 @@ def watch(
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
 
     The server keeps few versions (`max_pinned_versions`): where commits come faster than they are
-    evaluated, a version may be gone when it is pulled, which is an OutOfRangeError.
+    evaluated, a commit's version may be gone when it is pulled, which is an OutOfRangeError. The newest
+    one is always there. Who is slower than commits come evaluates none twice by `Client.wait_for(after=)`.
 
     Example:
-        >>> for version in ema_client.watch("ema://host:50051/digits"):
-        ...     weights = ema_client.pull("ema://host:50051/digits", track="ema", version=version)
+        >>> for _ in ema_client.watch("ema://host:50051/digits"):
+        ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
+        ...         print(version.step, evaluate(model))
     """
     address, model_name = split_url(url)
     with Client(address) as client:
