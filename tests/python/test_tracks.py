@@ -345,6 +345,34 @@ def test_tracks_are_pulled_stacked(client, model, framework):
         client.pull_stacked(model, tracks=[])
 
 
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3, 5, bias=False)
+
+
+@pytest.mark.parametrize("make", [Tied, Untied])
+def test_stacked_tracks_are_evaluated_at_once(server, client, model, make):
+    module = make().eval()
+    tokens = torch.tensor([0, 1, 2, 3])
+    tracks = {"fast": {"smoothing": 0.5}, "slow": {"smoothing": 0.75}}
+    with ema_client.attach(module, None, server.url(model), tracks=tracks) as ema:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter += torch.rand_like(parameter)
+            ema.after_step()
+    stacked = client.pull_stacked(model, tracks=list(tracks))
+    assert ("head.weight" in stacked) == (make is Untied)
+
+    def call(weights):
+        return torch.func.functional_call(module, weights, (tokens,))
+
+    for track, output in zip(tracks, torch.func.vmap(call)(dict(stacked))):
+        with ema_client.averaged(module, server.url(model), track=track):
+            assert torch.allclose(output, module(tokens), atol=1e-6)
+
+
 def test_a_trainer_whose_only_track_is_paused_goes_on_when_it_is_resumed(server, client, model):
     module = Tied()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

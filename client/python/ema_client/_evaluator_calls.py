@@ -228,7 +228,8 @@ class EvaluatorCalls(CheckpointCalls):
     ) -> Weights:
         """Reads several tracks of one version, each tensor stacked along a new first dimension.
 
-        What `torch.func.functional_call` under `vmap`, or `bmm`, takes to evaluate all of them at once.
+        For `bmm`, or, as a plain dict, for `torch.func.functional_call` under `vmap`: all of them are
+        evaluated at once.
 
         Args:
             name: the model.
@@ -238,14 +239,19 @@ class EvaluatorCalls(CheckpointCalls):
             timeout_s: for each track, as for `pull`.
 
         Returns:
-            Tensors of shape [len(tracks), ...] by name, in the first track's dtypes; its `track` is all
-            names, joined by commas.
+            Tensors of shape [len(tracks), ...] by name, in the first track's dtypes; of a tied tensor by
+            the first name only, as `functional_call` has to be given it. Its `track` is all names, joined
+            by commas.
 
         Raises:
             InvalidArgumentError: no tracks, or they have not the same tensors.
             OutOfRangeError: the version was let go between the tracks; with 0, many times over. More
                 `max_pinned_versions` keep it longer.
             EmaError: as `pull`.
+
+        Example:
+            >>> stacked = client.pull_stacked("m", tracks=["fast", "slow"])
+            >>> outputs = vmap(lambda weights: functional_call(model, weights, (x,)))(dict(stacked))
         """
         if not tracks:
             raise InvalidArgumentError("tracks: at least one is needed")
@@ -280,9 +286,7 @@ class EvaluatorCalls(CheckpointCalls):
         for index, track in enumerate(tracks[1:], 1):
             out = {tensor: stacked[tensor][index, ...] for tensor in names}
             self.pull(name, track=track, version=first.version, out=out, timeout_s=timeout_s)
-        return Weights(
-            stacked, version=first.version, track=",".join(tracks), aliases=first.aliases
-        )
+        return Weights(stacked, version=first.version, track=",".join(tracks))
 
     def watch(
         self,
