@@ -345,6 +345,36 @@ def test_tracks_are_pulled_stacked(client, model, framework):
         client.pull_stacked(model, tracks=[])
 
 
+def test_one_name_does_where_several_may_be(client, model):
+    weights = {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
+    wide = ema_client.Track(sigma_rel=0.1, update_interval="1ba", snapshot_interval="1ba")
+    client.create_model(model, weights, tracks={"wide": wide, "ema": "4ba", "raw": "copy"})
+    with client.open_run(model, frozen="a") as run:
+        assert run.frozen == ("a",)
+        run.push(step=1, weights=weights)
+    assert client.pull_stacked(model, tracks="wide")["a"].shape == (1, 3)
+    assert client.statistics(model, tracks="ema").statistics.keys() == {"ema"}
+    saved = client.create_checkpoint(model, tracks="ema")
+    assert client.checkpoint(model, saved.name).tracks == ("ema",)
+    assert client.synthesize(model, result="made", sigma_rel=0.1, tracks="wide").residual < 0.1
+    pending = client.update_model(model, pause="ema", remove="raw").pending_tracks
+    assert pending.keys() == {"wide", "ema"} and pending["ema"].paused
+    assert not client.update_model(model, resume="ema").pending_tracks["ema"].paused
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda client: client.pull_stacked("m", tracks=3), "tracks 3: must be a name, or several"),
+        (lambda client: client.update_model("m", pause=3), "pause 3: must be a name, or several"),
+        (lambda client: client.pull("m", track="t", tensors=3), "tensors 3: must be a name"),
+    ],
+)
+def test_what_is_no_name_is_named(client, call, message):
+    with pytest.raises(ema_client.InvalidArgumentError, match=message):
+        call(client)
+
+
 class Untied(Tied):
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from ema_client import _ema
 from ema_client._files import FilesLike, small_files
 from ema_client._errors import InvalidArgumentError
+from ema_client._given import names_from
 from ema_client._timeouts import check_timeout
 from ema_client._types import (
     Checkpoint,
@@ -86,7 +87,7 @@ class CheckpointCalls:
         name: str,
         *,
         version: int | Version | None = None,
-        tracks: Collection[str] | None = None,
+        tracks: str | Collection[str] | None = None,
         label: str | None = None,
         wait: bool = True,
         timeout_s: float | None = None,
@@ -122,7 +123,7 @@ class CheckpointCalls:
             name,
             number,
             incarnation,
-            list(tracks or ()),
+            names_from("tracks", tracks),
             label or "",
             wait,
             self._timeout(timeout_s, is_transfer=True),

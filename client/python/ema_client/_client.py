@@ -11,7 +11,7 @@ from typing import Any
 from ema_client import _arrays, _ema, _safetensors
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
-from ema_client._given import check_by_name, checked
+from ema_client._given import check_by_name, checked, names_from
 from ema_client._run import Run
 from ema_client._server_info import ServerInfo, server_info_from
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
@@ -254,9 +254,9 @@ class Client(EvaluatorCalls):
         name: str,
         *,
         tracks: Mapping[str, TrackLike] | None = None,
-        remove: Collection[str] = (),
-        pause: Collection[str] = (),
-        resume: Collection[str] = (),
+        remove: str | Collection[str] = (),
+        pause: str | Collection[str] = (),
+        resume: str | Collection[str] = (),
         timeout_s: float | None = None,
     ) -> ModelInfo:
         """Changes the tracks while training runs, all or nothing; what was averaged stays.
@@ -269,7 +269,7 @@ class Client(EvaluatorCalls):
             tracks: new ones, and those that get another schedule; as for `create_model`. What is stored
                 of a track cannot change: its tensor_rules, buffers and compensated are to be given as
                 before. It keeps being paused, or not.
-            remove: names of tracks to forget.
+            remove: names of tracks to forget; for these three, one name does, too.
             pause: names of tracks that pushes shall not change any more.
             resume: names of paused tracks to go on with.
             timeout_s: seconds.
@@ -283,7 +283,12 @@ class Client(EvaluatorCalls):
         put = tracks_by_name(tracks or {})
         return model_from(
             self._client.update_model(
-                name, put, list(remove), list(pause), list(resume), self._timeout(timeout_s)
+                name,
+                put,
+                names_from("remove", remove),
+                names_from("pause", pause),
+                names_from("resume", resume),
+                self._timeout(timeout_s),
             )
         )
 
@@ -333,7 +338,7 @@ class Client(EvaluatorCalls):
         name: str,
         *,
         version: int | Version | None = None,
-        tracks: Collection[str] = (),
+        tracks: str | Collection[str] = (),
         timeout_s: float | None = None,
     ) -> Version:
         """Norms of a version's averages, and their distances from the raw weights: what people plot.
@@ -366,7 +371,9 @@ class Client(EvaluatorCalls):
         number, incarnation = version_id(version)
         timeout = self._timeout(timeout_s, is_transfer=True)
         return version_from(
-            self._client.get_statistics(name, number, incarnation, list(tracks), timeout)
+            self._client.get_statistics(
+                name, number, incarnation, names_from("tracks", tracks), timeout
+            )
         )
 
     def synthesize(
@@ -377,7 +384,7 @@ class Client(EvaluatorCalls):
         sigma_rel: float | None = None,
         half_life: str | None = None,
         step: int = 0,
-        tracks: Collection[str] = (),
+        tracks: str | Collection[str] = (),
         timeout_s: float | None = None,
     ) -> Synthesis:
         """Builds the average of another length, at any past step, from kept snapshots.
@@ -416,7 +423,7 @@ class Client(EvaluatorCalls):
             sigma_rel,
             "" if half_life is None else str(half_life),
             step,
-            list(tracks),
+            names_from("tracks", tracks),
             self._timeout(timeout_s, is_transfer=True),
         )
         return Synthesis(
@@ -433,8 +440,8 @@ class Client(EvaluatorCalls):
         rank: int = 0,
         world_size: int = 1,
         shards: Sequence[Shard] | None = None,
-        rank0_only: Collection[str] = (),
-        frozen: Collection[str] = (),
+        rank0_only: str | Collection[str] = (),
+        frozen: str | Collection[str] = (),
         wire_dtype: WireDtype = "as pushed",
         rejoins: bool = True,
         resume: int | ResumePoint | None = None,
@@ -479,6 +486,7 @@ class Client(EvaluatorCalls):
             launch_id = secrets.token_hex(16)
         # To resume is to read a version from the disk.
         timeout = self._timeout(timeout_s, is_transfer=resume is not None)
+        rank0_only, frozen = names_from("rank0_only", rank0_only), names_from("frozen", frozen)
         tuples: list[_ema.ShardTuple] | None = None
         frozen_count = 0
         if shards is not None or world_size != 1 or frozen:
@@ -490,9 +498,7 @@ class Client(EvaluatorCalls):
                     f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
                 )
             if shards is None:
-                tuples, frozen_count = _ema.even_share(
-                    specs, list(rank0_only), list(frozen), rank, world_size
-                )
+                tuples, frozen_count = _ema.even_share(specs, rank0_only, frozen, rank, world_size)
             else:
                 ordered = sorted(shards, key=lambda shard: shard.name in frozen)
                 tuples = [(index[s.name], s.offsets, s.extents) for s in ordered]

@@ -22,7 +22,7 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
-from ema_client._given import check_whole
+from ema_client._given import check_whole, names_from
 from ema_client._guard import wait_unread
 from ema_client._out import check_writable, copy_into
 from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
@@ -220,7 +220,7 @@ class EvaluatorCalls(CheckpointCalls):
         self,
         name: str,
         *,
-        tracks: Sequence[str],
+        tracks: str | Sequence[str],
         version: VersionLike = 0,
         step: int | None = None,
         framework: Framework = "auto",
@@ -253,6 +253,7 @@ class EvaluatorCalls(CheckpointCalls):
             >>> stacked = client.pull_stacked("m", tracks=["fast", "slow"])
             >>> outputs = vmap(lambda weights: functional_call(model, weights, (x,)))(dict(stacked))
         """
+        tracks = names_from("tracks", tracks)
         if not tracks:
             raise InvalidArgumentError("tracks: at least one is needed")
         for attempt in itertools.count(1):

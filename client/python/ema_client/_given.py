@@ -60,6 +60,16 @@ def check_whole(what: str, value: object) -> None:
         raise InvalidArgumentError(f"{what} {value!r}: must be {_WHOLE}")
 
 
+def names_from(what: str, value: Any) -> list[Any]:
+    """Those of a call that takes names, or one of them as it is. InvalidArgumentError: it is neither."""
+    if isinstance(value, str):
+        return [value]
+    try:
+        return list(value or ())
+    except TypeError:
+        raise InvalidArgumentError(f"{what} {value!r}: must be a name, or several") from None
+
+
 def check_by_name(what: str, value: object) -> None:
     """InvalidArgumentError: it has no items with names."""
     if not callable(getattr(value, "items", None)):

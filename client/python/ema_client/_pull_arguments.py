@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._errors import InvalidArgumentError
+from ema_client._given import names_from
 from ema_client._torch_model import named_tensors, unwrap
 from ema_client._types import Shard, VersionLike
 
@@ -33,7 +34,7 @@ def selection_from(
     """
     if tensors is None and slices is None:
         return [], []
-    names = [tensors] if isinstance(tensors, str) else list(tensors or ())
+    names = names_from("tensors", tensors)
     boxes = list(slices or ())
     for name in names:
         if not isinstance(name, str):
