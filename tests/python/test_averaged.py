@@ -359,8 +359,8 @@ def test_a_model_that_ties_what_the_trainer_does_not_is_refused(server, client, 
 @pytest.mark.parametrize("rename", [None, str], ids=["whole", "part"])
 def test_an_empty_version_is_not_the_newest(server, model, pushed, rename):
     net, url = pushed[0], server.url(model)
-    with pytest.raises(ema_client.InvalidArgumentError, match='version ""'):
+    with pytest.raises(ema_client.InvalidArgumentError, match="version ''"):
         with ema_client.averaged(net, url, track="fast", version="", rename=rename):
             raise AssertionError("not reached")
-    with pytest.raises(ema_client.InvalidArgumentError, match='version ""'):
+    with pytest.raises(ema_client.InvalidArgumentError, match="version ''"):
         ema_client.load_into(net, url, track="fast", version="", rename=rename)

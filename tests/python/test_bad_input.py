@@ -61,13 +61,39 @@ ONE = {"w": np.ones(3, np.float32)}
         (lambda client, run: run.push(step=9, weights={1: 2}), "tensor name 1: must be a str"),
         (lambda client, run: client.pull("m", track=None), "track None: must be a str"),
         (lambda client, run: client.pull("m", track="\ud800"), "track '\\ud800': must be a str"),
-        (lambda client, run: client.pull("m", track="t", version=2.0), "version 2.0: must be a w"),
+        (lambda client, run: client.pull("m", track="t", version=2.0), "version 2.0: must be a n"),
         (
             lambda client, run: client.pull("m", track="t", version=[]),
-            "version []: must be a whole",
+            "version []: must be a number, a record, or a label",
         ),
         (lambda client, run: client.pull("m", track="t", step=2**70), f"step {2**70}: must be a w"),
-        (lambda client, run: client.restore("m", version="x"), "version 'x': must be a whole"),
+        (
+            lambda client, run: client.pull("m", track="t", version=True),
+            "version True: must be a number, a record",
+        ),
+        (
+            lambda client, run: client.restore("m", version="x"),
+            "version 'x': must be a whole number or a Version; that of a label is client.labels(name)['x']",
+        ),
+        (
+            lambda client, run: client.set_label("m", "stable", version="best"),
+            "must be a whole number or a Version; that of a label is client.labels(name)['best'].number",
+        ),
+        (
+            lambda client, run: client.create_checkpoint("m", version=1.5),
+            "version 1.5: must be a w",
+        ),
+        (
+            lambda client, run: client.statistics("m", version=2**63),
+            f"version {2**63}: must be a w",
+        ),
+        (lambda client, run: client.report_metric("m", True, 1), "version True: must be a whole"),
+        (lambda client, run: client.report_metric("m", 1, True), "value True: must be a number"),
+        (lambda client, run: client.report_metric("m", 1, 10**400), f"value {10**400}: must be a"),
+        (
+            lambda client, run: next(client.watch("m", after="best")),
+            "after 'best': must be a whole",
+        ),
         (lambda client, run: client.report_metric("m", 1, "x"), "value 'x': must be a number"),
         (lambda client, run: client.update_model("m", remove=[3]), "remove [3]: must be names"),
         (lambda client, run: client.refresh({}), "weights: not the memory of one pull"),

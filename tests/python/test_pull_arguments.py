@@ -46,7 +46,7 @@ WRONG = {
     "no-slices": ({"slices": ()}, r"slices \(\): selects nothing"),
     "no-name": ({"tensors": [3]}, "tensors: 3: must be a tensor's name"),
     "no-box": ({"slices": ["1.weight"]}, "slices: '1.weight': must be an ema_client.Shard"),
-    "version": ({"version": ""}, 'version "": must be a number, a record, or a label'),
+    "version": ({"version": ""}, "version '': must be a number, a record, or a label"),
     "dtype": ({"dtype": torch.int8}, r"dtype torch.int8: must be float32, float16 or bfloat16"),
     "dtype-name": ({"dtype": "half"}, "dtype 'half': must be"),
     "framework": (

@@ -229,6 +229,8 @@ class CheckpointCalls:
             >>> client.report_metric("m", weights.version, accuracy(weights))
             >>> best = client.pull("m", track="ema", version="best")
         """
+        if isinstance(value, bool):  # Of a comparison, say; it would count as 1.
+            raise InvalidArgumentError(f"value {value!r}: must be a number")
         number, incarnation = version_id(version)
         timeout = self._timeout(timeout_s, is_transfer=True)
         fields, moved = self._client.report_metric(

@@ -315,7 +315,7 @@ class EvaluatorCalls(CheckpointCalls):
             NotFoundError: no such model, or it was deleted.
         """
         timeout = math.inf if timeout_s is None else self._timeout(timeout_s)
-        since = None if after is None else version_id(after)
+        since = None if after is None else version_id(after, "after")
         return _iterate(self._client.watch(name, since, timeout))
 
     def wait_for(

@@ -54,9 +54,14 @@ def check_text(what: str, value: object) -> None:
         raise InvalidArgumentError(f"{what} {value!r}: must be {_TEXT}")
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number that can be sent."""
+    return _is_int64(value) and not isinstance(value, bool)
+
+
 def check_whole(what: str, value: object) -> None:
     """InvalidArgumentError: it is no whole number, or a larger one than can be sent."""
-    if isinstance(value, bool) or not _is_int64(value):
+    if not is_whole(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be {_WHOLE}")
 
 
@@ -105,6 +110,13 @@ def _is_int64(value: Any) -> bool:
         return False
 
 
+def _is_float(value: object) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and float(value) is not None
+    except OverflowError:
+        return False
+
+
 def _is_text(value: object) -> bool:
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -115,7 +127,7 @@ def _is_text(value: object) -> bool:
 # By the extension module's names.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "int": (_is_int64, _WHOLE),
-    "float": (lambda value: isinstance(value, numbers.Real), "a number"),
+    "float": (_is_float, "a number, not beyond a float's range"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "str": (_is_text, _TEXT),
     "collections.abc.Sequence[str]": (

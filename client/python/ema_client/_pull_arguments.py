@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import names_from
+from ema_client._given import is_whole, names_from
 from ema_client._torch_model import named_tensors, unwrap
-from ema_client._types import Shard, VersionLike
+from ema_client._types import Shard, Version, VersionLike
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +50,13 @@ def selection_from(
 
 
 def check_version(version: VersionLike) -> None:
-    """InvalidArgumentError: an empty label, as of a variable that is not set: not the newest version."""
-    if version == "":
+    """InvalidArgumentError: no version; or an empty label, as of a variable that is not set: not the newest
+    version."""
+    is_one = bool(version) if isinstance(version, str) else isinstance(version, Version)
+    if not is_one and version is not None and not is_whole(version):
         raise InvalidArgumentError(
-            'version "": must be a number, a record, or a label such as "best"; 0 is the newest'
+            f"version {version!r}: must be a number, a record, or a label such as "
+            '"best"; 0 is the newest'
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, SupportsIndex, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
+from ema_client._given import is_whole
 from ema_client._track import Track, track_from
 
 
@@ -151,11 +152,21 @@ class Version:
 VersionLike = Union[int, Version, str]
 
 
-def version_id(version: int | Version | None) -> tuple[int, int]:
-    """Number and incarnation as the extension module takes them; (0, 0): the newest."""
+def version_id(version: int | Version | None, what: str = "version") -> tuple[int, int]:
+    """Number and incarnation as the extension module takes them; (0, 0): the newest.
+
+    InvalidArgumentError: it is no version, but a label, for example. The message calls it `what`.
+    """
     if isinstance(version, Version):
         return version.number, version.incarnation
-    return 0 if version is None else version, 0
+    if version is None:
+        return 0, 0
+    if not is_whole(version):
+        problem = f"{what} {version!r}: must be a whole number or a Version"
+        if isinstance(version, str):
+            problem += f"; that of a label is client.labels(name)[{version!r}].number"
+        raise InvalidArgumentError(problem)
+    return operator.index(version), 0
 
 
 @dataclasses.dataclass(frozen=True)
