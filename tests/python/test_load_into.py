@@ -90,6 +90,31 @@ def test_tensors_with_memory_stay_where_others_get_it(server, model, average):
     assert_same_bits(average, net.state_dict())
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
+def test_a_device_that_is_not_there(server, model, average, place, device):
+    net = Net() if place == "cpu" else on_meta()
+    before = dict(net.state_dict())
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=f"device '{device}': cannot be used here"
+    ):
+        ema_client.load_into(net, server.url(model), device=device)
+    assert all(net.state_dict()[name].device == one.device for name, one in before.items())
+
+
+def test_a_model_that_has_memory_elsewhere_is_not_moved(server, model, average):
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(
+        ema_client.InvalidArgumentError,
+        match="device 'meta': is for tensors that have no memory yet; body.0.weight is on cpu: move",
+    ):
+        ema_client.load_into(net, server.url(model), device="meta")
+    assert_same_bits(before, net.state_dict())
+    ema_client.load_into(net, server.url(model), device="cpu")
+    assert_same_bits(average, net.state_dict())
+
+
 class Other(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from ema_client._errors import InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._out import check_castable, check_writable
 from ema_client._pieces import local_of, pieces_of
-from ema_client._pull_arguments import check_version
+from ema_client._pull_arguments import check_device, check_version
 from ema_client._ranks import Ranks
 from ema_client._torch_model import (
     NamedTensors,
@@ -60,7 +60,7 @@ def load_into(
     version: VersionLike = 0,
     step: int | None = None,
     strict: bool = True,
-    device: Any = "cpu",
+    device: Any = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
     timeout_s: float | None = None,
@@ -81,7 +81,8 @@ def load_into(
         step: instead: the version of this step of the trainer; see `Client.pull`.
         strict: the module and the track must have the same tensors. False: what both have is loaded,
             and only that is sent, for example an encoder's.
-        device: where tensors that have no memory get it.
+        device: where tensors that have no memory get it, such as "cuda:1". None: in host memory. Others
+            stay where they are: if all of them have memory, they must have it there.
         rename: gives the name that a tensor has on the server, as for `attach`; what is returned has
             these names, too.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the default
@@ -94,7 +95,7 @@ def load_into(
     Raises:
         InvalidArgumentError: shapes differ; or averages cannot be cast to a tensor's dtype, such as int8;
             or it cannot be written, such as an expanded one; or, if `strict`, names differ, all of which
-            the message lists.
+            the message lists. `device` is none of PyTorch's here, or not where the model is.
         EmaError: the pull failed.
         RuntimeError: no memory on `device`.
 
@@ -115,6 +116,8 @@ def load_into(
         failure: Exception | None = None
         try:
             check_version(version)
+            if device is not None:
+                check_device(device)
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
@@ -123,6 +126,7 @@ def load_into(
             match = _match(info, track, named)
             match.check(info.name, strict, may_be_part)
             matched = {name: named.all()[name] for name in match.names}
+            _check_place(matched, device)
             check_writable(
                 f'model "{info.name}"',
                 {name: local_of(one) for name, one in matched.items() if not one.is_meta},
@@ -161,7 +165,7 @@ def load_into(
         check_castable(
             f'model "{info.name}"', values=given, targets={name: targets[name] for name in given}
         )
-        made = _with_memory(targets.values(), device)
+        made = _with_memory(targets.values(), "cpu" if device is None else device)
         fresh = {name: made[id(t)] for name, t in targets.items() if id(t) in made}
         _write(fresh, match.names, values)
     except Exception as raised:
@@ -253,6 +257,22 @@ def _refuse(
     ]
     if parts:
         raise InvalidArgumentError(f'model "{model_name}": {"; ".join(parts)}', reason="BAD_LAYOUT")
+
+
+def _check_place(tensors: Mapping[str, torch.Tensor], device: Any) -> None:
+    """InvalidArgumentError: all of them have memory, and not all on `device`, where somebody wants them."""
+    import torch
+
+    if device is None or any(tensor.is_meta for tensor in tensors.values()):
+        return
+    there = torch.empty(0, device=device).device
+    elsewhere = {name: tensor for name, tensor in tensors.items() if tensor.device != there}
+    if elsewhere:
+        name, tensor = next(iter(elsewhere.items()))
+        raise InvalidArgumentError(
+            f"device {device!r}: is for tensors that have no memory yet; {name} is on {tensor.device}: move "
+            f"the model with model.to({device!r})"
+        )
 
 
 def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torch.Tensor]:
