@@ -81,10 +81,11 @@ def test_a_file(client, model, pushed, save, tmp_path):
     with safe_open(path, "np") as file:
         assert file.metadata() == {
             "format": "pt",
-            "model": model,
-            "track": "ema",
-            "step": "2",
-            "version": "2",
+            "ema.model": model,
+            "ema.track": "ema",
+            "ema.step": "2",
+            "ema.version": "2",
+            "ema.incarnation": str(client.model(model).latest.incarnation),
         }
 
 

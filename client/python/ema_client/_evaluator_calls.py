@@ -489,11 +489,12 @@ class EvaluatorCalls(CheckpointCalls):
             target /= file_name
         pulled = weights._pulled
         assert pulled is not None
-        # transformers insists on "format".
-        metadata = {"format": "pt", "model": name, "track": track}
+        # As in the server's checkpoints; transformers insists on "format".
+        metadata = {"format": "pt", "ema.model": name, "ema.track": track}
         metadata |= {
-            "step": str(weights.version.step),
-            "version": str(weights.version.number),
+            "ema.step": str(weights.version.step),
+            "ema.version": str(weights.version.number),
+            "ema.incarnation": str(weights.version.incarnation),
         }
         _safetensors.write_placed(target, pulled.tensors, pulled.bytes, metadata)
         return weights.version
