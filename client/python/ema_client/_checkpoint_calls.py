@@ -207,7 +207,7 @@ class CheckpointCalls:
     ) -> MetricResult:
         """An evaluator's score for a version: the first and each better one moves `label` to it.
 
-        Of equal scores the earlier version keeps the label.
+        Of equal scores the first that was reported keeps the label.
 
         Args:
             name: the model.
