@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
@@ -25,6 +27,14 @@ absl::Status BadScore(const Model& model, const CheckpointLabel& score, const st
 }
 
 std::string_view Direction(bool lower_is_better) { return lower_is_better ? "lower" : "higher"; }
+
+std::set<std::string> SavedTracks(const CheckpointManifest& checkpoint) {
+  std::set<std::string> names;
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (track.weights.has_value()) names.insert(track.config.name);
+  }
+  return names;
+}
 
 bool IsInMemory(const Model& model, const VersionId& id) {
   const std::vector<Model::RecordEntry> records =
@@ -67,6 +77,8 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
     if (!stored.has_value()) {
       if (GetErrorReason(pinned.status()) != ErrorReason::kVersionNotKept) return pinned.status();
+      // Who reads a label's version may ask for any track.
+      EMA_RETURN_IF_ERROR(CheckNotPartial(model, id));
       return NotKept(model, id);
     }
     label.id = stored->id.version_id();
@@ -157,21 +169,42 @@ absl::StatusOr<VersionId> CheckpointManager::FindLabel(const Model& model, std::
 
 absl::StatusOr<SnapshotRef> CheckpointManager::OpenVersion(Model& model, const VersionId& id,
                                                            std::string_view track) {
-  EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
-  if (!stored.has_value()) return NotKept(model, id);
-  // While its files are opened; they stay open after it has gone.
-  EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
-  if (held == nullptr) return NotKept(model, id);
-  EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint, ReadManifest(model, *stored));
-  absl::StatusOr<SnapshotRef> opened = OpenStoredVersion(
-      store_->file_system(), store_->Path(model.config().name, stored->name), checkpoint, track,
-      [this, weak_model = model.weak_from_this(),
-       name = stored->name](const absl::Status& problem) {
-        const std::shared_ptr<Model> its_model = weak_model.lock();
-        if (its_model != nullptr) StoredError(*its_model, name, problem).IgnoreError();
-      });
-  if (!opened.ok()) return StoredError(model, stored->name, opened.status());
-  return opened;
+  const std::string& model_name = model.config().name;
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> found, store_->ListNames(model_name));
+  std::erase_if(found, [&](const CheckpointStore::Stored& stored) {
+    return !stored.problem.ok() || !id.Names(stored.id.version_id());
+  });
+  // Those with all tracks first.
+  std::stable_partition(found.begin(), found.end(),
+                        [](const CheckpointStore::Stored& stored) { return !stored.is_partial; });
+  std::set<std::string> others;
+  for (const CheckpointStore::Stored& stored : found) {
+    // While its files are opened; they stay open after it has gone.
+    EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model_name, stored.name));
+    if (held == nullptr) continue;
+    EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint, ReadManifest(model, stored));
+    if (stored.is_partial) {
+      const std::set<std::string> tracks = SavedTracks(checkpoint);
+      if (!tracks.contains(std::string(track))) {
+        others.insert(tracks.begin(), tracks.end());
+        continue;
+      }
+    }
+    absl::StatusOr<SnapshotRef> opened = OpenStoredVersion(
+        store_->file_system(), store_->Path(model_name, stored.name), checkpoint, track,
+        [this, weak_model = model.weak_from_this(),
+         name = stored.name](const absl::Status& problem) {
+          const std::shared_ptr<Model> its_model = weak_model.lock();
+          if (its_model != nullptr) StoredError(*its_model, name, problem).IgnoreError();
+        });
+    if (!opened.ok()) return StoredError(model, stored.name, opened.status());
+    return opened;
+  }
+  if (others.empty()) return NotKept(model, id);
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("model \"", model_name, "\", track \"", std::string(track), "\": of version ",
+                   id.version, " only these tracks were saved: ", absl::StrJoin(others, ", ")));
 }
 
 }  // namespace ema

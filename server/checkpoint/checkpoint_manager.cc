@@ -358,15 +358,22 @@ absl::StatusOr<CheckpointManifest> CheckpointManager::ReadManifest(
   return StoredError(model, stored.name, checkpoint.status());
 }
 
-absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
+absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::OnDisk(const Model& model,
+                                                                    bool with_partial) {
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> stored,
                        store_->ListNames(model.config().name));
   std::vector<KnownVersion> on_disk;
   for (const CheckpointStore::Stored& checkpoint : stored) {
-    if (!checkpoint.problem.ok() || checkpoint.is_partial) continue;
+    if (!checkpoint.problem.ok() || (checkpoint.is_partial && !with_partial)) continue;
     on_disk.push_back(
         {.id = checkpoint.id.version_id(), .step = checkpoint.id.step, .can_restore = true});
   }
+  return on_disk;
+}
+
+absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
+                       OnDisk(model, /*with_partial=*/false));
   return KnownVersions(model, on_disk);
 }
 

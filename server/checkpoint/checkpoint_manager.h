@@ -142,7 +142,7 @@ class CheckpointManager final : public Checkpoints {
   absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status health() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
-  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override;
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model& model, bool with_partial) override;
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view track) override;
 
@@ -217,6 +217,8 @@ class CheckpointManager final : public Checkpoints {
   // nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
                                                                     const VersionId& id);
+  // Versions in memory, and on the disk with all tracks: newest first, each once.
+  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model);
   // OK: a restart finds the checkpoint of that version, which is there. UNAVAILABLE: it may not:
   // it has got its name, but its save has not ended well.
   absl::Status CheckIsDurable(const Model& model, const VersionId& id, bool is_partial) const;
@@ -238,7 +240,7 @@ class CheckpointManager final : public Checkpoints {
   // Restore() from memory or the disk, and the save after it.
   absl::StatusOr<Version> GoBack(Model& model, const VersionId& id);
   absl::StatusOr<SnapshotRef> GoBackToStored(Model& model, const CheckpointStore::Stored& stored);
-  // PARTIAL_CHECKPOINT: of that version there is only some of the tracks.
+  // PARTIAL_CHECKPOINT: of that version only some tracks are on the disk.
   absl::Status CheckNotPartial(const Model& model, const VersionId& id);
   // Saves the newest version, which is, or came of, `rollback`. UNAVAILABLE: it is in memory only.
   absl::Status SaveRollback(Model& model, const Version& rollback, const SnapshotRef& newest);

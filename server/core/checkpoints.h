@@ -84,13 +84,15 @@ class Checkpoints {
 
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
   virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;
-  // The versions of a model, in memory and on the disk: newest first, each once. Without a data
-  // directory those in memory.
-  virtual absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) = 0;
+  // The versions of a model that are on the disk with all tracks, or, `with_partial`, with some:
+  // newest first. Without a data directory none.
+  virtual absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model& model,
+                                                           bool with_partial) = 0;
   // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
   // is in memory; removing the checkpoint does not hinder whoever holds it, but it is not read
   // after this has gone. A checkpoint of which a byte turns out to be wrong, now or then, is set
-  // aside. OUT_OF_RANGE, VERSION_NOT_KEPT. NOT_FOUND, TRACK_NOT_FOUND: not in that checkpoint.
+  // aside. OUT_OF_RANGE, VERSION_NOT_KEPT, also where only other tracks were saved, which the
+  // message lists. NOT_FOUND, TRACK_NOT_FOUND: all tracks were saved, and it is none of them.
   virtual absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                                   std::string_view track) = 0;
 };

@@ -16,8 +16,8 @@
 
 namespace ema {
 
-// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget() and what is asked before it:
-// there is nothing to forget; Known(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT.
+// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget(), Purge() and what is asked
+// before: there is nothing to forget; OnDisk(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT.
 // Thread-safe; never blocks.
 class NoCheckpoints : public Checkpoints {
  public:
@@ -51,8 +51,8 @@ class NoCheckpoints : public Checkpoints {
                                   " given, but the server was started without --data-dir, so it "
                                   "keeps no labels"));
   }
-  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override {
-    return KnownVersions(model, {});
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool) override {
+    return std::vector<KnownVersion>();
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view) override {

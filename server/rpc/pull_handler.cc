@@ -73,9 +73,18 @@ absl::Status PullHandler::OpenStored() {
 absl::Status PullHandler::FindStoredStep() {
   Wanted wanted = *std::exchange(on_disk_, std::nullopt);
   const std::optional<Version> latest = model_->latest();
-  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, checkpoints_->Known(*model_));
-  EMA_ASSIGN_OR_RETURN(
-      wanted.id, VersionAtStep(model_->config().name, BranchOf(known, *latest), *wanted.step));
+  const auto find = [&](bool with_partial) -> absl::StatusOr<VersionId> {
+    EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
+                         checkpoints_->OnDisk(*model_, with_partial));
+    return VersionAtStep(model_->config().name, BranchOf(KnownVersions(*model_, on_disk), *latest),
+                         *wanted.step);
+  };
+  absl::StatusOr<VersionId> found = find(/*with_partial=*/false);
+  if (GetErrorReason(found.status()) == ErrorReason::kVersionNotKept) {
+    // The track may have been saved without the others.
+    if (const auto partial = find(/*with_partial=*/true); partial.ok()) found = partial;
+  }
+  EMA_ASSIGN_OR_RETURN(wanted.id, std::move(found));
   wanted.step.reset();
   // In memory after all, if a rollback has gone back to that step meanwhile.
   return OpenVersion(std::move(wanted));

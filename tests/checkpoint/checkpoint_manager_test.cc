@@ -725,6 +725,35 @@ class OpenVersionTest : public CheckpointManagerTest {
   std::string newest_name_;
 };
 
+TEST_F(OpenVersionTest, ATrackThatWasSavedAloneIsServed) {
+  TestServer server(files_);
+  server.PushTo(1);
+  ASSERT_THAT(server.manager().Save(server.model(), {.tracks = {"raw"}}), IsOk());
+  server.PushTo(4);
+  const auto open = [&](const char* track) {
+    return server.manager().OpenVersion(server.model(), {1, 0}, track);
+  };
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef opened, open("raw"));
+  EXPECT_EQ(opened->record.step, 10);
+  EXPECT_THAT(opened->tracks[0].stored->Read(0, 12), IsOk());
+  EXPECT_THAT(open("ema"),
+              AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+                    StatusIs(absl::StatusCode::kOutOfRange,
+                             HasSubstr("track \"ema\": of version 1 only these tracks were saved: "
+                                       "raw"))));
+  EXPECT_THAT(server.manager().OnDisk(server.model(), /*with_partial=*/false),
+              IsOkAndHolds(IsEmpty()));
+  EXPECT_THAT(server.manager().OnDisk(server.model(), /*with_partial=*/true),
+              IsOkAndHolds(SizeIs(1)));
+  for (const auto& status :
+       {server.manager().SetLabel(server.model(), "stable", {1, 0}).status(),
+        server.manager()
+            .ReportMetric(server.model(), {.name = "best", .id = {1, 0}, .metric = 1})
+            .status()}) {
+    EXPECT_THAT(status, ReasonIs(ErrorReason::kPartialCheckpoint));
+  }
+}
+
 TEST_F(OpenVersionTest, AnotherVersionUnderItsNameIsNotServed) {
   const auto server = Start();
   PutInPlace(files_, newest_name_);

@@ -89,6 +89,31 @@ def test_a_part_of_the_tracks(client, model, versions):
     assert error.value.reason == "TRACK_NOT_FOUND"
 
 
+def test_a_part_is_read_when_it_has_left_memory(client, model, rng, versions):
+    version, held = versions[-1]
+    client.create_checkpoint(model, version=version, tracks=["fast"])
+    with client.open_run(model) as run:
+        for step in range(100, 200, 10):
+            run.push(step=step, weights=random_weights(rng))
+    for named in ({"version": version}, {"version": version.number}, {"step": version.step}):
+        got = client.pull(model, track="fast", framework="numpy", **named)
+        assert got.version == version
+        assert_same_bits(held["fast"], got)
+        with pytest.raises(ema_client.OutOfRangeError, match="only these .* saved: fast") as error:
+            client.pull(model, track="raw", **named)
+        assert error.value.reason == "VERSION_NOT_KEPT"
+    # Whoever reads a label's version, or goes back to it, may want any track.
+    for call in (
+        lambda: client.set_label(model, "stable", version=version),
+        lambda: client.report_metric(model, version, 0.5),
+        lambda: client.restore(model, version=version),
+    ):
+        with pytest.raises(ema_client.FailedPreconditionError, match="some tracks") as refused:
+            call()
+        assert refused.value.reason == "PARTIAL_CHECKPOINT"
+    assert not client.versions(model)[version.number - 1].available, "not all of it"
+
+
 def test_labels_move_and_go(client, model, rng, versions):
     label = client.set_label(model, "stable")
     assert (label.number, label.step, label.metric) == (6, 60, None)

@@ -49,7 +49,7 @@ class FakeCheckpoints final : public Checkpoints {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
                      absl::StrCat("no label \"", std::string(label), "\"; there is best"));
   }
-  absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model) override {
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool) override {
     std::vector<KnownVersion> on_disk;
     for (const auto& [id, kept] : kept_) {
       on_disk.push_back({.id = id, .step = kept.version.record.step, .can_restore = true});
