@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -85,7 +86,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   });
   EMA_LISTEN(QueryPush, here);
   EMA_LISTEN(GetLane, here);
-  EMA_LISTEN(ListVersions, here);
+  EMA_LISTEN(ListVersions, workers.quick);
   EMA_LISTEN_BY(GetStatistics, holding(workers.computing));
   EMA_LISTEN_BY(CreateCheckpoint, create);
   EMA_LISTEN(GetCheckpoint, workers.quick);
@@ -289,6 +290,11 @@ absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPus
 absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
     const v1::ListVersionsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  std::set<VersionId> on_disk;
+  // A disk that fails says of none that it is there.
+  if (const auto stored = checkpoints_.OnDisk(*model, /*with_partial=*/false); stored.ok()) {
+    for (const KnownVersion& version : *stored) on_disk.insert(version.id);
+  }
   v1::ListVersionsResponse response;
   // One message must hold them.
   constexpr size_t kMaxBytes = 4 << 20;
@@ -304,7 +310,7 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
     for (const Model::RecordEntry& entry : entries) {
       v1::ListVersionsResponse::Entry* const out = response.add_versions();
       *out->mutable_version() = ToProto(entry.record);
-      out->set_available(entry.available);
+      out->set_available(entry.available || on_disk.contains(entry.record.id()));
       bytes += out->ByteSizeLong();
       if (bytes > kMaxBytes) break;
     }

@@ -44,7 +44,8 @@ def test_a_step_is_its_version_in_memory_or_on_the_disk(client, model, push):
     client.create_checkpoint(model, version=held[20].version)
     held |= push(*range(30, 100, 10))
     assert by_step(client, model, 90).version == held[90].version
-    assert not client.versions(model)[2].available, "out of memory by now"
+    pullable = [entry.available for entry in client.versions(model)]
+    assert pullable[2] and not pullable[3], "out of memory by now, and on the disk or not"
     stored = by_step(client, model, 20)
     assert stored.version == held[20].version
     assert_same_bits(held[20], stored)

@@ -19,6 +19,7 @@
 namespace ema {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by pulls"); }
@@ -252,6 +253,21 @@ TEST_F(StoredPullTest, AVersionOnTheDiskIsPulledLikeOneInMemory) {
   EXPECT_TRUE(IsData(by_lane.data, first_));
   EXPECT_EQ(by_lane.header.SerializeAsString(), pulled.header.SerializeAsString());
   EXPECT_EQ(disk_.open_count, 2);
+}
+
+TEST_F(StoredPullTest, AVersionOnTheDiskIsListedAsOneThatCanBePulled) {
+  Start();
+  v1::ListVersionsRequest request;
+  request.set_model("big");
+  v1::ListVersionsResponse response;
+  grpc::ClientContext context;
+  ASSERT_TRUE(stub_->ListVersions(&context, request, &response).ok());
+  std::vector<int64_t> available;
+  for (const auto& entry : response.versions()) {
+    if (entry.available()) available.push_back(entry.version().version());
+  }
+  EXPECT_EQ(response.versions_size(), 5);
+  EXPECT_THAT(available, ElementsAre(1, 3, 4, 5));
 }
 
 TEST_F(StoredPullTest, MemoryIsLookedAtFirst) {
