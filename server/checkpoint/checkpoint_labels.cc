@@ -129,6 +129,9 @@ absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
     return BadScore(model, score,
                     absl::StrCat("value: ", value, " given, expected a finite number"));
   }
+  // Also with a score that moves nothing.
+  const absl::Status known = model.PinVersion(score.id.version, score.id.incarnation).status();
+  if (GetErrorReason(known) == ErrorReason::kVersionNotYet) return known;
   const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
   absl::MutexLock lock(label_mu.get());
   const absl::StatusOr<CheckpointStore::FoundLabel> found =
