@@ -12,6 +12,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/label_file.h"
 #include "server/checkpoint/stored_track.h"
 
 namespace ema {
@@ -90,7 +91,7 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
 
 absl::StatusOr<CheckpointLabel> CheckpointManager::SetLabel(Model& model, const std::string& label,
                                                             const VersionId& id) {
-  EMA_RETURN_IF_ERROR(ValidateName("label", label));
+  EMA_RETURN_IF_ERROR(ValidateNewLabel(label));
   const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
   absl::MutexLock lock(label_mu.get());
   return Place(model, {.name = label}, id);
@@ -122,7 +123,7 @@ absl::Status CheckpointManager::CheckMayScore(const Model& model,
 
 absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
     Model& model, const CheckpointLabel& score) {
-  EMA_RETURN_IF_ERROR(ValidateName("label", score.name));
+  EMA_RETURN_IF_ERROR(ValidateNewLabel(score.name));
   EMA_RETURN_IF_ERROR(model.closed());
   const double value = score.metric.value_or(std::numeric_limits<double>::quiet_NaN());
   if (!std::isfinite(value)) {

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/checkpoint/label_file.h"
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
 #include "server/checkpoint/checkpoint_files.h"
@@ -58,6 +61,15 @@ absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
 }
 
 }  // namespace
+
+absl::Status ValidateNewLabel(std::string_view label) {
+  EMA_RETURN_IF_ERROR(ValidateName("label", label));
+  if (!std::all_of(label.begin(), label.end(), absl::ascii_isdigit)) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
+                   absl::StrCat("label \"", std::string(label),
+                                "\": must not be digits only, which are a version's number, such "
+                                "as \"epoch-2\""));
+}
 
 std::string EncodeLabels(const LabelMap& labels) {
   std::string covered =

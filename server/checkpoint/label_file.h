@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/core/checkpoints.h"
 
@@ -21,6 +22,10 @@ inline constexpr int64_t kLabelsFormatVersion = 1;
 inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;
 
 using LabelMap = std::map<std::string, CheckpointLabel, std::less<>>;  // By name.
+
+// INVALID_ARGUMENT, BAD_NAME: what may not be made a label of, though the file may have it: no
+// name, or digits only, which say a version's number where either may be given.
+absl::Status ValidateNewLabel(std::string_view label);
 
 // The file's text: JSON, whose first member is a CRC32C of all that follows, as in manifest.json.
 std::string EncodeLabels(const LabelMap& labels);

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/label_file.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
 
@@ -103,6 +104,31 @@ TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
   EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"), IsOk());
   EXPECT_THAT(server.manager().RemoveLabel(server.model(), "other"),
               ReasonIs(ErrorReason::kLabelNotFound));
+}
+
+TEST_F(CheckpointLabelsTest, DigitsAreNoNewLabelButAnOldOneStays) {
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    CheckpointLabel score = Score(1, 0.5);
+    score.name = "007";
+    for (const auto& status :
+         {server.manager().SetLabel(server.model(), "2", {}).status(),
+          server.manager().ReportMetric(server.model(), score).status(),
+          server.manager().Save(server.model(), {.label = "99999999999999999999"}).status()}) {
+      EXPECT_THAT(status, AllOf(ReasonIs(ErrorReason::kBadName),
+                                StatusIs(absl::StatusCode::kInvalidArgument,
+                                         HasSubstr("must not be digits only"))));
+    }
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "epoch-2", {}), IsOk());
+    LabelMap labels = {{"2", *server.manager().SetLabel(server.model(), "2nd", {})}};
+    labels.at("2").name = "2";
+    const std::string text = EncodeLabels(labels);
+    files_.FileBytes(absl::StrCat(kTestFolder, "/LABELS.json")) = text;
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.manager().FindLabel(server.model(), "2")->version, 1);
+  EXPECT_THAT(server.manager().RemoveLabel(server.model(), "2"), IsOk());
 }
 
 TEST_F(CheckpointLabelsTest, ALabelOfOneModelDoesNotWaitForTheSaveOfAnother) {

@@ -180,7 +180,7 @@ class CheckpointCalls:
 
         Args:
             name: the model.
-            label: such as "stable": letters, digits, `.`, `_`, `-`.
+            label: such as "stable": letters, digits, `.`, `_`, `-`; not digits only.
             version: a number or a record; None: the newest.
             timeout_s: seconds.
 
