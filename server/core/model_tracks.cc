@@ -237,9 +237,14 @@ absl::Status Model::UnknownTrackLocked(std::string_view name) const {
   const auto append_name = [](std::string* out, const TrackRef& track) {
     out->append(track->name());
   };
+  const auto append_result = [](std::string* out, const SnapshotRef& result) {
+    out->append(result->tracks[0].track->name());
+  };
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
                    absl::StrCat("model \"", config_.name, "\" has no track \"", std::string(name),
-                                "\"; it has ", absl::StrJoin(tracks_, ", ", append_name)));
+                                "\"; it has ", absl::StrJoin(tracks_, ", ", append_name),
+                                synthesized_.empty() ? "" : "; synthesized for pulls: ",
+                                absl::StrJoin(synthesized_, ", ", append_result)));
 }
 
 absl::Status Model::CheckTrack(std::string_view name) const {

@@ -540,6 +540,9 @@ TEST_F(StoredPullTest, ASynthesizedAverageAlwaysComes) {
   EXPECT_FALSE(pulled.header.not_newer());
   EXPECT_TRUE(pulled.complete);
   EXPECT_TRUE(IsData(pulled.data, newest_));
+  request.set_track("bulit");
+  EXPECT_THAT(Pull(request).result.status.error_message(),
+              HasSubstr("no track \"bulit\"; it has ema, raw; synthesized for pulls: built"));
 }
 
 TEST_F(StoredPullTest, WithABaseEverythingIsSent) {
