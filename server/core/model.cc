@@ -469,13 +469,15 @@ void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl:
 
 void Model::DropStep(PushSession& session, const absl::Status& status) {
   if (!session.End(status)) return;
-  const std::optional<int64_t> unsaid = drops_.Take(SteadyNow());
+  const ErrorReason reason = GetErrorReason(status);
+  LogThrottle& throttle = reason == ErrorReason::kNonFinite ? non_finite_drops_ : other_drops_;
+  const std::optional<int64_t> unsaid = throttle.Take(SteadyNow());
   if (!unsaid.has_value()) return;
   LogTo(options_.log, LogLevel::kWarning, "step dropped",
         {{"model", config_.name},
          {"run", session.run().epoch()},
          {"step", session.plan().step},
-         {"reason", ErrorReasonName(GetErrorReason(status))},
+         {"reason", ErrorReasonName(reason)},
          {"error", status},
          {"more_before", *unsaid}});
 }

@@ -488,7 +488,9 @@ class Model : public std::enable_shared_from_this<Model> {
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
   AttachedFiles attached_files_;
   const Options options_;
-  LogThrottle drops_;  // Of steps.
+  // Of steps. A trainer that has diverged drops every one, and hides none that name ranks.
+  LogThrottle non_finite_drops_;
+  LogThrottle other_drops_;
 
   // Serializes OpenPush(), which allocates device memory. Readers never take it.
   absl::Mutex push_mu_ ABSL_ACQUIRED_BEFORE(mu_);

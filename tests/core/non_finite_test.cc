@@ -129,6 +129,12 @@ TEST_F(NonFiniteTest, ATrainerThatHasDivergedDoesNotFillTheLog) {
     EXPECT_GE(dropped.size(), 10) << name;
     EXPECT_LT(dropped.size(), kSteps / 2) << name;
     EXPECT_THAT(ToText(dropped.back()), HasSubstr(" more_before=")) << name;
+    // Nor anything else that happens to its own.
+    const auto stream = rank.Open(kSteps + 1, std::make_shared<PushOutcome>());
+    ASSERT_THAT(stream, IsOk());
+    created->model->ExpireSession(std::chrono::steady_clock::now() + std::chrono::hours(1),
+                                  std::chrono::seconds(60));
+    EXPECT_THAT(ToText(dropped.back()), HasSubstr("SESSION_EXPIRED")) << name;
   }
 }
 
