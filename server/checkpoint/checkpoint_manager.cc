@@ -299,7 +299,7 @@ absl::Status CheckpointManager::CheckMayForget() {
   return absl::IsResourceExhausted(status) ? absl::OkStatus() : status;
 }
 
-absl::Status CheckpointManager::Forget(std::string_view model_name, bool purge) {
+absl::Status CheckpointManager::Forget(std::string_view model_name) {
   {
     absl::MutexLock lock(&mu_);
     if (const auto it = failed_.find(model_name); it != failed_.end()) failed_.erase(it);
@@ -307,8 +307,7 @@ absl::Status CheckpointManager::Forget(std::string_view model_name, bool purge) 
       asked_errors_.erase(it);
     }
   }
-  EMA_RETURN_IF_ERROR(store_->DeleteModel(model_name));
-  return purge ? store_->PurgeDeleted(model_name) : absl::OkStatus();
+  return store_->DeleteModel(model_name);
 }
 
 absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindStored(

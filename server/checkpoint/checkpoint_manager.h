@@ -139,7 +139,10 @@ class CheckpointManager final : public Checkpoints {
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
   absl::Status CheckMayForget() override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status Forget(std::string_view model_name, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Forget(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Purge(std::string_view model_name) override {
+    return store_->PurgeDeleted(model_name);
+  }
   absl::Status health() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override;
   absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model& model, bool with_partial) override;

@@ -74,9 +74,12 @@ class Checkpoints {
   // Before a model is deleted. OK: Forget() finds a disk that can be written. UNAVAILABLE,
   // STORE_READ_ONLY or DISK_FAILED.
   virtual absl::Status CheckMayForget() = 0;
-  // After a model has been deleted, so that a restart does not bring it back. `purge`: removes its
-  // checkpoints, also those of models of that name that were deleted before.
-  virtual absl::Status Forget(std::string_view model_name, bool purge) = 0;
+  // After a model has been deleted, so that a restart does not bring it back: sets its checkpoints
+  // aside.
+  virtual absl::Status Forget(std::string_view model_name) = 0;
+  // Removes what Forget() has set aside, also of models of that name that were deleted before.
+  // After an error some of it is still there.
+  virtual absl::Status Purge(std::string_view model_name) = 0;
 
   // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: not any more, until the server is
   // started again, or, as the message says, until the disk is writable again. Never blocks.

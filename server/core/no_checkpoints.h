@@ -43,7 +43,8 @@ class NoCheckpoints : public Checkpoints {
     return NoDataDir();
   }
   absl::Status CheckMayForget() override { return absl::OkStatus(); }
-  absl::Status Forget(std::string_view, bool) override { return absl::OkStatus(); }
+  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+  absl::Status Purge(std::string_view) override { return absl::OkStatus(); }
   absl::Status health() const override { return NoDataDir(); }
   absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,

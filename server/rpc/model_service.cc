@@ -164,17 +164,28 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
   EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
   const bool is_there = store_->Get(request.model()).ok();
   // Also if it is not there: a call before may have failed at its checkpoints.
-  const absl::Status forgotten = store_->Delete(
-      request.model(), [&] { return checkpoints_.Forget(request.model(), request.purge()); });
-  std::vector<LogField> fields = {{"model", request.model()}, {"purge", request.purge()}};
-  if (!forgotten.ok()) {
-    fields.emplace_back("error", forgotten);
-    LogTo(log_, LogLevel::kError, "model deleted, but not on the disk", std::move(fields));
-    return WithPlace(forgotten, absl::StrCat("model \"", request.model(),
-                                             "\" is forgotten in memory, still on the disk: "));
+  bool is_forgotten = false;
+  const absl::Status status = store_->Delete(request.model(), [&]() -> absl::Status {
+    EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
+    is_forgotten = true;
+    return request.purge() ? checkpoints_.Purge(request.model()) : absl::OkStatus();
+  });
+  if (is_there) {
+    std::vector<LogField> fields = {{"model", request.model()}, {"purge", request.purge()}};
+    if (!status.ok()) fields.emplace_back("error", status);
+    LogTo(log_, status.ok() ? LogLevel::kInfo : LogLevel::kError,
+          status.ok()    ? "model deleted"
+          : is_forgotten ? "model deleted, but not purged"
+                         : "model deleted, but not on the disk",
+          std::move(fields));
   }
-  if (is_there) LogTo(log_, LogLevel::kInfo, "model deleted", std::move(fields));
-  return v1::DeleteModelResponse();
+  if (status.ok()) return v1::DeleteModelResponse();
+  return WithPlace(
+      status,
+      absl::StrCat("model \"", request.model(),
+                   is_forgotten
+                       ? "\" is deleted, its checkpoints are set aside, and not all removed: "
+                       : "\" is forgotten in memory, still on the disk: "));
 }
 
 absl::StatusOr<v1::AttachFileResponse> ModelService::AttachFile(

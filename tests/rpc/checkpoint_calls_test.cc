@@ -425,37 +425,74 @@ class LateDiskErrorTest : public RpcFixture {
  protected:
   class LateError final : public NoCheckpoints {
    public:
-    absl::Status Forget(std::string_view, bool) override {
+    absl::Status Forget(std::string_view) override {
+      return fails_purge_only ? absl::OkStatus() : Error();
+    }
+    absl::Status Purge(std::string_view) override { return Error(); }
+
+    bool fails_purge_only = false;
+
+   private:
+    static absl::Status Error() {
       return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDiskFailed, "I/O error");
     }
   };
 
+  ~LateDiskErrorTest() override { server_ = nullptr; }
+
+  void Start() {
+    RpcServer::Options options;
+    options.log = [this](const LogEvent& event) {
+      absl::MutexLock lock(&mu_);
+      if (event.level == LogLevel::kError) errors_.push_back(ToText(event));
+    };
+    checkpoints_ = &late_error_;
+    StartServer(options);
+    ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
+  }
+  // Purges it; the error's message.
+  std::string Delete(const std::string& model) {
+    v1::DeleteModelRequest request;
+    request.set_model(model);
+    request.set_confirm_model(model);
+    request.set_purge(true);
+    v1::DeleteModelResponse response;
+    grpc::ClientContext context;
+    const grpc::Status status = stub_->DeleteModel(&context, request, &response);
+    EXPECT_EQ(Result(status, context).detail.reason(), v1::ERROR_REASON_DISK_FAILED);
+    return status.error_message();
+  }
+  std::vector<std::string> errors() {
+    absl::MutexLock lock(&mu_);
+    return errors_;
+  }
+
   LateError late_error_;
+
+ private:
+  absl::Mutex mu_;
+  std::vector<std::string> errors_ ABSL_GUARDED_BY(mu_);
 };
 
 TEST_F(LateDiskErrorTest, AModelThatIsForgottenInMemoryOnlyIsSaidToBe) {
-  absl::Mutex mu;
-  std::vector<std::string> errors;
-  RpcServer::Options options;
-  options.log = [&](const LogEvent& event) {
-    absl::MutexLock lock(&mu);
-    if (event.level == LogLevel::kError) errors.push_back(ToText(event));
-  };
-  checkpoints_ = &late_error_;
-  StartServer(options);
-  ASSERT_NO_FATAL_FAILURE(CreateAndOpen());
-  v1::DeleteModelRequest request;
-  request.set_model("m");
-  request.set_confirm_model("m");
-  v1::DeleteModelResponse response;
-  grpc::ClientContext context;
-  const grpc::Status status = stub_->DeleteModel(&context, request, &response);
-  EXPECT_EQ(Result(status, context).detail.reason(), v1::ERROR_REASON_DISK_FAILED);
-  EXPECT_THAT(status.error_message(),
-              HasSubstr("forgotten in memory, still on the disk: I/O error"));
+  ASSERT_NO_FATAL_FAILURE(Start());
+  EXPECT_THAT(Delete("m"), HasSubstr("forgotten in memory, still on the disk: I/O error"));
   EXPECT_FALSE(store_->Get("m").ok());
-  server_ = nullptr;
-  EXPECT_THAT(errors, ElementsAre(HasSubstr("model deleted, but not on the disk model=m")));
+  EXPECT_THAT(errors(), ElementsAre(HasSubstr("model deleted, but not on the disk model=m")));
+}
+
+TEST_F(LateDiskErrorTest, SoIsOneOfWhichNotAllIsRemoved) {
+  late_error_.fails_purge_only = true;
+  ASSERT_NO_FATAL_FAILURE(Start());
+  EXPECT_THAT(Delete("m"), HasSubstr("is deleted, its checkpoints are set aside, and not all "
+                                     "removed: I/O error"));
+  EXPECT_THAT(errors(), ElementsAre(HasSubstr("model deleted, but not purged model=m")));
+}
+
+TEST_F(LateDiskErrorTest, OfAModelThatWasNeverThereTheLogSaysNothing) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  EXPECT_THAT(Delete("nobody"), HasSubstr("I/O error"));
+  EXPECT_THAT(errors(), testing::IsEmpty());
 }
 
 TEST_F(NoDataDirTest, EveryCallSaysThatThereAreNoCheckpoints) {

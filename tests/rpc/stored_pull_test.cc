@@ -55,7 +55,7 @@ class FakeCheckpoints final : public Checkpoints {
     for (const auto& [id, kept] : kept_) {
       on_disk.push_back({.id = id, .step = kept.version.record.step, .can_restore = true});
     }
-    return KnownVersions(model, on_disk);
+    return on_disk;
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model&, const VersionId& id,
                                           std::string_view track) override {
@@ -100,7 +100,8 @@ class FakeCheckpoints final : public Checkpoints {
     return NotAskedFor();
   }
   absl::Status CheckMayForget() override { return absl::OkStatus(); }
-  absl::Status Forget(std::string_view, bool) override { return absl::OkStatus(); }
+  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
+  absl::Status Purge(std::string_view) override { return absl::OkStatus(); }
 
  private:
   struct Kept {
