@@ -169,12 +169,14 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
         [&](const PullInfo& coming) -> absl::StatusOr<std::span<std::byte>> {
           if (is_folder) EMA_RETURN_IF_ERROR(MakeFolder(options.output));
           total_bytes = coming.total_bytes;
-          // transformers insists on "format".
-          return file.Reserve(coming, {{"format", "pt"},
-                                       {"model", options.model},
-                                       {"track", options.track},
-                                       {"step", absl::StrCat(coming.version.step)},
-                                       {"version", absl::StrCat(coming.version.number)}});
+          // As in the server's checkpoints; transformers insists on "format".
+          return file.Reserve(coming,
+                              {{"format", "pt"},
+                               {"ema.model", options.model},
+                               {"ema.track", options.track},
+                               {"ema.step", absl::StrCat(coming.version.step)},
+                               {"ema.version", absl::StrCat(coming.version.number)},
+                               {"ema.incarnation", absl::StrCat(coming.version.incarnation)}});
         },
         session.disk_timeout(), [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
   }
