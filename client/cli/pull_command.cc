@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <system_error>
@@ -23,11 +24,12 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/tensor_pattern.h"
 #include "server/checkpoint/file_system.h"
+#include "server/core/attached_files.h"
 
 namespace ema::cli {
 namespace {
 
-constexpr char kWeightsName[] = "model.safetensors";
+constexpr char kConfigName[] = "config.json";
 
 using Files = std::map<std::string, std::string>;  // Contents by name.
 
@@ -69,9 +71,26 @@ absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& opt
   return files;
 }
 
+// What tools call the weights in `folder`, into which `files` come.
+std::string WeightsName(const std::string& folder, const Files& files) {
+  std::string config;
+  if (const auto it = files.find(kConfigName); it != files.end()) {
+    config = it->second;
+  } else {
+    // What cannot be read tells tools nothing either.
+    config = PosixFileSystem()
+                 .ReadSmallFile(RealPath(JoinPath(folder, kConfigName)), kMaxAttachedFileBytes)
+                 .value_or("");
+  }
+  const auto json = nlohmann::json::parse(config, nullptr, /*allow_exceptions=*/false);
+  const bool is_of_diffusers =
+      json.is_object() && (json.contains("_diffusers_version") || json.contains("_class_name"));
+  return is_of_diffusers ? "diffusion_pytorch_model.safetensors" : "model.safetensors";
+}
+
 // FAILED_PRECONDITION: the folder has other weights, which tools would read in place of ours.
-absl::Status CheckFolder(const std::string& folder) {
-  const std::string index = JoinPath(folder, absl::StrCat(kWeightsName, ".index.json"));
+absl::Status CheckFolder(const std::string& folder, const std::string& weights_name) {
+  const std::string index = JoinPath(folder, absl::StrCat(weights_name, ".index.json"));
   const absl::StatusOr<bool> has_pieces = PosixFileSystem().Exists(index);
   if (!has_pieces.ok()) return FileError(folder, has_pieces.status());
   if (!*has_pieces) return absl::OkStatus();
@@ -150,16 +169,19 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
         absl::StrCat("--config-from: the output ", options.output, " is no folder; end it with /"));
   }
   Files files;
+  std::string path = RealPath(options.output);
   if (is_folder) {
-    EMA_RETURN_IF_ERROR(CheckFolder(options.output));
     EMA_ASSIGN_OR_RETURN(files, FilesBeside(session, options, model));
+    const std::string name = WeightsName(options.output, files);
+    EMA_RETURN_IF_ERROR(CheckFolder(options.output, name));
+    path = JoinPath(options.output, name);
   } else if (const auto there = std::filesystem::status(options.output, ignored);
              exists(there) && !is_regular_file(there)) {
     // A rename would put a file in its place: of /dev/null, too.
     return absl::FailedPreconditionError(
         absl::StrCat(options.output, ": is there, and is no regular file"));
   }
-  PulledFile file(is_folder ? JoinPath(options.output, kWeightsName) : RealPath(options.output));
+  PulledFile file(path);
   int64_t total_bytes = 0;
   absl::StatusOr<PullInfo> info;
   {

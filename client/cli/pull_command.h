@@ -36,8 +36,9 @@ struct PullOptions {
   std::string config_from;
 };
 // Makes the folder if it is not there; its small files are written when all weights have come, and
-// these, one file, take their place last. FAILED_PRECONDITION: it has weights in pieces, which
-// would be read in place of ours.
+// these, one file, take their place last: model.safetensors, or, where config.json is one of
+// diffusers, diffusion_pytorch_model.safetensors.
+// FAILED_PRECONDITION: the folder has weights in pieces, which would be read in place of ours.
 absl::Status Pull(const Session& session, const PullOptions& options);
 
 }  // namespace ema::cli

@@ -6,7 +6,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
+#include <string>
 
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
@@ -14,6 +16,7 @@
 namespace ema::cli {
 namespace {
 
+using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
 class PullCommandTest : public testing::Test {
@@ -28,12 +31,11 @@ class PullCommandTest : public testing::Test {
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
-  absl::Status PullIntoFolder() {
-    return Pull({.client = client_.get(), .json = true}, {.model = "m",
-                                                          .track = "ema",
-                                                          .output = folder_ / "out/",
-                                                          .config_from = folder_ / "from"});
+  absl::Status PullInto(const std::string& output, const std::string& config_from = "") {
+    return Pull({.client = client_.get(), .json = true},
+                {.model = "m", .track = "ema", .output = output, .config_from = config_from});
   }
+  absl::Status PullIntoFolder() { return PullInto(folder_ / "out/", folder_ / "from"); }
   std::string Read(const char* name) const {
     std::ostringstream text;
     text << std::ifstream(folder_ / name).rdbuf();
@@ -62,6 +64,38 @@ TEST_F(PullCommandTest, AFailedPullLeavesTheFolderAsItWas) {
   ASSERT_THAT(PullIntoFolder(), IsOk());
   EXPECT_EQ(Read("out/config.json"), "new");
   EXPECT_THAT(Names(), UnorderedElementsAre("config.json", "model.safetensors"));
+}
+
+TEST_F(PullCommandTest, TheConfigSaysHowTheWeightsAreCalled) {
+  constexpr char kModel[] = "model.safetensors";
+  constexpr char kDiffusers[] = "diffusion_pytorch_model.safetensors";
+  for (const auto& [config, name] :
+       std::map<std::string, std::string>{{R"({"_class_name": "UNet2DModel"})", kDiffusers},
+                                          {R"({"_diffusers_version": "0.30.0"})", kDiffusers},
+                                          {R"({"architectures": ["BertModel"]})", kModel},
+                                          {"[1]", kModel},
+                                          {"no JSON", kModel}}) {
+    SCOPED_TRACE(config);
+    for (const bool is_there : {true, false}) {
+      std::filesystem::remove_all(folder_ / "out");
+      std::filesystem::create_directory(folder_ / "out");
+      // What comes takes the place of what is there.
+      std::ofstream(folder_ / "out/config.json")
+          << (is_there ? config : R"({"_class_name": "Old"})");
+      std::ofstream(folder_ / "from/config.json") << config;
+      ASSERT_THAT(is_there ? PullInto(folder_ / "out") : PullIntoFolder(), IsOk());
+      EXPECT_THAT(Names(), UnorderedElementsAre("config.json", name));
+    }
+  }
+}
+
+TEST_F(PullCommandTest, OnlyPiecesThatWouldBeReadAreRefused) {
+  std::ofstream(folder_ / "from/config.json") << R"({"_class_name": "UNet2DModel"})";
+  std::ofstream(folder_ / "out/model.safetensors.index.json") << "{}";
+  ASSERT_THAT(PullIntoFolder(), IsOk());
+  std::ofstream(folder_ / "out/diffusion_pytorch_model.safetensors.index.json") << "{}";
+  EXPECT_THAT(PullIntoFolder(),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("in pieces")));
 }
 
 }  // namespace
