@@ -413,8 +413,8 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
                 "A box of a tensor, such as 'head.weight[0:10,5:]'; besides, only what --tensors "
                 "says");
   sub->add_option("-o,--output", options.pull.output,
-                  "File to write, or folder/: weights named as from_pretrained wants them, and the "
-                  "model's attached files")
+                  "File.safetensors to write, or folder/: weights named as from_pretrained wants "
+                  "them, and the model's attached files")
       ->required()
       ->check([](const std::string& path) { return path.empty() ? "must not be empty" : ""; });
   sub->add_option("--config-from", options.pull.config_from,

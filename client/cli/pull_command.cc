@@ -98,6 +98,27 @@ absl::Status CheckFolder(const std::string& folder, const std::string& weights_n
       absl::StrCat(index, ": the folder has weights in pieces; take another, or remove them"));
 }
 
+// That a file may be written there.
+absl::Status CheckFile(const PullOptions& options) {
+  if (!options.config_from.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--config-from: the output ", options.output, " is no folder; end it with /"));
+  }
+  std::error_code ignored;
+  const auto there = std::filesystem::status(options.output, ignored);
+  if (exists(there) && !is_regular_file(there)) {
+    // A rename would put a file in its place: of /dev/null, too.
+    return absl::FailedPreconditionError(
+        absl::StrCat(options.output, ": is there, and is no regular file"));
+  }
+  for (const std::filesystem::path path : {options.output, RealPath(options.output)}) {
+    if (path.extension() == ".safetensors") return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--output ", options.output,
+                   ": must end in .safetensors (a file) or in / (a folder), or be a folder"));
+}
+
 absl::Status MakeFolder(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -155,18 +176,15 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   if (!options.dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
   }
+  std::error_code ignored;
+  const bool is_folder =
+      options.output.back() == '/' || std::filesystem::is_directory(options.output, ignored);
+  if (!is_folder) EMA_RETURN_IF_ERROR(CheckFile(options));
   // The pull itself waits long, also for a server: that there is one now shows here.
   EMA_ASSIGN_OR_RETURN(const ModelInfo model,
                        session.client->GetModel(options.model, session.timeout));
   for (const std::string& text : options.slices) {
     EMA_ASSIGN_OR_RETURN(request.selection.slices.emplace_back(), ParseSlice(text, model.manifest));
-  }
-  std::error_code ignored;
-  const bool is_folder =
-      options.output.back() == '/' || std::filesystem::is_directory(options.output, ignored);
-  if (!is_folder && !options.config_from.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--config-from: the output ", options.output, " is no folder; end it with /"));
   }
   Files files;
   std::string path = RealPath(options.output);
@@ -175,11 +193,6 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
     const std::string name = WeightsName(options.output, files);
     EMA_RETURN_IF_ERROR(CheckFolder(options.output, name));
     path = JoinPath(options.output, name);
-  } else if (const auto there = std::filesystem::status(options.output, ignored);
-             exists(there) && !is_regular_file(there)) {
-    // A rename would put a file in its place: of /dev/null, too.
-    return absl::FailedPreconditionError(
-        absl::StrCat(options.output, ": is there, and is no regular file"));
   }
   PulledFile file(path);
   int64_t total_bytes = 0;

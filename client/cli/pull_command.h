@@ -29,7 +29,7 @@ struct PullOptions {
   std::string version;  // As ParseVersionOrLabel() reads it, into `request`. Empty: not given.
   std::string dtype;    // Empty: as the server keeps them.
   std::vector<std::string> slices;  // As ParseSlice() reads them.
-  // A file, or a folder if it is one or ends in "/".
+  // A file, of a name that ends in ".safetensors", or a folder if it is one or ends in "/".
   std::string output;
   // Of a folder: whose small files are copied beside the weights, as AttachFiles() chooses them.
   // Empty: those that are attached to the model.
@@ -37,7 +37,7 @@ struct PullOptions {
 };
 // Makes the folder if it is not there; its small files are written when all weights have come, and
 // these, one file, take their place last: model.safetensors, or, where config.json is one of
-// diffusers, diffusion_pytorch_model.safetensors.
+// diffusers, diffusion_pytorch_model.safetensors. INVALID_ARGUMENT: the output is neither.
 // FAILED_PRECONDITION: the folder has weights in pieces, which would be read in place of ours.
 absl::Status Pull(const Session& session, const PullOptions& options);
 

@@ -16,6 +16,7 @@
 namespace ema::cli {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
@@ -96,6 +97,21 @@ TEST_F(PullCommandTest, OnlyPiecesThatWouldBeReadAreRefused) {
   std::ofstream(folder_ / "out/diffusion_pytorch_model.safetensors.index.json") << "{}";
   EXPECT_THAT(PullIntoFolder(),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("in pieces")));
+}
+
+TEST_F(PullCommandTest, AFileSaysWhatItIsByItsName) {
+  const std::filesystem::path file = folder_ / "out/w.safetensors";
+  ASSERT_THAT(PullInto(file), IsOk());
+  const std::filesystem::path link = folder_ / "latest";
+  std::filesystem::create_symlink(file, link);
+  ASSERT_THAT(PullInto(link), IsOk());
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  for (const std::string& output : {std::string(folder_ / "out/w.pt"), std::string("-")}) {
+    EXPECT_THAT(PullInto(output), StatusIs(absl::StatusCode::kInvalidArgument,
+                                           AllOf(HasSubstr("--output " + output),
+                                                 HasSubstr("must end in .safetensors"))));
+  }
+  EXPECT_THAT(Names(), UnorderedElementsAre("w.safetensors"));
 }
 
 }  // namespace

@@ -215,6 +215,17 @@ def test_a_device_is_not_replaced(model, pushed, save, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
+def test_a_file_says_what_it_is_by_its_name(model, pushed, save, tmp_path):
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"old")
+    assert save(link, track="ema") is None
+    for name in ("w.pt", "w", ".safetensors"):
+        refused = save(tmp_path / name, track="ema")
+        assert "must end in" in refused and ".safetensors" in refused, name
+    assert sorted(os.listdir(tmp_path)) == ["latest", "w.safetensors"]
+
+
 def test_a_file_that_is_not_attached(client, model, pushed):
     assert client.attached_files(model) == {}
     with pytest.raises(ema_client.NotFoundError):
