@@ -201,7 +201,13 @@ Json ToJson(const ModelInfo& model) {
   for (const ModelInfo::AttachedFile& file : model.attached_files) {
     json["attached_files"][file.name] = file.total_bytes;
   }
-  if (model.manifest.tensor_count() == 0) return json;
+  if (model.manifest.tensor_count() == 0) {
+    // One of a list, which leaves rules out, too.
+    for (const char* tracks : {"tracks", "pending_tracks"}) {
+      for (Json& track : json[tracks]) track.erase("tensor_rules");
+    }
+    return json;
+  }
   json["total_bytes"] = model.manifest.total_bytes();
   json["tensors"] = ToJsonList(model.manifest.tensors());
   return json;

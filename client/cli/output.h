@@ -31,7 +31,7 @@ Json ToJson(const TensorSpec& spec);
 Json ToJson(const TrackConfig& track);
 Json ToJson(const Client::CheckpointInfo& checkpoint);
 Json ToJson(const Client::Label& label);
-// Without the tensors if the manifest is empty.
+// Without the tensors and the tracks' rules if the manifest is empty, as in lists.
 Json ToJson(const ModelInfo& model);
 
 template <typename Items>

@@ -387,6 +387,7 @@ TEST(ModelOutputTest, SaysEverythingInJson) {
   model.tracks[0].tensor_rules = {
       {.pattern = "stem.*", .schedule = *Schedule::Parse("smoothing=0.5")},
       {.pattern = "head.*", .action = TensorAction::kIgnore}};
+  model.manifest = *Manifest::Create({{.name = "w", .shape = {4}}});
   const Json json = ToJson(model);
   EXPECT_EQ(json["non_finite"], "skip");
   EXPECT_EQ(json["latest"]["wire_dtype"], "bfloat16");
@@ -395,6 +396,18 @@ TEST(ModelOutputTest, SaysEverythingInJson) {
             R"({"pattern":"head.*","action":"ignore","schedule":null}])");
   EXPECT_THAT(DescribeModel(model),
               AllOf(HasSubstr("not finite: skip\n"), HasSubstr("sent as bfloat16\n")));
+}
+
+TEST(ModelOutputTest, InAListItHasNoRules) {
+  ModelInfo model;
+  const TrackConfig track = {.name = "ema", .schedule = *Schedule::Parse("half_life=200ba")};
+  model.tracks = {track};
+  model.pending_tracks.emplace({track});
+  const Json json = ToJson(model);
+  for (const char* tracks : {"tracks", "pending_tracks"}) {
+    EXPECT_EQ(json[tracks][0]["name"], "ema") << tracks;
+    EXPECT_FALSE(json[tracks][0].contains("tensor_rules")) << tracks;
+  }
 }
 
 class WeightsFileTest : public testing::Test {
