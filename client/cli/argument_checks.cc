@@ -31,6 +31,14 @@ std::string CheckCount(const std::string& text) { return CheckAtLeast(0, text); 
 
 std::string CheckPositive(const std::string& text) { return CheckAtLeast(1, text); }
 
+std::string CheckVersion(const std::string& text) {
+  const std::string problem = CheckPositive(text);
+  return problem.empty() ? ""
+                         : absl::StrCat(problem,
+                                        "; emactl label list MODEL shows the versions that have "
+                                        "labels");
+}
+
 std::string CheckTrack(const std::string& text) { return ErrorOf(ParseTrackOption(text)); }
 
 std::string CheckDtype(const std::string& text) { return ErrorOf(ParseDtype(text)); }

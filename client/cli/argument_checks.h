@@ -13,7 +13,10 @@ namespace ema::cli {
 std::string CheckCount(const std::string& text);
 std::string CheckPositive(const std::string& text);
 
-// What ParseTrackOption(), ParseDtype() and ParseVersionOrLabel() take.
+// A version's number, where a label would not do.
+std::string CheckVersion(const std::string& text);
+
+// What ParseTrackOption() and ParseVersionOrLabel() take.
 std::string CheckTrack(const std::string& text);
 std::string CheckDtype(const std::string& text);
 std::string CheckVersionOrLabel(const std::string& text);

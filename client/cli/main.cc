@@ -140,7 +140,7 @@ void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
 
 CLI::Option* AddVersion(CLI::App* sub, int64_t& version, int64_t& incarnation, const char* help) {
   CLI::Option* const option =
-      sub->add_option("--version", version, help)->check(ema::cli::CheckPositive);
+      sub->add_option("--version", version, help)->check(ema::cli::CheckVersion);
   AddIncarnation(sub, option, incarnation);
   return option;
 }

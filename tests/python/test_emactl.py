@@ -195,6 +195,14 @@ def test_a_number_is_no_label(emactl, pushed):
     assert refused.returncode == 2 and "must not be a number" in refused.stderr
 
 
+def test_a_label_is_no_number(emactl, pushed):
+    for words in (["label", "set", pushed, "new"], ["checkpoint", "create", pushed]):
+        refused = emactl(*words, "--version", "best")
+        assert refused.returncode == 2
+        assert "best given, expected a whole number" in refused.stderr
+        assert "emactl label list MODEL" in refused.stderr
+
+
 def test_versions_of_another_life(emactl, client, pushed, tmp_path):
     mine = client.model(pushed).latest.incarnation
     of = ["--version", "1", "--incarnation"]
