@@ -9,7 +9,6 @@
 #include "absl/time/time.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/track_option.h"
-#include "ema/tensor_spec.h"
 
 namespace ema::cli {
 namespace {
@@ -41,7 +40,12 @@ std::string CheckVersion(const std::string& text) {
 
 std::string CheckTrack(const std::string& text) { return ErrorOf(ParseTrackOption(text)); }
 
-std::string CheckDtype(const std::string& text) { return ErrorOf(ParseDtype(text)); }
+std::string CheckDtype(const std::string& text) {
+  for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+    if (text == dtype) return "";
+  }
+  return absl::StrCat(text, " given, expected float32, float16 or bfloat16");
+}
 
 std::string CheckVersionOrLabel(const std::string& text) {
   return ErrorOf(ParseVersionOrLabel(text));

@@ -18,8 +18,9 @@ std::string CheckVersion(const std::string& text);
 
 // What ParseTrackOption() and ParseVersionOrLabel() take.
 std::string CheckTrack(const std::string& text);
-std::string CheckDtype(const std::string& text);
 std::string CheckVersionOrLabel(const std::string& text);
+// What the server casts to.
+std::string CheckDtype(const std::string& text);
 // Of a label that is given: --version and --to take one that is a number for a version's.
 std::string CheckLabel(const std::string& text);
 

@@ -29,6 +29,9 @@ bool DescribesModel(const std::string& name) {
 // The files that `path` means.
 absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& path) {
   std::error_code error;
+  if (!std::filesystem::exists(path, error) && !error) {
+    return absl::NotFoundError(absl::StrCat(path, ": there is no such file or folder"));
+  }
   if (!std::filesystem::is_directory(path, error)) return std::vector<std::string>{path};
   std::vector<std::string> files;
   for (std::filesystem::directory_iterator it(path, error), end; !error && it != end;

@@ -203,6 +203,24 @@ def test_a_label_is_no_number(emactl, pushed):
         assert "emactl label list MODEL" in refused.stderr
 
 
+def test_dtypes_that_are_none(emactl, pushed):
+    for dtype in ("fp16", "float64", "int8"):
+        refused = emactl("pull", pushed, "--track", "raw", "--dtype", dtype, "-o", "unused")
+        assert refused.returncode == 2
+        assert f"{dtype} given, expected float32, float16 or bfloat16" in refused.stderr
+
+
+def test_a_folder_that_is_not_there_is_named(emactl, pushed, tmp_path):
+    missing = tmp_path / "missing"
+    for words in (
+        ["files", "add", pushed, missing],
+        ["pull", pushed, "--track", "raw", "--config-from", missing, "-o", f"{tmp_path}/out/"],
+    ):
+        refused = emactl(*words)
+        assert refused.returncode == 3
+        assert f"{missing}: there is no such file or folder" in refused.stderr
+
+
 def test_versions_of_another_life(emactl, client, pushed, tmp_path):
     mine = client.model(pushed).latest.incarnation
     of = ["--version", "1", "--incarnation"]

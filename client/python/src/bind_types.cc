@@ -75,15 +75,14 @@ constexpr TensorAction kTensorActions[] = {TensorAction::kAverage, TensorAction:
 
 std::string FromAction(TensorAction action) { return std::string(TensorActionName(action)); }
 
-TensorAction ToAction(const std::string& track, const std::string& what, const std::string& name) {
+TensorAction ToAction(const std::string& track, const std::string& what, const std::string& name,
+                      const char* expected) {
   for (const TensorAction action : kTensorActions) {
     if (name == TensorActionName(action)) return action;
   }
   ThrowStatus(MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
-      absl::StrCat("track \"", track, "\": ", what, " \"", name,
-                   "\": must be \"average\", \"copy\" or \"ignore\", such as {\"head.*\": "
-                   "\"ignore\"}")));
+      absl::StrCat("track \"", track, "\": ", what, " \"", name, "\": must be ", expected)));
 }
 
 // Pattern, action, schedule.
@@ -96,12 +95,13 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
   TrackConfig track{.name = name,
                     .schedule = schedule,
                     .tensor_rules = {},
-                    .buffers = ToAction(name, "buffers", buffers),
+                    .buffers = ToAction(name, "buffers", buffers, R"("average" or "copy")"),
                     .compensated = compensated,
                     .paused = paused};
   for (const auto& [pattern, action, rule_schedule] : tensor_rules) {
     track.tensor_rules.push_back(
-        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action)});
+        {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action,
+                           R"("average", "copy" or "ignore", such as {"head.*": "ignore"})")});
     if (rule_schedule.has_value()) {
       track.tensor_rules.back().schedule = Unwrap(RuleSchedule(*rule_schedule, schedule));
     }
