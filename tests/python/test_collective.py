@@ -241,6 +241,23 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     said(evaluate)
     assert torch.equal(own, net.weight.to_local())
 """
+# One rank's own state_dict() was None: it had found the server away.
+OTHER_STATES = """
+net = torch.nn.Linear(3, 2)
+with ema_client.attach(net, None, url, half_life="4ba") as ema:
+    ema.after_step()
+    state = ema.state_dict()
+with ema_client.attach(net, None, url, half_life="4ba") as ema:
+    for without in (0, 1):
+        try:
+            ema.load_state_dict(None if rank == without else state)
+        except ema_client.InvalidArgumentError as error:
+            print("resume from different states" in str(error), f"rank {without} from None" in str(error))
+    ema.load_state_dict(None)
+    ema.load_state_dict(state)
+    ema.after_step()
+    print(ema.wait_pushed().step)
+"""
 # Not the interpreter's end, at which gloo aborts now and then: see example_rank.py.
 TAIL = """
 import os
@@ -275,6 +292,10 @@ def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_pat
     expected += ["own", "nothing", "MemoryError"]
     expected += ["own", "nothing", "average", "nothing"]
     assert run(ONE_FAILS, 2, server.url(model), tmp_path) == [expected] * 2
+
+
+def test_a_rank_without_the_state_that_others_load(server, model, tmp_path):
+    assert run(OTHER_STATES, 2, server.url(model), tmp_path) == [["True True"] * 2 + ["2"]] * 2
 
 
 def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):

@@ -21,7 +21,7 @@ from ema_client._errors import InvalidArgumentError
 from ema_client._files import FilesLike, small_files
 from ema_client._frozen import FrozenTensors
 from ema_client._holdings import Holding, Layout, holdings_of
-from ema_client._joining import Plan, join
+from ema_client._joining import Plan, join, resume_at
 from ema_client._model_tensors import ModelTensors
 from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import Rule
@@ -287,7 +287,7 @@ def attach(
             ),
             client=plan.client,
             joined=joined,
-            join_at=functools.partial(join, ranks, plan, None, timeout_s=timeout_s),
+            join_at=functools.partial(resume_at, ranks, plan, timeout_s),
             module=module,
             optimizers=optimizers,
             frozen=FrozenTensors(

@@ -56,7 +56,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         *,
         client: Client,
         joined: Joined,
-        join_at: Callable[[Mapping[str, Any]], Joined],
+        join_at: Callable[[Mapping[str, Any] | None], Joined | None],
         module: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer] | None,
         frozen: FrozenTensors,

@@ -73,6 +73,15 @@ def join(
     return Joined(run, anew, launch.id, steps[0], unasked)
 
 
+def resume_at(
+    ranks: Ranks, plan: Plan, timeout_s: float, state: Mapping[str, Any] | None
+) -> Joined | None:
+    """As `join`, with what an attachment is to resume; None: no rank has a state. Collective."""
+    if all(ranks.gather(state is None)):
+        return None
+    return join(ranks, plan, None, state, timeout_s)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """What rank 0 tells the others."""

@@ -133,7 +133,7 @@ class WithState:
     _client: Client
     _closed: bool
     _has_stepped: bool
-    _join_at: Callable[[Mapping[str, Any]], Joined]
+    _join_at: Callable[[Mapping[str, Any] | None], Joined | None]
     _keep_resumable: int
     _launch_id: str
     _link: Link
@@ -231,11 +231,11 @@ class WithState:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
 
-        Before the first step, on every rank, with equal dicts; None resumes nothing. Opens a new run; on
-        an error the attachment stays as it was.
+        Before the first step, on every rank, with equal dicts; None, on all of them, resumes nothing.
+        Opens a new run; on an error the attachment stays as it was.
 
         Raises:
-            InvalidArgumentError: the state is of another model or format.
+            InvalidArgumentError: the state is of another model or format, or another one on another rank.
             FailedPreconditionError: steps have been made; or RESUME_MISMATCH: the server has no average
                 that stands where the state does; the message lists what there is.
             OutOfRangeError: VERSION_NOT_KEPT: the very version that the state names is gone.
@@ -247,10 +247,11 @@ class WithState:
                 f"step {self._step}",
                 reason="BAD_REQUEST",
             )
-        if state is None:
+        joined = self._join_at(state)
+        if joined is None:
             return
         old_run = self._link.run
-        self._take(self._join_at(state))
+        self._take(joined)
         old_run.close()
 
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
