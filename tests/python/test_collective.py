@@ -258,6 +258,26 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     ema.after_step()
     print(ema.wait_pushed().step)
 """
+# A clock that all ranks have from rank 0, which waits for them.
+CLOCK = """
+net = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def clock(step):
+    now = [float(step)]
+    dist.broadcast_object_list(now)
+    return {"sec": now[0]}
+
+for given in ([], optimizer):
+    try:
+        ema = ema_client.attach(
+            net, given if rank == 1 else optimizer, url, half_life="10sec", time=clock
+        )
+        print("attached")
+        ema.close()
+    except ema_client.InvalidArgumentError as error:
+        print("none given" in str(error))
+"""
 # Not the interpreter's end, at which gloo aborts now and then: see example_rank.py.
 TAIL = """
 import os
@@ -296,6 +316,10 @@ def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_pat
 
 def test_a_rank_without_the_state_that_others_load(server, model, tmp_path):
     assert run(OTHER_STATES, 2, server.url(model), tmp_path) == [["True True"] * 2 + ["2"]] * 2
+
+
+def test_a_clock_that_is_broadcast_where_one_rank_has_a_wrong_argument(server, model, tmp_path):
+    assert run(CLOCK, 2, server.url(model), tmp_path) == [["True", "attached"]] * 2
 
 
 def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):

@@ -207,9 +207,6 @@ def attach(
                 f"start_step {start_step} and resume are both given: resume says the step"
             )
         options, track_list = options_and_tracks(given, preset_arguments)
-        now = time_after(time, start_step or 0)
-        for track in track_list:
-            check_units(track, now)
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
@@ -246,6 +243,10 @@ def attach(
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None
     try:
+        # Now that no rank has failed: a clock that is broadcast is collective.
+        now = time_after(time, start_step or 0)
+        for track in track_list:
+            check_units(track, now)
         plan = Plan(
             url=url,
             ranks=ranks,
