@@ -280,6 +280,34 @@ def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
         fenced.ema.close()
 
 
+def test_a_step_that_is_pushed_again_after_an_outage_is_not_said_to_be_written(
+    tmp_path, model, caplog
+):
+    """Nor is what it read copied from then on. The step behind it pushes nothing."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    with ServerProcess(tmp_path) as server:
+        options = {"half_life": "3ba", "update_interval": "2ba", "on_error": "wait"}
+        with ema_client.attach(net, optimizer, server.url(model), **options) as ema:
+            step()
+            ema.wait_pushed()
+            server.kill()
+            step()  # Pushes, and its push fails.
+            restart = threading.Timer(0.5, server.start, kwargs={"port": server.port})
+            restart.start()
+            for _ in range(3):
+                step()
+            restart.join()
+        assert (ema.stats.pushes, ema.stats.skipped) == (3, 0)
+    assert "waits for the server" in caplog.text
+    assert "written since" not in caplog.text
+
+
 GONE = {
     True: "the server has gone back from step 5 to step 2, 3 of this trainer's updates are gone",
     False: "and the average begins anew at step {next}, 5 of this trainer's updates are gone",

@@ -122,6 +122,10 @@ class PushedWeights:
             ends[whose] = max(ends[whose], end)
         return False
 
+    def unmark(self) -> None:
+        """From now on they may be written, as far as `take_written` is concerned."""
+        self._in_place = _InPlace()
+
     def take_written(self) -> list[str]:
         """To be called when the weights may be written: the names of those that have been before."""
         in_place, self._in_place = self._in_place, _InPlace()

@@ -294,6 +294,8 @@ class Pushing:
             # Ctrl-C: what waits is not waited for again.
             self._lose()
             raise
+        # A push that was made again has marked what it reads; the caller is about to write it.
+        self._weights.unmark()
 
     def _push_again(self, patience: Patience, until: float) -> None:
         assert self._again is not None
