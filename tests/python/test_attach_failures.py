@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 import types
@@ -91,7 +92,11 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
             finally:
                 os.kill(server.pid, signal.SIGCONT)
             step_until(lambda: ema.stats.pushes >= 2, optimizer.step)
+            skipped = ema.stats.skipped
     assert "push of step" in caplog.text
+    # However many were left out without a word meanwhile.
+    lost = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
+    assert sum(map(int, lost)) == skipped > 0
 
 
 def test_close_says_what_check_finds_in_the_last_push(server, model, caplog):

@@ -98,7 +98,7 @@ class Pushing:
         self._pushes = 0
         self._skipped = 0
         self._skips = Skips(says_all=options.on_error != "skip")
-        # What had been skipped when the server went away; None: it is there.
+        # What had been skipped when the server went away, or was first late; None: it is there.
         self._skipped_before: int | None = None
         # Of the pushes, those that the server had and has no more.
         self._gone = 0
@@ -222,6 +222,9 @@ class Pushing:
                 self._refresh_plan()
             return
         if not can_push:
+            # The server is away, or hangs and has the push before.
+            if self._skipped_before is None:
+                self._skipped_before = self._skipped
             self._skipped += 1
             return
         self._push(now)
