@@ -15,6 +15,7 @@ import ema_client
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from resuming_trainer import TRACKS
 from server_process import ServerProcess
 from testing import assert_same_bits, exit_codes, started
@@ -157,6 +158,38 @@ def test_the_server_keeps_the_newest_of_what_was_saved(server, client, model, tr
         ["resume-3", "resume-4"],
     ]
     assert steps_of(client.labels(model)) == ["resume-4", "resume-5", "resume-mine"]
+
+
+def test_a_template_of_what_is_loaded_takes_no_place(server, client, model, trainer, tmp_path):
+    """dcp.load asks for a state, and overwrites it with that of the checkpoint."""
+    with trainer.attach(server, model, keep_resumable=2) as ema:
+        for folder in ("1", "2"):
+            trainer.step()
+            dcp.save({"ema": ema}, checkpoint_id=tmp_path / folder)
+        trainer.step()
+    for folder in ("1", "2", "1"):
+        with trainer.attach(server, model, keep_resumable=2) as ema:
+            dcp.load({"ema": ema}, checkpoint_id=tmp_path / folder)
+            assert ema.step == int(folder)
+            assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
+            trainer.step()
+
+
+def test_a_trainer_that_makes_no_step_can_be_resumed(server, client, model, trainer):
+    with trainer.attach(server, model, keep_resumable=1) as ema:
+        trainer.step()
+        ema.state_dict()
+        trainer.step()
+    with trainer.attach(server, model, keep_resumable=1) as ema:
+        state = ema.state_dict()
+    assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
+    with trainer.attach(server, model, keep_resumable=1) as ema:
+        trainer.step(3)
+    with trainer.attach(server, model, resume=state, keep_resumable=1) as ema:
+        assert ema.step == 2
+        trainer.step()
+        ema.state_dict()
+    assert steps_of(client.labels(model)) == ["resume-3"]
 
 
 @pytest.mark.parametrize("how", ["attach", "load_state_dict"])

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ema_client._away import Link, OnError
@@ -103,11 +104,25 @@ def _refused(problem: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"state of an average: {problem}")
 
 
-def save(client: Client, state: State, version: Version, *, keep: int) -> None:
-    """Saves the state's version as what its step resumes from; keeps the newest `keep` such."""
-    model = state.model
-    client.create_checkpoint(model, version=version, label=state.label, timeout_s=DISK_TIMEOUT_S)
+def save(client: Client, state: State, version: Version) -> None:
+    """Saves the state's version as what its step resumes from."""
+    client.create_checkpoint(
+        state.model, version=version, label=state.label, timeout_s=DISK_TIMEOUT_S
+    )
+
+
+@contextlib.contextmanager
+def _labels_stay(model: str) -> Iterator[None]:
+    """What is in it may fail: what shall stay is safe, and the next time tries again."""
     try:
+        yield
+    except EmaError as error:
+        _logger.warning('model "%s": labels of older steps are still there: %s', model, error)
+
+
+def trim(client: Client, model: str, *, keep: int) -> None:
+    """Of what was saved keeps the newest `keep`."""
+    with _labels_stay(model):
         # By version first: a trainer that went back has newer labels of earlier steps.
         labels = [
             (found.incarnation, found.number, int(match.group(1)), found.name)
@@ -116,9 +131,6 @@ def save(client: Client, state: State, version: Version, *, keep: int) -> None:
         ]
         for *_, name in sorted(labels)[:-keep]:
             client.remove_label(model, name)
-    except EmaError as error:
-        # This one is safe; the next one tries again.
-        _logger.warning('model "%s": labels of older steps are still there: %s', model, error)
 
 
 def warn_of_no_state(step: int, why: EmaError) -> None:
@@ -141,6 +153,8 @@ class WithState:
     _model_name: str
     _on_error: OnError
     _step: int
+    # The label that a state from before the first step has made; of rank 0.
+    _template: str | None = None
     _timeout_s: float
 
     def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str] | None:
@@ -149,7 +163,9 @@ class WithState:
         To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
         numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
         the version is on the server's disk and has a label that begins with "resume-<step>"; of such
-        labels the server keeps the newest `keep_resumable`. What rank 0's checkpoint says is therefore
+        labels the server keeps the newest `keep_resumable`; one from before the first step takes no other's
+        place, and goes when load_state_dict loads another state (dcp.load asks for such a one, as its
+        template, and overwrites it). What rank 0's checkpoint says is therefore
         there; other ranks' are not to be used without it.
 
         With on_error "skip", a server that is away, or cannot write to its disk, costs the checkpoint its
@@ -225,7 +241,14 @@ class WithState:
             version_step=0 if latest is None else latest.step,
         )
         if latest is not None and self._link.run.rank == 0:
-            save(self._client, state, latest, keep=self._keep_resumable)
+            if self._has_stepped:
+                save(self._client, state, latest)
+                trim(self._client, self._model_name, keep=self._keep_resumable)
+            else:
+                # It may be but the template of what is loaded next (by dcp.load): nothing goes for it.
+                is_new = state.label not in self._client.labels(self._model_name)
+                save(self._client, state, latest)
+                self._template = state.label if is_new else self._template
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -253,6 +276,10 @@ class WithState:
         old_run = self._link.run
         self._take(joined)
         old_run.close()
+        template, self._template = self._template, None
+        if template not in (None, State.from_dict(state or {}, model=self._model_name).label):
+            with _labels_stay(self._model_name):
+                self._client.remove_label(self._model_name, template)
 
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
         """Of `Attachment`."""
