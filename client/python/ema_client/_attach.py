@@ -143,7 +143,8 @@ def attach(
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
             next update counts the longer time, so the half-life stays right. "raise": the next
             `optimizer.step()` raises, before it changes anything; the step is left out, and training may
-            go on. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
+            go on. An outage, and a newer run, raise once: the steps that are due after that are left out
+            without another word, until the server is back. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
             While the server is away, or another rank, training stands still; then that step is pushed
             again, with the same weights. A step is lost only where the others have it already, or have
             gone on without it, with a warning; steps whose values are refused are skipped. Once the outage

@@ -222,6 +222,8 @@ class Attachment(Pushing, WithEmaModel, WithState):
     def close(self, *, timeout_s: float | None = None) -> None:
         """Waits for the last push, and lets the optimizer and the server go: at most `timeout_s` in all
         (None: that of `attach`), and a second more to tell other ranks what this one has given up.
+        To be called on all ranks after the same step: no later one can be pushed without this rank, and
+        the others wait for it.
 
         Brings `ema_model`, if it was asked for, to the last version, unless less time is left than that
         took before: then it stays as it was, with a warning. May be called again. Never raises an
