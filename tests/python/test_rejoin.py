@@ -218,6 +218,9 @@ def test_a_skipped_step_says_whether_the_next_is_any_better():
     assert outlook(ema_client.UnavailableError("away")) == "the average goes on with the next"
     differs = ema_client.FailedPreconditionError("time", reason="PLAN_MISMATCH")
     assert "attach(time=) gives the same on all ranks" in outlook(differs)
+    frozen = ema_client.FailedPreconditionError("frozen: step 3: ...", reason="PLAN_MISMATCH")
+    assert "goes on with the next (a step is lost when frozen" in outlook(frozen)
+    assert "time=" not in outlook(frozen)
     wrong = ema_client.InvalidArgumentError("shape", reason="BAD_LAYOUT")
     assert "no step can be pushed until" in outlook(wrong)
 

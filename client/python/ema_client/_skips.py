@@ -14,6 +14,12 @@ def outlook(error: EmaError) -> str:
             "and no step can be pushed until the model is as it was at attach() (to go on with another, "
             "attach anew, to a model of another name)"
         )
+    # One reason for both: only the advice goes by the text.
+    if error.reason == "PLAN_MISMATCH" and str(error).startswith("frozen: "):
+        return (
+            "the average goes on with the next (a step is lost when frozen tensors change on some ranks "
+            "only: if they are trained by now, attach anew)"
+        )
     if error.reason == "PLAN_MISMATCH":
         return "the average goes on when attach(time=) gives the same on all ranks"
     return "the average goes on with the next"
