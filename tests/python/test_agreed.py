@@ -40,6 +40,7 @@ CASES = {
         {"half_life": "3ba"},
         {"half_life": "3ba", "on_error": "wait", "non_finite": "skip"},
     ),
+    "optimizer": ({"half_life": "3ba", "without": True}, {"half_life": "3ba"}),
     "same": (
         {"half_life": "3ba", "max_outage_s": 60, "max_wait_s": 5},
         {"tracks": {"ema": "3ba"}, "max_outage_s": 60.0, "max_wait_s": 6},
@@ -58,6 +59,7 @@ SAID = {
     "late in a long text": "'layer49.*': 'copy', 'bias': 'copy'}}} on rank 0, ",
     "start_step": "start_step is None on rank 0, 10.0 on rank 1",
     "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is 'skip' on rank 0, ",
+    "optimizer": "optimizer is None on rank 0, 'given' on rank 1",
     "same": "attached",
     "the same preset": "attached",
 }
@@ -73,8 +75,9 @@ torch.manual_seed(0)
 module = torch.nn.Linear(3, 4)
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 for name, given in json.loads(cases).items():
+    stepping = None if given[rank].pop("without", False) else optimizer
     try:
-        ema = ema_client.attach(module, optimizer, url + name.replace(" ", "-"), **given[rank])
+        ema = ema_client.attach(module, stepping, url + name.replace(" ", "-"), **given[rank])
         print(name, ": attached", sep="")
         optimizer.step()
         ema.close()

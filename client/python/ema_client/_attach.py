@@ -106,8 +106,8 @@ def attach(
             grad scaler skips do not count. An optimizer that is made later does not count: attach after
             it. Parameters that none of them holds are copied before they are sent, or the step waits
             until they have been, because someone else may change them: another optimizer, or the
-            forward pass (a momentum encoder). None: for a loop that steps in another way; call the
-            attachment's `after_step()` after each step.
+            forward pass (a momentum encoder). None, on all ranks: for a loop that steps in another way;
+            call the attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
@@ -211,6 +211,7 @@ def attach(
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
+                "optimizer": None if optimizer is None else "given",
                 "start_step": start_step,
                 "non_finite": non_finite,
                 "max_pinned_versions": max_pinned_versions,

@@ -7,6 +7,8 @@ import dataclasses
 import pickle
 from typing import Any, TypeVar
 
+from ema_client._errors import InvalidArgumentError
+
 Item = TypeVar("Item")
 
 
@@ -27,11 +29,19 @@ class Ranks:
 
     @classmethod
     def current(cls, group: Any = None) -> Ranks:
+        """Of the group; None: of the default one, or alone if there is none.
+
+        Raises:
+            InvalidArgumentError: this rank is not in the group.
+        """
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
             return cls.alone()
-        return cls(rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise InvalidArgumentError("process_group: this rank is not in it")
+        return cls(rank=rank, world_size=dist.get_world_size(group), group=group)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value."""
