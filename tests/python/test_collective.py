@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import ema_client
+import pytest
 import torch
+from ema_client._ranks import Ranks
 from testing import started
 
 HEAD = """
@@ -281,7 +283,7 @@ for given in ([], optimizer):
         print("attached")
         ema.close()
     except ema_client.InvalidArgumentError as error:
-        print("none given" in str(error))
+        print(error)
 """
 # Not the interpreter's end, at which gloo aborts now and then: see example_rank.py.
 TAIL = """
@@ -324,7 +326,26 @@ def test_a_rank_without_the_state_that_others_load(server, model, tmp_path):
 
 
 def test_a_clock_that_is_broadcast_where_one_rank_has_a_wrong_argument(server, model, tmp_path):
-    assert run(CLOCK, 2, server.url(model), tmp_path) == [["True", "attached"]] * 2
+    said = "optimizer: none given [BAD_REQUEST]"
+    assert run(CLOCK, 2, server.url(model), tmp_path) == [
+        [f"rank 1: {said}", "attached"],
+        [said, "attached"],
+    ]
+
+
+def test_what_is_passed_on_says_whose_it_is():
+    class Two(Ranks):
+        def gather(self, value):
+            return [(None, 7), (failure, 7)]
+
+    for failure, said in [
+        (ema_client.UnavailableError("away", reason="X"), "rank 1: away [X]"),
+        (ValueError("rank 1: away"), "rank 1: away"),
+        (MemoryError(), ""),
+    ]:
+        with pytest.raises(type(failure)) as raised:
+            Two(0, 2, None).gather_or_raise(None, 7)
+        assert str(raised.value) == said
 
 
 def test_pulls_that_are_overtaken_on_a_rank_that_has_lost_the_server(tmp_path):

@@ -208,7 +208,7 @@ class Plan:
             timeout_s=timeout_s,
         )
         _arrays.check_names(
-            f'rank {self._ranks.rank}: model "{self.model_name}"',
+            f'model "{self.model_name}"',
             expected=[spec.name for spec in run.tensors],
             given=[spec[0] for spec in self.layout.specs],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from typing import Any, TypeVar
 
 from ema_client._errors import InvalidArgumentError
@@ -65,12 +66,21 @@ class Ranks:
         return values
 
     def gather_or_raise(self, failure: Exception | None, item: Item) -> list[Item]:
-        """The items of all ranks, or raises the first rank's failure on all of them."""
+        """The items of all ranks, or raises the first rank's failure on all of them; the others say whose."""
         outcomes: list[tuple[Exception | None, Item]] = self.gather((_portable(failure), item))
-        for failed, _ in outcomes:
+        for rank, (failed, _) in enumerate(outcomes):
             if failed is not None:
+                if rank != self.rank:
+                    _name(rank, failed)
                 raise failed
         return [of_rank for _, of_rank in outcomes]
+
+
+def _name(rank: int, error: Exception) -> None:
+    """Puts the rank before the error's text, unless one is there: that was passed on before."""
+    text = error.args[0] if error.args else None
+    if isinstance(text, str) and not re.match(r"rank \d+: ", text):
+        error.args = (f"rank {rank}: {text}", *error.args[1:])
 
 
 def _portable(error: Exception | None) -> Exception | None:
