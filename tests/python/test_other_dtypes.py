@@ -167,7 +167,8 @@ def test_a_wrapper_cannot_be_pushed(client, model):
             run.push(step=1, weights={"weight": wrapped_net().weight})
 
 
-def test_what_is_yet_to_be_negated_has_its_sign(server, client, model):
+@pytest.mark.parametrize("has_dense", ["parameter", "buffer"])
+def test_what_is_yet_to_be_negated_has_its_sign(server, client, model, has_dense):
     """PyTorch gives the imaginary part of conjugates as their memory and a bit that says: negate it."""
     net = torch.nn.Module()
     of_conjugates = torch.complex(torch.zeros(4), torch.arange(1.0, 5)).conj().imag.detach()
@@ -175,7 +176,11 @@ def test_what_is_yet_to_be_negated_has_its_sign(server, client, model):
     expected = [-1.0, -2.0, -3.0, -4.0]
     assert of_conjugates.tolist() == expected
     net.weight = torch.nn.Parameter(of_conjugates)
-    net.register_buffer("dense", torch._neg_view(torch.ones(2)))
+    dense = torch._neg_view(torch.ones(2))
+    if has_dense == "parameter":
+        net.dense = torch.nn.Parameter(dense)
+    else:
+        net.register_buffer("dense", dense)
     assert net.weight.is_neg() and net.dense.is_neg()
     with ema_client.attach(net, None, server.url(model), half_life="3ba", check=True) as ema:
         ema.after_step()

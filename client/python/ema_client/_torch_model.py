@@ -71,7 +71,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements in row-major order, as bytes."""
     import torch
 
-    data = tensor.detach().contiguous()
+    data = tensor.detach().resolve_neg().contiguous()
     # A dimension of extent 1 may have any stride and be contiguous all the same.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
