@@ -162,6 +162,22 @@ def test_what_is_no_optimizer_is_refused(server, model, module):
         ema_client.attach(module, object(), server.url(model), half_life="4ba")
 
 
+class Around(torch.optim.Optimizer):
+    """Has another one, as PostLocalSGDOptimizer, and does not call Optimizer's __init__ either."""
+
+    def __init__(self, inner) -> None:
+        self.optim = inner
+
+
+def test_an_optimizer_without_hooks_is_refused_before_anything_is_made(
+    server, client, model, module
+):
+    optimizer = Around(torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"Around: .*after_step\(\)"):
+        ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
+    assert model not in [info.name for info in client.models()]
+
+
 def test_a_part_of_an_attached_model_is_not_averaged_while_it_is_read(server, client, model):
     """averaged() on a submodule waits for the push of the whole, which reads it in place."""
     whole = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))

@@ -26,7 +26,7 @@ def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
     """One optimizer, or several, without wrappers.
 
     Raises:
-        InvalidArgumentError: there is none, or one that is none of PyTorch's.
+        InvalidArgumentError: there is none, or one that is none of PyTorch's, or takes no hooks.
     """
     given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     if not given:
@@ -46,6 +46,13 @@ def _unwrap(optimizer: object) -> torch.optim.Optimizer:
             f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: must be a "
             "torch.optim.Optimizer, or accelerate's wrapper of one"
         )
+    try:
+        inner.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # Its __init__ has not called Optimizer's.
+        raise InvalidArgumentError(
+            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: takes no hooks "
+            "around its steps: attach(model, None, url), and call after_step() after each step"
+        ) from None
     return inner
 
 
