@@ -134,6 +134,9 @@ def test_a_model_with_other_options_is_refused(server, client, model, tmp_path, 
         with pytest.raises(ema_client.AlreadyExistsError, match=said) as raised:
             ema_client.attach(net, optimizer, url, **{"half_life": "10ba", **options, **others})
         assert raised.value.reason == "MODEL_DIFFERS"
+        assert str(raised.value).count("first change its tracks (Client.update_model, ") == 1
+    client.update_model(model, tracks={"ema": "11ba"})
+    ema_client.attach(net, optimizer, url, **{**options, "half_life": "11ba"}).close()
     with ema_client.attach(net, optimizer, url, half_life="10ba", **options) as ema:
         optimizer.step()
     assert ema.stats.pushes == 1

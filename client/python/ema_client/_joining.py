@@ -145,9 +145,18 @@ class Plan:
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
     ) -> dict[str, Any]:
-        fields = self.client._client.create_model(
-            self.model_name, specs, tracks, self._max_pinned_versions, self._non_finite, timeout_s
-        )
+        options = (self._max_pinned_versions, self._non_finite)
+        try:
+            fields = self.client._client.create_model(
+                self.model_name, specs, tracks, *options, timeout_s
+            )
+        except AlreadyExistsError as raised:
+            raise AlreadyExistsError(
+                f"{raised.args[0]}. Give attach() what the model was made with, or first change its "
+                "tracks (Client.update_model, `emactl update`); for others than these take a model of "
+                "another name",
+                reason=raised.reason,
+            ) from None
         return fields
 
     def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
