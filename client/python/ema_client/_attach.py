@@ -102,7 +102,8 @@ def attach(
             FullyShardedDataParallel (FSDP1) is not supported.
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
-            whenever the one has that was last. accelerate's wrapper is looked through. Steps that a
+            whenever the one has that was last (not so where some of those in backward hooks are left out now
+            and then, as an unused expert's: None, and `after_step()`). accelerate's wrapper is looked through. Steps that a
             grad scaler skips do not count. An optimizer that is made later does not count: attach after
             it. Parameters that none of them holds are copied before they are sent, or the step waits
             until they have been, because someone else may change them: another optimizer, or the

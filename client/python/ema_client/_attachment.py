@@ -19,7 +19,7 @@ from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditi
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
-from ema_client._optimizers import after_closure, is_inside_step, was_skipped
+from ema_client._optimizers import OutOfTurn, after_closure, is_inside_step, was_skipped
 from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
 from ema_client._resume import WithState
 from ema_client._run import Joined
@@ -76,6 +76,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
+        self._out_of_turn = OutOfTurn(optimizers or ())
         self._uncounted = Uncounted(optimizers, module.parameters())
         self._counting: list[Any] = []
         self._hooks: list[Any] = []
@@ -340,6 +341,13 @@ class Attachment(Pushing, WithEmaModel, WithState):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours() or is_inside_step(optimizer) or was_skipped(optimizer):
             return
+        if self._out_of_turn.count(id(optimizer), self._closing):
+            _logger.warning(
+                'model "%s": of the optimizers of one parameter each some step twice before others have '
+                "stepped, so steps are counted wrongly: attach(model, None, url), and call after_step() "
+                "after each step",
+                self._model_name,
+            )
         self._awaited.discard(id(optimizer))
         if self._awaited:
             return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -72,6 +73,32 @@ def hold_none_of(
     """Whether some of these are trained, but none by these optimizers."""
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
     return bool(trained) and trained.isdisjoint(parameter_ids(optimizers))
+
+
+class OutOfTurn:
+    """Notices optimizers that step inside backward, of one parameter each, and not all each time, as where
+    an expert is not used: no one of them tells how many steps there were.
+
+    Others, such as a GAN's, may well step more often than the one that ends a step.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._watches = len(optimizers) > 1 and all(
+            sum(len(group["params"]) for group in optimizer.param_groups) == 1
+            for optimizer in optimizers
+        )
+        self._counts: collections.Counter[int | None] = collections.Counter()
+
+    def count(self, optimizer: int, closing: int | None) -> bool:
+        """Whether this one is ahead of that which ends steps, or of some that have not stepped at all;
+        said once."""
+        if not self._watches:
+            return False
+        self._counts[optimizer] += 1
+        # By two: within a step the order may vary.
+        is_ahead = self._counts[optimizer] > self._counts[closing] + 1
+        self._watches = not is_ahead
+        return is_ahead
 
 
 @functools.cache
