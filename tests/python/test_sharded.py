@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
+import pickle
 import sys
+import threading
 
 import ema_client
 import numpy as np
 import pytest
+from ema_client._holdings import Holding, Kind, Layout
+from ema_client._ranks import Ranks
 from server_process import ServerProcess
 from testing import Weights, assert_same_bits, exit_codes, replay, started
 
@@ -122,3 +127,77 @@ def test_pieces_are_pulled_into_dtensors_of_another_mesh(server, client, model, 
         assert torch.equal(out["up.weight"].full_tensor(), expected["up.weight"])
     finally:
         dist.destroy_process_group()
+
+
+class Together(Ranks):
+    """Ranks that are threads; keeps what each sends, pickled."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, sent: list[list[bytes]]) -> None:
+        super().__init__(rank, barrier.parties, None)
+        object.__setattr__(self, "share", (barrier, sent))
+
+    def gather(self, value):
+        barrier, sent = self.share
+        sent[self.rank].append(pickle.dumps(value))
+        barrier.wait(30)
+        gathered = [pickle.loads(of_rank[-1]) for of_rank in sent]
+        barrier.wait(30)  # Before one of them sends more.
+        return gathered
+
+
+def layouts_of(held: list[list[Holding]]) -> tuple[list[Layout | Exception], list[list[bytes]]]:
+    """Of each rank, and what it has sent."""
+    barrier, sent = threading.Barrier(len(held)), [[] for _ in held]
+
+    def exchange(rank: int) -> Layout | Exception:
+        try:
+            return Layout.exchange(Together(rank, barrier, sent), held[rank])
+        except ema_client.InvalidArgumentError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(held)) as pool:
+        return list(pool.map(exchange, range(len(held)))), sent
+
+
+def holding(name: str, offsets, extents, checksum: int = 0, rows: int = 6) -> Holding:
+    kind = Kind((name, "float32", (rows, 2), False, ()), name.startswith("frozen"))
+    return Holding(kind, ema_client.Shard(name, offsets, extents), checksum)
+
+
+def test_ranks_of_two_stages_tell_each_tensor_once_and_keep_their_own_boxes():
+    """Two stages, of three ranks each: a tensor in pieces, one that all of them have, one without a piece."""
+    held = [
+        [
+            holding(f"pieces.{stage}", (2 * rank, 0), (2, 2), rank),
+            holding(f"frozen.{stage}", (0, 0), (6, 2), -7),
+            holding(f"short.{stage}", (rank, 0), (int(rank == 0), 2), rank, rows=1),
+        ]
+        for stage in "ab"
+        for rank in range(3)
+    ]
+    layouts, sent = layouts_of(held)
+    names = [own.name for own in held[0] + held[3]]
+    for rank, layout in enumerate(layouts):
+        pieces, frozen, short = (own.box for own in held[rank])
+        stage = (0, 1, 2) if rank < 3 else (3, 4, 5)
+        own = {(rank,): [pieces, short] if rank % 3 == 0 else [pieces]}
+        assert layout.groups == {**own, stage: [frozen]}
+        assert [spec[0] for spec in layout.specs] == names
+        assert layout.frozen == ["frozen.a", "frozen.b"]
+        assert [b"pieces" in blob for blob in sent[rank]].count(True) == (rank % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (holding("w", (0, 0), (6, 2), 8), "rank 2 has other values than rank 0, and both"),
+        (
+            holding("w", (0, 0), (7, 2), 7, rows=7),
+            "float32[7, 2] on rank 2, float32[6, 2] on rank 0",
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_together_all_say_so(other, said):
+    layouts, _ = layouts_of([[holding("w", (0, 0), (6, 2), 7)]] * 2 + [[other]])
+    assert len({str(error) for error in layouts}) == 1
+    assert said in str(layouts[0]) and layouts[0].reason == "BAD_LAYOUT"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from ema_client import _ema
@@ -21,36 +21,65 @@ from ema_client._types import Shard
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of a tensor without a look at any box of it.
+
+    Attributes:
+        spec: of the whole tensor.
+        is_frozen: it is not trained.
+    """
+
+    spec: _ema.Spec
+    is_frozen: bool
+
+    def __str__(self) -> str:
+        """What all ranks must agree on."""
+        _, dtype, shape, is_buffer, _ = self.spec
+        kind = f"{dtype}{list(shape)}"
+        if is_buffer:
+            kind += ", a buffer"
+        return f"{kind}, frozen" if self.is_frozen else kind
+
+
+@dataclasses.dataclass(frozen=True)
 class Holding:
     """A box of a tensor that a rank has.
 
     Attributes:
-        spec: of the whole tensor.
         box: may be empty.
-        is_frozen: it is not trained.
         checksum: of a parameter's values in the box; 0 of buffers, which may differ by rank.
     """
 
-    spec: _ema.Spec
+    kind: Kind
     box: Shard
-    is_frozen: bool
     checksum: int
 
     @property
     def name(self) -> str:
-        return self.spec[0]
+        return self.box.name
 
-    @property
-    def is_buffer(self) -> bool:
-        return self.spec[3]
 
-    @property
-    def kind(self) -> str:
-        """What all ranks must agree on, whichever box they have."""
-        kind = f"{self.spec[1]}{list(self.spec[2])}"
-        if self.is_buffer:
-            kind += ", a buffer"
-        return f"{kind}, frozen" if self.is_frozen else kind
+@dataclasses.dataclass(frozen=True)
+class Boxes:
+    """Which boxes some ranks have that have the same ones.
+
+    Attributes:
+        ranks: ascending.
+        kinds: a digest of those of their tensors.
+        numbers: for each of these tensors the box's offsets, its extents and the checksum. Flat, because
+            each rank gets those of all.
+    """
+
+    ranks: tuple[int, ...]
+    kinds: str
+    numbers: array[int]
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[Holding]) -> Boxes:
+        numbers = array("q")
+        for own in held:
+            numbers.extend((*own.box.offsets, *own.box.extents, own.checksum))
+        return cls(ranks, kinds, numbers)
 
 
 def holdings_of(tensors: NamedTensors) -> list[Holding]:
@@ -60,7 +89,7 @@ def holdings_of(tensors: NamedTensors) -> list[Holding]:
     sums = dict(zip(tensors.parameters, checksums(parameters)))
     frozen = set(tensors.frozen())
     return [
-        Holding(spec, pieces[spec[0]].box, spec[0] in frozen, sums.get(spec[0], 0))
+        Holding(Kind(spec, spec[0] in frozen), pieces[spec[0]].box, sums.get(spec[0], 0))
         for spec in specs_of(tensors)
     ]
 
@@ -72,7 +101,7 @@ class Layout:
     Attributes:
         specs: of all ranks' tensors, rank 0's first.
         frozen: names of those that are not trained.
-        groups: ranks that have the same boxes, and these; each box is in one group.
+        groups: ranks that have the same boxes, this rank among them, and these; each box is in one group.
     """
 
     specs: list[_ema.Spec]
@@ -87,48 +116,61 @@ class Layout:
             InvalidArgumentError: BAD_LAYOUT: a tensor differs between ranks in dtype, shape or
                 whether it is trained; or a box that several ranks have, in its values.
         """
-        digests = ranks.gather(_digest(own))
+        kinds = [held.kind for held in own]
+        digest = _digest(kinds)
+        boxes = Boxes.of((ranks.rank,), digest, own)
+        digests = ranks.gather((digest, _digest([*boxes.numbers])))
         if len(set(digests)) == 1:
             # Replicas (data parallel): nothing else needs to be sent.
-            return cls.of({tuple(range(ranks.world_size)): own})
-        every: list[Sequence[Holding]] = ranks.gather(list(own))
-        return cls.of({(rank,): held for rank, held in enumerate(every)})
+            replicas = dataclasses.replace(boxes, ranks=tuple(range(ranks.world_size)))
+            return cls.of({digest: kinds}, [replicas], ranks.rank)
+        of_kinds = [of_rank for of_rank, _ in digests]
+        # A large job's ranks have much the same tensors: the first one that has them tells.
+        is_first = of_kinds.index(digest) == ranks.rank
+        told: list[list[Kind] | None] = ranks.gather(kinds if is_first else None)
+        tables = {
+            of_kinds[rank]: of_rank for rank, of_rank in enumerate(told) if of_rank is not None
+        }
+        return cls.of(tables, ranks.gather(boxes), ranks.rank)
 
     @classmethod
-    def of(cls, held: Mapping[tuple[int, ...], Sequence[Holding]]) -> Layout:
-        """`held`: what each of these ranks has, by ascending ranks."""
-        first: dict[str, tuple[int, Holding]] = {}
-        holders: dict[Shard, tuple[list[tuple[int, ...]], Holding]] = {}
-        for ranks, holdings in held.items():
-            for own in holdings:
-                rank, other = first.setdefault(own.name, (ranks[0], own))
-                if own.kind != other.kind:
+    def of(cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[Boxes], rank: int) -> Layout:
+        """`tables`: the tensors of ranks, by digest. `held`: what these have of them, by ascending ranks."""
+        sharing: dict[str, list[int]] = {}  # Those of `held` that have a table.
+        for index, boxes in enumerate(held):
+            sharing.setdefault(boxes.kinds, []).append(index)
+        first: dict[str, tuple[int, Kind]] = {}
+        places: dict[str, list[tuple[str, int]]] = {}  # Where a tensor's numbers are, by table.
+        for digest, indexes in sharing.items():
+            at = 0
+            for kind in tables[digest]:
+                name, _, shape, *_ = kind.spec
+                of_first, other = first.setdefault(name, (held[indexes[0]].ranks[0], kind))
+                if str(kind) != str(other):
                     raise InvalidArgumentError(
-                        f'tensor "{own.name}": {own.kind} on rank {ranks[0]}, {other.kind} on rank '
-                        f"{rank}",
+                        f'tensor "{name}": {kind} on rank {held[indexes[0]].ranks[0]}, {other} on rank '
+                        f"{of_first}",
                         reason="BAD_LAYOUT",
                     )
-                if 0 in own.box.extents and 0 not in own.spec[2]:
-                    continue
-                of_box, other = holders.setdefault(own.box, ([], own))
-                if own.checksum != other.checksum:
-                    raise InvalidArgumentError(
-                        f'tensor "{own.name}" ({own.kind}): rank {ranks[0]} has other values than rank '
-                        f"{of_box[0][0]}, and both have the same part of it. Parts of a model that have "
-                        "the same names on several ranks (experts) need `rename`",
-                        reason="BAD_LAYOUT",
-                    )
-                of_box.append(ranks)
-        groups: dict[tuple[tuple[int, ...], ...], list[Shard]] = {}
-        for box, (of_box, _) in holders.items():
-            groups.setdefault(tuple(of_box), []).append(box)
+                places.setdefault(name, []).append((digest, at))
+                at += 2 * len(shape) + 1
+        groups: dict[tuple[int, ...], list[Shard]] = {}
+        for name, (_, kind) in first.items():
+            count = len(kind.spec[2])
+            holders = [
+                (held[index].ranks, held[index].numbers[at : at + 2 * count + 1])
+                for index, at in sorted(
+                    (index, at) for digest, at in places[name] for index in sharing[digest]
+                )
+            ]
+            for box, ranks in _by_box(kind, holders).items():
+                if rank in ranks:
+                    shard = Shard(name, box[:count], box[count:])
+                    groups.setdefault(tuple(ranks), []).append(shard)
         return cls(
-            specs=[own.spec for _, own in first.values()],
-            frozen=[name for name, (_, own) in first.items() if own.is_frozen],
-            groups={
-                tuple(itertools.chain.from_iterable(ranks)): boxes
-                for ranks, boxes in groups.items()
-            },
+            specs=[kind.spec for _, kind in first.values()],
+            frozen=[name for name, (_, kind) in first.items() if kind.is_frozen],
+            groups=groups,
         )
 
     def without(self, names: set[str]) -> Layout:
@@ -166,5 +208,27 @@ class Layout:
         return shards
 
 
-def _digest(holdings: Iterable[Holding]) -> str:
-    return hashlib.sha256(repr(list(holdings)).encode()).hexdigest()
+def _by_box(
+    kind: Kind, holders: Iterable[tuple[tuple[int, ...], array[int]]]
+) -> dict[tuple[int, ...], list[int]]:
+    """The ranks that have each box of a tensor. InvalidArgumentError: in other values."""
+    name, _, shape, *_ = kind.spec
+    found: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+    for ranks, numbers in holders:
+        *box, checksum = numbers
+        if 0 in box[len(shape) :] and 0 not in shape:
+            continue
+        expected, of_box = found.setdefault(tuple(box), (checksum, []))
+        if checksum != expected:
+            raise InvalidArgumentError(
+                f'tensor "{name}" ({kind}): rank {ranks[0]} has other values than rank {of_box[0]}, and '
+                "both have the same part of it. Parts of a model that have the same names on several "
+                "ranks (experts) need `rename`",
+                reason="BAD_LAYOUT",
+            )
+        of_box.extend(ranks)
+    return {box: of_box for box, (_, of_box) in found.items()}
+
+
+def _digest(items: Iterable[object]) -> str:
+    return hashlib.sha256(repr(list(items)).encode()).hexdigest()
