@@ -102,13 +102,13 @@ def attach(
             FullyShardedDataParallel (FSDP1) is not supported.
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
-            whenever the one has that was last (not so where some of those in backward hooks are left out now
-            and then, as an unused expert's: None, and `after_step()`). accelerate's wrapper is looked through. Steps that a
-            grad scaler skips do not count. An optimizer that is made later does not count: attach after
-            it. Parameters that none of them holds are copied before they are sent, or the step waits
-            until they have been, because someone else may change them: another optimizer, or the
-            forward pass (a momentum encoder). None, on all ranks: for a loop that steps in another way;
-            call the attachment's `after_step()` after each step.
+            whenever the one has that was last. accelerate's wrapper is looked through. Steps that a grad
+            scaler skips do not count. An optimizer that is made later does not count: attach after it.
+            Parameters that none of them holds are copied before they are sent, or the step waits until
+            they have been, because someone else may change them: another optimizer, or the forward pass
+            (a momentum encoder). None, on all ranks: for a loop that steps in another way, or whose
+            optimizers in backward hooks do not all step each time (an unused expert's); call the
+            attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
@@ -145,13 +145,13 @@ def attach(
             next update counts the longer time, so the half-life stays right. "raise": the next
             `optimizer.step()` raises, before it changes anything; the step is left out, and training may
             go on. An outage, and a newer run, raise once: the steps that are due after that are left out
-            without another word, until the server is back. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
-            While the server is away, or another rank, training stands still; then that step is pushed
-            again, with the same weights. A step is lost only where the others have it already, or have
-            gone on without it, with a warning; steps whose values are refused are skipped. Once the outage
-            has lasted `max_outage_s`, or a newer run pushes, it raises as "raise" does: the step that waited
-            is lost, those that are due next are tried, and the next outage is waited for again. Ctrl-C
-            ends the wait.
+            without another word, until the server is back. "wait": each `optimizer.step()` waits until
+            what was pushed before it is a version. While the server is away, or another rank, training
+            stands still; then that step is pushed again, with the same weights. A step is lost only where
+            the others have it already, or have gone on without it, with a warning; steps whose values are
+            refused are skipped. Once the outage has lasted `max_outage_s`, or a newer run pushes, it
+            raises as "raise" does: the step that waited is lost, those that are due next are tried, and
+            the next outage is waited for again. Ctrl-C ends the wait.
         max_outage_s: for on_error "wait": seconds from the first push that failed. A rank that cannot push
             for another reason than an outage (no memory) tells the others at once, and they go on without
             that step. Where the server does not listen to it (a bad token) they wait so long.

@@ -163,14 +163,14 @@ class WithState:
         To be called between two steps, on rank 0 or on all ranks: they get equal dicts, of plain
         numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
         the version is on the server's disk and has a label that begins with "resume-<step>"; of such
-        labels the server keeps the newest `keep_resumable`; one from before the first step takes no other's
-        place, and goes when load_state_dict loads another state (dcp.load asks for such a one, as its
-        template, and overwrites it). What rank 0's checkpoint says is therefore
-        there; other ranks' are not to be used without it.
+        labels the server keeps the newest `keep_resumable`; one from before the first step takes no
+        other's place, and goes when load_state_dict loads another state (dcp.load asks for such a one, as
+        its template, and overwrites it). What rank 0's checkpoint says is therefore there; other ranks'
+        are not to be used without it.
 
         With on_error "skip", a server that is away, or cannot write to its disk, costs the checkpoint its
-        average, not the training the checkpoint: then this is None, with a warning, and at once if that is known. `attach(resume=None)`
-        resumes nothing: the average goes on from where the server stands.
+        average, not the training the checkpoint: then this is None, with a warning, and at once if that
+        is known. `attach(resume=None)` resumes nothing: the average goes on from where the server stands.
 
         Args:
             timeout_s: seconds for the push, and for each call but the save, which may take minutes.

@@ -18,7 +18,7 @@ def outlook(error: EmaError) -> str:
     if error.reason == "PLAN_MISMATCH" and str(error).startswith("frozen: "):
         return (
             "the average goes on with the next (a step is lost when frozen tensors change on some ranks "
-            "only: if they are trained by now, attach anew)"
+            "only; after two they are pushed with each step, until attach() opens another run)"
         )
     if error.reason == "PLAN_MISMATCH":
         return "the average goes on when attach(time=) gives the same on all ranks"
