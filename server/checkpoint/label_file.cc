@@ -65,10 +65,11 @@ absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
 absl::Status ValidateNewLabel(std::string_view label) {
   EMA_RETURN_IF_ERROR(ValidateName("label", label));
   if (!std::all_of(label.begin(), label.end(), absl::ascii_isdigit)) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
-                   absl::StrCat("label \"", std::string(label),
-                                "\": must not be digits only, which are a version's number, such "
-                                "as \"epoch-2\""));
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
+      absl::StrCat("label \"", std::string(label),
+                   "\": must not be digits only, which are a version's number; take one "
+                   "such as \"epoch-2\""));
 }
 
 std::string EncodeLabels(const LabelMap& labels) {
