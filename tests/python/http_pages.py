@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from server_process import ServerProcess
+from testing import wait_for
 
 # Of a metric: its labels, sorted, and what it is.
 Series = dict[tuple[tuple[str, str], ...], float]
@@ -31,6 +32,11 @@ def find_url(log: str) -> str:
     """The address, from the server's log; empty: it is not there yet."""
     found = re.findall(r"(http://[^\s/]+)/", log)
     return found[-1] if found else ""
+
+
+def url_of(server: ServerProcess) -> str:
+    """The address of a server that has started; its log may come a moment later."""
+    return wait_for(lambda: find_url(server.log_path.read_text()), "the log names the address")
 
 
 def get(url: str, path: str) -> tuple[int, str]:
@@ -58,7 +64,7 @@ def parse(text: str) -> dict[str, Series]:
 
 
 def scrape(server: ServerProcess) -> dict[str, Series]:
-    code, text = get(find_url(server.log_path.read_text()), "/metrics")
+    code, text = get(url_of(server), "/metrics")
     assert code == 200
     return parse(text)
 

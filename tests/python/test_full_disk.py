@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, scrape, value
+from http_pages import LISTEN, get, scrape, url_of, value
 from server_process import ROOT, ServerError, ServerProcess
 from testing import NOT_SERVING, SERVING, check_health, wait_for
 
@@ -95,7 +95,7 @@ def check_said_once(server: ServerProcess, client: ema_client.Client) -> None:
         "peer=ipv4:127.0",
     ):
         assert part in failed
-    _, page = get(find_url(server.log()), "/")
+    _, page = get(url_of(server), "/")
     rows = re.findall(r"<td>(\w+)</td><td class=\"n\">(\d+)</td><td[^>]*>RESOURCE_EXHAUSTED", page)
     assert rows == [("save", "1")]
     metrics = scrape(server)

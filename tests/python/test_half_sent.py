@@ -12,7 +12,7 @@ import ema_client
 import numpy as np
 import pytest
 from half_sent import HalfSender
-from http_pages import LISTEN, find_url, get, scrape, value
+from http_pages import LISTEN, get, scrape, url_of, value
 from server_process import ServerProcess
 from testing import SERVING, check_health, wait_for
 
@@ -112,7 +112,7 @@ def test_what_anybody_may_ask_is_no_error_of_the_server(server):
         check_health(server.address, "<b>" + "x" * 120 + "\n")
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
     assert "x\\n" in error.value.details()
-    _, page = get(find_url(server.log_path.read_text()), "/")
+    _, page = get(url_of(server), "/")
     assert "None since the start." in page
 
 

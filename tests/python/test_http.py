@@ -12,17 +12,13 @@ import subprocess
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, server  # noqa: F401
+from http_pages import LISTEN, find_url, get, server, url_of  # noqa: F401
 from server_process import ServerProcess, server_binary
 from system_calls import why_no_strace
 from testing import NOT_SERVING, check_health, started, wait_for
 
 WEIGHTS = {"w": np.ones(1000, np.float32)}
 TRACKS = {"ema": "4ba", "raw": "copy"}
-
-
-def url_of(server: ServerProcess) -> str:
-    return find_url(server.log_path.read_text())
 
 
 def test_probes_of_a_server_that_serves(server):
@@ -33,7 +29,7 @@ def test_probes_of_a_server_that_serves(server):
 
 def test_without_the_option_there_is_no_http(tmp_path):
     with ServerProcess(tmp_path) as server:
-        assert url_of(server) == ""
+        assert find_url(server.log_path.read_text()) == ""
 
 
 def test_an_address_in_use_is_told(server, tmp_path):

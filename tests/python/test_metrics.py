@@ -9,7 +9,7 @@ import subprocess
 import ema_client
 import numpy as np
 import pytest
-from http_pages import find_url, get, scrape, server, value  # noqa: F401
+from http_pages import get, scrape, server, url_of, value  # noqa: F401
 from metrics_contract import METRICS, TLS_ONLY
 from testing import wait_for
 
@@ -149,7 +149,7 @@ def test_a_push_tells_nothing_that_was_not_asked_for(client, model):
 def test_names_are_as_prometheus_wants_them(server, used):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: Debian's package prometheus has it")
-    _, text = get(find_url(server.log_path.read_text()), "/metrics")
+    _, text = get(url_of(server), "/metrics")
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True
     )
