@@ -134,6 +134,10 @@ void LogStart(const ema::ParsedOptions& parsed) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Where files may not grow, or nobody reads any more, a write is to fail. The log may be either.
+  signal(SIGXFSZ, SIG_IGN);
+  signal(SIGPIPE, SIG_IGN);
+
   // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap
   // is given back and faulted in again, 20 to 30 thousand page faults a push.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
@@ -154,7 +158,6 @@ int main(int argc, char** argv) {
   }
 
   // Blocked before any thread starts, so that they all inherit it and sigwait() gets every signal.
-  signal(SIGPIPE, SIG_IGN);
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 

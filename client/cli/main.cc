@@ -2,6 +2,7 @@
 //
 // emactl: makes, lists, watches and pulls the models of an EMA server, and explains schedules.
 #include <malloc.h>
+#include <signal.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -494,6 +495,7 @@ int UsageExitCode(const CLI::App& app) {
 // NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   ema::OccupyStandardFiles();
+  signal(SIGXFSZ, SIG_IGN);  // Where files may not grow, a write is to fail.
 
   // Pulled bytes come in 64 KiB slices, for which glibc would give the top of the heap back and
   // fault it in again.

@@ -5,6 +5,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -62,6 +63,13 @@ void LeaveProcessor(int32_t processor) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t size_bytes) {
+  // Where files may not be so long, ftruncate() ends a process that does not ignore SIGXFSZ.
+  rlimit files{};
+  if (getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(size_bytes)) {
+    return absl::InternalError(absl::StrCat("shared memory: the process may write files of ",
+                                            files.rlim_cur, " bytes, expected at least ",
+                                            size_bytes));
+  }
   const int fd = memfd_create("ema-lane", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return SystemError("memfd_create");
   if (ftruncate(fd, size_bytes) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {

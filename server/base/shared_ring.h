@@ -19,7 +19,7 @@ namespace ema {
 // A mapped memfd. Its size is sealed, so that no peer can take pages away from under a reader.
 class SharedMemory {
  public:
-  // Zeroed. INTERNAL: the system refuses.
+  // Zeroed. INTERNAL: the system refuses, or RLIMIT_FSIZE is less.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t size_bytes);
   // What Create() has made in another process. Takes `fd`. INVALID_ARGUMENT: it is not of this
   // size, or not sealed.

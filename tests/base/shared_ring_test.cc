@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -169,6 +170,21 @@ TEST(SharedMemoryTest, OnlyASealedMemfdOfTheRightSizeIsMapped) {
   ASSERT_THAT(memory, IsOk());
   EXPECT_NE(ftruncate((*memory)->fd(), 0), 0);
   EXPECT_NE(ftruncate((*memory)->fd(), 1 << 20), 0);
+}
+
+// Its ftruncate() would end the process.
+TEST(SharedMemoryTest, IsRefusedWhereFilesMayNotBeSoLong) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = SharedRing::kBytes - 1;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
+  const absl::Status status = SharedMemory::Create(SharedRing::kBytes).status();
+  low.rlim_cur = SharedRing::kBytes;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
+  EXPECT_THAT(SharedMemory::Create(SharedRing::kBytes), IsOk());
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal, HasSubstr("may write files of")));
 }
 
 }  // namespace

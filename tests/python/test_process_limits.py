@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server and emactl where the system lets a process write no long files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import resource
+import subprocess
+from collections.abc import Iterator
+
+import ema_client
+import numpy as np
+import pytest
+from server_process import ROOT, ServerProcess
+
+EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
+WEIGHTS = {"w": np.ones(1 << 20, np.float32)}
+
+
+@contextlib.contextmanager
+def short_files(size: int) -> Iterator[None]:
+    """Processes that are started meanwhile may not write files of more than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_may_not_grow_fails_a_save_not_the_server(tmp_path):
+    server = ServerProcess(tmp_path, data_dir=tmp_path / "data")
+    with short_files(1_000_000):
+        server.start()
+    try:
+        with ema_client.Client(server.address, timeout_s=60) as client:
+            client.create_model("m", WEIGHTS, tracks={"raw": "copy"})
+            with client.open_run("m") as run:
+                run.push(step=1, weights=WEIGHTS)
+            with pytest.raises(ema_client.UnavailableError, match="File too large"):
+                client.create_checkpoint("m")
+            assert client.pull("m", track="raw")["w"].sum() == 1 << 20
+    finally:
+        server.kill()
+
+
+def test_emactl_moves_weights_where_files_may_not_be_long(server, tmp_path):
+    command = [EMACTL, "--server", server.address]
+    with short_files(1_000_000):
+        bench = subprocess.run(
+            [*command, "bench", "--bytes", "8M", "--rounds", "1"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert bench.returncode == 0, bench.stderr
+    with ema_client.Client(server.address, timeout_s=60) as client:
+        client.create_model("long", WEIGHTS, tracks={"raw": "copy"})
+        with client.open_run("long") as run:
+            run.push(step=1, weights=WEIGHTS)
+    output = tmp_path / "w.safetensors"
+    with short_files(1_000_000):
+        pull = subprocess.run(
+            [*command, "pull", "long", "--track", "raw", "-o", output],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert pull.returncode == 1 and "File too large" in pull.stderr, pull
+    assert not list(tmp_path.iterdir())
