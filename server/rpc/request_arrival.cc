@@ -8,6 +8,13 @@
 #include "ema/internal/status_macros.h"
 
 namespace ema {
+namespace {
+
+// As much as a call takes anyway. Not all replies, lest one of a call that has changed something be
+// refused.
+constexpr size_t kMaxFreeReplyBytes = size_t{16} << 10;
+
+}  // namespace
 
 void RequestArrival::Begin(const grpc::ServerContext& context, const std::function<void()>& read,
                            std::function<void(const absl::Status&)> finish) {
@@ -28,6 +35,14 @@ absl::Status RequestArrival::Enter(const grpc::ServerContext& context) {
   return absl::OkStatus();
 }
 
+absl::Status RequestArrival::BeginReply(size_t bytes, std::function<void()> cancel) {
+  if (bytes <= kMaxFreeReplyBytes) return absl::OkStatus();
+  cancel_ = std::move(cancel);
+  SetWaiting(true);
+  // It has had that place until a moment ago, unless it has waited for its turn.
+  return admission_->Enter(this);
+}
+
 bool RequestArrival::Complete(bool ok) {
   SetWaiting(false);
   Leave();
@@ -45,6 +60,7 @@ absl::Status RequestArrival::AdmitAgain() {
 }
 
 void RequestArrival::End(StreamEnd) {
+  if (cancel_ != nullptr) return cancel_();
   if (has_ended_.exchange(true)) return;
   std::exchange(finish_, nullptr)(
       MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
@@ -60,6 +76,7 @@ void RequestArrival::TellEnd(const absl::Status& status) {
 }
 
 void RequestArrival::TellSent(bool ok) {
+  Leave();
   if (is_told_) return;
   Tell(ok ? BadRequest("the stream ended before its request")
           : absl::CancelledError("the caller has left before its request was there"));

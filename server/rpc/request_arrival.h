@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all calls with one request do until it is there.
+// What all calls with one request do until it is there, and until a long reply has gone.
 #ifndef EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
 #define EMA_SERVER_RPC_REQUEST_ARRIVAL_H_
 
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <string_view>
 
@@ -32,6 +33,11 @@ class RequestArrival final : public StreamCall {
   // and with a lock held that Begin() takes. `finish` keeps the call.
   void Begin(const grpc::ServerContext& context, const std::function<void()>& read,
              std::function<void(const absl::Status&)> finish);
+  // A reply of so many bytes is about to be sent. A long one takes memory until the client has
+  // taken it, and has a place as the request had: if it stays for too long, `cancel` is called, on
+  // another thread and with a lock held; it must be good until this is destroyed, or TellSent()
+  // called. RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: there is none.
+  absl::Status BeginReply(size_t bytes, std::function<void()> cancel);
   // The read has ended, `ok` as gRPC gives it. False: the call has been finished.
   bool Complete(bool ok);
   // Whether the call would be let in now: as RpcContext::Admit().
@@ -60,7 +66,8 @@ class RequestArrival final : public StreamCall {
   // Set by whoever ends the wait; only they touch finish_ then.
   std::atomic<bool> has_ended_ = false;
   std::function<void(const absl::Status&)> finish_;
-  bool has_failed_ = false;  // The read.
+  std::function<void()> cancel_;  // Not null: the request is there, and the reply goes.
+  bool has_failed_ = false;       // The read.
   bool is_told_ = false;
 };
 

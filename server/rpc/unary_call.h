@@ -166,6 +166,11 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
         may_begin.ok() ? handler_(request_, arrival_.caller().access) : may_begin;
     if (RoleFor(method_) == Role::kAdmin) LogOperation(response.status());
     if (!response.ok()) return Finish(response.status());
+    if (absl::Status status =
+            arrival_.BeginReply(response->ByteSizeLong(), [this] { context_.TryCancel(); });
+        !status.ok()) {
+      return Finish(status);
+    }
     arrival_.TellEnd(absl::OkStatus());
     stream_.WriteAndFinish(*response, grpc::WriteOptions(), grpc::Status::OK,
                            finished_.Arm(this->shared_from_this()));

@@ -3,6 +3,7 @@
 // What is told of calls whose request comes late, or never.
 #include <grpcpp/generic/generic_stub.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <string>
@@ -60,6 +61,7 @@ class RequestArrivalTest : public RpcFixture {
   void Begin(const std::string& method) {
     stream_.reset();  // It lies in the context's memory.
     context_ = std::make_unique<grpc::ClientContext>();
+    context_->set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
     grpc::GenericStub stub(channel_);
     stream_ = stub.PrepareCall(context_.get(), "/ema.v1.EmaService/" + method, &queue_);
     stream_->StartCall(nullptr);
@@ -145,6 +147,48 @@ TEST_F(RequestArrivalTest, APullBeginsWhenItsRequestIsThere) {
   } while (Next());
   EXPECT_TRUE(Finish().ok());
   EXPECT_LE(observer_.pull_duration(), absl::Now() - sent);
+}
+
+TEST_F(RequestArrivalTest, ALongReplyThatIsNotTakenHasAPlaceForSoLong) {
+  server_.reset();
+  RpcServer::Options options;
+  options.limits.stream_timeout = absl::Milliseconds(600);
+  options.limits.max_arriving_requests = 1;
+  options.observer = &observer_;
+  StartServer(options);
+  v1::CreateModelRequest create = CreateRequest();
+  for (int i = 0; i < 4000; ++i) {
+    v1::TensorSpec& tensor = *create.mutable_manifest()->add_tensors();
+    tensor.set_name(absl::StrCat(std::string(900, 'x'), i));
+    tensor.set_dtype(v1::DTYPE_FLOAT32);
+    tensor.add_shape(1);
+  }
+  {
+    grpc::ClientContext context;
+    v1::CreateModelResponse created;
+    ASSERT_TRUE(stub_->CreateModel(&context, create, &created).ok());
+  }
+  // Whose window does not grow to the reply's size.
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  channel_ = grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments);
+  Begin("GetModel");
+  v1::GetModelRequest request;
+  request.set_model("m");
+  const grpc::Slice slice(request.SerializeAsString());
+  stream_->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
+  Next();
+  // The reply is under way, and nobody reads it.
+  EXPECT_THAT(observer_.EndOf("GetModel"), IsOk());
+  while (server_->usage().arriving_requests != 0) absl::SleepFor(absl::Milliseconds(1));
+  grpc::ByteBuffer reply;
+  stream_->Read(&reply, nullptr);
+  EXPECT_FALSE(Next());
+  EXPECT_EQ(Finish().error_code(), grpc::StatusCode::CANCELLED);
+  grpc::ClientContext context;
+  v1::GetModelResponse response;
+  EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
 }
 
 }  // namespace
