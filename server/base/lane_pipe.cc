@@ -237,6 +237,7 @@ void LanePipe::SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c) 
 
 absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
   Frame frame;
+  has_part_ = false;
   while (true) {
     ReleaseIncoming();
     EMA_ASSIGN_OR_RETURN(const SharedRing::Filled filled, WaitForFilled(stop));
@@ -259,6 +260,7 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
       ReleaseIncoming();
       return frame;
     }
+    has_part_ = true;
   }
 }
 

@@ -59,6 +59,8 @@ class LanePipe {
     std::span<const std::byte> bytes;
   };
   absl::StatusOr<Frame> Receive(const Stop& stop);
+  // For `stop`: a part of a message has come, and takes memory.
+  bool has_part() const { return has_part_; }
   // OK while there is a reason to wait for the peer: it is there, and `stop` is not true.
   absl::Status CheckPeer(const Stop& stop) const;
   // True: a frame of the peer's has begun to arrive, or the peer has gone.
@@ -87,6 +89,7 @@ class LanePipe {
   SharedRing out_;
   SharedRing in_;
   bool holds_incoming_ = false;
+  bool has_part_ = false;
   SteadyTime ask_at_;  // When `stop` is to be asked next.
 };
 

@@ -69,13 +69,13 @@ void LaneConnection::Run(int fd) {
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);
   while (!is_stopping_.load() && !has_lost_step_) {
-    const absl::StatusOr<LanePipe::Frame> frame =
-        pipe_->Receive([this] { return is_stopping_.load(); });
-    if (!frame.ok()) return;
-    v1::LaneRequest request;
-    const absl::Status status = frame->is_chunk || !request.ParseFromString(frame->message)
-                                    ? BadRequest("a message that is no LaneRequest")
-                                    : Serve(request);
+    absl::StatusOr<v1::LaneRequest> request = ReceiveRequest();
+    absl::Status status = request.status();
+    if (request.ok()) {
+      status = Serve(*request);
+    } else if (is_stopping_.load() || GetErrorReason(status) == ErrorReason::kUnspecified) {
+      return;
+    }
     if (status.ok()) continue;
     v1::LaneResponse response;
     v1::LaneError* const error = response.mutable_error();
@@ -87,10 +87,36 @@ void LaneConnection::Run(int fd) {
   }
 }
 
-absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
-  const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
+absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   is_stalled_.store(false, std::memory_order_relaxed);
   is_revoked_.store(false, std::memory_order_relaxed);
+  // What is longer than a slot takes memory before anybody knows whose it is: a place of those that
+  // arrive, for as long as these may take.
+  bool has_place = false;
+  absl::Status refused;
+  const absl::Cleanup leave = [this] {
+    SetWaiting(false);
+    rpc_->requests.Leave(this);
+  };
+  const auto must_end = [&] {
+    if (pipe_->has_part() && !std::exchange(has_place, true)) {
+      SetWaiting(true);
+      refused = rpc_->requests.Enter(this);
+    }
+    return MustEnd() || !refused.ok();
+  };
+  const absl::StatusOr<LanePipe::Frame> frame = pipe_->Receive(must_end);
+  EMA_RETURN_IF_ERROR(refused);
+  if (!frame.ok()) return WhyEnded(frame.status());
+  v1::LaneRequest request;
+  if (frame->is_chunk || !request.ParseFromString(frame->message)) {
+    return BadRequest("a message that is no LaneRequest");
+  }
+  return request;
+}
+
+absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
+  const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {

@@ -37,6 +37,9 @@ class LaneConnection final : public StreamCall {
     (why == StreamEnd::kStalled ? is_stalled_ : is_revoked_).store(true, std::memory_order_relaxed);
   }
 
+  // The message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: there is another. Other errors:
+  // the lane has ended.
+  absl::StatusOr<v1::LaneRequest> ReceiveRequest();
   absl::Status Serve(const v1::LaneRequest& request);
   absl::Status ServePush(const v1::PushHeader& header);
   absl::Status ServePull(const v1::PullRequest& request);
