@@ -72,7 +72,7 @@ void LaneConnection::Run(int fd) {
     absl::StatusOr<v1::LaneRequest> request = ReceiveRequest();
     absl::Status status = request.status();
     if (request.ok()) {
-      status = Serve(*request);
+      status = Serve(*std::move(request));
     } else if (is_stopping_.load() || GetErrorReason(status) == ErrorReason::kUnspecified) {
       return;
     }
@@ -112,10 +112,11 @@ absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   if (frame->is_chunk || !request.ParseFromString(frame->message)) {
     return BadRequest("a message that is no LaneRequest");
   }
+  request.DiscardUnknownFields();  // They would stay for as long as the call.
   return request;
 }
 
-absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
+absl::Status LaneConnection::Serve(v1::LaneRequest request) {
   const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   BeginTiming();
   const bool is_push = request.has_push();
@@ -129,7 +130,7 @@ absl::Status LaneConnection::Serve(const v1::LaneRequest& request) {
     EMA_RETURN_IF_ERROR(rpc_->CheckModel(method, caller, model));
     SetCaller(method, caller.authorization, model);
     const LogCallerScope scope(&caller.log);
-    return is_push ? ServePush(request.push()) : ServePull(request.pull());
+    return is_push ? ServePush(request.push()) : ServePull(std::move(*request.mutable_pull()));
   };
   absl::Status status = serve();
   rpc_->observer->OnRpcEnded(ShortName(method), status);
@@ -192,18 +193,19 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   return absl::OkStatus();
 }
 
-absl::Status LaneConnection::ServePull(const v1::PullRequest& request) {
+absl::Status LaneConnection::ServePull(v1::PullRequest request) {
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
   const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints, &rpc_->waiting);
   const absl::Time begin = absl::Now();
-  absl::Status status = SendVersion(request, handler);
+  absl::Status status = SendVersion(std::move(request), handler);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
   return status;
 }
 
-absl::Status LaneConnection::SendVersion(const v1::PullRequest& request, PullHandler& handler) {
+absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& handler) {
   EMA_RETURN_IF_ERROR(handler.Open(request));
+  request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());
   v1::LaneResponse response;
   *response.mutable_pull() = handler.Header();

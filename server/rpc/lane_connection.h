@@ -40,11 +40,11 @@ class LaneConnection final : public StreamCall {
   // The message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: there is another. Other errors:
   // the lane has ended.
   absl::StatusOr<v1::LaneRequest> ReceiveRequest();
-  absl::Status Serve(const v1::LaneRequest& request);
+  absl::Status Serve(v1::LaneRequest request);
   absl::Status ServePush(const v1::PushHeader& header);
-  absl::Status ServePull(const v1::PullRequest& request);
+  absl::Status ServePull(v1::PullRequest request);
   // Header, chunks, trailer.
-  absl::Status SendVersion(const v1::PullRequest& request, PullHandler& handler);
+  absl::Status SendVersion(v1::PullRequest request, PullHandler& handler);
   // Puts a chunk into as many slots as it takes: how many these were.
   absl::StatusOr<int64_t> SendChunk(const PullHandler::Chunk& chunk);
   // The next frame of a call. An error says why the call ends.

@@ -124,6 +124,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
       return absl::OkStatus();
     }
     EMA_RETURN_IF_ERROR(CheckMayWait(request_));
+    // Of unknown fields a message takes five times their bytes.
+    if constexpr (!kMayBeLong<Request>) request_.DiscardUnknownFields();
     EMA_RETURN_IF_ERROR(Pack());
     return executor([self = this->shared_from_this()] { self->Answer(self->TakeTurn()); });
   }
@@ -165,6 +167,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     const absl::StatusOr<Response> response =
         may_begin.ok() ? handler_(request_, arrival_.caller().access) : may_begin;
     if (RoleFor(method_) == Role::kAdmin) LogOperation(response.status());
+    request_ = Request();  // The client may take its time with the reply.
     if (!response.ok()) return Finish(response.status());
     if (absl::Status status =
             arrival_.BeginReply(response->ByteSizeLong(), [this] { context_.TryCancel(); });

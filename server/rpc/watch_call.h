@@ -36,7 +36,7 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   void End(StreamEnd why) override ABSL_LOCKS_EXCLUDED(mu_);
 
   // Looks at the request, and takes a place.
-  absl::Status Start();
+  absl::Status Start(const v1::WatchRequest& request);
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);
@@ -47,7 +47,6 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
   grpc::ByteBuffer message_;  // As it arrives.
-  v1::WatchRequest request_;
   grpc::ServerAsyncReaderWriter<v1::WatchResponse, grpc::ByteBuffer> stream_{&context_};
   MemberTag<WatchCall> accepted_{&WatchCall::OnAccepted};
   MemberTag<WatchCall> read_{&WatchCall::OnRead};

@@ -282,6 +282,22 @@ def test_a_pull_more_is_refused(tmp_path):
         assert value(scrape(server), "ema_streams_limit", kind="pull") == 1
 
 
+def test_a_watch_keeps_nothing_of_its_request(tmp_path):
+    """Of fields that nobody knows it would keep 40 MiB each, for as long as it lasts."""
+    with ServerProcess(tmp_path, *LISTEN) as server, contextlib.ExitStack() as stack:
+        Caller(server, stack).create("m")
+        channel = stack.enter_context(grpc.insecure_channel(server.address))
+        watch = channel.unary_stream("/ema.v1.EmaService/Watch")
+        unknown = b"\xf8\x01\x01" * ((7 << 20) // 3)
+        before = value(scrape(server), "process_resident_memory_bytes")
+        for _ in range(12):
+            call = watch(ema.WatchRequest(model="m").SerializeToString() + unknown)
+            stack.callback(call.cancel)
+            call.initial_metadata()
+        after = value(scrape(server), "process_resident_memory_bytes")
+        assert after - before < 200 << 20
+
+
 def test_our_client_waits_for_a_session(tmp_path):
     weights = {"w": np.ones(1000, np.float32)}
     with ServerProcess(tmp_path, *LISTEN, "--max-sessions", "1") as server:
