@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
@@ -16,6 +17,9 @@
 
 namespace ema {
 namespace {
+
+// Others need seconds for theirs.
+constexpr absl::Duration kUnfinishedRetryDelay = absl::Seconds(1);
 
 absl::Status BadPart(const std::string& name, const std::string& problem) {
   return BadRequest(absl::StrCat("file \"", name, "\": ", problem));
@@ -62,6 +66,12 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
                        absl::StrCat("file \"", name, "\": the model has ", kMaxAttachedFiles,
                                     " files, and can have no more"));
     }
+    if (size < total_bytes && unfinished_.size() >= kMaxUnfinishedFiles) {
+      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                       absl::StrCat("file \"", name, "\": ", kMaxUnfinishedFiles,
+                                    " files of the model have come in part, as many as may"),
+                       kUnfinishedRetryDelay);
+    }
     Held held{.file = std::make_shared<AttachedFile>()};
     EMA_ASSIGN_OR_RETURN(held.reservation,
                          budget_.Reserve(absl::StrCat("file \"", name, "\""), total_bytes));
@@ -90,12 +100,20 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
                    absl::StrCat("a part at offset ", offset, ", expected the one at ", received));
   }
   bytes.append(data);
+  it->second.last_part_time = std::chrono::steady_clock::now();
   it->second.crc32c = Crc32c(it->second.crc32c, std::as_bytes(std::span(data)));
   if (offset + size == total_bytes) {
     attached_[name] = std::move(it->second);
     unfinished_.erase(it);
   }
   return absl::OkStatus();
+}
+
+void AttachedFiles::ExpireUnfinished(std::chrono::steady_clock::time_point now,
+                                     std::chrono::steady_clock::duration timeout) {
+  absl::MutexLock lock(&mu_);
+  std::erase_if(unfinished_,
+                [&](const auto& entry) { return now - entry.second.last_part_time > timeout; });
 }
 
 void AttachedFiles::Remove(const std::string& name) {

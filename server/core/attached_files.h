@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_CORE_ATTACHED_FILES_H_
 #define EMA_SERVER_CORE_ATTACHED_FILES_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -30,6 +31,8 @@ struct AttachedFile {
 // Of a model. A tokenizer has up to 40 MB.
 inline constexpr size_t kMaxAttachedFiles = 64;
 inline constexpr int64_t kMaxAttachedFileBytes = int64_t{64} << 20;
+// Those that are coming, which nobody sees.
+inline constexpr size_t kMaxUnfinishedFiles = 2;
 
 // INVALID_ARGUMENT, BAD_NAME: not [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or like a name of the weights:
 // it ends in ".safetensors" or ".safetensors.index.json".
@@ -44,11 +47,15 @@ class AttachedFiles {
   // Bytes [offset, offset + data.size()) of a file of `total_bytes`. Parts come in order; offset 0
   // begins anew, and the last one attaches the file, in the place of one of its name. The last part
   // again is OK. INVALID_ARGUMENT: BAD_NAME; BAD_REQUEST: a size, or another part than the next.
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: kMaxAttachedFiles, unfinished ones among them, or no memory.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: kMaxAttachedFiles, unfinished ones among them, or no memory;
+  // with a time, kMaxUnfinishedFiles.
   // After an error of offset 0 the file is as it was attached before; else what has come of it is
   // kept.
   absl::Status AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
                        std::string_view data) ABSL_LOCKS_EXCLUDED(mu_);
+  // Forgets unfinished files of which no part has come for `timeout`.
+  void ExpireUnfinished(std::chrono::steady_clock::time_point now,
+                        std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // One that is not there is OK.
   void Remove(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -67,6 +74,7 @@ class AttachedFiles {
   struct Held {
     std::shared_ptr<AttachedFile> file;
     uint32_t crc32c = 0;  // Of what has come.
+    std::chrono::steady_clock::time_point last_part_time;
     std::unique_ptr<MemoryBudget::Reservation> reservation;
   };
   using HeldFiles = std::map<std::string, Held>;

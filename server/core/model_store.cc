@@ -122,7 +122,10 @@ absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::S
 
 void ModelStore::ExpireSessions(std::chrono::steady_clock::time_point now,
                                 std::chrono::steady_clock::duration timeout) {
-  for (const std::shared_ptr<Model>& model : List()) model->ExpireSession(now, timeout);
+  for (const std::shared_ptr<Model>& model : List()) {
+    model->ExpireSession(now, timeout);
+    model->attached_files().ExpireUnfinished(now, timeout);
+  }
 }
 
 void ModelStore::Drain(SteadyTime deadline) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/core/attached_files.h"
 
+#include <chrono>
 #include <span>
 #include <string>
 #include <string_view>
@@ -136,6 +137,27 @@ TEST_F(AttachedFilesTest, TakesNoMoreThanThereIsRoomFor) {
   EXPECT_THAT(Attach("f0", "y"), IsOk());
   files_.Remove("unfinished");
   EXPECT_THAT(Attach("more", "x"), IsOk());
+}
+
+TEST_F(AttachedFilesTest, FewMayBeUnfinishedAndOnlyForSoLong) {
+  ASSERT_THAT(files_.AddPart("a", 400, 0, "x"), IsOk());
+  ASSERT_THAT(files_.AddPart("b", 400, 0, "x"), IsOk());
+  const absl::Status refused = files_.AddPart("c", 4, 0, "x");
+  EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("in part")),
+                             ReasonIs(ErrorReason::kMemoryBudget)));
+  EXPECT_GT(GetRetryDelay(refused), absl::ZeroDuration());
+  ASSERT_THAT(Attach("whole", "x"), IsOk());
+  ASSERT_THAT(files_.AddPart("b", 300, 0, "x"), IsOk());
+  EXPECT_EQ(budget_.reserved_bytes(), 701);
+
+  const auto now = std::chrono::steady_clock::now();
+  files_.ExpireUnfinished(now, std::chrono::hours(1));
+  EXPECT_EQ(budget_.reserved_bytes(), 701);
+  files_.ExpireUnfinished(now + std::chrono::hours(2), std::chrono::hours(1));
+  EXPECT_EQ(budget_.reserved_bytes(), 1);
+  EXPECT_EQ(Files(), (std::vector<AttachedFile>{{"whole", "x"}}));
+  EXPECT_THAT(files_.AddPart("a", 400, 1, "x"), IsBad(ErrorReason::kBadRequest, "the first part"));
+  EXPECT_THAT(files_.AddPart("c", 4, 0, "x"), IsOk());
 }
 
 }  // namespace
