@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server and emactl where the system lets a process write no long files."""
+"""Server and emactl where the system lets a process write no long files, or make no threads."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def short_files(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def few_threads(count: int) -> list[str]:
+    """What begins the command of a process that may have so many. Nobody counts those of root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become a user without other processes")
+    # A user for each count: whoever ends is counted for a moment still.
+    user = ["setpriv", f"--reuid={23_000 + count}", "--clear-groups", "--inh-caps=-all"]
+    return [*user, "--bounding-set=-all", "prlimit", f"--nproc={count}"]
 
 
 def test_a_file_that_may_not_grow_fails_a_save_not_the_server(tmp_path):
@@ -70,3 +79,9 @@ def test_emactl_moves_weights_where_files_may_not_be_long(server, tmp_path):
         )
     assert pull.returncode == 1 and "File too large" in pull.stderr, pull
     assert not list(tmp_path.iterdir())
+
+
+def test_emactl_ends_where_it_can_make_no_threads(server):
+    command = [*few_threads(3), EMACTL, "--server", server.address, "list"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result
