@@ -14,12 +14,15 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "server/base/standard_files.h"
 #include "server/memory_formula.h"
 #include "server/ops/logging.h"
@@ -118,6 +121,23 @@ class StopRequest {
   std::thread thread_;                         // The last: it uses the others.
 };
 
+// Whether the system lets the process have about as many threads as a start makes: 22 on two cores,
+// some of them for each core. Of those it lacks gRPC aborts, and others are waited for without end.
+bool CanMakeThreads(int64_t queue_count) {
+  const int64_t count = 32 + queue_count + std::thread::hardware_concurrency();
+  std::vector<std::thread> threads;
+  absl::Notification all_tried;
+  try {
+    while (std::ssize(threads) < count) {
+      threads.emplace_back([&all_tried] { all_tried.WaitForNotification(); });
+    }
+  } catch (const std::system_error&) {  // Counted below.
+  }
+  all_tried.Notify();
+  for (std::thread& thread : threads) thread.join();
+  return std::ssize(threads) == count;
+}
+
 // From here on the log is as the options say.
 void LogStart(const ema::ParsedOptions& parsed) {
   const ema::ServerOptions& options = parsed.options;
@@ -161,6 +181,14 @@ int main(int argc, char** argv) {
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
+  if (!CanMakeThreads(parsed.options.thread_count)) {
+    // The log needs one, too.
+    std::fputs(
+        "cannot start: the system lets the process have too few threads; look at ulimit -u and -v, "
+        "and at the container's limits of pids and memory\n",
+        stderr);
+    return 1;
+  }
   LogStart(parsed);
   ema::SendLibraryLogTo([](const ema::LogEvent& event) { ema::Log(event); }, &ema::FlushLog);
 

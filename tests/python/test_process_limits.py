@@ -7,13 +7,15 @@ import contextlib
 import os
 import pathlib
 import resource
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
-from server_process import ROOT, ServerProcess
+from server_process import ROOT, ServerProcess, server_binary
+from testing import started
 
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 WEIGHTS = {"w": np.ones(1 << 20, np.float32)}
@@ -85,3 +87,12 @@ def test_emactl_ends_where_it_can_make_no_threads(server):
     command = [*few_threads(3), EMACTL, "--server", server.address, "list"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_server_that_can_make_no_threads_says_so_and_ends(count):
+    command = [*few_threads(count), str(server_binary()), "--listen", "127.0.0.1:0"]
+    with started(command, stderr=subprocess.PIPE, text=True) as (process,):
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 1, (signal.strsignal(-process.returncode), log)
+    assert "cannot start" in log and "ulimit -u" in log, log
