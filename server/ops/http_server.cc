@@ -89,7 +89,9 @@ void HttpServer::Run() {
       close(connection.fd);
       return true;
     });
-    const bool accepts = connections_.size() < kMaxConnections && now >= accept_again_;
+    const bool has_place =
+        connections_.size() < kMaxConnections || FindSilent() != connections_.end();
+    const bool accepts = has_place && now >= accept_again_;
     polled = {{stop_fd_, POLLIN, 0}, {accepts ? socket_.fd : -1, POLLIN, 0}};
     Clock::time_point next = now + timeout_;
     if (!accepts) next = std::min(next, now + kBackoff);
@@ -115,9 +117,22 @@ void HttpServer::Run() {
   }
 }
 
+std::list<HttpServer::Connection>::iterator HttpServer::FindSilent() {
+  return std::find_if(connections_.begin(), connections_.end(),
+                      [](const Connection& connection) { return connection.answer.empty(); });
+}
+
 void HttpServer::Accept() {
+  const bool is_full = connections_.size() >= kMaxConnections;
+  const auto silent = FindSilent();
+  if (is_full && silent == connections_.end()) return;
   const ConnectionAcceptor::Accepted accepted = acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (accepted.outcome == ConnectionAcceptor::Outcome::kAccepted) {
+    if (is_full) {
+      // Probes must get in, whoever connects and says nothing.
+      close(silent->fd);
+      connections_.erase(silent);
+    }
     connections_.push_back({.fd = accepted.fd, .deadline = Clock::now() + timeout_});
   } else if (accepted.outcome == ConnectionAcceptor::Outcome::kExhausted) {
     accept_again_ = Clock::now() + kBackoff;

@@ -21,8 +21,9 @@ namespace ema {
 
 // HTTP/1.1 for GET and HEAD of a few paths, one answer a connection. One thread does all of it, so
 // that answers must come soon; whatever clients do, it holds at most kMaxConnections connections of
-// at most 8 KiB and an answer each, none for longer than its time-out. When there are more, or the
-// process has no descriptor left, new ones wait in the kernel.
+// at most 8 KiB and an answer each, none for longer than its time-out. A new one gets the place of
+// the oldest that has not sent its request. When all have, or the process has no descriptor left,
+// new ones wait in the kernel.
 //
 // Not cpp-httplib: what Debian 12 has (0.11.4) bounds neither a connection's time nor the size of
 // its headers, stops accepting for good after some errors of accept(), and waits for its slowest
@@ -68,6 +69,8 @@ class HttpServer {
 
   void Run();
   void Accept();
+  // The oldest that has not sent its request. The end: all have.
+  std::list<Connection>::iterator FindSilent();
   // True: the connection has ended.
   bool Advance(Connection& connection);
   bool Send(Connection& connection);

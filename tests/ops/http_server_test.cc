@@ -92,15 +92,35 @@ TEST_F(HttpServerTest, RefusesWhatIsNoRequest) {
               StartsWith("HTTP/1.1 431 "));
 }
 
-TEST_F(HttpServerTest, MoreConnectionsThanThereMayBeWaitForTheirTurn) {
+TEST_F(HttpServerTest, ANewConnectionGetsThePlaceOfTheOldestThatAsksForNothing) {
   std::vector<int> idle;
   for (size_t i = 0; i < HttpServer::kMaxConnections; ++i) idle.push_back(Connect());
+  EXPECT_THAT(Ask("GET /a HTTP/1.1\r\n\r\n"), EndsWith("of a\n"));
+  EXPECT_EQ(Receive(idle.front()), "");
+  Send(idle[1], "GET /a HTTP/1.1\r\n\r\n");
+  EXPECT_THAT(Receive(idle[1]), EndsWith("of a\n"));
+  for (size_t i = 2; i < idle.size(); ++i) close(idle[i]);
+}
+
+TEST_F(HttpServerTest, MoreConnectionsThanThereMayBeWaitForThoseThatAreAnswered) {
+  std::vector<int> asking;
+  for (size_t i = 0; i < HttpServer::kMaxConnections; ++i) {
+    asking.push_back(Connect());
+    // More than the kernel takes for a client that reads nothing.
+    Send(asking.back(), "GET /large HTTP/1.1\r\n\r\n");
+    char first = 0;
+    ASSERT_EQ(recv(asking.back(), &first, 1, MSG_PEEK), 1);
+  }
   const int waiting = Connect();
   Send(waiting, "GET /a HTTP/1.1\r\n\r\n");
-  close(idle.back());
-  idle.pop_back();
+  close(asking.back());
+  asking.pop_back();
   EXPECT_THAT(Receive(waiting), EndsWith("of a\n"));
-  for (const int fd : idle) close(fd);
+  for (const int fd : asking) {
+    char first = 0;
+    EXPECT_EQ(recv(fd, &first, 1, 0), 1);
+    close(fd);
+  }
 }
 
 TEST_F(HttpServerTest, AConnectionThatDoesNotEndItsRequestIsClosed) {
