@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -23,15 +24,23 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "server/base/standard_files.h"
+#include "server/base/steady_wait.h"
 #include "server/memory_formula.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
+#include "server/ops/process_stats.h"
 #include "server/ops/version.h"
 #include "server/rpc/library_log.h"
 #include "server/server.h"
 
 namespace {
+
+// To look costs a walk over the free parts of the heap.
+constexpr absl::Duration kTrimInterval = absl::Seconds(10);
+// At the top of the heap.
+constexpr int kHeapPadBytes = 64 << 20;
 
 // What asks the server to stop: SIGHUP, too, when its terminal is closed, unless nohup ignores it.
 sigset_t StopSignals() {
@@ -82,12 +91,14 @@ class StopRequest {
     absl::MutexLock lock(&mu_);
     if (!asked_by_.empty()) return false;
     asked_by_ = std::move(by);
+    asked_.WakeAll();
     return true;
   }
-  // Who has asked.
-  std::string Wait() ABSL_LOCKS_EXCLUDED(mu_) {
+  // Who has asked. Empty: nobody, for so long.
+  std::string Wait(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
     const auto is_asked = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !asked_by_.empty(); };
-    absl::MutexLock lock(&mu_, absl::Condition(&is_asked));
+    asked_.AwaitUntil(mu_, ema::After(ema::SteadyNow(), max_wait), is_asked);
     return asked_by_;
   }
 
@@ -118,8 +129,15 @@ class StopRequest {
   std::atomic<bool> is_over_ = false;
   absl::Mutex mu_;
   std::string asked_by_ ABSL_GUARDED_BY(mu_);  // Empty: nobody has.
+  ema::SteadyWait asked_;                      // Woken when that changes.
   std::thread thread_;                         // The last: it uses the others.
 };
+
+// What the process has in memory beside what it has allocated: freed buffers, and the program's.
+int64_t UnallocatedBytes() {
+  const struct mallinfo2 heap = mallinfo2();
+  return ema::PrivateBytes() - static_cast<int64_t>(heap.uordblks + heap.hblkhd);
+}
 
 // Whether the system lets the process have about as many threads as a start makes: 22 on two cores,
 // some of them for each core. Of those it lacks gRPC aborts, and others are waited for without end.
@@ -162,7 +180,7 @@ int main(int argc, char** argv) {
   // is given back and faulted in again, 20 to 30 thousand page faults a push.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, ema::kKeptHeapBytes);
-  mallopt(M_TOP_PAD, 64 << 20);
+  mallopt(M_TOP_PAD, kHeapPadBytes);
 
   // gRPC's experiment fills up to 4 MiB of small slices in one read; see kReadBytes in
   // rpc_server.cc.
@@ -206,7 +224,15 @@ int main(int argc, char** argv) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
-  const std::string asked_by = stop.Wait();
+  // glibc gives back by itself only what lies at the top of the heap; and not even so the tops of
+  // other threads' heaps, which would be tried again and again.
+  int64_t lasting_bytes = UnallocatedBytes();
+  std::string asked_by;
+  while ((asked_by = stop.Wait(kTrimInterval)).empty()) {
+    if (UnallocatedBytes() - lasting_bytes < ema::kKeptHeapBytes) continue;
+    malloc_trim(kHeapPadBytes);
+    lasting_bytes = std::max(lasting_bytes, UnallocatedBytes());
+  }
   ema::Log(ema::LogLevel::kInfo, "draining",
            {{"asked_by", asked_by},
             {"delay", parsed.options.drain_delay},

@@ -42,6 +42,14 @@ double SecondsOf(const timeval& time) {
 
 }  // namespace
 
+int64_t PrivateBytes() {
+  int64_t pages = 0;
+  int64_t resident_pages = 0;
+  int64_t shared_pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident_pages >> shared_pages;
+  return (resident_pages - shared_pages) * sysconf(_SC_PAGESIZE);
+}
+
 int64_t ResidentBytes() {
   int64_t pages = 0;
   int64_t resident_pages = 0;

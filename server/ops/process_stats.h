@@ -18,6 +18,8 @@ struct ProcessStats {
 
 // Of this process; 0: it cannot be read.
 int64_t ResidentBytes();
+// The same without what is of files, or shared with other processes.
+int64_t PrivateBytes();
 
 // What cannot be read is 0.
 ProcessStats ReadProcessStats();

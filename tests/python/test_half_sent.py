@@ -82,6 +82,22 @@ def test_requests_that_arrive_have_so_many_places(server):
         assert not client.models()
 
 
+@pytest.mark.slow
+def test_what_they_have_taken_goes_back_to_the_system(tmp_path):
+    with ServerProcess(tmp_path, "--max-arriving-requests", "80") as server:
+        before = resident_bytes(server)
+        with half_sender(server) as sender:
+            for _ in range(80):
+                sender.begin(EMA + "GetModel")
+
+            def is_sent() -> bool:
+                sender.advance(max_wait_s=0.01)
+                return resident_bytes(server) - before > 500 * MIB
+
+            wait_for(is_sent, "they are there")
+        wait_for(lambda: resident_bytes(server) - before < 300 * MIB, "it goes back")
+
+
 def test_those_that_stall_are_ended(tmp_path):
     with ServerProcess(tmp_path, "--stream-timeout", "300ms") as server:
         with half_sender(server) as sender:
