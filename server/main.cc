@@ -1,36 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ema-server: options -> Server::Start -> wait for a signal -> Drain.
-#include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/base/standard_files.h"
 #include "server/base/steady_wait.h"
-#include "server/memory_formula.h"
+#include "server/ops/heap.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
-#include "server/ops/process_stats.h"
+#include "server/ops/thread_limit.h"
 #include "server/ops/version.h"
 #include "server/rpc/library_log.h"
 #include "server/server.h"
@@ -39,8 +34,9 @@ namespace {
 
 // To look costs a walk over the free parts of the heap.
 constexpr absl::Duration kTrimInterval = absl::Seconds(10);
-// At the top of the heap.
-constexpr int kHeapPadBytes = 64 << 20;
+// A start makes 22 on two cores, beside those for each core and queue. Of those it lacks gRPC
+// aborts, and others are waited for without end.
+constexpr int64_t kStartThreads = 32;
 
 // What asks the server to stop: SIGHUP, too, when its terminal is closed, unless nohup ignores it.
 sigset_t StopSignals() {
@@ -133,29 +129,6 @@ class StopRequest {
   std::thread thread_;                         // The last: it uses the others.
 };
 
-// What the process has in memory beside what it has allocated: freed buffers, and the program's.
-int64_t UnallocatedBytes() {
-  const struct mallinfo2 heap = mallinfo2();
-  return ema::PrivateBytes() - static_cast<int64_t>(heap.uordblks + heap.hblkhd);
-}
-
-// Whether the system lets the process have about as many threads as a start makes: 22 on two cores,
-// some of them for each core. Of those it lacks gRPC aborts, and others are waited for without end.
-bool CanMakeThreads(int64_t queue_count) {
-  const int64_t count = 32 + queue_count + std::thread::hardware_concurrency();
-  std::vector<std::thread> threads;
-  absl::Notification all_tried;
-  try {
-    while (std::ssize(threads) < count) {
-      threads.emplace_back([&all_tried] { all_tried.WaitForNotification(); });
-    }
-  } catch (const std::system_error&) {  // Counted below.
-  }
-  all_tried.Notify();
-  for (std::thread& thread : threads) thread.join();
-  return std::ssize(threads) == count;
-}
-
 // From here on the log is as the options say.
 void LogStart(const ema::ParsedOptions& parsed) {
   const ema::ServerOptions& options = parsed.options;
@@ -176,11 +149,7 @@ int main(int argc, char** argv) {
   signal(SIGXFSZ, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
 
-  // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap
-  // is given back and faulted in again, 20 to 30 thousand page faults a push.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, ema::kKeptHeapBytes);
-  mallopt(M_TOP_PAD, kHeapPadBytes);
+  ema::SetUpHeap();
 
   // gRPC's experiment fills up to 4 MiB of small slices in one read; see kReadBytes in
   // rpc_server.cc.
@@ -199,7 +168,8 @@ int main(int argc, char** argv) {
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-  if (!CanMakeThreads(parsed.options.thread_count)) {
+  if (!ema::CanMakeThreads(kStartThreads + parsed.options.thread_count +
+                           std::thread::hardware_concurrency())) {
     // The log needs one, too.
     std::fputs(
         "cannot start: the system lets the process have too few threads; look at ulimit -u and -v, "
@@ -224,15 +194,9 @@ int main(int argc, char** argv) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
-  // glibc gives back by itself only what lies at the top of the heap; and not even so the tops of
-  // other threads' heaps, which would be tried again and again.
-  int64_t lasting_bytes = UnallocatedBytes();
+  ema::FreedMemory freed;
   std::string asked_by;
-  while ((asked_by = stop.Wait(kTrimInterval)).empty()) {
-    if (UnallocatedBytes() - lasting_bytes < ema::kKeptHeapBytes) continue;
-    malloc_trim(kHeapPadBytes);
-    lasting_bytes = std::max(lasting_bytes, UnallocatedBytes());
-  }
+  while ((asked_by = stop.Wait(kTrimInterval)).empty()) freed.GiveBack();
   ema::Log(ema::LogLevel::kInfo, "draining",
            {{"asked_by", asked_by},
             {"delay", parsed.options.drain_delay},

@@ -7,6 +7,7 @@
 #include "server/core/attached_files.h"
 #include "server/core/model.h"
 #include "server/core/reading.h"
+#include "server/ops/heap.h"
 #include "server/ops/logging.h"
 #include "server/ops/process_stats.h"
 #include "server/rpc/rpc_server.h"

@@ -11,9 +11,6 @@
 
 namespace ema {
 
-// Freed buffers that main() lets the heap keep.
-inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
-
 // What the process can use at most, beside the program. Models, and what is cast for readers,
 // reserve their part before they use it.
 struct MemoryFormula {
