@@ -339,7 +339,7 @@ def test_a_pull_that_is_interrupted_leaves_no_file(client, server, model, tmp_pa
         # As a terminal that is closed does.
         if sent == signal.SIGHUP:
             process.send_signal(sent)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
     finally:
         os.kill(server.pid, signal.SIGCONT)
     assert list(out.iterdir()) == []
