@@ -104,7 +104,8 @@ void Rejoiner::Work() {
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joining_.JoinAgain(lost_run_epoch_, kRejoinTimeout));
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
+                       joining_.JoinAgain(lost_run_epoch_, kRejoinTimeout));
   absl::StatusOr<PushProgress> progress =
       run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
   // FENCED, too: by a newer run, which the next try meets, or by another restart.
