@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <system_error>
@@ -24,12 +23,9 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/tensor_pattern.h"
 #include "server/checkpoint/file_system.h"
-#include "server/core/attached_files.h"
 
 namespace ema::cli {
 namespace {
-
-constexpr char kConfigName[] = "config.json";
 
 using Files = std::map<std::string, std::string>;  // Contents by name.
 
@@ -69,23 +65,6 @@ absl::StatusOr<Files> FilesBeside(const Session& session, const PullOptions& opt
                                                                            session.timeout));
   }
   return files;
-}
-
-// What tools call the weights in `folder`, into which `files` come.
-std::string WeightsName(const std::string& folder, const Files& files) {
-  std::string config;
-  if (const auto it = files.find(kConfigName); it != files.end()) {
-    config = it->second;
-  } else {
-    // What cannot be read tells tools nothing either.
-    config = PosixFileSystem()
-                 .ReadSmallFile(RealPath(JoinPath(folder, kConfigName)), kMaxAttachedFileBytes)
-                 .value_or("");
-  }
-  const auto json = nlohmann::json::parse(config, nullptr, /*allow_exceptions=*/false);
-  const bool is_of_diffusers =
-      json.is_object() && (json.contains("_diffusers_version") || json.contains("_class_name"));
-  return is_of_diffusers ? "diffusion_pytorch_model.safetensors" : "model.safetensors";
 }
 
 // FAILED_PRECONDITION: the folder has other weights, which tools would read in place of ours.
@@ -190,7 +169,9 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   std::string path = RealPath(options.output);
   if (is_folder) {
     EMA_ASSIGN_OR_RETURN(files, FilesBeside(session, options, model));
-    const std::string name = WeightsName(options.output, files);
+    const auto config = files.find(kConfigName);
+    const std::string name =
+        WeightsName(config != files.end() ? config->second : ReadConfig(options.output));
     EMA_RETURN_IF_ERROR(CheckFolder(options.output, name));
     path = JoinPath(options.output, name);
   }

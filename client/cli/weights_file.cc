@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -13,6 +14,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/safetensors.h"
+#include "server/core/attached_files.h"
 
 namespace ema::cli {
 namespace {
@@ -33,6 +35,19 @@ bool IsThere(const std::string& path) {
 
 }  // namespace
 
+std::string WeightsName(const std::string& config) {
+  const auto json = nlohmann::json::parse(config, nullptr, /*allow_exceptions=*/false);
+  const bool is_of_diffusers =
+      json.is_object() && (json.contains("_diffusers_version") || json.contains("_class_name"));
+  return kFolderFiles[is_of_diffusers ? 1 : 0];
+}
+
+std::string ReadConfig(const std::string& folder) {
+  return PosixFileSystem()
+      .ReadSmallFile(RealPath(JoinPath(folder, kConfigName)), kMaxAttachedFileBytes)
+      .value_or("");
+}
+
 std::string RealPath(const std::string& path) {
   std::error_code error;
   const std::string real_path = std::filesystem::canonical(path, error).string();
@@ -52,7 +67,9 @@ absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
   if (!std::filesystem::is_directory(path, error)) {
     EMA_RETURN_IF_ERROR(result.Add(path, [](const std::string&) { return true; }));
   } else {
-    for (const std::string name : kFolderFiles) {
+    std::vector<std::string> names(std::begin(kFolderFiles), std::end(kFolderFiles));
+    if (WeightsName(ReadConfig(path)) != names[0]) std::swap(names[0], names[1]);
+    for (const std::string& name : names) {
       const std::string file = JoinPath(path, name);
       const std::string index = absl::StrCat(file, ".index.json");
       if (IsThere(index)) {

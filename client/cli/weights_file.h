@@ -25,9 +25,15 @@ std::string RealPath(const std::string& path);
 // Of a file here, whose `path` goes before: UNKNOWN for UNAVAILABLE, which would mean the server.
 absl::Status FileError(const std::string& path, const absl::Status& status);
 
-// A safetensors file, or a Hugging Face folder: model.safetensors or
-// diffusion_pytorch_model.safetensors, whole or in the pieces that its .index.json names. Nothing
-// executable is read. Not thread-safe.
+// What tools call the weights of a folder, by the text of its config.json (empty: it has none):
+// diffusers diffusion_pytorch_model.safetensors, others model.safetensors.
+std::string WeightsName(const std::string& config);
+inline constexpr char kConfigName[] = "config.json";
+// Of a folder; empty: there is none, or it cannot be read, which tells tools nothing either.
+std::string ReadConfig(const std::string& folder);
+
+// A safetensors file, or a Hugging Face folder: what WeightsName() says, else the other one, whole
+// or in the pieces that its .index.json names. Nothing executable is read. Not thread-safe.
 class WeightsFile {
  public:
   // Reads the headers. NOT_FOUND: there is none. INVALID_ARGUMENT: not what the format says; the

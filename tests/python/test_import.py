@@ -80,6 +80,19 @@ def test_every_track_begins_with_the_file(client, emactl, model, folder, what, h
     assert version.tracks["ema"].weight == np.float32(-np.expm1(-np.log(2) / 100))
 
 
+@pytest.mark.parametrize("how", ["python", "emactl"])
+def test_the_config_says_which_weights_are_read(client, emactl, model, tmp_path, how):  # noqa: F811
+    (tmp_path / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    save_file({"w": torch.ones(2)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    if how == "python":
+        client.import_weights(model, tmp_path, tracks={"raw": "copy"}, step=5)
+    else:
+        command = ("import", model, "--from", tmp_path, "--track", "raw=copy", "--step", "5")
+        assert emactl(*command).returncode == 0
+    assert_begins_with(client, model, {"w": torch.ones(2)}, 5)
+
+
 def test_a_model_with_versions_is_refused(client, emactl, model, folder):  # noqa: F811
     path = folder / "whole.safetensors"
     client.import_weights(model, path, tracks={"raw": "copy"}, step=5)

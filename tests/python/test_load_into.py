@@ -210,6 +210,18 @@ def test_a_tensor_that_the_track_ignores_is_missing(server, client, model):
     assert torch.equal(net.bias, bias)
 
 
+def test_a_mask_of_integers_becomes_one_of_bools(server, client, model):
+    weights = {"mask": torch.tensor([0, 1, 2], dtype=torch.uint8), "w": torch.ones(2)}
+    client.create_model(model, weights, tracks={"ema": "10ba"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(2))
+    module.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+    ema_client.load_into(module, server.url(model))
+    assert module.mask.tolist() == [False, True, True]
+
+
 def test_a_pull_that_fails_leaves_the_module_without_memory(server, model, average):
     net = on_meta()
     with pytest.raises(ema_client.NotFoundError):

@@ -173,6 +173,10 @@ def test_a_template_of_what_is_loaded_takes_no_place(server, client, model, trai
             assert ema.step == int(folder)
             assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
             trainer.step()
+    with trainer.attach(server, model, keep_resumable=2) as ema:
+        assert ema.state_dict()["step"] == 2
+        ema.load_state_dict(None)  # Of a checkpoint that an outage has left without.
+        assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
 
 
 def test_a_trainer_that_makes_no_step_can_be_resumed(server, client, model, trainer):

@@ -144,14 +144,15 @@ def attach(
         on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
             next update counts the longer time, so the half-life stays right. "raise": the next
             `optimizer.step()` raises, before it changes anything; the step is left out, and training may
-            go on. An outage, and a newer run, raise once: the steps that are due after that are left out
-            without another word, until the server is back. "wait": each `optimizer.step()` waits until
-            what was pushed before it is a version. While the server is away, or another rank, training
-            stands still; then that step is pushed again, with the same weights. A step is lost only where
-            the others have it already, or have gone on without it, with a warning; steps whose values are
-            refused are skipped. Once the outage has lasted `max_outage_s`, or a newer run pushes, it
-            raises as "raise" does: the step that waited is lost, those that are due next are tried, and
-            the next outage is waited for again. Ctrl-C ends the wait.
+            go on. An outage, and a newer run, raise once (twice where the last push is late before it is
+            lost): the steps that are due after that are left out without another word, until the server
+            is back. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
+            While the server is away, or another rank, training stands still; then that step is pushed
+            again, with the same weights. A step is lost only where the others have it already, or have
+            gone on without it, with a warning; steps whose values are refused are skipped. Once the
+            outage has lasted `max_outage_s`, or a newer run pushes, it raises as "raise" does: the step
+            that waited is lost, those that are due next are tried, and the next outage is waited for
+            again. Ctrl-C ends the wait.
         max_outage_s: for on_error "wait": seconds from the first push that failed. A rank that cannot push
             for another reason than an outage (no memory) tells the others at once, and they go on without
             that step. Where the server does not listen to it (a bad token) they wait so long.

@@ -70,7 +70,7 @@ def names_from(what: str, value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value]
     try:
-        return list(value or ())
+        return [] if value is None else list(value)
     except TypeError:
         raise InvalidArgumentError(f"{what} {value!r}: must be a name, or several") from None
 

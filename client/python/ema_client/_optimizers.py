@@ -83,7 +83,8 @@ class OutOfTurn:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._watches = len(optimizers) > 1 and all(
+        # Two may well take turns of their own.
+        self._watches = len(optimizers) > 2 and all(
             sum(len(group["params"]) for group in optimizer.param_groups) == 1
             for optimizer in optimizers
         )

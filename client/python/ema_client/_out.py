@@ -91,8 +91,11 @@ def _can_cast(tensor: Any, target: Any) -> bool:
     if is_instance(tensor, "torch", "Tensor"):
         import torch
 
-        # copy_ makes zeros of averages, or True.
-        return torch.can_cast(tensor.dtype, target.dtype)
+        # copy_ makes zeros of averages, or True; of integers a mask.
+        is_mask = target.dtype == torch.bool and not (
+            tensor.is_floating_point() or tensor.is_complex()
+        )
+        return is_mask or torch.can_cast(tensor.dtype, target.dtype)
     import numpy
 
     return bool(numpy.can_cast(tensor.dtype, target.dtype, casting=_CASTING))

@@ -164,9 +164,9 @@ class WithState:
         numbers and strings. No rank waits for another, but for the running push. Rank 0 returns when
         the version is on the server's disk and has a label that begins with "resume-<step>"; of such
         labels the server keeps the newest `keep_resumable`; one from before the first step takes no
-        other's place, and goes when load_state_dict loads another state (dcp.load asks for such a one, as
-        its template, and overwrites it). What rank 0's checkpoint says is therefore there; other ranks'
-        are not to be used without it.
+        other's place until the next, and goes when load_state_dict loads another state, or none (dcp.load
+        asks for such a one, as its template, and overwrites it). What rank 0's checkpoint says is
+        therefore there; other ranks' are not to be used without it.
 
         With on_error "skip", a server that is away, or cannot write to its disk, costs the checkpoint its
         average, not the training the checkpoint: then this is None, with a warning, and at once if that
@@ -254,8 +254,8 @@ class WithState:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what `state_dict` gave: as `attach(..., resume=state)`, for an attachment.
 
-        Before the first step, on every rank, with equal dicts; None, on all of them, resumes nothing.
-        Opens a new run; on an error the attachment stays as it was.
+        Collective. Before the first step, on every rank, with equal dicts; None, on all of them, resumes
+        nothing. Opens a new run; on an error the attachment stays as it was.
 
         Raises:
             InvalidArgumentError: the state is of another model or format, or another one on another rank.
@@ -271,13 +271,14 @@ class WithState:
                 reason="BAD_REQUEST",
             )
         joined = self._join_at(state)
-        if joined is None:
-            return
-        old_run = self._link.run
-        self._take(joined)
-        old_run.close()
+        loaded: str | None = None
+        if joined is not None and state is not None:
+            loaded = State.from_dict(state, model=self._model_name).label
+            old_run = self._link.run
+            self._take(joined)
+            old_run.close()
         template, self._template = self._template, None
-        if template not in (None, State.from_dict(state or {}, model=self._model_name).label):
+        if template is not None and template != loaded:
             with _labels_stay(self._model_name):
                 self._client.remove_label(self._model_name, template)
 

@@ -72,7 +72,9 @@ def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     root = pathlib.Path(path)
     if not root.is_dir():
         return _read_header(root)
-    for name in _FOLDER_FILES:
+    # As `from_pretrained` does, the one that its tool looks for.
+    first = folder_file(root, {})
+    for name in (first, *(other for other in _FOLDER_FILES if other != first)):
         index = root / f"{name}.index.json"
         if index.exists():
             return _read_index(root, index)
