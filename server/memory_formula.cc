@@ -25,9 +25,11 @@ int64_t RequestCount(const ServerOptions& options) {
   return options.limits.max_arriving_requests + RpcServer::kMaxArrivingProbes;
 }
 
-// Of one that has arrived but for its end, and one read of the socket beside it.
+// Of one that has arrived but for its end, and one read of the socket beside it; or of a reply that
+// is not taken: the longest that clients take.
 int64_t RequestBytes(const ServerOptions& options) {
-  return options.limits.max_message_bytes + (int64_t{1} << 20);
+  constexpr int64_t kMaxReplyBytes = int64_t{16} << 20;
+  return std::max(options.limits.max_message_bytes, kMaxReplyBytes) + (int64_t{1} << 20);
 }
 
 void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_bytes) {

@@ -331,6 +331,8 @@ void StepPusher::Impl::ComeBack(SteadyTime until) {
   run_ = std::move(joined->run);
   rejoiner_ = nullptr;
   due_.GoOn();
+  // By what there was when it joined: the step that is asked for next may be later.
+  LookBack();
   if (joined->lost_version.has_value()) {
     // It was to be pushed again, or counts as skipped.
     if (again_.has_value()) {
@@ -340,7 +342,6 @@ void StepPusher::Impl::ComeBack(SteadyTime until) {
     }
     CountPushed(*std::move(joined->lost_version));
   }
-  LookBack();
 }
 
 void StepPusher::Impl::LookBack() {

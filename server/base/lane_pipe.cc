@@ -260,7 +260,8 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
       ReleaseIncoming();
       return frame;
     }
-    has_part_ = true;
+    // Before the next part takes more.
+    if (!std::exchange(has_part_, true)) ask_at_ = SteadyTime::min();
   }
 }
 

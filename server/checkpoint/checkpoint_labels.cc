@@ -89,9 +89,14 @@ absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, Checkpoin
   return label;
 }
 
+absl::Status CheckpointManager::CheckLabel(const Model& model, std::string_view label) {
+  if (FindLabel(model, label).ok()) return absl::OkStatus();
+  return ValidateNewLabel(label);
+}
+
 absl::StatusOr<CheckpointLabel> CheckpointManager::SetLabel(Model& model, const std::string& label,
                                                             const VersionId& id) {
-  EMA_RETURN_IF_ERROR(ValidateNewLabel(label));
+  EMA_RETURN_IF_ERROR(CheckLabel(model, label));
   const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
   absl::MutexLock lock(label_mu.get());
   return Place(model, {.name = label}, id);
@@ -123,7 +128,7 @@ absl::Status CheckpointManager::CheckMayScore(const Model& model,
 
 absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
     Model& model, const CheckpointLabel& score) {
-  EMA_RETURN_IF_ERROR(ValidateNewLabel(score.name));
+  EMA_RETURN_IF_ERROR(CheckLabel(model, score.name));
   EMA_RETURN_IF_ERROR(model.closed());
   const double value = score.metric.value_or(std::numeric_limits<double>::quiet_NaN());
   if (!std::isfinite(value)) {

@@ -237,6 +237,8 @@ class CheckpointManager final : public Checkpoints {
   // OUT_OF_RANGE, VERSION_NOT_KEPT, listing what there is.
   absl::Status NotKept(const Model& model, const VersionId& id);
 
+  // INVALID_ARGUMENT, BAD_NAME: there is no such label, and shall not be.
+  absl::Status CheckLabel(const Model& model, std::string_view label);
   // Puts `label` on a version, saving that if need be; `id` as SaveRequest's.
   absl::StatusOr<CheckpointLabel> Place(Model& model, CheckpointLabel label, const VersionId& id);
 

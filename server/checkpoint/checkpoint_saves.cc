@@ -9,7 +9,6 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_manager.h"
-#include "server/checkpoint/label_file.h"
 #include "server/core/model_store.h"
 
 namespace ema {
@@ -152,7 +151,7 @@ void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
 absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
                                                            const SaveRequest& request) {
   if (!request.label.empty()) {
-    EMA_RETURN_IF_ERROR(ValidateNewLabel(request.label));
+    EMA_RETURN_IF_ERROR(CheckLabel(model, request.label));
     if (!request.tracks.empty()) {
       return BadRequest(absl::StrCat("label: \"", request.label,
                                      "\" given together with tracks; only a checkpoint with all "

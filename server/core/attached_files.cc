@@ -67,7 +67,7 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
                                     " files, and can have no more"));
     }
     if (size < total_bytes && unfinished_.size() >= kMaxUnfinishedFiles) {
-      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+      return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
                        absl::StrCat("file \"", name, "\": ", kMaxUnfinishedFiles,
                                     " files of the model have come in part, as many as may"),
                        kUnfinishedRetryDelay);

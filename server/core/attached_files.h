@@ -48,9 +48,8 @@ class AttachedFiles {
   // begins anew, and the last one attaches the file, in the place of one of its name. The last part
   // again is OK. INVALID_ARGUMENT: BAD_NAME; BAD_REQUEST: a size, or another part than the next.
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: kMaxAttachedFiles, unfinished ones among them, or no memory;
-  // with a time, kMaxUnfinishedFiles.
-  // After an error of offset 0 the file is as it was attached before; else what has come of it is
-  // kept.
+  // TOO_MANY_CALLS: kMaxUnfinishedFiles others. After an error of offset 0 the file is as it was
+  // attached before; else what has come of it is kept.
   absl::Status AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
                        std::string_view data) ABSL_LOCKS_EXCLUDED(mu_);
   // Forgets unfinished files of which no part has come for `timeout`.

@@ -195,13 +195,14 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                   ": its tracks have changed; OpenRun gives the new plan"));
   }
   if (start.frozen == FrozenTensors::kOmitted && !MayOmitFrozenLocked()) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-                     absl::StrCat("frozen: step ", start.step,
-                                  " leaves the frozen tensors out, but "
-                                  "model \"",
-                                  config_.name,
-                                  "\" has not the values of this run's in all of its tracks; push "
-                                  "them once"));
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+        absl::StrCat("frozen: step ", start.step, " leaves the frozen tensors out, but model \"",
+                     config_.name,
+                     has_frozen_mismatches_
+                         ? "\" needs them in each step: ranks did not agree whether they change"
+                         : "\" has not the values of this run's in all of its tracks; push them "
+                           "once"));
   }
   constexpr int64_t kMaxUpdates = int64_t{1} << 53;
   if (start.imported_updates < 0 ||

@@ -29,7 +29,10 @@ void SetUpHeap() {
   mallopt(M_TOP_PAD, kPadBytes);
 }
 
-FreedMemory::FreedMemory() : lasting_bytes_(UnallocatedBytes()) {}
+FreedMemory::FreedMemory() {
+  malloc_trim(kPadBytes);
+  lasting_bytes_ = UnallocatedBytes();
+}
 
 void FreedMemory::GiveBack() {
   if (UnallocatedBytes() - lasting_bytes_ < kKeptHeapBytes) return;

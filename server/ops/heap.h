@@ -18,6 +18,7 @@ void SetUpHeap();
 // For one thread.
 class FreedMemory {
  public:
+  // Gives all of it back.
   FreedMemory();
 
   // Gives freed memory back to the system if there are more than kKeptHeapBytes of it. glibc does
@@ -26,7 +27,7 @@ class FreedMemory {
 
  private:
   // What stays all the same, such as the tops of other threads' heaps: not to be tried each time.
-  int64_t lasting_bytes_;
+  int64_t lasting_bytes_ = 0;
 };
 
 }  // namespace ema

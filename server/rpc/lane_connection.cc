@@ -112,7 +112,9 @@ absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   if (frame->is_chunk || !request.ParseFromString(frame->message)) {
     return BadRequest("a message that is no LaneRequest");
   }
-  request.DiscardUnknownFields();  // They would stay for as long as the call.
+  // Its place was taken a moment ago.
+  if (MustEnd()) return WhyEnded(absl::CancelledError("the lane has ended"));
+  request.DiscardUnknownFields();                    // They would stay for as long as the call.
   return request;
 }
 

@@ -10,8 +10,7 @@
 namespace ema {
 namespace {
 
-// As much as a call takes anyway. Not all replies, lest one of a call that has changed something be
-// refused.
+// As much as a call takes anyway.
 constexpr size_t kMaxFreeReplyBytes = size_t{16} << 10;
 
 }  // namespace

@@ -128,6 +128,8 @@ TEST_F(CheckpointLabelsTest, DigitsAreNoNewLabelButAnOldOneStays) {
   }
   TestServer server(files_);
   EXPECT_EQ(server.manager().FindLabel(server.model(), "2")->version, 1);
+  server.PushTo(2);
+  EXPECT_EQ(server.manager().SetLabel(server.model(), "2", {})->id.version, 2);
   EXPECT_THAT(server.manager().RemoveLabel(server.model(), "2"), IsOk());
 }
 

@@ -144,7 +144,7 @@ TEST_F(AttachedFilesTest, FewMayBeUnfinishedAndOnlyForSoLong) {
   ASSERT_THAT(files_.AddPart("b", 400, 0, "x"), IsOk());
   const absl::Status refused = files_.AddPart("c", 4, 0, "x");
   EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("in part")),
-                             ReasonIs(ErrorReason::kMemoryBudget)));
+                             ReasonIs(ErrorReason::kTooManyCalls)));
   EXPECT_GT(GetRetryDelay(refused), absl::ZeroDuration());
   ASSERT_THAT(Attach("whole", "x"), IsOk());
   ASSERT_THAT(files_.AddPart("b", 300, 0, "x"), IsOk());
