@@ -16,7 +16,8 @@ namespace {
 
 // Visits the objects of which torch modules are made: the modules and their types, names,
 // parameters and buffers, what says that a buffer is not kept, and whatever may change
-// state_dict(): of its hooks only which they are, not what makes them answer otherwise. Runs no Python code. To be used with the GIL held.
+// state_dict(): of its hooks only which they are, not what makes them answer otherwise. Runs no
+// Python code. To be used with the GIL held.
 class ModuleWalk {
  public:
   // False: stop.
