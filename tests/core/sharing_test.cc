@@ -187,50 +187,53 @@ TEST_F(SharingTest, RanksMustSayTheSameOfThem) {
                                  "with them")));
 }
 
+// Of two live elements and two frozen ones, each kind on a rank of its own.
+struct LiveAndFrozenRanks {
+  explicit LiveAndFrozenRanks(const std::shared_ptr<Model>& model)
+      : live(model, "launch", 0, 2, {{0, {0}, {2}}}, /*whole=*/false),
+        frozen(model, "launch", 1, 2, {{1, {0}, {2}}}, /*whole=*/false) {
+    EXPECT_THAT(live.Join(), IsOk());
+    EXPECT_THAT(frozen.Join(1), IsOk());
+  }
+  absl::StatusOr<PushResult> Push(int64_t step) {
+    EXPECT_THAT(live.Push(step, BytesOf({1, 1})), testing::Not(IsOk()));  // Not ended yet.
+    return frozen.Push(step, BytesOf({5, 5}));
+  }
+
+  TestRank live;
+  TestRank frozen;
+};
+
 TEST_F(SharingTest, RanksThatDoNotAgreeOfThemTwicePushThemFromThenOn) {
   Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}, /*live_count=*/2,
          /*frozen_count=*/2);
-  TestRank zero(model_, "launch", 0, 2, {{0, {0}, {2}}}, /*whole=*/false);
-  TestRank one(model_, "launch", 1, 2, {{1, {0}, {2}}}, /*whole=*/false);
-  ASSERT_THAT(zero.Join(), IsOk());
-  ASSERT_THAT(one.Join(1), IsOk());
-  const auto push = [&](int64_t step) {
-    EXPECT_THAT(zero.Push(step, BytesOf({1, 1})), testing::Not(IsOk()));  // Not ended yet.
-    return one.Push(step, BytesOf({5, 5}));
-  };
+  LiveAndFrozenRanks ranks(model_);
   const auto differ = [&](int64_t step) {
     const auto outcome = std::make_shared<PushOutcome>();
-    EMA_ASSERT_OK_AND_ASSIGN(const auto open, zero.Open(step, outcome));
-    one.SetFrozen(FrozenTensors::kOmitted);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(step, outcome));
+    ranks.frozen.SetFrozen(FrozenTensors::kOmitted);
     for (int i = 0; i < 2; ++i) {  // Its streams.
-      EXPECT_THAT(one.Open(step, outcome).status(), ReasonIs(ErrorReason::kPlanMismatch));
+      EXPECT_THAT(ranks.frozen.Open(step, outcome).status(), ReasonIs(ErrorReason::kPlanMismatch));
     }
-    one.SetFrozen(FrozenTensors::kChanged);
+    ranks.frozen.SetFrozen(FrozenTensors::kChanged);
   };
-  EXPECT_TRUE(push(1)->plan.may_omit_frozen);
+  EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
   differ(2);
-  EXPECT_TRUE(push(3)->plan.may_omit_frozen);
+  EXPECT_TRUE(ranks.Push(3)->plan.may_omit_frozen);
   differ(4);
-  EXPECT_FALSE(push(5)->plan.may_omit_frozen);
-  EXPECT_FALSE(push(6)->plan.may_omit_frozen);
+  EXPECT_FALSE(ranks.Push(5)->plan.may_omit_frozen);
+  EXPECT_FALSE(ranks.Push(6)->plan.may_omit_frozen);
 }
 
 TEST_F(SharingTest, OneRankIsEnoughToSayThatTheyHaveChanged) {
   Create({{.name = "often", .schedule = MakeSchedule("smoothing=0.5")},
           {.name = "seldom", .schedule = MakeSchedule("smoothing=0.5, update_interval=100ba")}},
          /*live_count=*/2, /*frozen_count=*/2);
-  TestRank zero(model_, "launch", 0, 2, {{0, {0}, {2}}}, /*whole=*/false);
-  TestRank one(model_, "launch", 1, 2, {{1, {0}, {2}}}, /*whole=*/false);
-  ASSERT_THAT(zero.Join(), IsOk());
-  ASSERT_THAT(one.Join(1), IsOk());
-  const auto push = [&](int64_t step) {
-    EXPECT_THAT(zero.Push(step, BytesOf({1, 1})), testing::Not(IsOk()));  // Not ended yet.
-    return one.Push(step, BytesOf({5, 5}));
-  };
-  EXPECT_TRUE(push(1)->plan.may_omit_frozen);
-  EXPECT_TRUE(push(2)->plan.may_omit_frozen);
-  one.SetFrozen(FrozenTensors::kChanged);
-  EXPECT_FALSE(push(3)->plan.may_omit_frozen);  // "seldom" was not compared.
+  LiveAndFrozenRanks ranks(model_);
+  EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
+  EXPECT_TRUE(ranks.Push(2)->plan.may_omit_frozen);
+  ranks.frozen.SetFrozen(FrozenTensors::kChanged);
+  EXPECT_FALSE(ranks.Push(3)->plan.may_omit_frozen);  // "seldom" was not compared.
 }
 
 TEST_F(SharingTest, AnAverageThatIsToBeginWithZerosGetsThemPushed) {
