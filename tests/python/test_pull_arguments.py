@@ -31,6 +31,7 @@ SELECTIONS = [
     ({"tensors": "1.weight"}, {"1.weight"}),
     ({"tensors": ["0.bias", "1.*"]}, {"0.bias", "1.weight"}),
     ({"tensors": [], "slices": [BOX]}, {"1.weight"}),
+    ({"slices": BOX}, {"1.weight"}),
     ({"tensors": "0.bias", "slices": []}, {"0.bias"}),
 ]
 

@@ -61,7 +61,7 @@ class EvaluatorCalls(CheckpointCalls):
         version: VersionLike = 0,
         step: int | None = None,
         tensors: str | Collection[str] | None = None,
-        slices: Collection[Shard] | None = None,
+        slices: Shard | Collection[Shard] | None = None,
         dtype: DtypeLike | None = None,
         out: OutLike | None = None,
         framework: Framework = "auto",
@@ -80,7 +80,7 @@ class EvaluatorCalls(CheckpointCalls):
                 today's training, not of the one that was given up.
             tensors: names, or patterns such as "encoder.*", or one: only these, and those of `slices`. None,
                 and no slices: all.
-            slices: of these tensors only a box.
+            slices: of these tensors only a box; or one.
             dtype: what the server casts floats to before it sends them: "float32", "float16",
                 "bfloat16", or PyTorch's, NumPy's or JAX's dtype of that name. None: as it keeps them.
             out: what is to be written in place, in place of new memory, with the values cast to its
@@ -415,7 +415,7 @@ class EvaluatorCalls(CheckpointCalls):
         version: VersionLike = 0,
         step: int | None = None,
         tensors: str | Collection[str] | None = None,
-        slices: Collection[Shard] | None = None,
+        slices: Shard | Collection[Shard] | None = None,
         dtype: DtypeLike | None = None,
         files: FilesLike | None = None,
         timeout_s: float | None = None,

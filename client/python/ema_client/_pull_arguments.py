@@ -25,7 +25,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def selection_from(
-    tensors: str | Collection[str] | None, slices: Collection[Shard] | None
+    tensors: str | Collection[str] | None, slices: Shard | Collection[Shard] | None
 ) -> tuple[list[str], list[Shard]]:
     """Names or patterns, and boxes; two empty lists: everything.
 
@@ -35,7 +35,7 @@ def selection_from(
     if tensors is None and slices is None:
         return [], []
     names = names_from("tensors", tensors)
-    boxes = list(slices or ())
+    boxes = [slices] if isinstance(slices, Shard) else list(slices or ())
     for name in names:
         if not isinstance(name, str):
             raise InvalidArgumentError(f"tensors: {name!r}: must be a tensor's name, or a pattern")

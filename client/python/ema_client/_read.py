@@ -20,7 +20,7 @@ def pull(
     version: VersionLike = 0,
     step: int | None = None,
     tensors: str | Collection[str] | None = None,
-    slices: Collection[Shard] | None = None,
+    slices: Shard | Collection[Shard] | None = None,
     dtype: DtypeLike | None = None,
     out: OutLike | None = None,
     framework: Framework = "auto",

@@ -20,6 +20,7 @@ from ema_client._callbacks import check_options, check_tracks, saved_state
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._optimizers import parameter_ids, unwrap_optimizers
+from ema_client._out import check_castable
 from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
 from ema_client._read import pull
 from ema_client._resume import State
@@ -195,9 +196,17 @@ class EMAModel:
 
         Raises:
             FailedPreconditionError: there has been no step.
+            InvalidArgumentError: some parameters' dtypes cannot hold averages, such as int8; nothing was
+                changed.
             EmaError: the pull failed; nothing was changed.
         """
-        _write(self._checked(parameters), self.shadow_params)
+        targets, values = self._checked(parameters), self.shadow_params
+        check_castable(
+            "parameters",
+            values=dict(zip(self._names, values)),
+            targets=dict(zip(self._names, targets)),
+        )
+        _write(targets, values)
 
     def restore(self, parameters: Iterable[torch.Tensor]) -> None:
         """Writes what `store` has kept back into parameters, once.
