@@ -151,7 +151,9 @@ def test_store_copy_to_and_restore(server, model, trainer):
     ema.copy_to(half)
     assert all(torch.equal(h, a.to(torch.bfloat16)) for h, a in zip(half, average))
     whole = [tensor.to(torch.int8) for tensor in own]
-    with pytest.raises(ValueError, match="parameters: wrong dtypes: .*: torch.int8 for torch.float32"):
+    with pytest.raises(
+        ValueError, match="parameters: wrong dtypes: .*: torch.int8 for torch.float32"
+    ):
         ema.copy_to(whole)
     assert all(torch.equal(w, o.to(torch.int8)) for w, o in zip(whole, own))
     ema.close()
