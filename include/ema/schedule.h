@@ -174,7 +174,9 @@ class Schedule {
   // What a push at `now` does to a track in `state`. The first push is always due. Later ones are
   // due, from the start to the end, when floor((now - phase) / interval) > floor((last - phase) /
   // interval); with kReinit and kHold also when they reach the start. INVALID_ARGUMENT, BAD_TIME:
-  // `now` lacks a unit that the schedule needs, or went back in it.
+  // `now` lacks a unit that the schedule needs, or went back in that of its half-life or its
+  // interval. In that of the start it may, and of the end: so does the progress of a training that
+  // is made longer.
   absl::StatusOr<Update> Plan(const State& state, const TrainingTime& now) const;
 
   // The time that a track's age is counted from, in the unit that its rule goes by. REQUIRES: the

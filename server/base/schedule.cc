@@ -30,21 +30,13 @@ struct Clock {
 };
 
 // `now` in the clock's unit.
-absl::StatusOr<double> Read(const Clock& clock, const Schedule::State& state,
-                            const TrainingTime& now) {
+absl::StatusOr<double> Read(const Clock& clock, const TrainingTime& now) {
   const TimeUnit unit = clock.duration.unit;
   const std::optional<double> value = now.Get(unit);
   if (!value.has_value()) {
     return BadTime(absl::StrCat("training time lacks \"", std::string(TimeUnitSuffix(unit)),
                                 "\", which ", clock.field, " ", clock.duration.ToString(),
                                 " needs"));
-  }
-  const std::optional<double> last =
-      state.last_update.has_value() ? state.last_update->Get(unit) : std::nullopt;
-  if (last.has_value() && !(*value >= *last)) {
-    return BadTime(absl::StrCat("training time ", TrainingDuration{*value, unit}.ToString(),
-                                " is before that of the last update, ",
-                                TrainingDuration{*last, unit}.ToString(), ": it must not go back"));
   }
   return *value;
 }
@@ -66,9 +58,15 @@ struct Passage {
 // From the last update (before the first: from now) to `now`.
 absl::StatusOr<Passage> Measure(const Clock& clock, const Schedule::State& state,
                                 const TrainingTime& now) {
-  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, state, now));
+  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, now));
   if (!state.last_update.has_value()) return Passage{value, value};
   EMA_ASSIGN_OR_RETURN(const double last, ReadEarlier(clock, *state.last_update, "last update"));
+  if (value < last) {
+    const TimeUnit unit = clock.duration.unit;
+    return BadTime(absl::StrCat("training time ", TrainingDuration{value, unit}.ToString(),
+                                " is before that of the last update, ",
+                                TrainingDuration{last, unit}.ToString(), ": it must not go back"));
+  }
   return Passage{last, value};
 }
 
@@ -189,7 +187,7 @@ absl::StatusOr<Schedule> Schedule::Create(const Options& options) {
 
 absl::StatusOr<bool> Schedule::HasStarted(const State& state, const TrainingTime& now) const {
   if (options_.start.value == 0 || state.started.has_value()) return true;
-  EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_start", options_.start}, state, now));
+  EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_start", options_.start}, now));
   return IsAtLeast(value, options_.start);
 }
 
@@ -208,7 +206,7 @@ absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& 
                                         double elapsed) const {
   const Clock clock = RuleClock(options_, update_interval_);
   const TrainingDuration& start = options_.start;
-  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, state, now));
+  EMA_ASSIGN_OR_RETURN(const double value, Read(clock, now));
   Moment moment{.elapsed = elapsed,
                 .averaged_number = static_cast<double>(state.averaged_count) + 1};
   EMA_ASSIGN_OR_RETURN(const double origin, AgeOrigin(state));
@@ -240,7 +238,7 @@ absl::StatusOr<Schedule::Update> Schedule::Plan(const State& state, const Traini
   EMA_ASSIGN_OR_RETURN(const bool has_started, HasStarted(state, now));
   bool has_ended = false;
   if (options_.end.has_value()) {
-    EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_end", *options_.end}, state, now));
+    EMA_ASSIGN_OR_RETURN(const double value, Read({"ema_end", *options_.end}, now));
     has_ended = IsAfter(value, *options_.end);
   }
 

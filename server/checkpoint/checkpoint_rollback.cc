@@ -218,9 +218,9 @@ absl::StatusOr<Model::Standing> CheckpointManager::StandingOf(Model& model, cons
   EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
   if (!stored.has_value()) return pinned.status();
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
-  Model::Standing standing{.time = manifest.record.time, .tracks = {}};
+  Model::Standing standing;
   for (const CheckpointTrack& track : manifest.tracks) {
-    if (track.weights.has_value()) standing.tracks[track.config.name] = track.state;
+    if (track.weights.has_value()) standing[track.config.name] = track.state;
   }
   return standing;
 }

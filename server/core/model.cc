@@ -183,7 +183,6 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
     return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
                                                          start.step, " is not after ", last.step));
   }
-  EMA_RETURN_IF_ERROR(start.time.CheckNotBefore(last.time));
   return false;
 }
 

@@ -149,16 +149,14 @@ class Model : public std::enable_shared_from_this<Model> {
   // fenced. INVALID_ARGUMENT: its last_run_epoch. UNAVAILABLE or NOT_FOUND: as RefuseNew() or
   // Close() was given.
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Where a version stands, wherever its values are.
-  struct Standing {
-    TrainingTime time;
-    std::map<std::string, TrackState, std::less<>> tracks;  // That have a value in it, by name.
-  };
+  // Where a version stands, wherever its values are: the tracks that have a value in it, by name.
+  using Standing = std::map<std::string, TrackState, std::less<>>;
   static Standing StandingOf(const Snapshot& version);
   // Of the newest version; nullopt: there is none.
   std::optional<Standing> standing() const ABSL_LOCKS_EXCLUDED(mu_);
   // Whether a push at `time`, the first after `from` (nullopt: of all), would update a track that
-  // is not paused. INVALID_ARGUMENT, BAD_TIME: it is before `from`, or lacks a unit.
+  // is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that it lacks, or that it is before
+  // the last update in.
   absl::StatusOr<bool> IsDueBy(const TrainingTime& time, const std::optional<Standing>& from) const
       ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -119,9 +119,9 @@ absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
 }
 
 Model::Standing Model::StandingOf(const Snapshot& version) {
-  Standing standing{.time = version.record.time, .tracks = {}};
+  Standing standing;
   for (const TrackSnapshot& track : version.tracks) {
-    standing.tracks[track.track->name()] = track.state;
+    standing[track.track->name()] = track.state;
   }
   return standing;
 }
@@ -135,14 +135,13 @@ std::optional<Model::Standing> Model::standing() const {
 absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
                                     const std::optional<Standing>& from) const {
   EMA_RETURN_IF_ERROR(time.Validate());
-  if (from.has_value()) EMA_RETURN_IF_ERROR(time.CheckNotBefore(from->time));
   absl::MutexLock lock(&mu_);
   for (const TrackRef& track : tracks_) {
     if (track->config().paused) continue;
     TrackState state;
     if (from.has_value()) {
-      const auto found = from->tracks.find(track->name());
-      if (found != from->tracks.end()) state = found->second;
+      const auto found = from->find(track->name());
+      if (found != from->end()) state = found->second;
     }
     const absl::StatusOr<std::vector<Schedule::Update>> updates =
         PlanTrack(track->config(), state, time);

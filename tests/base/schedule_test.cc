@@ -665,8 +665,28 @@ TEST(SchedulePlanTest, TimeMustNotGoBack) {
   last.Set(TimeUnit::kEpoch, 2);
   TrainingTime now = At(42);
   now.Set(TimeUnit::kEpoch, 1);
-  EXPECT_THAT(Parse("half_life=5ba, ema_start=5ep").Plan({1, 0, last, std::nullopt}, now),
+  EXPECT_THAT(Parse("half_life=5ba, update_interval=1ep").Plan({1, 1, last, last}, now),
               StatusIs(kInvalid, HasSubstr("1ep is before")));
+}
+
+// A training is made longer: what was three quarters of it is a third.
+TEST(SchedulePlanTest, ProgressMayGoBackWhereItIsOnlyOfTheStartOrTheEnd) {
+  TrainingTime last = At(30);
+  last.Set(TimeUnit::kProgress, 0.75);
+  TrainingTime now = At(31);
+  now.Set(TimeUnit::kProgress, 0.34);
+  const Schedule::State started{3, 2, last, last};
+  for (const char* text : {"half_life=5ba, ema_start=0.5dur", "half_life=5ba, ema_end=0.7dur"}) {
+    const absl::StatusOr<Schedule::Update> update = Parse(text).Plan(started, now);
+    ASSERT_THAT(update, IsOk()) << text;
+    EXPECT_TRUE(update->due) << text;
+    EXPECT_DOUBLE_EQ(update->update_weight, 1 - std::exp2(-1.0 / 5)) << text;
+  }
+  const absl::StatusOr<Schedule::Update> before =
+      Parse("half_life=5ba, ema_start=0.8dur").Plan({1, 0, last, std::nullopt}, now);
+  ASSERT_THAT(before, IsOk());
+  EXPECT_FALSE(before->due);
+  EXPECT_THAT(Parse("half_life=0.5dur").Plan(started, now), ReasonIs(ErrorReason::kBadTime));
 }
 
 }  // namespace

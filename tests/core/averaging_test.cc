@@ -376,6 +376,19 @@ TEST_F(AveragingTest, ASchedulePushesCannotFollowIsRefused) {
   ASSERT_THAT(Push(2, {0, 0, 0}), IsOk());
 }
 
+TEST_F(AveragingTest, UnitsThatNoTrackNeedsMayGoBackOrBeMissing) {
+  Create({Track("ema", "half_life=1ba")});
+  rank_->SetTime([](int64_t step) {
+    TrainingTime time = TrainingTime::AtBatch(step);
+    if (step < 3) time.Set(TimeUnit::kProgress, step == 1 ? 0.9 : 0.4);
+    return time;
+  });
+  for (int step = 1; step <= 3; ++step) {
+    ASSERT_THAT(Push(step, {static_cast<float>(step), 0, 0}), IsOk());
+  }
+  EXPECT_THAT(Read("ema"), ElementsAre(2.25f, 0, 0));
+}
+
 TEST_F(AveragingTest, ANewTrackMustFitTheMemoryBudget) {
   Create({Track("ema", "smoothing=0.5")}, {{"w", Dtype::kFloat32, {60'000'000}}});
   EXPECT_THAT(model_->UpdateTracks({.put = {Track("two", "copy")}}),

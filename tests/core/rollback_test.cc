@@ -659,7 +659,7 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(5)), IsOkAndHolds(false));
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(6)), IsOkAndHolds(true));
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(700)), IsOkAndHolds(true));
-  EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime::AtBatch(3)).status()), ErrorReason::kBadTime);
+  EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime::AtBatch(2)).status()), ErrorReason::kBadTime);
   EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime()).status()), ErrorReason::kBadTime);
   // After an earlier version.
   const Model::Standing second = Model::StandingOf(**model_->PinVersion(2));
