@@ -137,6 +137,8 @@ std::string_view TensorActionName(TensorAction action) {
 
 absl::Status TensorSpec::Validate() const {
   EMA_RETURN_IF_ERROR(CheckName(*this, name));
+  // Checkpoints are safetensors files, in whose headers this is no tensor.
+  if (name == "__metadata__") return BadTensor(*this, "no tensor can have this name");
   for (const std::string& alias : aliases) EMA_RETURN_IF_ERROR(CheckName(*this, alias));
   if (FindInfo(dtype) == nullptr) {
     return BadTensor(

@@ -148,10 +148,6 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
   for (const int64_t i : order) {
     TensorSpec& spec = specs.emplace_back(job.model.manifest().tensor(i));
     spec.dtype = track.layout().entry(i).dtype;
-    if (spec.name == kSafetensorsMetadataKey) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("tensor \"", spec.name, "\": a safetensors file cannot hold this name"));
-    }
   }
   const std::string header = EncodeSafetensorsHeader(specs, FileMetadata(job, track));
   if (static_cast<int64_t>(header.size()) > kMaxSafetensorsHeaderBytes) {

@@ -106,6 +106,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         RefusalCase{"EmptyName", {"", Dtype::kFloat32, {1}}, "a name is needed"},
         RefusalCase{"LongName", {std::string(1025, 'x'), Dtype::kFloat32, {1}}, "1025 bytes"},
+        RefusalCase{"Metadata", {"__metadata__", Dtype::kFloat32, {1}}, "can have this name"},
         RefusalCase{"Newline", {"a\nb", Dtype::kFloat32, {1}}, "\"a\\nb\": a name must be UTF-8"},
         RefusalCase{"Delete", {"\x7f", Dtype::kFloat32, {1}}, "UTF-8"},
         RefusalCase{"Zero", {std::string("a\0b", 3), Dtype::kFloat32, {1}}, "UTF-8"},

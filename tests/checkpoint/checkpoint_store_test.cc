@@ -568,21 +568,6 @@ TEST(CheckpointStoreTest, ADeletionThatFailedComesBeforeTheNextSave) {
   EXPECT_THAT(Saved(files), testing::ElementsAre("step-000000000010-version-7-1"));
 }
 
-TEST(CheckpointStoreTest, ATensorThatTheFormatCannotHoldIsNamed) {
-  FakeFileSystem files;
-  ModelStore models(TestDevice(), SmallBlocks());
-  ModelConfig config;
-  config.name = "m";
-  config.manifest = MakeManifest({{"__metadata__", Dtype::kFloat32, {1}}});
-  config.tracks = {{"raw", MakeSchedule("copy")}};
-  const auto model = models.Create(std::move(config))->model;
-  TestRank rank(model, "launch");
-  ASSERT_THAT(rank.Join(), IsOk());
-  ASSERT_THAT(rank.Push(1, BytesOf({1.0f})), IsOk());
-  EXPECT_THAT(OpenStore(files)->Save(*model, *model->PinVersion(0)),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("\"__metadata__\"")));
-}
-
 TEST(CheckpointStoreTest, ASecondServerIsRefused) {
   FakeFileSystem files;
   auto store = OpenStore(files);
