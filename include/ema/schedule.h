@@ -48,8 +48,8 @@ struct ConstantDecayRule {
   friend bool operator==(const ConstantDecayRule&, const ConstantDecayRule&) = default;
 };
 
-// Warm-ups, by position `s`: the units of the interval since the start, less one; d = 0 up to
-// s = 0, then within [min_decay, max_decay].
+// Warm-ups, by position `s`: the time since the start in the interval's unit ("3ba": batches, not
+// thirds of them), less one; d = 0 up to s = 0, then within [min_decay, max_decay].
 
 // `d = 1 - (1 + s / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
 struct InverseGammaRule {

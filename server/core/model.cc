@@ -161,11 +161,11 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   if (start.step < 0 || start.step > kMaxStep) {
     return BadRequest(absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
   }
-  if (start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
+  if (start.stream_group < 0 || start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
       (start.stream_count > 1 && start.stream_group == 0)) {
     return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
                                    start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
-                                   ", and a group for more than one"));
+                                   ", and a group, above 0, for more than one"));
   }
   EMA_RETURN_IF_ERROR(start.time.Validate());
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
@@ -179,7 +179,13 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
                                   omits_frozen ? "with the frozen tensors" : "without them",
                                   "; QueryPush says as which version"));
   }
-  if (start.step <= last.step) {
+  if (start.step == last.step) {
+    return Aborted(
+        ErrorReason::kStaleStep,
+        absl::StrCat("model \"", config_.name, "\": step ", start.step,
+                     " is committed already, as version ", last.number, " of an earlier run"));
+  }
+  if (start.step < last.step) {
     return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
                                                          start.step, " is not after ", last.step));
   }
@@ -201,7 +207,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                      has_frozen_mismatches_
                          ? "\" needs them in each step: ranks did not agree whether they change"
                          : "\" has not the values of this run's in all of its tracks; push them "
-                           "once"));
+                           "until PushPlan.may_omit_frozen is true"));
   }
   constexpr int64_t kMaxUpdates = int64_t{1} << 53;
   if (start.imported_updates < 0 ||

@@ -65,6 +65,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     });
     if (record != records_.rend()) {
       result.state = PushState::State::kCommitted;
+      result.rank_committed = true;
       result.record = *record;
       result.plan = PlanLocked();
       if (step == current_->record.step && last_commit_.run_epoch == run_epoch) {

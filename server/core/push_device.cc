@@ -27,11 +27,13 @@ absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
       [](const TrackPlan& plan) { return plan.base != nullptr || !IsDue(plan.updates); });
   if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
     const NonFiniteElement& first = elements.front();
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-                     absl::StrCat("step ", plan_.step, ": tensor \"",
-                                  model_.manifest->tensor(first.source_id).name,
-                                  "\" holds NaN or infinity at element ", first.element,
-                                  ", pushed by rank ", rank, "; the step is dropped"));
+    const TensorSpec& tensor = model_.manifest->tensor(first.source_id);
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+        absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
+                     tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "",
+                     " at element ", first.element, ", pushed by rank ", rank,
+                     "; the step is dropped"));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
   return absl::OkStatus();

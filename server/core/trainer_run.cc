@@ -50,7 +50,9 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
   if (const RankLayout* joined = this->layout(rank); joined != nullptr) {
     if (joined->digest() == layout.digest()) return absl::OkStatus();
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-                     absl::StrCat("rank ", rank, " has joined this run with another layout"));
+                     absl::StrCat("rank ", rank,
+                                  " has joined this run with another layout; to "
+                                  "change it, all ranks open a run with a new launch_id"));
   }
   if (joined_count_ > 0 && layouts_[first_joined_]->wire_dtype() != layout.wire_dtype()) {
     const WireDtype joined = layouts_[first_joined_]->wire_dtype();

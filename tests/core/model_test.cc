@@ -214,6 +214,13 @@ TEST_F(ModelTest, ACommittedStepPushedAgainIsADuplicateOnlyWithTheSameContent) {
   EXPECT_EQ(again.record.number, 1);
   EXPECT_THAT(rank.Push(1, BytesOf(Values(2))), ReasonIs(ErrorReason::kStaleStep));
   EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_TRUE(model_->QueryPush(rank.run_epoch(), 1, 0, false)->rank_committed);
+  TestRank later(model_, "later");
+  ASSERT_THAT(later.Join(), IsOk());
+  EXPECT_THAT(later.Push(1, BytesOf(Values(1))),
+              AllOf(ReasonIs(ErrorReason::kStaleStep),
+                    StatusIs(absl::StatusCode::kAborted,
+                             HasSubstr("is committed already, as version 1 of an earlier run"))));
 }
 
 TEST_F(ModelTest, ANewLaunchFencesTheOldOne) {
@@ -390,6 +397,11 @@ TEST_F(ModelTest, StreamCountsThatAreNoneAreRefused) {
   refuses(1, -1);
   refuses(1, kMaxStreamsOfRank + 1);
   refuses(0, 2);
+  refuses(-1, 0);
+  refuses(-1, 2);
+  // None has begun a step.
+  rank.SetStreams(0, 0);
+  EXPECT_THAT(rank.Push(0, BytesOf(Values(1))), IsOk());
 }
 
 TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {

@@ -95,6 +95,14 @@ TEST_F(NonFiniteTest, ARefusedStepNamesTheTensorAlsoIfNoTrackIsDue) {
                     ReasonIs(ErrorReason::kNonFinite)));
 }
 
+TEST_F(NonFiniteTest, AFloat64ThatIsTooLargeIsNotCalledInfinite) {
+  Create({Track("ema", "smoothing=0.5")}, {{"a", Dtype::kFloat64, {1}}}, NonFinitePolicy::kReject);
+  EXPECT_THAT(rank_->Push(1, Raw(1e300)),
+              AllOf(StatusIs(absl::StatusCode::kInvalidArgument,
+                             HasSubstr("or more than a float32 can, at element 0")),
+                    ReasonIs(ErrorReason::kNonFinite)));
+}
+
 TEST_F(NonFiniteTest, OfSeveralTensorsTheFirstThatWasPushedIsNamed) {
   Create({Track("ema", "smoothing=0.5")},
          {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {2}}}, NonFinitePolicy::kReject);
