@@ -8,7 +8,7 @@
 
 namespace ema {
 
-// Makes so many threads, all at once, and ends them: whether they could be had.
+// Makes so many threads, all at once, and ends them: whether they and their memory could be had.
 bool CanMakeThreads(int64_t count);
 
 }  // namespace ema
