@@ -6,9 +6,11 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -32,22 +34,36 @@ absl::StatusOr<int> NewEvent() {
   return fd;
 }
 
-ConnectionAcceptor::ConnectionAcceptor(int listen_fd)
-    : listen_fd_(listen_fd), spare_fd_(OpenSpare()) {}
+ConnectionAcceptor::ConnectionAcceptor(int listen_fd, int64_t reserved_files)
+    : listen_fd_(listen_fd), reserved_files_(reserved_files), spare_fd_(OpenSpare()) {}
 
 ConnectionAcceptor::~ConnectionAcceptor() {
   if (spare_fd_ >= 0) close(spare_fd_);
 }
 
+bool ConnectionAcceptor::IsReserved(int fd) const {
+  rlimit files{};
+  getrlimit(RLIMIT_NOFILE, &files);
+  if (files.rlim_cur == RLIM_INFINITY) return false;
+  const auto limit = static_cast<int64_t>(files.rlim_cur);
+  // A new descriptor is the lowest that is free: all below it are taken.
+  return fd >= limit - std::min(reserved_files_, limit / 4);
+}
+
 ConnectionAcceptor::Accepted ConnectionAcceptor::Accept(int flags) {
-  const int fd = accept4(listen_fd_, nullptr, nullptr, flags);
+  sockaddr_storage address{};
+  auto* const peer = reinterpret_cast<sockaddr*>(&address);
+  socklen_t size = sizeof(address);
+  const int fd = accept4(listen_fd_, peer, &size, flags);
+  if (fd >= 0 && IsReserved(fd)) {
+    close(fd);
+    return {.outcome = Outcome::kRefused, .peer = PeerText(peer)};
+  }
   if (fd >= 0) return {Outcome::kAccepted, fd};
   if (errno == ENOBUFS || errno == ENOMEM) return {Outcome::kExhausted};
   if (errno != EMFILE && errno != ENFILE) return {Outcome::kNone};
   if (spare_fd_ >= 0) close(spare_fd_);
-  sockaddr_storage address{};
-  auto* const peer = reinterpret_cast<sockaddr*>(&address);
-  socklen_t size = sizeof(address);
+  size = sizeof(address);
   const int refused = accept4(listen_fd_, peer, &size, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (refused >= 0) close(refused);
   spare_fd_ = OpenSpare();

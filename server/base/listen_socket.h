@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_BASE_LISTEN_SOCKET_H_
 #define EMA_SERVER_BASE_LISTEN_SOCKET_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -26,6 +27,9 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
 // system refuses.
 absl::StatusOr<int> NewEvent();
 
+// What connections of clients leave to checkpoints, the log and the HTTP page.
+inline constexpr int64_t kReservedFiles = 64;
+
 // Accepts connections, and gets over having no file descriptor left: a spare one is kept, to refuse
 // with what would else stay in the backlog. For one thread.
 class ConnectionAcceptor {
@@ -33,7 +37,7 @@ class ConnectionAcceptor {
   enum class Outcome {
     kAccepted,
     kNone,       // It has gone again.
-    kRefused,    // There was no descriptor for it.
+    kRefused,    // There was no descriptor for it, but reserved ones.
     kExhausted,  // The system lacks something: wait a little; the backlog stays readable.
   };
   struct Accepted {
@@ -42,8 +46,9 @@ class ConnectionAcceptor {
     std::string peer;  // As PeerText(), if kRefused.
   };
 
-  // `listen_fd` stays the caller's.
-  explicit ConnectionAcceptor(int listen_fd);
+  // `listen_fd` stays the caller's. Connections leave the last `reserved_files` descriptors of the
+  // process to others, at most a quarter of all.
+  explicit ConnectionAcceptor(int listen_fd, int64_t reserved_files = 0);
   ~ConnectionAcceptor();
   ConnectionAcceptor(const ConnectionAcceptor&) = delete;
   ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
@@ -52,7 +57,10 @@ class ConnectionAcceptor {
   Accepted Accept(int flags);
 
  private:
+  bool IsReserved(int fd) const;
+
   const int listen_fd_;
+  const int64_t reserved_files_;
   int spare_fd_;  // -1: there is none.
 };
 

@@ -37,7 +37,7 @@ class LaneServer {
         max_lanes_(max_lanes),
         socket_name_(std::move(socket_name)),
         fd_(fd),
-        acceptor_(fd) {}
+        acceptor_(fd, kReservedFiles) {}
 
   void Accept();
 

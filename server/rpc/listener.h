@@ -50,7 +50,7 @@ class Listener {
   Listener(int fd, int stop_fd, int port, std::string path, OpenConnections* connections)
       : fd_(fd),
         stop_fd_(stop_fd),
-        connections_to_accept_(fd),
+        connections_to_accept_(fd, kReservedFiles),
         port_(port),
         path_(std::move(path)),
         connections_(connections) {}
