@@ -119,10 +119,10 @@ struct RpcContext {
   Checkpoints* checkpoints = nullptr;      // Outlives this. Never null in a server.
   Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
   ServerObserver* observer = nullptr;      // Outlives this. Never null.
-  // Run a function on the thread that reads what pulls need of the disk, or waits for what they
-  // need of an accelerator: a chunk each, in turn.
-  Executor disk_reader;
-  Executor device_reader;
+  // They read what pulls need of the disk, and wait for what they need of an accelerator: a chunk
+  // each, in turn. Never null in a server.
+  Worker* disk_reader = nullptr;
+  Worker* device_reader = nullptr;
 
  private:
   // To the log, but not as many lines as there may be calls.

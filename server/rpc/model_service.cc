@@ -39,30 +39,23 @@ SnapshotRef PinNamed(const ModelStore& store, const Request& request,
   return pinned.ok() ? *std::move(pinned) : nullptr;
 }
 
-// `executor`, which lets `version` go after the function.
-Executor Holding(SnapshotRef version, const Executor& executor) {
-  return [version = std::move(version), executor](std::function<void()> function) {
-    return executor([version, function = std::move(function)] { function(); });
-  };
-}
-
 }  // namespace
 
 void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Workers& workers) {
-#define EMA_LISTEN(method, executor) \
-  EMA_LISTEN_BY(method, [chosen = Executor(executor)](const auto&) { return chosen; })
-#define EMA_LISTEN_BY(method, choose_executor)                           \
+#define EMA_LISTEN(method, on) \
+  EMA_LISTEN_BY(method, [worker = on](const auto&) { return Turn{.worker = worker}; })
+#define EMA_LISTEN_BY(method, choose_turn)                               \
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(          \
       rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,          \
       [this](const v1::method##Request& request, const Access& access) { \
         return Answer(&ModelService::method, request, access);           \
       },                                                                 \
-      choose_executor)
-  Executor here;
-  const auto holding = [this](const Executor& executor) {
-    return [this, executor](const auto& request) {
-      return Holding(PinNamed(*store_, request, &Model::PinSpare), executor);
+      choose_turn)
+  Worker* const here = nullptr;
+  const auto holding = [this](Worker* worker) {
+    return [this, worker](const auto& request) {
+      return Turn{worker, PinNamed(*store_, request, &Model::PinSpare)};
     };
   };
   const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
@@ -72,7 +65,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
     // What is only on the disk is labelled after a save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
-    return Holding(std::move(version), is_quick ? workers.quick : workers.saving);
+    return Turn{is_quick ? workers.quick : workers.saving, std::move(version)};
   };
   EMA_LISTEN(CreateModel, here);
   EMA_LISTEN(GetModel, here);
@@ -82,7 +75,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(AttachFile, here);
   EMA_LISTEN(GetAttachedFile, workers.quick);
   EMA_LISTEN_BY(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return request.has_resume() ? workers.restoring : Executor();
+    return Turn{.worker = request.has_resume() ? workers.restoring : nullptr};
   });
   EMA_LISTEN(QueryPush, here);
   EMA_LISTEN(GetLane, here);

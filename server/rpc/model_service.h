@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_RPC_MODEL_SERVICE_H_
 #define EMA_SERVER_RPC_MODEL_SERVICE_H_
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,14 +28,14 @@ class ModelService {
 
   struct Workers {
     // Runs what reads of the disk only what there is, and waits for no save.
-    Executor quick;
+    Worker* quick;
     // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned,
     // if readers can still pin another.
-    Executor saving;
+    Worker* saving;
     // Runs what makes an earlier version the newest, for minutes.
-    Executor restoring;
+    Worker* restoring;
     // Runs what computes over whole versions, for minutes.
-    Executor computing;
+    Worker* computing;
   };
   // Waits for the next call of each method on `queue`. This outlives the queue.
   void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Workers& workers);

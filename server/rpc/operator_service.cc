@@ -20,7 +20,7 @@ void OperatorService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue
   UnaryCall<v1::method##Request, v1::method##Response>::Listen(                              \
       rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,                              \
       [this](const v1::method##Request& request, const Access&) { return method(request); }, \
-      [](const auto&) { return nullptr; })
+      [](const auto&) { return Turn(); })
   EMA_LISTEN(GetServerInfo);
   EMA_LISTEN(SetLogLevel);
   EMA_LISTEN(Drain);

@@ -60,7 +60,7 @@ void PullCall::OnRead(bool ok) {
   const LogCallerScope scope(&arrival_.caller().log);
   if (absl::Status status = Start(); !status.ok()) return Finish(status);
   if (!handler_.needs_disk()) return WriteHeader();
-  RunOn(rpc_->disk_reader, [self = shared_from_this()] { self->OpenStored(); });
+  RunOn(*rpc_->disk_reader, [self = shared_from_this()] { self->OpenStored(); });
 }
 
 absl::Status PullCall::Start() {
@@ -71,8 +71,8 @@ absl::Status PullCall::Start() {
   return handler_.Open(request);
 }
 
-void PullCall::RunOn(const Executor& executor, std::function<void()> work) {
-  if (absl::Status status = executor(std::move(work)); !status.ok()) Finish(status);
+void PullCall::RunOn(Worker& worker, std::function<void()> work) {
+  if (absl::Status status = worker.Run(std::move(work)); !status.ok()) Finish(status);
 }
 
 void PullCall::OpenStored() {
@@ -92,8 +92,8 @@ void PullCall::OnWritten(bool ok) {
   if (trailer_written_) return Finish(absl::OkStatus());
   if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
   auto write_next = [self = shared_from_this()] { self->WriteNext(); };
-  if (handler_.needs_disk()) return RunOn(rpc_->disk_reader, std::move(write_next));
-  if (handler_.needs_device()) return RunOn(rpc_->device_reader, std::move(write_next));
+  if (handler_.needs_disk()) return RunOn(*rpc_->disk_reader, std::move(write_next));
+  if (handler_.needs_device()) return RunOn(*rpc_->device_reader, std::move(write_next));
   // Readers can wait, trainers cannot.
   queue_->Defer(std::move(write_next));
 }

@@ -36,8 +36,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void End(StreamEnd why) override;
 
   absl::Status Start();
-  // On the executor's thread. Ends the call if it has no room.
-  void RunOn(const Executor& executor, std::function<void()> work);
+  // On the worker's thread. Ends the call if it has no room.
+  void RunOn(Worker& worker, std::function<void()> work);
   void OpenStored();
   void WriteHeader();
   void WriteNext();

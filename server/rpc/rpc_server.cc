@@ -168,8 +168,8 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
            .checkpoints = checkpoints,
            .authenticator = options.authenticator,
            .observer = options.observer,
-           .disk_reader = [this](auto read) { return disk_reader_.Run(std::move(read)); },
-           .device_reader = [this](auto read) { return device_reader_.Run(std::move(read)); }},
+           .disk_reader = &disk_reader_,
+           .device_reader = &device_reader_},
       models_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
@@ -306,15 +306,15 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   PullCall::Listen(&rpc_, queue);
   WatchCall::Listen(&rpc_, queue->get());
   models_.Listen(&rpc_, queue->get(),
-                 {.quick = quick_calls_.executor(),
-                  .saving = saving_calls_.executor(),
-                  .restoring = restoring_calls_.executor(),
-                  .computing = computing_calls_.executor()});
+                 {.quick = &quick_calls_,
+                  .saving = &saving_calls_,
+                  .restoring = &restoring_calls_,
+                  .computing = &computing_calls_});
   operator_.Listen(&rpc_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
       &rpc_, &rpc_.health, kHealthCheck, queue->get(),
       [this](const auto& request, const Access&) { return CheckHealth(request); },
-      [](const auto&) { return nullptr; });
+      [](const auto&) { return Turn(); });
   queue->Run();
 }
 

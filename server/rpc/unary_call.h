@@ -71,21 +71,26 @@ absl::Status CheckMayWait(const Request& request) {
   return absl::OkStatus();
 }
 
+// Where a request's handler runs.
+struct Turn {
+  Worker* worker = nullptr;          // On its thread, and may block there. Null: on the queue's.
+  std::shared_ptr<const void> held;  // With a worker: until the handler has run, or will not.
+};
+
 // Its request is read once the caller may make the call, and takes one of the places for those that
-// arrive. Then it may wait for the executor; when its turn comes it must be let in once more.
+// arrive. Then it may wait for a worker; when its turn comes it must be let in once more.
 template <typename Request, typename Response>
 class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, Response>> {
  public:
   using Handler = std::function<absl::StatusOr<Response>(const Request&, const Access&)>;
-  // Where a request's handler runs, which may block there; null: on the queue's thread.
-  using ChooseExecutor = std::function<Executor(const Request&)>;
+  using ChooseTurn = std::function<Turn(const Request&)>;
 
   // Asks `source` for the next call of `method`, a literal, which is one of its.
   static void Listen(RpcContext* rpc, CallSource* source, std::string_view method,
                      grpc::ServerCompletionQueue* queue, const Handler& handler,
-                     const ChooseExecutor& choose_executor) {
+                     const ChooseTurn& choose_turn) {
     std::shared_ptr<UnaryCall> call(
-        new UnaryCall(rpc, source, method, queue, handler, choose_executor));
+        new UnaryCall(rpc, source, method, queue, handler, choose_turn));
     // A call that waits for its turn has no other way to learn that its caller has left.
     call->context_.AsyncNotifyWhenDone(call->done_.Arm(call));
     void* const tag = call->accepted_.Arm(call);
@@ -94,19 +99,19 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
 
  private:
   UnaryCall(RpcContext* rpc, CallSource* source, std::string_view method,
-            grpc::ServerCompletionQueue* queue, Handler handler, ChooseExecutor choose_executor)
+            grpc::ServerCompletionQueue* queue, Handler handler, ChooseTurn choose_turn)
       : rpc_(rpc),
         source_(source),
         method_(method),
         queue_(queue),
         handler_(std::move(handler)),
-        choose_executor_(std::move(choose_executor)),
+        choose_turn_(std::move(choose_turn)),
         arrival_(rpc, method) {}
 
   void OnAccepted(bool ok) {
     if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
     in_flight_ = rpc_->calls.Enter();
-    Listen(rpc_, source_, method_, queue_, handler_, choose_executor_);
+    Listen(rpc_, source_, method_, queue_, handler_, choose_turn_);
     arrival_.Begin(
         context_, [this] { stream_.Read(&message_, read_.Arm(this->shared_from_this())); },
         [self = this->shared_from_this()](const absl::Status& status) { self->Finish(status); });
@@ -118,8 +123,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   absl::Status Start() {
     EMA_ASSIGN_OR_RETURN(request_, ParseRequest<Request>(message_));
     EMA_RETURN_IF_ERROR(CheckModel());
-    const Executor executor = choose_executor_(request_);
-    if (executor == nullptr) {
+    Turn turn = choose_turn_(request_);
+    if (turn.worker == nullptr) {
       Answer(absl::OkStatus());
       return absl::OkStatus();
     }
@@ -127,7 +132,9 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     // Of unknown fields a message takes five times their bytes.
     if constexpr (!kMayBeLong<Request>) request_.DiscardUnknownFields();
     EMA_RETURN_IF_ERROR(Pack());
-    return executor([self = this->shared_from_this()] { self->Answer(self->TakeTurn()); });
+    return turn.worker->Run([self = this->shared_from_this(), held = std::move(turn.held)] {
+      self->Answer(self->TakeTurn());
+    });
   }
   // While it waits, a long request takes its bytes: with all its fields it takes ten times as many.
   absl::Status Pack() {
@@ -199,7 +206,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;
   const Handler handler_;
-  const ChooseExecutor choose_executor_;
+  const ChooseTurn choose_turn_;
   grpc::ServerContext context_;
   grpc::ByteBuffer message_;  // As it arrives. gRPC does not tell a bad one from none.
   Request request_;

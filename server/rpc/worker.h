@@ -18,11 +18,7 @@
 
 namespace ema {
 
-// Runs a function on another thread, later. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: it will not, for
-// too many wait.
-using Executor = std::function<absl::Status(std::function<void()>)>;
-
-// Runs functions one after another. Thread-safe.
+// Runs functions one after another, on a thread of its own. Thread-safe.
 class Worker {
  public:
   // `name`: of what it runs, such as "saving-calls". At most `max_waiting` functions wait.
@@ -31,11 +27,8 @@ class Worker {
   // REQUIRES: it has been stopped, or not started.
   ~Worker() = default;
 
-  // As Executor.
+  // Runs `function` later. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: it will not, for too many wait.
   absl::Status Run(std::function<void()> function) ABSL_LOCKS_EXCLUDED(mu_);
-  Executor executor() {
-    return [this](std::function<void()> function) { return Run(std::move(function)); };
-  }
   // `heartbeat`, which outlives this, is busy while a function runs. Once.
   void Start(Heartbeat* heartbeat);
   // Returns when all functions have run. Nothing may be given to it any more. Again, or before
