@@ -8,24 +8,9 @@
 
 #include "server/device/device.h"
 #include "server/ops/options.h"
+#include "server/ops/server_state.h"
 
 namespace ema {
-
-// What the process can use at most, beside the program. Models, and what is cast for readers,
-// reserve their part before they use it.
-struct MemoryFormula {
-  int64_t push_bytes = 0;  // Of one stream, as what follows.
-  int64_t pull_bytes = 0;
-  int64_t lane_bytes = 0;
-  int64_t lane_count = 0;
-  int64_t stream_bytes = 0;   // Of all together.
-  int64_t waiting_bytes = 0;  // Requests whose turn has not come.
-  int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
-  int64_t kept_bytes = 0;
-  int64_t process_bytes = 0;  // Before the first of these.
-  // ModelStore::Options::host_memory_bytes: 0 where models are in the host's memory.
-  int64_t host_budget_bytes = 0;
-};
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device);
 

@@ -12,21 +12,6 @@
 #include "server/server.h"
 
 namespace ema {
-namespace {
-
-std::string_view NeedName(Heartbeats::Need need) {
-  switch (need) {
-    case Heartbeats::Need::kServing:
-      return "serving";
-    case Heartbeats::Need::kCheckpoints:
-      return "checkpoints";
-    case Heartbeats::Need::kNeither:
-      break;
-  }
-  return "neither";
-}
-
-}  // namespace
 
 absl::Status Server::StartHttp() {
   if (options_.http_listen.empty()) return absl::OkStatus();
@@ -61,7 +46,6 @@ absl::Status Server::Health() const {
 ServerState Server::State(bool with_history) const {
   constexpr size_t kPlottedPoints = 160;
   const Device& device = store_->device();
-  const Device::MemoryUse use = device.memory_use();
   ServerState state{.now = absl::Now(),
                     .start_time = start_time_,
                     .health = Health(),
@@ -76,17 +60,10 @@ ServerState Server::State(bool with_history) const {
                     .max_sessions = options_.max_sessions};
   state.memory = {.budget_bytes = store_->budget().total_bytes(),
                   .reserved_bytes = store_->budget().reserved_bytes(),
-                  .stream_bytes = formula_.stream_bytes,
-                  .waiting_bytes = formula_.waiting_bytes,
-                  .record_bytes = formula_.record_bytes,
-                  .kept_bytes = formula_.kept_bytes,
-                  .process_bytes = formula_.process_bytes,
                   .host_model_bytes = device.is_host() ? store_->budget().total_bytes() : 0,
-                  .host_budget_bytes = formula_.host_budget_bytes,
+                  .formula = formula_,
                   .device_bytes = device.total_memory_bytes(),
-                  .block_bytes = use.block_bytes,
-                  .free_block_bytes = use.kept_bytes,
-                  .host_copy_bytes = use.host_copy_bytes};
+                  .device_use = device.memory_use()};
   if (checkpoints_ != nullptr) {
     state.is_store_read_only =
         GetErrorReason(checkpoints_->health()) == ErrorReason::kStoreReadOnly;
@@ -107,9 +84,7 @@ ServerState Server::State(bool with_history) const {
     }
   }
   state.has_rejected_tokens = tokens_ != nullptr && !tokens_->problem().ok();
-  for (const Heartbeats::Age& age : heartbeats_->Ages(Heartbeats::Clock::now())) {
-    state.workers.push_back({age.name, NeedName(age.need), absl::FromChrono(age.silent_time)});
-  }
+  state.workers = heartbeats_->Ages(Heartbeats::Clock::now());
   for (const std::shared_ptr<Model>& model : store_->List()) {
     ServerState::Model& shown = state.models.emplace_back();
     shown.name = model->config().name;

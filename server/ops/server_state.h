@@ -8,45 +8,49 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/base/heartbeat.h"
 #include "server/base/rpc_limits.h"
 #include "server/core/checkpoint_counts.h"
 #include "server/core/model_overview.h"
+#include "server/device/device.h"
 
 namespace ema {
 
+// What the process can use at most, beside the program. Models, and what is cast for readers,
+// reserve their part before they use it.
+struct MemoryFormula {
+  int64_t push_bytes = 0;  // Of one stream, as what follows.
+  int64_t pull_bytes = 0;
+  int64_t lane_bytes = 0;
+  int64_t lane_count = 0;
+  int64_t stream_bytes = 0;   // Of all together: receive windows, requests, what sending takes.
+  int64_t waiting_bytes = 0;  // Requests whose turn has not come.
+  int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
+  int64_t kept_bytes = 0;     // Freed buffers.
+  int64_t process_bytes = 0;  // Before the first of these: what the process took at its start.
+  // ModelStore::Options::host_memory_bytes, for attached files and what is read, cast or cut out
+  // for readers: 0 where models are in the host's memory.
+  int64_t host_budget_bytes = 0;
+};
+
 // At one moment; read anew for each who asks.
 struct ServerState {
-  // What the memory formula allows each part, and what the device has and holds.
+  // What each part may take at most, and what the device has and holds.
   struct Memory {
     int64_t budget_bytes = 0;      // For models.
     int64_t reserved_bytes = 0;    // Of it.
-    int64_t stream_bytes = 0;      // Receive windows, requests, and what sending and lanes take.
-    int64_t waiting_bytes = 0;     // Requests whose turn has not come.
-    int64_t record_bytes = 0;      // Of models, beside what they reserve.
-    int64_t kept_bytes = 0;        // Freed buffers.
-    int64_t process_bytes = 0;     // What the process took at its start.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
-    // Else: attached files, and what is read, cast or cut out for readers.
-    int64_t host_budget_bytes = 0;
-
-    int64_t device_bytes = 0;      // All that the device has for the server.
-    int64_t block_bytes = 0;       // In blocks that somebody holds.
-    int64_t free_block_bytes = 0;  // Freed, and kept for reuse.
-    int64_t host_copy_bytes = 0;   // Pinned: of what a GPU has, for readers.
+    MemoryFormula formula;
+    int64_t device_bytes = 0;  // All that the device has for the server.
+    Device::MemoryUse device_use;
   };
   struct Tls {
     absl::Time expiry;                // Of the certificate in use.
     bool has_rejected_files = false;  // The files are not what is in use, for they are wrong.
-  };
-  struct Worker {
-    std::string name;
-    std::string_view need;  // "serving", "checkpoints" or "neither": what does not work without it.
-    absl::Duration silent_time;
   };
   struct Model {
     std::string name;
@@ -80,7 +84,7 @@ struct ServerState {
   int64_t max_sessions = 0;          // Of all models together.
   std::optional<Tls> tls;            // Absent: the server does not speak TLS, or not yet.
   bool has_rejected_tokens = false;  // The token file is not what is in use: it is wrong, or gone.
-  std::vector<Worker> workers;
+  std::vector<Heartbeats::Age> workers;
   std::vector<Model> models;  // By name.
 };
 

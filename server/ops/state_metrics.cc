@@ -22,6 +22,19 @@ FamilyBuilder Gauge(std::string name, std::string help) {
   return {std::move(name), std::move(help), MetricType::Gauge};
 }
 
+// What does not work without a thread of this need.
+const char* NeedName(Heartbeats::Need need) {
+  switch (need) {
+    case Heartbeats::Need::kServing:
+      return "serving";
+    case Heartbeats::Need::kCheckpoints:
+      return "checkpoints";
+    case Heartbeats::Need::kNeither:
+      break;
+  }
+  return "neither";
+}
+
 // Collects families.
 class Families {
  public:
@@ -112,20 +125,20 @@ void AddServer(const ServerState& state, Families& families) {
       Gauge("ema_memory_used_bytes",
             "Memory that is taken: blocks of averages and freed ones kept for reuse, both of the "
             "device; copies for readers of what a GPU has, of the host.")
-          .Add(memory.block_bytes, {{"kind", "blocks"}})
-          .Add(memory.free_block_bytes, {{"kind", "kept"}})
-          .Add(memory.host_copy_bytes, {{"kind", "host_copies"}}));
+          .Add(memory.device_use.block_bytes, {{"kind", "blocks"}})
+          .Add(memory.device_use.kept_bytes, {{"kind", "kept"}})
+          .Add(memory.device_use.host_copy_bytes, {{"kind", "host_copies"}}));
   families.Add("ema_device_memory_bytes", "All memory of the device that the server may use.",
                memory.device_bytes);
   families.Add(
       Gauge("ema_memory_formula_bytes", "What each part may take at most of the host's memory.")
-          .Add(memory.process_bytes, {{"part", "process"}})
+          .Add(memory.formula.process_bytes, {{"part", "process"}})
           .Add(memory.host_model_bytes, {{"part", "models"}})
-          .Add(memory.host_budget_bytes, {{"part", "files_and_casts"}})
-          .Add(memory.stream_bytes, {{"part", "streams"}})
-          .Add(memory.waiting_bytes, {{"part", "waiting"}})
-          .Add(memory.record_bytes, {{"part", "records"}})
-          .Add(memory.kept_bytes, {{"part", "kept"}}));
+          .Add(memory.formula.host_budget_bytes, {{"part", "files_and_casts"}})
+          .Add(memory.formula.stream_bytes, {{"part", "streams"}})
+          .Add(memory.formula.waiting_bytes, {{"part", "waiting"}})
+          .Add(memory.formula.record_bytes, {{"part", "records"}})
+          .Add(memory.formula.kept_bytes, {{"part", "kept"}}));
   families.Add(Gauge("ema_streams_open",
                      "Pushes, pulls (lanes among them), watches, and requests that arrive.")
                    .Add(state.usage.push_streams, {{"kind", "push"}})
@@ -197,9 +210,9 @@ void AddServer(const ServerState& state, Families& families) {
                state.has_rejected_tokens ? 1 : 0);
   FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
                                 "How long a thread has been at work without progress; 0: idle.");
-  for (const ServerState::Worker& worker : state.workers) {
-    workers.Add(absl::ToDoubleSeconds(worker.silent_time),
-                {{"worker", worker.name}, {"need", std::string(worker.need)}});
+  for (const Heartbeats::Age& worker : state.workers) {
+    workers.Add(absl::ToDoubleSeconds(absl::FromChrono(worker.silent_time)),
+                {{"worker", worker.name}, {"need", NeedName(worker.need)}});
   }
   families.Add(std::move(workers));
   families.Add(Gauge("ema_build_info", "1.")

@@ -119,7 +119,7 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
   model.overview.begun_step = 45;
   model.overview.tracks.push_back(
       {.name = "ema", .update_weight = 0.25, .statistics = TrackStatistics{"ema", 3, 0.5}});
-  state.workers.push_back({"rpc-0", "serving", absl::Seconds(2)});
+  state.workers.push_back({"rpc-0", Heartbeats::Need::kServing, std::chrono::seconds(2)});
   const std::string text = metrics.Text(state);
   for (const char* const line :
        {"ema_model_step{model=\"m\"} 40", "ema_model_version{model=\"m\"} 4",
