@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/checkpoint_copy.h"
 #include "client/cli/output.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_name.h"
-#include "server/checkpoint/copy.h"
 #include "server/checkpoint/verify.h"
 
 namespace ema::cli {
@@ -176,8 +176,7 @@ absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool
   if (IsWithin(to, from)) {
     return BadRequest(absl::StrCat(to, " is in ", from, ", expected a folder elsewhere"));
   }
-  const absl::StatusOr<CheckpointManifest> copied =
-      ema::CopyCheckpoint(PosixFileSystem(), from, to);
+  const absl::StatusOr<CheckpointManifest> copied = CopyVerified(PosixFileSystem(), from, to);
   if (!copied.ok()) return WithPlace(copied.status(), absl::StrCat(from, " to ", to, ": "));
   return PrintResult(
       json,

@@ -11,9 +11,9 @@
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/weights_file.h"
+#include "client/cpp/first_value.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/first_value.h"
 
 namespace ema::cli {
 namespace {

@@ -12,7 +12,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/post_hoc.h"
+#include "server/checkpoint/post_hoc.h"
 #include "server/core/known_versions.h"
 
 namespace ema {

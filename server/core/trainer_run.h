@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
-#include "server/base/layout_coverage.h"
+#include "server/core/layout_coverage.h"
 #include "server/core/memory_budget.h"
 
 namespace ema {

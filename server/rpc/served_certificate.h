@@ -14,7 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/base/log_event.h"
-#include "server/base/memory_file.h"
+#include "server/rpc/memory_file.h"
 #include "server/rpc/tls.h"
 
 namespace ema {

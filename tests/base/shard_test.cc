@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/crc32c.h"
-#include "server/base/layout_coverage.h"
+#include "server/core/layout_coverage.h"
 #include "tests/base/shard_testing.h"
 #include "tests/testutil/status_matchers.h"
 

@@ -2,8 +2,6 @@
 //
 // What WriteCheckpoint() writes, VerifyCheckpoint() and ReadCheckpoint() take, and what they
 // refuse.
-#include <unistd.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -13,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "server/checkpoint/copy.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/safetensors.h"
 #include "tests/checkpoint/fake_file_system.h"
@@ -28,7 +25,6 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::Not;
 using ::testing::SizeIs;
 
@@ -300,8 +296,6 @@ TEST_F(DamagedFormatTest, AFileTooManyIsNoDamageAndIsSaid) {
   for (const char* path : {"/c/x", "/c/tracks/x", "/c/tracks/raw/x", "/c/tracks/raw/KEEP"}) {
     ASSERT_THAT(files_.NewWritableFile(path), IsOk());
     EXPECT_THAT(check(), is_said) << path;
-    EXPECT_THAT(CopyCheckpoint(files_, "/c", "/copy"), is_said) << path;
-    EXPECT_FALSE(*files_.Exists("/copy"));
     ASSERT_THAT(files_.RemoveFile(path), IsOk());
     ASSERT_THAT(files_.CreateDirectory(path), IsOk());
     EXPECT_THAT(check(), is_said) << path;
@@ -381,64 +375,6 @@ TEST_F(CheckpointFormatTest, OtherTensorsAreRefused) {
   EXPECT_THAT(ReadCheckpoint(files_, "/c", checkpoint, *models.Create(config)->model),
               AllOf(StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("\"flag\"")),
                     ReasonIs(ErrorReason::kModelDiffers)));
-}
-
-TEST_F(DamagedFormatTest, ACopyIsTheSameOrNotThere) {
-  ASSERT_THAT(files_.NewWritableFile("/c/KEEP"), IsOk());
-  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
-  int64_t fail = 0;
-  for (bool is_done = false; !is_done; ++fail) {
-    int64_t count = 0;
-    files_.set_hook([&](const std::string&, const std::string&) {
-      return count++ == fail ? absl::UnavailableError("I/O error") : absl::OkStatus();
-    });
-    const auto copied = CopyCheckpoint(files_, "/c", "/to/copy/");
-    is_done = count <= fail;
-    files_.set_hook(nullptr);
-    EXPECT_EQ(copied.ok(), is_done) << fail;
-    // The last operation is the sync after the rename: then it is there, and whole.
-    const bool is_there = *files_.Exists("/to/copy");
-    if (is_there) {
-      EXPECT_THAT(VerifyCheckpoint(files_, "/to/copy"), IsOk()) << fail;
-    }
-    EXPECT_THAT(*files_.ListDirectory("/to"), SizeIs(is_there ? 1 : 0)) << fail;
-    if (is_there && !is_done) {
-      ASSERT_THAT(files_.RemoveTree("/to/copy"), IsOk());
-    }
-  }
-  const std::vector<std::string> from = FilesIn(files_, "/c");
-  const std::vector<std::string> to = FilesIn(files_, "/to/copy");
-  ASSERT_EQ(from.size(), to.size());
-  for (size_t i = 0; i < from.size(); ++i) {
-    EXPECT_EQ(to[i], "/to/copy" + from[i].substr(2));
-    EXPECT_EQ(files_.FileBytes(from[i]), files_.FileBytes(to[i])) << from[i];
-  }
-  EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy"),
-              StatusIs(absl::StatusCode::kAlreadyExists, _));
-  // What was promised is there after the power has gone.
-  EXPECT_THAT(VerifyCheckpoint(*files_.AfterCrash(PowerLoss::kNamesOnly), "/to/copy"), IsOk());
-}
-
-// In containers every copy may have the same process id.
-TEST_F(DamagedFormatTest, AnotherCopyIsNeitherInTheWayNorTouched) {
-  const std::string other = absl::StrCat("/to/.tmp-copy-", getpid());
-  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
-  ASSERT_THAT(files_.CreateDirectory(other), IsOk());
-  ASSERT_THAT(files_.NewWritableFile(other + "/manifest.json"), IsOk());
-  EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy"), IsOk());
-  EXPECT_TRUE(*files_.Exists(other + "/manifest.json"));
-}
-
-TEST_F(DamagedFormatTest, ADamagedCheckpointIsNotCopied) {
-  ASSERT_THAT(files_.CreateDirectory("/to"), IsOk());
-  for (const std::string& path : FilesIn(files_, "/c")) {
-    std::string& bytes = files_.FileBytes(path);
-    if (bytes.empty()) continue;
-    bytes.back() = static_cast<char>(bytes.back() ^ 4);
-    EXPECT_THAT(CopyCheckpoint(files_, "/c", "/to/copy").status(), IsCorrupt()) << path;
-    EXPECT_THAT(*files_.ListDirectory("/to"), IsEmpty()) << path;
-    files_.FileBytes(path).back() = static_cast<char>(files_.FileBytes(path).back() ^ 4);
-  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/first_value.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
@@ -21,7 +22,6 @@
 #include "ema/time.h"
 #include "ema/track.h"
 #include "server/base/crc32c.h"
-#include "server/base/first_value.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.

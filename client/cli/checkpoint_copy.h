@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Copies checkpoints, such as to a folder that is mounted from an object store.
-#ifndef EMA_SERVER_CHECKPOINT_COPY_H_
-#define EMA_SERVER_CHECKPOINT_COPY_H_
+#ifndef EMA_CLIENT_CLI_CHECKPOINT_COPY_H_
+#define EMA_CLIENT_CLI_CHECKPOINT_COPY_H_
 
 #include <string>
 
@@ -10,16 +10,16 @@
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/manifest_json.h"
 
-namespace ema {
+namespace ema::cli {
 
 // Copies the checkpoint at `from` to `to`, which is there as a whole, synced and read back, or not
 // at all: it grows under a name that begins with ".tmp-" beside `to`. ALREADY_EXISTS: there is
 // something at `to`. DATA_LOSS, CHECKPOINT_CORRUPT: `from` is not what was written; or the copy is
 // not, which the message says. Other errors as VerifyCheckpoint() and CheckNothingElse(), and
 // RESOURCE_EXHAUSTED, DISK_FULL. After an error nothing is left, unless the disk fails. Blocks.
-absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const std::string& from,
-                                                  const std::string& to);
+absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const std::string& from,
+                                                const std::string& to);
 
-}  // namespace ema
+}  // namespace ema::cli
 
-#endif  // EMA_SERVER_CHECKPOINT_COPY_H_
+#endif  // EMA_CLIENT_CLI_CHECKPOINT_COPY_H_

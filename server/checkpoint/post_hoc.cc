@@ -2,7 +2,7 @@
 //
 // All in long double: the condition of the system is 1e5 for 32 snapshots of two tracks, 1e10 for
 // 512.
-#include "server/base/post_hoc.h"
+#include "server/checkpoint/post_hoc.h"
 
 #include <algorithm>
 #include <cmath>

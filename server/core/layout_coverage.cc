@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/layout_coverage.h"
+#include "server/core/layout_coverage.h"
 
 #include <optional>
 #include <utility>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/checkpoint/copy.h"
+#include "client/cli/checkpoint_copy.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -16,7 +16,7 @@
 #include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/verify.h"
 
-namespace ema {
+namespace ema::cli {
 namespace {
 
 constexpr int64_t kCopyBytes = int64_t{4} << 20;
@@ -56,8 +56,8 @@ absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const 
 
 }  // namespace
 
-absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const std::string& from,
-                                                  const std::string& to) {
+absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const std::string& from,
+                                                const std::string& to) {
   const std::string parent = ParentPath(to);
   const std::string name = BaseName(to);
   const std::string target = JoinPath(parent, name);
@@ -86,4 +86,4 @@ absl::StatusOr<CheckpointManifest> CopyCheckpoint(FileSystem& file_system, const
   return copied;
 }
 
-}  // namespace ema
+}  // namespace ema::cli

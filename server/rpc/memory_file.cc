@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/memory_file.h"
+#include "server/rpc/memory_file.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

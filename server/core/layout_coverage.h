@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Whether the layouts of all ranks together hold each element of a manifest once.
-#ifndef EMA_SERVER_BASE_LAYOUT_COVERAGE_H_
-#define EMA_SERVER_BASE_LAYOUT_COVERAGE_H_
+#ifndef EMA_SERVER_CORE_LAYOUT_COVERAGE_H_
+#define EMA_SERVER_CORE_LAYOUT_COVERAGE_H_
 
 #include <cstdint>
 #include <memory>
@@ -51,4 +51,4 @@ class LayoutCoverage {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_LAYOUT_COVERAGE_H_
+#endif  // EMA_SERVER_CORE_LAYOUT_COVERAGE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/place_limit.h"
+#include "server/core/place_limit.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/post_hoc.h"
+#include "server/checkpoint/post_hoc.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How many of something there may be at once.
-#ifndef EMA_SERVER_BASE_PLACE_LIMIT_H_
-#define EMA_SERVER_BASE_PLACE_LIMIT_H_
+#ifndef EMA_SERVER_CORE_PLACE_LIMIT_H_
+#define EMA_SERVER_CORE_PLACE_LIMIT_H_
 
 #include <atomic>
 #include <cstdint>
@@ -42,4 +42,4 @@ class PlaceLimit : public std::enable_shared_from_this<PlaceLimit> {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_PLACE_LIMIT_H_
+#endif  // EMA_SERVER_CORE_PLACE_LIMIT_H_

@@ -3,8 +3,8 @@
 // Post-hoc averages: the weighted sum of stored power-function averages that comes nearest to an
 // average of another length (Karras et al., "Analyzing and Improving the Training Dynamics of
 // Diffusion Models", 2024, section 3.2 and appendix C). Numbers only; knows no models and no files.
-#ifndef EMA_SERVER_BASE_POST_HOC_H_
-#define EMA_SERVER_BASE_POST_HOC_H_
+#ifndef EMA_SERVER_CHECKPOINT_POST_HOC_H_
+#define EMA_SERVER_CHECKPOINT_POST_HOC_H_
 
 #include <variant>
 #include <vector>
@@ -49,4 +49,4 @@ PostHocSolution SolvePostHoc(absl::Span<const PowerProfile> sources, const Targe
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_POST_HOC_H_
+#endif  // EMA_SERVER_CHECKPOINT_POST_HOC_H_

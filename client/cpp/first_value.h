@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which schedules can begin with an average that was made elsewhere.
-#ifndef EMA_SERVER_BASE_FIRST_VALUE_H_
-#define EMA_SERVER_BASE_FIRST_VALUE_H_
+#ifndef EMA_CLIENT_CPP_FIRST_VALUE_H_
+#define EMA_CLIENT_CPP_FIRST_VALUE_H_
 
 #include <cstdint>
 
@@ -20,4 +20,4 @@ absl::Status CheckKeepsFirstValue(const TrackConfig& track, const TrainingTime& 
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_FIRST_VALUE_H_
+#endif  // EMA_CLIENT_CPP_FIRST_VALUE_H_

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A file that is in memory only, for libraries that want the name of one.
-#ifndef EMA_SERVER_BASE_MEMORY_FILE_H_
-#define EMA_SERVER_BASE_MEMORY_FILE_H_
+#ifndef EMA_SERVER_RPC_MEMORY_FILE_H_
+#define EMA_SERVER_RPC_MEMORY_FILE_H_
 
 #include <cstdint>
 #include <string>
@@ -37,4 +37,4 @@ class MemoryFile {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_MEMORY_FILE_H_
+#endif  // EMA_SERVER_RPC_MEMORY_FILE_H_
