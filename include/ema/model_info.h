@@ -11,7 +11,6 @@
 
 #include "absl/time/time.h"
 #include "ema/manifest.h"
-#include "ema/statistics.h"
 #include "ema/time.h"
 #include "ema/track.h"
 #include "ema/version_id.h"
@@ -29,6 +28,13 @@ struct TrackVersion {
   std::string config;
   double stall_gap = 0;
   std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule, in their order.
+};
+
+// What people plot of one track at one version; ema.v1.TrackStatistics says what each field means.
+struct TrackStatistics {
+  std::string track;
+  double norm = 0;
+  std::optional<double> distance;
 };
 
 // The record of one commit; ema.v1.VersionRecord says what each field means.

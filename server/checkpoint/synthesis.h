@@ -10,8 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model.h"
-#include "server/core/synthesis.h"
 
 namespace ema {
 

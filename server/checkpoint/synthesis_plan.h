@@ -12,8 +12,8 @@
 #include "ema/track.h"
 #include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/manifest_json.h"
+#include "server/core/checkpoints.h"
 #include "server/core/model.h"
-#include "server/core/synthesis.h"
 
 namespace ema {
 

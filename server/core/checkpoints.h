@@ -9,18 +9,39 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/checkpoint_info.h"
+#include "ema/time.h"
 #include "ema/version_id.h"
 #include "server/core/known_versions.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
-#include "server/core/synthesis.h"
 
 namespace ema {
+
+// Mirrors ema.v1.SynthesizeRequest, which says what each field means.
+struct SynthesisRequest {
+  std::string name;
+  std::variant<double, TrainingDuration> profile;  // sigma_rel, or a half-life.
+  int64_t step = 0;
+  std::vector<std::string> tracks;
+};
+
+// Mirrors ema.v1.SynthesizeResponse.
+struct Synthesis {
+  struct Source {
+    std::string track;
+    int64_t step = 0;
+    double weight = 0;
+  };
+  Version record;
+  double residual = 0;
+  std::vector<Source> sources;
+};
 
 // The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
 // as a model takes to write or read, but for FindLabel() and health(): not for a thread that serves

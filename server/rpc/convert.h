@@ -9,7 +9,6 @@
 #include "ema/v1/ema_service.pb.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
-#include "server/core/synthesis.h"
 
 namespace ema {
 

@@ -13,7 +13,6 @@
 #include "ema/schedule.h"
 #include "ema/selection.h"
 #include "ema/shard.h"
-#include "ema/statistics.h"
 #include "ema/time.h"
 #include "ema/track.h"
 #include "ema/v1/types.pb.h"
