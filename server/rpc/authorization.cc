@@ -16,6 +16,9 @@ namespace {
 struct Rule {
   std::string_view method;
   Role role;
+  // A server that drains does not begin it any more. The others end what is under way, only look,
+  // or are refused by the models themselves.
+  bool begins_work = false;
   bool concerns_all_models = false;  // Whoever is for some of them may not call it.
 };
 
@@ -25,15 +28,15 @@ constexpr Rule kRules[] = {
 
     {"/ema.v1.EmaService/GetModel", Role::kEvaluator},
     {"/ema.v1.EmaService/ListModels", Role::kEvaluator},
-    {"/ema.v1.EmaService/Pull", Role::kEvaluator},
-    {"/ema.v1.EmaService/Watch", Role::kEvaluator},
+    {"/ema.v1.EmaService/Pull", Role::kEvaluator, /*begins_work=*/true},
+    {"/ema.v1.EmaService/Watch", Role::kEvaluator, /*begins_work=*/true},
     {"/ema.v1.EmaService/ListVersions", Role::kEvaluator},
-    {"/ema.v1.EmaService/GetStatistics", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetStatistics", Role::kEvaluator, /*begins_work=*/true},
     {"/ema.v1.EmaService/GetAttachedFile", Role::kEvaluator},
     {"/ema.v1.EmaService/GetCheckpoint", Role::kEvaluator},
     {"/ema.v1.EmaService/ListCheckpoints", Role::kEvaluator},
     {"/ema.v1.EmaService/ReportMetric", Role::kEvaluator},
-    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator},
+    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*begins_work=*/true},
     {"/ema.v1.EmaService/GetLane", Role::kEvaluator},
     {"/ema.v1.EmaService/GetServerInfo", Role::kEvaluator},
 
@@ -42,26 +45,18 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/OpenRun", Role::kTrainer},
     {"/ema.v1.EmaService/Push", Role::kTrainer},
     {"/ema.v1.EmaService/QueryPush", Role::kTrainer},
-    {"/ema.v1.EmaService/CreateCheckpoint", Role::kTrainer},
+    {"/ema.v1.EmaService/CreateCheckpoint", Role::kTrainer, /*begins_work=*/true},
     // state_dict() names the version that belongs to a trainer's checkpoint.
     {"/ema.v1.EmaService/SetLabel", Role::kTrainer},
 
     {"/ema.v1.EmaService/UpdateModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteCheckpoint", Role::kAdmin},
-    {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin},
-    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, true},
-    {"/ema.v1.EmaService/Drain", Role::kAdmin, true},
+    {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin, /*begins_work=*/true},
+    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, /*begins_work=*/false,
+     /*concerns_all_models=*/true},
+    {"/ema.v1.EmaService/Drain", Role::kAdmin, /*begins_work=*/false, /*concerns_all_models=*/true},
 };
-
-// What a server that drains does not begin any more. The others end what is under way, only look,
-// or are refused by the models themselves.
-constexpr std::string_view kWork[] = {"/ema.v1.EmaService/Pull",
-                                      "/ema.v1.EmaService/Watch",
-                                      "/ema.v1.EmaService/GetStatistics",
-                                      "/ema.v1.EmaService/Synthesize",
-                                      "/ema.v1.EmaService/CreateCheckpoint",
-                                      "/ema.v1.EmaService/RestoreCheckpoint"};
 
 // Null: there is none.
 const Rule* FindRule(std::string_view method) {
@@ -83,7 +78,8 @@ std::optional<Role> RoleFor(std::string_view method) {
 }
 
 bool BeginsWork(std::string_view method) {
-  return std::find(std::begin(kWork), std::end(kWork), method) != std::end(kWork);
+  const Rule* const rule = FindRule(method);
+  return rule != nullptr && rule->begins_work;
 }
 
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
