@@ -158,11 +158,8 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
     stream_.Finish(ToGrpcStatus(result.status(), context_), tag);
     return;
   }
-  const v1::PushResponse response = handler_.Response(*result, phases);
-  grpc::ByteBuffer bytes;
-  bool own_buffer = false;
-  grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::PushResponse>(response, &bytes, &own_buffer);
-  stream_.WriteAndFinish(bytes, grpc::WriteOptions(), grpc::Status::OK, tag);
+  stream_.WriteAndFinish(handler_.Response(*result, phases), grpc::WriteOptions(), grpc::Status::OK,
+                         tag);
 }
 
 void PushCall::OnFinished(bool) {

@@ -43,7 +43,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
   Caller caller_;  // Constant once admitted.
-  grpc::ServerAsyncReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};
+  grpc::ServerAsyncReaderWriter<v1::PushResponse, grpc::ByteBuffer> stream_{&context_};
   MemberTag<PushCall> accepted_{&PushCall::OnAccepted};
   MemberTag<PushCall> read_{&PushCall::OnRead};
   MemberTag<PushCall> finished_{&PushCall::OnFinished};
