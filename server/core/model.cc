@@ -138,7 +138,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   return result;
 }
 
-absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
+absl::StatusOr<Model::StartedStep> Model::CheckStartLocked(const PushStart& start) const {
   constexpr int64_t kMaxStep = int64_t{1} << 62;
   EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
   if (run_ == nullptr || start.run_epoch != run_epoch_) return NotTheRunLocked(start.run_epoch);
@@ -169,11 +169,11 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
   }
   EMA_RETURN_IF_ERROR(start.time.Validate());
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
-  if (current_ == nullptr) return false;
+  if (current_ == nullptr) return StartedStep::kNew;
   const Version& last = current_->record;
   if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
     const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
-    if (omits_frozen == last_commit_.omits_frozen) return true;
+    if (omits_frozen == last_commit_.omits_frozen) return StartedStep::kLastCommitted;
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
                      absl::StrCat("frozen: step ", start.step, " is committed already, ",
                                   omits_frozen ? "with the frozen tensors" : "without them",
@@ -189,7 +189,7 @@ absl::StatusOr<bool> Model::CheckStartLocked(const PushStart& start) const {
     return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
                                                          start.step, " is not after ", last.step));
   }
-  return false;
+  return StartedStep::kNew;
 }
 
 absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) const {
@@ -305,8 +305,7 @@ absl::StatusOr<PlaceLimit::Place> Model::TakeSessionPlace() const {
                    absl::Milliseconds(100));
 }
 
-absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& start,
-                                                               RankPush& retry) {
+absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   std::shared_ptr<PushSession> abandoned;
   std::shared_ptr<PushSession> last;
   std::shared_ptr<TrainerRun> run;
@@ -317,14 +316,14 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
     // The next version is built in the memory of the one that goes.
     mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closed_);
-    EMA_ASSIGN_OR_RETURN(const bool committed, CheckStartLocked(start));
-    if (committed) {
-      retry.committed_ = {current_->record, /*duplicate=*/true, PlanLocked()};
-      retry.committed_digest_ = last_commit_.digests[start.rank];
-      return nullptr;
+    EMA_ASSIGN_OR_RETURN(const StartedStep step, CheckStartLocked(start));
+    if (step == StartedStep::kLastCommitted) {
+      return Joined{.already_committed = RankPush::Committed{
+                        .result = {current_->record, /*duplicate=*/true, PlanLocked()},
+                        .digest = last_commit_.digests[start.rank]}};
     }
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session, FindSessionLocked(start));
-    if (session != nullptr) return session;
+    if (session != nullptr) return Joined{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
@@ -358,30 +357,29 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::GetSession(const PushStart& 
   session_ = session;
   session_wait_.WakeAll();
   begun_step_ = session->plan().step;
-  return session;
+  return Joined{.session = std::move(session)};
 }
 
 absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start,
                                                           PushCallback on_end) {
-  std::unique_ptr<RankPush> push(new RankPush());
-  push->model_ = shared_from_this();
-  push->rank_ = start.rank;
-  EMA_ASSIGN_OR_RETURN(push->device_stream_, device_->NewStream());
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<DeviceStream> device_stream, device_->NewStream());
   absl::MutexLock lock(&push_mu_);
-  absl::StatusOr<int64_t> stream;
+  absl::Status refused;
   // A session that ends just now, by its commit perhaps, is seen as ended by the second look.
-  for (int look = 0; look < 2 && !stream.ok(); ++look) {
-    EMA_ASSIGN_OR_RETURN(push->session_, GetSession(start, *push));
-    if (push->session_ == nullptr) {
-      push->on_end_ = std::move(on_end);
-      return push;
+  for (int look = 0; look < 2; ++look) {
+    EMA_ASSIGN_OR_RETURN(Joined joined, GetSession(start));
+    if (joined.already_committed.has_value()) {
+      return std::make_unique<RankPush>(*std::move(joined.already_committed), std::move(on_end));
     }
-    stream = push->session_->OpenStream(start, on_end);
-    if (GetErrorReason(stream.status()) == ErrorReason::kBadRequest) break;
+    const absl::StatusOr<int64_t> stream = joined.session->OpenStream(start, on_end);
+    if (stream.ok()) {
+      return std::make_unique<RankPush>(shared_from_this(), std::move(joined.session), start.rank,
+                                        *stream, std::move(device_stream));
+    }
+    refused = stream.status();
+    if (GetErrorReason(refused) == ErrorReason::kBadRequest) break;
   }
-  EMA_RETURN_IF_ERROR(stream.status());
-  push->stream_ = *stream;
-  return push;
+  return refused;
 }
 
 std::shared_ptr<PushSession> Model::TakeSessionLocked() {

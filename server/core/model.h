@@ -393,11 +393,17 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<PlaceLimit::Place> TakeSessionPlace() const;
-  absl::StatusOr<std::shared_ptr<PushSession>> GetSession(const PushStart& start, RankPush& retry)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_) ABSL_LOCKS_EXCLUDED(mu_);
-  // Checks that do not depend on the open session. True: the step is the last committed one, pushed
-  // again.
-  absl::StatusOr<bool> CheckStartLocked(const PushStart& start) const
+  // What a push goes into: one of the two.
+  struct Joined {
+    std::shared_ptr<PushSession> session;
+    std::optional<RankPush::Committed> already_committed;
+  };
+  absl::StatusOr<Joined> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Which step is pushed: one after the last committed, or that one again.
+  enum class StartedStep { kNew, kLastCommitted };
+  // Checks that do not depend on the open session.
+  absl::StatusOr<StartedStep> CheckStartLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/core/rank_push.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -16,6 +18,17 @@ bool EndsStep(const absl::Status& status) {
 }
 
 }  // namespace
+
+RankPush::RankPush(std::shared_ptr<Model> model, std::shared_ptr<PushSession> session, int64_t rank,
+                   int64_t stream, std::shared_ptr<DeviceStream> device_stream)
+    : model_(std::move(model)),
+      session_(std::move(session)),
+      device_stream_(std::move(device_stream)),
+      rank_(rank),
+      stream_(stream) {}
+
+RankPush::RankPush(Committed committed, PushCallback on_end)
+    : committed_(std::move(committed)), on_end_(std::move(on_end)) {}
 
 RankPush::~RankPush() {
   if (session_ != nullptr) session_->CloseStream(rank_, stream_);
@@ -40,12 +53,12 @@ absl::Status RankPush::Commit(const PushTotals& totals) {
                                   total_bytes_, " bytes arrived on this stream"));
   }
   if (session_ == nullptr) {
-    if (totals.digest != committed_digest_) {
+    if (totals.digest != committed_.digest) {
       return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
-                       absl::StrCat("step ", committed_.record.step,
+                       absl::StrCat("step ", committed_.result.record.step,
                                     " is committed already, with other content"));
     }
-    on_end_(committed_);
+    on_end_(committed_.result);
     return absl::OkStatus();
   }
   const absl::StatusOr<bool> last = session_->CommitRank(rank_, stream_, totals.digest);

@@ -23,6 +23,17 @@ class Model;
 // is running; what it has covered stays in the session for a retry.
 class RankPush {
  public:
+  // A stream of `session`, of that number there, whose rank is `rank`.
+  RankPush(std::shared_ptr<Model> model, std::shared_ptr<PushSession> session, int64_t rank,
+           int64_t stream, std::shared_ptr<DeviceStream> device_stream);
+  // A step that is committed already, which is pushed again.
+  struct Committed {
+    PushResult result;
+    uint32_t digest = 0;  // Of what the rank has pushed.
+  };
+  RankPush(Committed committed, PushCallback on_end);
+  RankPush(const RankPush&) = delete;
+  RankPush& operator=(const RankPush&) = delete;
   ~RankPush();
 
   // As PushSession::AddChunk(). On NON_FINITE the session has ended.
@@ -34,20 +45,18 @@ class RankPush {
   absl::Status Commit(const PushTotals& totals);
 
  private:
-  friend class Model;
-  RankPush() = default;
+  // All null: the step is committed already, this is a retry.
+  const std::shared_ptr<Model> model_;
+  const std::shared_ptr<PushSession> session_;
+  const std::shared_ptr<DeviceStream> device_stream_;
+  const int64_t rank_ = 0;
+  const int64_t stream_ = 0;
+  // Of a retry:
+  const Committed committed_;
+  const PushCallback on_end_;
 
-  std::shared_ptr<Model> model_;
-  std::shared_ptr<PushSession> session_;  // Null: the step is committed already, this is a retry.
-  std::shared_ptr<DeviceStream> device_stream_;
-  int64_t rank_ = 0;
-  int64_t stream_ = 0;
   int64_t chunk_count_ = 0;
   int64_t total_bytes_ = 0;
-  // Of a retry:
-  PushCallback on_end_;
-  PushResult committed_;
-  uint32_t committed_digest_ = 0;
 };
 
 }  // namespace ema
