@@ -337,7 +337,7 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
 
 void PushSession::CloseStream(int64_t rank, int64_t stream) {
   // Of an error the rank's commit tells.
-  Drain(rank, stream).IgnoreError();
+  AwaitDevice(rank, stream).IgnoreError();
   PushCallback dropped;  // Destroyed without the lock: it may hold the last reference to its call.
   absl::MutexLock lock(&mu_);
   for (auto it = streams_.begin(); it != streams_.end(); ++it) {
@@ -460,11 +460,11 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
 }
 
 absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest) {
-  EMA_RETURN_IF_ERROR(Drain(rank, stream));
+  EMA_RETURN_IF_ERROR(AwaitDevice(rank, stream));
   EMA_ASSIGN_OR_RETURN(const bool is_complete, TakeCommit(rank, stream, digest));
   if (!is_complete) return false;
   // What streams have folded that this one has fenced counts, too. Nobody of the rank folds now.
-  EMA_RETURN_IF_ERROR(Drain(rank, std::nullopt));
+  EMA_RETURN_IF_ERROR(AwaitDevice(rank, std::nullopt));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
   EMA_RETURN_IF_ERROR(CheckFiniteLocked(rank));

@@ -91,7 +91,7 @@ struct PushTotals {
 //
 // Thread-safe: any number of streams add chunks at once, to ranges that they have claimed. No lock
 // is held while folding. Files: push_session.cc takes chunks and commits; push_snapshot.cc makes
-// the next snapshot; push_device.cc waits for the device.
+// the next snapshot, and waits for the device that writes it.
 class PushSession {
  public:
   // What is fixed when the first header arrives.
@@ -270,14 +270,15 @@ class PushSession {
   Memory EndWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Waits until what a stream has queued is done; without a stream, what all of the rank have.
   // REQUIRES: nobody else uses them. INTERNAL: the device has failed, for one of the rank.
-  absl::Status Drain(int64_t rank, std::optional<int64_t> stream) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status AwaitDevice(int64_t rank, std::optional<int64_t> stream) ABSL_LOCKS_EXCLUDED(mu_);
   // Looks at a commit message; true: with it all of the rank's bytes are there.
   absl::StatusOr<bool> TakeCommit(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Does what the model says about elements (by tensor, the first of each). NON_FINITE.
   absl::Status TakeNonFiniteLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The same of what the device has told afterwards. REQUIRES: the rank is drained.
+  // The same of what the device has told afterwards. REQUIRES: AwaitDevice() has returned for the
+  // rank.
   absl::Status CheckFiniteLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
