@@ -277,12 +277,10 @@ absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
   return absl::NotFoundError("");
 }
 
-absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name,
-                                                                     absl::Status* lost) {
+absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
   absl::MutexLock lock(&folder->state_mu);
-  if (lost != nullptr) *lost = folder->lost_labels;
   std::vector<CheckpointLabel> labels;
   for (const auto& [name, label] : folder->labels) labels.push_back(label);
   return labels;

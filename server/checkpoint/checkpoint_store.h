@@ -128,7 +128,9 @@ class CheckpointStore {
     std::vector<Quarantined> quarantined;
     // Models, and names of checkpoints that a crash had left newer than LATEST: set aside, too.
     std::vector<std::pair<std::string, std::string>> abandoned;
-    // Models whose labels are lost, as Labels() says.
+    // Models some of whose labels may be lost, and why: their file was corrupt, so nothing of the
+    // model is removed to make room until a person has removed what was set aside of it, and the
+    // server is started again.
     std::vector<std::pair<std::string, absl::Status>> lost_labels;
   };
 
@@ -237,12 +239,8 @@ class CheckpointStore {
 
   // --- Labels ---
 
-  // By name. Also in `lost`, if given, why labels may be missing: their file was corrupt, so
-  // nothing of the model is removed to make room until a person has removed what was set aside of
-  // it, and the server is started again. Never blocks on the disk after the model has been loaded
-  // or saved.
-  absl::StatusOr<std::vector<CheckpointLabel>> Labels(std::string_view model_name,
-                                                      absl::Status* lost = nullptr)
+  // By name. Never blocks on the disk after the model has been loaded or saved.
+  absl::StatusOr<std::vector<CheckpointLabel>> Labels(std::string_view model_name)
       ABSL_LOCKS_EXCLUDED(mu_);
   struct FoundLabel {
     CheckpointLabel label;

@@ -146,20 +146,19 @@ void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
                         quarantined));
 }
 
-void PrintDisk(CheckpointStore& store) {
+void PrintDisk(CheckpointStore& store, const CheckpointStore::LoadReport& report) {
+  for (const auto& [model, problem] : report.lost_labels) CheckOk(problem);
   std::vector<int64_t> versions;
   for (const CheckpointStore::Stored& stored : ValueOf(store.ListNames(kModel))) {
     if (!stored.problem.ok()) continue;
     CheckOk(VerifyCheckpoint(PosixFileSystem(), store.Path(kModel, stored.name)).status());
     versions.push_back(stored.id.version);
   }
-  absl::Status lost;
   std::vector<std::string> labels;
-  for (const CheckpointLabel& label : ValueOf(store.Labels(kModel, &lost))) {
+  for (const CheckpointLabel& label : ValueOf(store.Labels(kModel))) {
     CheckOk(ValueOf(store.FindLabel(kModel, label.name)).checkpoint);
     labels.push_back(absl::StrCat(label.name, ":", label.id.version));
   }
-  CheckOk(lost);
   Print(absl::StrCat("checkpoints=", absl::StrJoin(versions, ","),
                      " labels=", absl::StrJoin(labels, ","), "\n"));
 }
@@ -212,7 +211,7 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
   }
   if (stops) return;
   PrintState(models, store->incarnation(), report.quarantined.size());
-  if (mode == "recover") PrintDisk(*store);
+  if (mode == "recover") PrintDisk(*store, report);
 }
 
 // Calls `manager` for what `mode` says, from the mark on.
