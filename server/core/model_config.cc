@@ -67,9 +67,8 @@ std::string ModelConfig::DifferenceFrom(const ModelConfig& there) const {
                         there.max_pinned_versions, " there");
   }
   if (non_finite != there.non_finite) {
-    constexpr const char* kNames[] = {"", "reject", "skip", "allow"};
-    return absl::StrCat("non_finite ", kNames[static_cast<int>(non_finite)], " here, ",
-                        kNames[static_cast<int>(there.non_finite)], " there");
+    return absl::StrCat("non_finite ", std::string(NonFinitePolicyName(non_finite)), " here, ",
+                        std::string(NonFinitePolicyName(there.non_finite)), " there");
   }
   return "";
 }
