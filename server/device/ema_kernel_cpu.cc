@@ -367,9 +367,8 @@ bool FoldTileOfAny(const FoldOp& op, const Tile& tile) {
 // mostly lie alike.
 int64_t ElementsBeforeLine(const FoldOp& op) {
   const FoldTarget& target = op.targets.front();
-  const int64_t stored_bytes =
-      target.kind == Kind::kCopy ? DtypeSize(op.source_dtype) : int64_t{sizeof(float)};
-  return -reinterpret_cast<uintptr_t>(target.next) % kLineBytes / stored_bytes;
+  return -reinterpret_cast<uintptr_t>(target.next) % kLineBytes /
+         target.StoredBytes(DtypeSize(op.source_dtype));
 }
 
 std::optional<int64_t> FoldSimd(const FoldOp& op) {
