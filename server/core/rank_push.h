@@ -44,6 +44,9 @@ class RankPush {
   // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
   absl::Status Commit(const PushTotals& totals);
 
+  // Of the chunks that it was given, whatever has come of them.
+  int64_t total_bytes() const { return total_bytes_; }
+
  private:
   // All null: the step is committed already, this is a retry.
   const std::shared_ptr<Model> model_;

@@ -46,7 +46,6 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
 absl::Status PushHandler::OnChunk(const ChunkHeader& header,
                                   std::span<const std::span<const std::byte>> pieces) {
   if (push_ == nullptr) return BadRequest("a chunk before the header");
-  received_bytes_ += header.data_bytes;
   return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
 }
 

@@ -45,8 +45,8 @@ class PushHandler {
   // The reply. REQUIRES: the push has ended with this `result`. From any thread.
   v1::PushResponse Response(const PushResult& result,
                             const std::optional<PushPhases>& phases) const;
-  // Of chunks, whatever has come of them.
-  int64_t received_bytes() const { return received_bytes_; }
+  // Of chunks, whatever has come of them. REQUIRES: Close() has not been called.
+  int64_t received_bytes() const { return push_ != nullptr ? push_->total_bytes() : 0; }
   // Empty: there is no such model. From any thread once the header has been taken.
   std::string_view model_name() const;
   // Lets the session go.
@@ -57,7 +57,6 @@ class PushHandler {
   std::shared_ptr<Model> model_;
   int64_t plan_revision_ = 0;    // As the header has it.
   bool reports_timing_ = false;  // The same.
-  int64_t received_bytes_ = 0;
   std::unique_ptr<RankPush> push_;
 };
 
