@@ -86,15 +86,15 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
   const Job job{file_system, path, checkpoint, model, rest};
-  for (const PushPlan::Entry& entry : model.plan().tracks) {
-    const CheckpointTrack* const saved = checkpoint.Find(entry.track->name());
+  for (const TrackRef& track : model.Describe().tracks) {
+    const CheckpointTrack* const saved = checkpoint.Find(track->name());
     if (saved == nullptr || !saved->weights.has_value() ||
-        !entry.track->HasFormOf(saved->config, checkpoint.manifest)) {
+        !track->HasFormOf(saved->config, checkpoint.manifest)) {
       continue;
     }
-    absl::StatusOr<TrackSnapshot> restored = RestoreTrack(job, *saved, entry.track);
+    absl::StatusOr<TrackSnapshot> restored = RestoreTrack(job, *saved, track);
     if (absl::IsDataLoss(restored.status())) {
-      return WithPlace(restored.status(), absl::StrCat("track \"", entry.track->name(), "\": "));
+      return WithPlace(restored.status(), absl::StrCat("track \"", track->name(), "\": "));
     }
     EMA_RETURN_IF_ERROR(restored.status());
     snapshot->tracks.push_back(*std::move(restored));

@@ -117,8 +117,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
   // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
-  // What pushes are planned by.
-  PushPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of all tracks, pending and synthesized ones too.
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -380,6 +378,7 @@ class Model : public std::enable_shared_from_this<Model> {
   [[nodiscard]] std::vector<TrackRef> ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // OK, or ALREADY_EXISTS: there is a track of that name, now or from the next commit on.
   absl::Status CheckNoTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // What pushes are planned by.
   PushPlan PlanLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   int64_t ReservedBytesLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -204,11 +204,6 @@ PushPlan Model::PlanLocked() const {
   return plan;
 }
 
-PushPlan Model::plan() const {
-  absl::MutexLock lock(&mu_);
-  return PlanLocked();
-}
-
 std::vector<TrackRef> Model::tracks_after_next_commit() const {
   absl::MutexLock lock(&mu_);
   return pending_tracks_.value_or(tracks_);

@@ -360,7 +360,7 @@ TEST_F(CheckpointFormatTest, ARollbackRestoresTheTracksThatCanTakeIt) {
   for (const TrackSnapshot& track : snapshot->tracks) names.push_back(track.track->name());
   // i8 is no float, so it was copied before, too.
   EXPECT_THAT(names, ElementsAre("fast", "some"));
-  EXPECT_EQ(snapshot->tracks[0].track, model->plan().tracks[0].track);
+  EXPECT_EQ(snapshot->tracks[0].track, model->Describe().tracks[0]);
   EXPECT_EQ(snapshot->tracks[0].state, versions_[2]->tracks[0].state);
   EXPECT_EQ(snapshot->tracks[0].last_steps, versions_[2]->tracks[0].last_steps);
   EXPECT_TRUE(TensorsOf(*model, *snapshot, 0) == TensorsOf(*versions_.model, *versions_[2], 0));

@@ -200,8 +200,8 @@ TEST(CheckpointStoreTest, TracksThatWereChangedComeBackAsTheyWere) {
   Restarted server(files);
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
   std::vector<std::string> texts;
-  for (const PushPlan::Entry& entry : model->plan().tracks) {
-    texts.push_back(entry.track->name() + ": " + entry.track->config_text());
+  for (const TrackRef& track : model->Describe().tracks) {
+    texts.push_back(track->name() + ": " + track->config_text());
   }
   // In their order, and with what waits for the next commit.
   EXPECT_THAT(texts, testing::ElementsAre("fast: half_life=20ba", "raw: copy; paused",
@@ -690,7 +690,7 @@ TEST(CheckpointStoreTest, PatternsThatOneRequestMayNotHaveAreSavedAndLoaded) {
   Restarted next(files);
   EXPECT_THAT(next.report.quarantined, IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, next.models.Get("m"));
-  EXPECT_EQ(loaded->plan().tracks.size(), 2u);
+  EXPECT_EQ(loaded->Describe().tracks.size(), 2u);
 }
 
 }  // namespace

@@ -138,7 +138,7 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   ASSERT_EQ(synthesis.record.tracks.size(), 1u);
   EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("sigma_rel=0.07"));
   std::vector<double> expected(kElements);
-  const StorageLayout& layout = model_->plan().tracks[0].track->layout();
+  const StorageLayout& layout = model_->Describe().tracks[0]->layout();
   const int64_t offset = layout.entry(1).offset;
   for (const Synthesis::Source& source : synthesis.sources) {
     const std::vector<std::byte>& bytes = values_.at({source.track, source.step});
@@ -182,7 +182,7 @@ TEST_F(SynthesisTest, WithoutAStepItStandsAtTheNewestSnapshot) {
   EXPECT_EQ(synthesis.record.step, 20);
   EXPECT_LT(synthesis.residual, 1e-6);
   const std::vector<std::byte> built = BytesOfResult();
-  const StorageLayout::Entry& entry = model_->plan().tracks[0].track->layout().entry(1);
+  const StorageLayout::Entry& entry = model_->Describe().tracks[0]->layout().entry(1);
   const std::vector<std::byte>& stored = values_.at({"p05", 20});
   for (int64_t i = 0; i < kElements; ++i) {
     float value = 0;

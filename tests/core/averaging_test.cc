@@ -254,7 +254,7 @@ TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(model_->UpdateTracks({.put = {Track("ema", "smoothing=0.75"), Track("new", "copy")}}),
               IsOk());
-  EXPECT_EQ(model_->plan().tracks.size(), 1);
+  EXPECT_EQ(model_->Describe().tracks.size(), 1);
   EXPECT_THAT(model_->Describe().pending_tracks, SizeIs(2));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, {4, 4, 4}));
   EXPECT_THAT(Read("ema"), ElementsAre(2, 2, 2));
@@ -299,7 +299,7 @@ TEST_F(AveragingTest, TheSameChangeAgainIsOkAndUndoneItLeavesNothingPending) {
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(model_->UpdateTracks(changes), IsOk());
   EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
-  EXPECT_EQ(model_->plan().revision, 8);
+  EXPECT_EQ(model_->Describe().plan_revision, 8);
 }
 
 TEST_F(AveragingTest, APausedTrackStaysAsItIsAndGoesOnWhenResumed) {

@@ -604,7 +604,7 @@ TEST_F(RollbackTest, FrozenTensorsMustBePushedOnceMore) {
   ASSERT_THAT(RollBack(1), IsOk());
   TestRank next(model_, "next");
   ASSERT_THAT(next.Join(/*frozen_shard_count=*/1), IsOk());
-  EXPECT_FALSE(model_->plan().may_omit_frozen);
+  EXPECT_FALSE(next.plan().may_omit_frozen);
   next.SetFrozen(FrozenTensors::kOmitted);
   EXPECT_EQ(GetErrorReason(next.Push(2, Weights(2)).status()), ErrorReason::kPlanChanged);
 }

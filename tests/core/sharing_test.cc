@@ -130,7 +130,7 @@ TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
   OpenRun("first");
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   OpenRun("second");
-  EXPECT_FALSE(model_->plan().may_omit_frozen);
+  EXPECT_FALSE(rank_->plan().may_omit_frozen);
   EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("push them until PushPlan.may_omit_frozen")));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult same, Push(2, 2, 7));

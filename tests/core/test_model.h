@@ -75,6 +75,8 @@ class TestRank {
                                                   world_size_, std::move(layout)));
     return absl::OkStatus();
   }
+  // As the last Join() has got it.
+  const PushPlan& plan() const { return joined_.plan; }
   // What the next pushes say of the time at their step.
   void SetTime(std::function<TrainingTime(int64_t step)> time) { time_ = std::move(time); }
   // What the next pushes say of frozen shards.
