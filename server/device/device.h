@@ -156,9 +156,6 @@ class Device {
   // REQUIRES: the block is published (no writer); `cast` is float16 or bfloat16, if anything.
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                                     std::optional<Dtype> cast) = 0;
-  absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block) {
-    return HostView(block, std::nullopt);
-  }
   // False: HostView() waits for a copy. True may have become false when it is called.
   virtual bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) = 0;
 

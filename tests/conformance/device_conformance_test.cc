@@ -95,7 +95,8 @@ TEST_P(DeviceConformanceTest, AFreedBlockIsUsedAgain) {
 TEST_P(DeviceConformanceTest, BlocksOutliveTheirDevice) {
   std::unique_ptr<Device> device = GetParam().make(kMiB);
   EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device->Allocate(3 * kMiB));
-  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const std::byte> view, device->HostView(block));
+  EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const std::byte> view,
+                           device->HostView(block, std::nullopt));
   device->Trim();
   device.reset();
   block.reset();
@@ -163,7 +164,8 @@ TEST_P(DeviceConformanceTest, TheHostViewHasTheBytesAndKeepsThem) {
   const Bytes bytes = RandomElements(Dtype::kUInt8, 100000, 22);
   ASSERT_THAT(stream->CopyFromHost(block->data(), bytes.data(), 100000), IsOk());
   ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(testing::IsEmpty()));
-  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view, device_->HostView(block));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view,
+                           device_->HostView(block, std::nullopt));
   block.reset();
   // Would get the block's memory, were it free.
   EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> other, device_->Allocate(100000));
@@ -186,7 +188,8 @@ TEST_P(DeviceConformanceTest, AViewInAnotherDtypeIsCastAsTheDefinitionSays) {
                                device_->HostView(block, dtype));
       EXPECT_TRUE(std::equal(expected.begin(), expected.end(), view.get())) << count;
     }
-    EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view, device_->HostView(block));
+    EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const std::byte> view,
+                             device_->HostView(block, std::nullopt));
     EXPECT_TRUE(std::equal(values.begin(), values.end(), view.get()));
   }
 }
@@ -208,7 +211,7 @@ TEST_P(DeviceConformanceTest, ZeroAndCopiesTouchTheirRangeOnly) {
   std::fill_n(expected.begin() + 333, 77, std::byte{7});
   std::copy_n(expected.begin() + 300, 99, expected.begin() + 801);
   ASSERT_THAT(stream->Synchronize(), IsOkAndHolds(testing::IsEmpty()));
-  EMA_ASSERT_OK_AND_ASSIGN(const auto got, device_->HostView(block));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto got, device_->HostView(block, std::nullopt));
   EXPECT_EQ(Bytes(got.get(), got.get() + 1000), expected);
 }
 

@@ -760,7 +760,8 @@ TEST_F(ModelTest, ReadersOutliveTheDeletedModel) {
   EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(rank.Push(2, BytesOf(Values(2))), ReasonIs(ErrorReason::kModelNotFound));
   model_.reset();
-  EMA_ASSERT_OK_AND_ASSIGN(const auto view, device.HostView(pinned->tracks[2].blocks[0]));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto view,
+                           device.HostView(pinned->tracks[2].blocks[0], std::nullopt));
   EXPECT_EQ(FloatsOf({view.get(), view.get() + 4}), std::vector<float>{Values(1)[0]});
 }
 

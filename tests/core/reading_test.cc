@@ -95,7 +95,8 @@ TEST_F(ReadingTest, WithoutASelectionIsTheTrackAsItLies) {
   Create({{"a", Dtype::kFloat32, {3}}, {"b", Dtype::kFloat32, {2, 2}}});
   EXPECT_THAT(Read({}), ElementsAre(0, 1, 2, 3, 4, 5, 6));
   const BlockRef block = (*Open({}))->track().blocks[0];
-  EXPECT_EQ((*(*Open({}))->Read(0, 4))[0].bytes.data(), model_->device().HostView(block)->get());
+  EXPECT_EQ((*(*Open({}))->Read(0, 4))[0].bytes.data(),
+            model_->device().HostView(block, std::nullopt)->get());
 }
 
 TEST_F(ReadingTest, AChunksChecksumIsComputedOnceForAllItsReaders) {

@@ -100,7 +100,7 @@ TEST(AcceleratorDeviceTest, ADroppedStreamWritesNothingMore) {
     const auto stream = *harness.device->NewStream();
     ASSERT_THAT(Assign(*stream, *block, 2), IsOk());
     ASSERT_THAT(stream->Synchronize(), IsOk());
-    EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(2.0f));
+    EXPECT_THAT(ValuesOf(*harness.device->HostView(block, std::nullopt)), Each(2.0f));
   }
 }
 
@@ -154,7 +154,7 @@ TEST(AcceleratorDeviceTest, ManySmallCopiesFromTheHostAreOneLaunch) {
   }
   ASSERT_THAT(stream->Synchronize(), IsOk());
   EXPECT_LE(harness.accelerator->work_count(), before + 2);
-  const std::vector<float> values = ValuesOf(*harness.device->HostView(block));
+  const std::vector<float> values = ValuesOf(*harness.device->HostView(block, std::nullopt));
   EXPECT_THAT(std::vector(values.begin(), values.begin() + 100), Each(3.0f));
   EXPECT_EQ(values[100], 1.0f);
 }
@@ -191,7 +191,7 @@ TEST(AcceleratorDeviceTest, AStreamTakesMemoryWhenItHasSomethingToMove) {
   ASSERT_THAT(stream->Zero(block->data(), kBytes), IsOk());
   ASSERT_THAT(stream->Copy(other->data(), block->data(), kBytes), IsOk());
   ASSERT_THAT(stream->Synchronize(), IsOk());
-  EXPECT_THAT(ValuesOf(*harness.device->HostView(other)), Each(0.0f));
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(other, std::nullopt)), Each(0.0f));
   EXPECT_EQ(harness.accelerator->device_bytes(), device_bytes);
   const int64_t pinned_bytes = harness.accelerator->pinned_bytes();
   ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
@@ -213,16 +213,17 @@ TEST(AcceleratorDeviceTest, ReadersShareOneHostCopyWhichIsKeptForAWhile) {
   {
     std::vector<std::jthread> readers;
     for (int i = 0; i < 8; ++i) {
-      readers.emplace_back(
-          [&] { EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(5.0f)); });
+      readers.emplace_back([&] {
+        EXPECT_THAT(ValuesOf(*harness.device->HostView(block, std::nullopt)), Each(5.0f));
+      });
     }
   }
-  EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(5.0f));
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block, std::nullopt)), Each(5.0f));
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 1);
-  { const auto view = *harness.device->HostView(second); }
-  { const auto view = *harness.device->HostView(second); }
+  { const auto view = *harness.device->HostView(second, std::nullopt); }
+  { const auto view = *harness.device->HostView(second, std::nullopt); }
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 2);
-  { const auto view = *harness.device->HostView(block); }
+  { const auto view = *harness.device->HostView(block, std::nullopt); }
   EXPECT_EQ(harness.accelerator->copies_to_host(), before + 3);
 }
 
@@ -233,14 +234,14 @@ TEST(AcceleratorDeviceTest, WhetherAHostCopyIsThereIsKnown) {
   ASSERT_THAT(Assign(*stream, *block, 5), IsOk());
   ASSERT_THAT(stream->Synchronize(), IsOk());
   EXPECT_FALSE(harness.device->HasHostView(block, std::nullopt));
-  ASSERT_THAT(harness.device->HostView(block), IsOk());
+  ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
   EXPECT_TRUE(harness.device->HasHostView(block, std::nullopt));
   EXPECT_FALSE(harness.device->HasHostView(block, Dtype::kBFloat16));
   // One that is on its way is not.
   const std::shared_ptr<Block> other = *harness.device->Allocate(kBytes);
   harness.accelerator->HoldCopiesToHost(true);
   const int64_t copies = harness.accelerator->copies_to_host();
-  std::jthread reader([&] { EXPECT_THAT(harness.device->HostView(other), IsOk()); });
+  std::jthread reader([&] { EXPECT_THAT(harness.device->HostView(other, std::nullopt), IsOk()); });
   while (harness.accelerator->copies_to_host() == copies) std::this_thread::yield();
   EXPECT_FALSE(harness.device->HasHostView(other, std::nullopt));
   harness.accelerator->HoldCopiesToHost(false);
@@ -257,7 +258,7 @@ TEST(AcceleratorDeviceTest, PinnedMemoryStaysWithinWhatIsKeptAndRead) {
     for (int i = 0; i < 3; ++i) version.push_back(*harness.device->Allocate(kBytes));
     std::vector<std::shared_ptr<const std::byte>> read;
     for (const auto& block : version) {
-      read.push_back(*harness.device->HostView(block));
+      read.push_back(*harness.device->HostView(block, std::nullopt));
       EXPECT_LE(pinned_bytes(), kKept) << round;
     }
     read.clear();
@@ -275,7 +276,8 @@ TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
   std::vector<std::shared_ptr<Block>> blocks;
   for (int i = 0; i < 2 * kKept; ++i) blocks.push_back(*harness.device->Allocate(kBytes));
   const auto read_all = [&] {
-    for (const auto& block : blocks) ASSERT_THAT(harness.device->HostView(block), IsOk());
+    for (const auto& block : blocks)
+      ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
   };
   read_all();
   const int64_t pin_count = harness.accelerator->pin_count();
@@ -287,11 +289,12 @@ TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
 
 TEST(AcceleratorDeviceTest, WhatIsKeptOfOtherSizesMakesNobodyPinAnew) {
   Harness harness({}, /*kept_host_bytes=*/16 * kBytes);
-  ASSERT_THAT(harness.device->HostView(*harness.device->Allocate(8 * kBytes)), IsOk());
+  ASSERT_THAT(harness.device->HostView(*harness.device->Allocate(8 * kBytes), std::nullopt),
+              IsOk());
   std::shared_ptr<Block> version;
   const auto read_next_version = [&] {
     version = *harness.device->Allocate(kBytes);
-    ASSERT_THAT(harness.device->HostView(version), IsOk());
+    ASSERT_THAT(harness.device->HostView(version, std::nullopt), IsOk());
   };
   read_next_version();
   read_next_version();
@@ -309,7 +312,7 @@ TEST(AcceleratorDeviceTest, ReadersOfMoreThanIsKeptPinNothingAnew) {
   std::deque<std::shared_ptr<const std::byte>> held;
   const auto read_all = [&] {
     for (const auto& block : blocks) {
-      held.push_back(*harness.device->HostView(block));
+      held.push_back(*harness.device->HostView(block, std::nullopt));
       if (held.size() > kHeld) held.pop_front();
     }
   };
@@ -334,7 +337,7 @@ TEST(AcceleratorDeviceTest, ACastMovesHalfTheBytesOnceForAllReaders) {
     EXPECT_THAT(values, Each(0x3fc0));
     EXPECT_EQ(harness.accelerator->bytes_to_host(), before + kBytes / 2);
   }
-  EXPECT_THAT(ValuesOf(*harness.device->HostView(block)), Each(1.5f));
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block, std::nullopt)), Each(1.5f));
 }
 
 TEST(AcceleratorDeviceTest, SumsOfManyRunsAreOneLaunch) {
@@ -370,7 +373,7 @@ TEST(AcceleratorDeviceTest, AnErrorWhileMemoryIsTakenBreaksTheDevice) {
     const auto stream = *harness.device->NewStream();
     harness.accelerator->Break();
     if (is_read) {
-      EXPECT_THAT(harness.device->HostView(block), IsDeviceError());
+      EXPECT_THAT(harness.device->HostView(block, std::nullopt), IsDeviceError());
     } else {
       EXPECT_THAT(Assign(*stream, *block, 1), IsDeviceError());
     }
@@ -406,8 +409,8 @@ TEST(AcceleratorDeviceTest, TrimLeavesTheCopiesOfBlocksThatAreThere) {
   Harness harness({});
   const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
   std::shared_ptr<Block> other = *harness.device->Allocate(kBytes);
-  ASSERT_THAT(harness.device->HostView(block), IsOk());
-  ASSERT_THAT(harness.device->HostView(other), IsOk());
+  ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
+  ASSERT_THAT(harness.device->HostView(other, std::nullopt), IsOk());
   other = nullptr;
   harness.device->Trim();
   EXPECT_TRUE(harness.device->HasHostView(block, std::nullopt));
@@ -426,7 +429,7 @@ TEST(AcceleratorDeviceTest, TrimGivesAllMemoryBackThatNobodyHas) {
     ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
     ASSERT_THAT(stream->Synchronize(), IsOk());
   }
-  ASSERT_THAT(harness.device->HostView(block), IsOk());
+  ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
   block = nullptr;
   EXPECT_GT(harness.accelerator->device_bytes(), 0);
   EXPECT_GT(harness.accelerator->pinned_bytes(), 0);
@@ -484,7 +487,7 @@ TEST(AcceleratorDeviceTest, TheFirstErrorIsWhatEveryCallGivesFromThenOn) {
         if (status.ok()) status = (*stream)->Synchronize().status();
       }
       if (status.ok()) {
-        const auto view = harness.device->HostView(block);
+        const auto view = harness.device->HostView(block, std::nullopt);
         status = view.status();
         if (view.ok()) copied = *view;
       }
@@ -499,7 +502,7 @@ TEST(AcceleratorDeviceTest, TheFirstErrorIsWhatEveryCallGivesFromThenOn) {
     EXPECT_EQ(harness.device->NewStream().status(), status);
     if (copied != nullptr) {
       // Readers of what is in host memory go on.
-      EXPECT_THAT(harness.device->HostView(block), IsOk());
+      EXPECT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
       EXPECT_THAT(ValuesOf(copied), Each(7.0f));
     }
   }

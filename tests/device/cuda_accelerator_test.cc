@@ -64,13 +64,13 @@ absl::Status UseAll(Device& device) {
     EMA_RETURN_IF_ERROR(Assign(*stream, *block, 3));
     EMA_RETURN_IF_ERROR(stream->Copy(copy->data(), block->data(), kBytes));
     EMA_RETURN_IF_ERROR(stream->Synchronize().status());
-    EMA_ASSIGN_OR_RETURN(const auto bytes, device.HostView(copy));
+    EMA_ASSIGN_OR_RETURN(const auto bytes, device.HostView(copy, std::nullopt));
     std::memcpy(values.data(), bytes.get(), kBytes);
     EXPECT_THAT(values, Each(3.0f));
     EMA_RETURN_IF_ERROR(stream->CopyFromHost(
         copy->data(), reinterpret_cast<const std::byte*>(values.data()), kBytes));
   }
-  EMA_RETURN_IF_ERROR(device.HostView(block).status());
+  EMA_RETURN_IF_ERROR(device.HostView(block, std::nullopt).status());
   EMA_RETURN_IF_ERROR(device.HostView(block, Dtype::kBFloat16).status());
   const SumRun run = {.average = block->data(), .element_count = kElements};
   EMA_ASSIGN_OR_RETURN(const SquareSums sums, device.SumSquares({&run, 1}));

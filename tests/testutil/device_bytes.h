@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -24,7 +25,7 @@ inline absl::StatusOr<std::shared_ptr<const std::byte>> DeviceBytes(Device& devi
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Block> copy, device.Allocate(size_bytes));
   EMA_RETURN_IF_ERROR(stream.Copy(copy->data(), data, size_bytes));
   EMA_RETURN_IF_ERROR(stream.Synchronize().status());
-  return device.HostView(std::move(copy));
+  return device.HostView(std::move(copy), std::nullopt);
 }
 
 }  // namespace ema
