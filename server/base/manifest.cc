@@ -15,6 +15,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/base/quoted.h"
+#include "server/base/round_up.h"
 
 namespace ema {
 namespace {
@@ -33,10 +34,6 @@ absl::Status AliasGivenTwice(const TensorSpec& spec, const std::string& alias) {
 
 bool IsNameStart(char c) { return absl::ascii_isalnum(static_cast<unsigned char>(c)); }
 bool IsNameByte(char c) { return IsNameStart(c) || c == '.' || c == '_' || c == '-'; }
-
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // What `spec` takes at most in any storage layout, with the padding before it.
 bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "server/base/round_up.h"
 #include "server/device/ema_kernel.h"
 
 namespace ema {
@@ -19,10 +20,6 @@ static_assert(static_cast<int>(SourceFormat::kFloat32) == static_cast<int>(Dtype
 static_assert(static_cast<int>(SourceFormat::kFloat16) == static_cast<int>(Dtype::kFloat16));
 static_assert(static_cast<int>(SourceFormat::kBFloat16) == static_cast<int>(Dtype::kBFloat16));
 static_assert(static_cast<int>(SourceFormat::kFloat64) == static_cast<int>(Dtype::kFloat64));
-
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 int64_t VectorAlignment(int64_t element_bytes) {
   return std::min<int64_t>(16, kFoldVector * element_bytes);
