@@ -67,6 +67,22 @@ TEST(CoverageTest, OneRangeTooManyIsRefused) {
   EXPECT_THAT(coverage.Claim({6, 1}, 0), IsOk());
 }
 
+TEST(CoverageTest, OneTooManySaysHowLongTheOthersAre) {
+  Coverage coverage(100, 4);
+  for (const Coverage::Range range : {Coverage::Range{0, 10}, Coverage::Range{10, 20}}) {
+    ASSERT_THAT(coverage.Claim(range, 0), IsOk());
+    coverage.Cover(range, 0);
+  }
+  ASSERT_THAT(coverage.Claim({30, 1}, 0), IsOk());
+  ASSERT_THAT(coverage.Claim({31, 1}, 0), IsOk());
+  EXPECT_THAT(coverage.Claim({32, 1}, 0), StatusIs(absl::StatusCode::kInvalidArgument,
+                                                   HasSubstr("2 chunks of 15 bytes on average")));
+  // None is there yet.
+  Coverage small(100, 1);
+  ASSERT_THAT(small.Claim({0, 1}, 0), IsOk());
+  EXPECT_THAT(small.Claim({1, 1}, 0), ReasonIs(ErrorReason::kBadChunk));
+}
+
 // Against a bitmap: random ranges, some claimed and released, some covered.
 TEST(CoverageTest, AgreesWithABitmapOnRandomRanges) {
   std::mt19937 random(20240611);
