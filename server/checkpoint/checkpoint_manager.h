@@ -201,6 +201,10 @@ class CheckpointManager final : public Checkpoints {
   absl::Status CheckMayWait(const Model& model, const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
+  // A save that was left to it, with the labels for it. An error, which the log is told of, names
+  // those that are not set, and are not waited for any more.
+  absl::Status SaveQueued(const Key& key, Model& model, const SnapshotRef& snapshot,
+                          const std::vector<std::string>& tracks) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFreeSpace() ABSL_LOCKS_EXCLUDED(mu_);
   // `status`: of something that was written, or could not be. Tells the log when it turns.
   void NoteWritten(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);

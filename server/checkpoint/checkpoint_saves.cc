@@ -3,8 +3,12 @@
 // The part of CheckpointManager that saves, at once or later.
 #include <algorithm>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
@@ -229,6 +233,52 @@ absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId
       absl::Seconds(1));
 }
 
+absl::Status CheckpointManager::SaveQueued(const Key& key, Model& model,
+                                           const SnapshotRef& snapshot,
+                                           const std::vector<std::string>& tracks) {
+  CheckpointStore::SaveOptions options{.tracks = tracks};
+  absl::Status status;
+  bool is_new_failure = false;
+  std::set<std::string> unset_labels;  // After an error: those that were asked for.
+  // Once, and once more for each label; what is on the disk then is not written again.
+  for (bool is_done = false; !is_done && status.ok();) {
+    {
+      absl::MutexLock lock(&mu_);
+      std::vector<std::string>& labels = saving_[key].labels;
+      options.label.reset();
+      if (!labels.empty()) {
+        options.label = CheckpointLabel{.name = labels.back()};
+        labels.pop_back();
+      }
+    }
+    {
+      const Heartbeat::Work at_work(queue_heartbeat_);
+      status = TrySave(model, snapshot, options).status();
+    }
+    is_new_failure = IsNewFailure(model, status);
+    absl::MutexLock lock(&mu_);
+    Saving& saving = saving_[key];
+    is_done = saving.labels.empty();
+    if (!is_done && status.ok()) continue;
+    if (!status.ok()) {
+      unset_labels.insert(saving.labels.begin(), saving.labels.end());
+      if (options.label.has_value()) unset_labels.insert(options.label->name);
+    }
+    saving.is_queued = false;
+    saving.labels.clear();
+    saving.snapshot = nullptr;
+    saving.model = nullptr;
+  }
+  const std::string unset = absl::StrJoin(unset_labels, ", ");
+  // Who has asked for a label waits for no answer: that it is missing is said each time.
+  if (is_new_failure || !unset.empty()) {
+    std::vector<LogField> more;
+    if (!unset.empty()) more.emplace_back("unset_labels", unset);
+    LogFailedSave(model, snapshot, options.tracks, status, more);
+  }
+  return unset.empty() ? status : WithPlace(status, absl::StrCat("labels not set: ", unset, ": "));
+}
+
 void CheckpointManager::RunQueue() {
   const auto is_ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return is_stopping_ || !queue_.empty();
@@ -237,7 +287,7 @@ void CheckpointManager::RunQueue() {
     Key key;
     std::shared_ptr<Model> model;
     SnapshotRef snapshot;
-    CheckpointStore::SaveOptions options;
+    std::vector<std::string> tracks;
     {
       absl::MutexLock lock(&mu_);
       if (wait_.AwaitUntil(mu_, After(SteadyNow(), options_.free_space_interval), is_ready)) {
@@ -246,7 +296,7 @@ void CheckpointManager::RunQueue() {
         const Saving& saving = saving_[key];
         model = saving.model;
         snapshot = saving.snapshot;
-        options.tracks = saving.tracks;
+        tracks = saving.tracks;
       }
     }
     if (model == nullptr) {
@@ -255,31 +305,7 @@ void CheckpointManager::RunQueue() {
       LookWhetherWritable();
       continue;
     }
-    absl::Status status;
-    // Once, and once more for each label; what is on the disk then is not written again.
-    for (bool is_done = false; !is_done && status.ok();) {
-      {
-        absl::MutexLock lock(&mu_);
-        std::vector<std::string>& labels = saving_[key].labels;
-        options.label.reset();
-        if (!labels.empty()) {
-          options.label = CheckpointLabel{.name = labels.back()};
-          labels.pop_back();
-        }
-      }
-      {
-        const Heartbeat::Work at_work(queue_heartbeat_);
-        status = SaveSnapshot(*model, snapshot, options).status();
-      }
-      absl::MutexLock lock(&mu_);
-      Saving& saving = saving_[key];
-      is_done = saving.labels.empty();
-      if (!is_done && status.ok()) continue;
-      saving.is_queued = false;
-      saving.labels.clear();
-      saving.snapshot = nullptr;
-      saving.model = nullptr;
-    }
+    const absl::Status status = SaveQueued(key, *model, snapshot, tracks);
     NoteFreeSpace();
     // Lets go of the version before it is said that nothing is waiting.
     snapshot = nullptr;

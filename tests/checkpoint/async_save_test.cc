@@ -16,6 +16,7 @@ namespace ema {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using State = CheckpointInfo::State;
 
@@ -102,6 +103,33 @@ TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
   manager_->AwaitIdle();
   EXPECT_THAT(manager_->Get(*model_, saved.name)->labels, ElementsAre("one"));
   EXPECT_EQ(manager_->Get(*model_, saved.name)->problem, "");
+}
+
+TEST(AsyncLabelsTest, EachThatIsNotSetIsNamed) {
+  FakeFileSystem files;
+  TestServer server(files);
+  absl::Notification is_saving;
+  absl::Notification may_end;
+  files.set_hook([&](const std::string& operation, const std::string&) {
+    if (!is_saving.HasBeenNotified()) is_saving.Notify();
+    may_end.WaitForNotification();
+    return operation == "create" ? absl::UnavailableError("I/O error") : absl::OkStatus();
+  });
+  server.PushTo(1);
+  std::string name;
+  for (const char* const label : {"one", "two", "three"}) {
+    const auto saved = server.manager().Save(server.model(), {.async = true, .label = label});
+    ASSERT_THAT(saved, IsOk());
+    name = saved->name;
+    is_saving.WaitForNotification();
+  }
+  may_end.Notify();
+  server.manager().AwaitIdle();
+  files.set_hook(nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto info, server.manager().Get(server.model(), name));
+  EXPECT_EQ(info.state, State::kFailed);
+  EXPECT_THAT(info.problem, HasSubstr("labels not set: one, three, two: "));
+  EXPECT_THAT(server.errors(), ElementsAre(HasSubstr("unset_labels=\"one, three, two\"")));
 }
 
 // Of saves that wait, or of one that a caller waits for.
