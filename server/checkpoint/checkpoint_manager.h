@@ -41,8 +41,9 @@ namespace ema {
 // What ema_service.proto says of checkpoints and labels, over a CheckpointStore; saves by itself
 // what is due; reads again, now and then, what is kept. Thread-safe.
 //
-// Files: checkpoint_manager.cc saves and lists; checkpoint_labels.cc has labels and scores;
-// checkpoint_rollback.cc goes back to earlier versions; checkpoint_scrub.cc reads again.
+// Files: checkpoint_manager.cc loads, lists and deletes; checkpoint_saves.cc saves;
+// checkpoint_labels.cc has labels and scores; checkpoint_rollback.cc goes back to earlier versions;
+// checkpoint_scrub.cc reads again.
 class CheckpointManager final : public Checkpoints {
  public:
   struct Options {
