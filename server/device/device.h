@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the layers above know of memory and arithmetic: blocks, streams, events. Two
-// implementations, CPU and accelerators (CUDA); both give the same bits. Knows no models and no
-// RPCs.
+// What the layers above know of memory and arithmetic: blocks and streams. Two implementations,
+// CPU and accelerators (CUDA); both give the same bits. Knows no models and no RPCs.
 #ifndef EMA_SERVER_DEVICE_DEVICE_H_
 #define EMA_SERVER_DEVICE_DEVICE_H_
 
