@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where calls come from: services whose requests are read when we want to.
+// Where calls come from: services whose requests are read when we want to. Therefore each method,
+// also one with one request and one reply, is declared as a bidirectional stream.
 #ifndef EMA_SERVER_RPC_CALL_SOURCE_H_
 #define EMA_SERVER_RPC_CALL_SOURCE_H_
 
@@ -16,7 +17,7 @@ namespace ema {
 
 // Gives calls when their headers have come. What gRPC generates for methods with one request holds
 // a call back until its whole request, as long as a message may be, is in memory: before anybody
-// has looked at who calls. To gRPC all methods are streams here; on the wire nothing differs.
+// has looked at who calls. On the wire nothing differs.
 class CallSource final : public grpc::Service {
  public:
   // `methods`: as clients name them, such as "/ema.v1.EmaService/Push".
