@@ -104,15 +104,10 @@ Json EncodeTensorFiles(const TensorFiles& files, const Manifest& manifest) {
 }
 
 absl::StatusOr<TensorFiles> ParseTensorFiles(const Fields& fields, TensorKind kind,
-                                             int64_t format_version, const Manifest& manifest) {
+                                             const Manifest& manifest) {
   TensorFiles files;
   EMA_ASSIGN_OR_RETURN(files.tensor_crc32c, ParseTensorChecksums(fields, manifest.tensor_count()));
   files.piece_crc32c.resize(manifest.tensor_count());
-  if (format_version < 3) {
-    EMA_ASSIGN_OR_RETURN(files.files.emplace_back(), ParseTensorFile(fields));
-    files.files[0].name = TensorFileName(kind, 0, 1);
-    return files;
-  }
   EMA_RETURN_IF_ERROR(fields.ForEachObject("files", [&](const Fields& file) -> absl::Status {
     EMA_ASSIGN_OR_RETURN(TensorFile parsed, ParseTensorFile(file));
     EMA_ASSIGN_OR_RETURN(parsed.name, file.String("name"));

@@ -5,7 +5,6 @@
 #ifndef EMA_SERVER_CHECKPOINT_FILES_JSON_H_
 #define EMA_SERVER_CHECKPOINT_FILES_JSON_H_
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -18,9 +17,8 @@
 namespace ema {
 
 Json EncodeTensorFiles(const TensorFiles& files, const Manifest& manifest);
-// `format_version`: before 3 a track had one file, and its fields lay where `files` do.
 absl::StatusOr<TensorFiles> ParseTensorFiles(const Fields& fields, TensorKind kind,
-                                             int64_t format_version, const Manifest& manifest);
+                                             const Manifest& manifest);
 
 Json EncodeAttachedFiles(const std::vector<SmallFile>& files);
 absl::StatusOr<std::vector<SmallFile>> ParseAttachedFiles(const Fields& fields,

@@ -73,19 +73,6 @@ std::optional<Json> ParseStrictJson(std::string_view text) {
   return json;
 }
 
-int64_t FindFormatVersion(std::string_view text) {
-  const auto is_kept = [](int, Json::parse_event_t event, const Json& parsed) {
-    if (event == Json::parse_event_t::key) {
-      return parsed.get_ref<const std::string&>() == "format_version";
-    }
-    return event != Json::parse_event_t::array_start;
-  };
-  const Json json = Json::parse(text.begin(), text.end(), is_kept, /*allow_exceptions=*/false);
-  if (!json.is_object()) return 0;
-  const auto it = json.find("format_version");
-  return it != json.end() && it->is_number_integer() ? it->get<int64_t>() : 0;
-}
-
 std::string FormatChecksum(uint32_t crc) { return absl::StrFormat("%08x", crc); }
 
 std::optional<uint32_t> ParseChecksum(std::string_view text) {
@@ -105,15 +92,14 @@ std::string AddChecksum(std::string_view covered) {
                       std::string(kAfterChecksum), std::string(covered));
 }
 
-ChecksumVerdict CheckChecksum(std::string_view text) {
-  if (!text.starts_with(kOpening)) return ChecksumVerdict::kMissing;
+bool HasRightChecksum(std::string_view text) {
+  if (!text.starts_with(kOpening)) return false;
   text.remove_prefix(kOpening.size());
   const std::optional<uint32_t> crc = ParseChecksum(text.substr(0, kChecksumDigits));
   text.remove_prefix(std::min(kChecksumDigits, text.size()));
-  if (!text.starts_with(kAfterChecksum)) return ChecksumVerdict::kMissing;
+  if (!text.starts_with(kAfterChecksum)) return false;
   text.remove_prefix(kAfterChecksum.size());
-  return crc == Crc32c(0, std::as_bytes(std::span(text))) ? ChecksumVerdict::kRight
-                                                          : ChecksumVerdict::kWrong;
+  return crc == Crc32c(0, std::as_bytes(std::span(text)));
 }
 
 absl::StatusOr<Fields> Fields::Of(const Json& json, std::string where) {

@@ -26,9 +26,6 @@ absl::Status CorruptManifest(const std::string& problem);
 
 // An object without doubled keys, at most 8 levels deep. nullopt: `text` is anything else.
 std::optional<Json> ParseStrictJson(std::string_view text);
-// The integer "format_version" of a text that may be anything, and is not taken into memory; 0: it
-// has none.
-int64_t FindFormatVersion(std::string_view text);
 
 // A CRC32C as it is written: 8 hexadecimal digits, lower case. nullopt: `text` is anything else.
 inline constexpr size_t kChecksumDigits = 8;
@@ -38,9 +35,8 @@ std::optional<uint32_t> ParseChecksum(std::string_view text);
 // The text of a JSON object whose first member is "crc32c": of `covered`, the text of the others up
 // to the end, so that a changed byte is noticed.
 std::string AddChecksum(std::string_view covered);
-enum class ChecksumVerdict { kMissing, kWrong, kRight };
-// Of a text that AddChecksum() has made, or of any other.
-ChecksumVerdict CheckChecksum(std::string_view text);
+// True of a text that AddChecksum() has made; `text` may be anything.
+bool HasRightChecksum(std::string_view text);
 
 // Typed access to one JSON object, which outlives this. Every getter gives CorruptManifest(), with
 // the key, where it is missing or of another type.

@@ -37,18 +37,15 @@ absl::StatusOr<CheckpointLabel> ParseLabel(const Json& json) {
 }
 
 absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
+  if (!HasRightChecksum(text)) return Corrupt("the checksum is wrong, or missing");
   const std::optional<Json> json = ParseStrictJson(text);
   if (!json.has_value()) return Corrupt("it is not JSON of the right form");
   EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
-  // A later format may have its checksum elsewhere, so this comes before that is missed.
   EMA_ASSIGN_OR_RETURN(const int64_t format_version, fields.Integer("format_version", 1));
   if (format_version > kLabelsFormatVersion) {
     return absl::FailedPreconditionError(absl::StrCat("LABELS.json: written in format_version ",
                                                       format_version, "; this server reads up to ",
                                                       kLabelsFormatVersion));
-  }
-  if (CheckChecksum(text) != ChecksumVerdict::kRight) {
-    return Corrupt("the checksum is wrong, or missing");
   }
   EMA_ASSIGN_OR_RETURN(const Json* array, fields.Array("labels"));
   LabelMap labels;

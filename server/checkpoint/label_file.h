@@ -16,7 +16,8 @@
 
 namespace ema {
 
-// What this build writes, and the newest that it reads.
+// What this build writes, and the newest that it reads. A later format keeps the checksum as its
+// first member, as that of manifest.json does.
 inline constexpr int64_t kLabelsFormatVersion = 1;
 // More than 1024 labels take.
 inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;

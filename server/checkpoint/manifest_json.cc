@@ -53,47 +53,35 @@ Json EncodeVersion(const Version& record) {
 }
 
 // What the track's files have, put into `track`.
-absl::StatusOr<CheckpointTrack> ParseFiles(const Fields& fields, int64_t format_version,
-                                           const Manifest& manifest, CheckpointTrack track) {
+absl::StatusOr<CheckpointTrack> ParseFiles(const Fields& fields, const Manifest& manifest,
+                                           CheckpointTrack track) {
   if (!fields.Has("weights")) return track;
   EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
-  EMA_ASSIGN_OR_RETURN(track.weights,
-                       ParseTensorFiles(weights, TensorKind::kWeights, format_version, manifest));
+  EMA_ASSIGN_OR_RETURN(track.weights, ParseTensorFiles(weights, TensorKind::kWeights, manifest));
   if (track.config.compensated) {
     EMA_ASSIGN_OR_RETURN(const Fields low_parts, fields.Object("low_parts"));
-    EMA_ASSIGN_OR_RETURN(track.low_parts, ParseTensorFiles(low_parts, TensorKind::kLowParts,
-                                                           format_version, manifest));
+    EMA_ASSIGN_OR_RETURN(track.low_parts,
+                         ParseTensorFiles(low_parts, TensorKind::kLowParts, manifest));
   }
   return track;
 }
 
-absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, int64_t format_version,
-                                           const Manifest& manifest) {
+absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, const Manifest& manifest) {
   EMA_ASSIGN_OR_RETURN(const Fields config_fields, fields.Object("config"));
   EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(config_fields));
   CheckpointTrack track{.config = std::move(config)};
-  if (format_version < 2) {
-    EMA_ASSIGN_OR_RETURN(const Fields state, fields.Object("state"));
-    EMA_ASSIGN_OR_RETURN(const int64_t last_step, fields.Integer("last_step", 0));
-    // Without weights it had no updates, and states are of updates.
-    if (fields.Has("weights")) {
-      EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
-      track.last_steps = {last_step};
-    }
-    return ParseFiles(fields, format_version, manifest, std::move(track));
-  }
   EMA_RETURN_IF_ERROR(fields.ForEachObject("states", [&](const Fields& state) -> absl::Status {
     EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
     EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
     return absl::OkStatus();
   }));
-  // As above.
+  // Without weights it had no updates, and states are of updates.
   const size_t state_count = fields.Has("weights") ? SchedulesOf(track.config).size() : 0;
   if (track.state.size() != state_count) {
     return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ",
                                         track.state.size(), " states, expected ", state_count));
   }
-  return ParseFiles(fields, format_version, manifest, std::move(track));
+  return ParseFiles(fields, manifest, std::move(track));
 }
 
 absl::StatusOr<Manifest> ParseTensors(const Json& json) {
@@ -156,9 +144,9 @@ absl::Status ParseVersion(const Fields& fields, Version& record) {
 }
 
 absl::Status CheckFormat(int64_t format_version) {
-  if (format_version <= kCheckpointFormatVersion) return absl::OkStatus();
+  if (format_version == kCheckpointFormatVersion) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat("manifest.json: written in format_version ",
-                                                    format_version, "; this build reads up to ",
+                                                    format_version, "; this build reads only ",
                                                     kCheckpointFormatVersion));
 }
 
@@ -223,13 +211,7 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
 }
 
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text) {
-  const ChecksumVerdict checksum = CheckChecksum(text);
-  if (checksum == ChecksumVerdict::kWrong) return CorruptManifest("the checksum is wrong");
-  if (checksum == ChecksumVerdict::kMissing) {
-    // A later format may have its checksum elsewhere.
-    EMA_RETURN_IF_ERROR(CheckFormat(FindFormatVersion(text)));
-    return CorruptManifest("it has no checksum");
-  }
+  if (!HasRightChecksum(text)) return CorruptManifest("the checksum is wrong, or missing");
   const std::optional<Json> json = ParseStrictJson(text);
   if (!json.has_value()) return CorruptManifest("it is not JSON of the right form");
   EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
@@ -237,7 +219,6 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text
   EMA_RETURN_IF_ERROR(CheckFormat(format_version));
 
   CheckpointManifest manifest;
-  manifest.format_version = format_version;
   EMA_ASSIGN_OR_RETURN(manifest.model_name, fields.String("model"));
   EMA_ASSIGN_OR_RETURN(manifest.max_pinned_versions, fields.Integer("max_pinned_versions", 1));
   EMA_ASSIGN_OR_RETURN(manifest.total_bytes, fields.Integer("total_bytes", 0));
@@ -257,12 +238,10 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text
         return absl::OkStatus();
       }));
   EMA_RETURN_IF_ERROR(fields.ForEachObject("tracks", [&](const Fields& track) -> absl::Status {
-    EMA_ASSIGN_OR_RETURN(CheckpointTrack parsed,
-                         ParseTrack(track, format_version, manifest.manifest));
+    EMA_ASSIGN_OR_RETURN(CheckpointTrack parsed, ParseTrack(track, manifest.manifest));
     manifest.tracks.push_back(std::move(parsed));
     return absl::OkStatus();
   }));
-  if (format_version < 3) return manifest;
   EMA_ASSIGN_OR_RETURN(manifest.is_partial, fields.Boolean("is_partial"));
   EMA_ASSIGN_OR_RETURN(manifest.attached_files, ParseAttachedFiles(fields, "attached_files"));
   return manifest;

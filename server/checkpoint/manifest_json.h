@@ -18,12 +18,13 @@
 
 namespace ema {
 
-// What this build writes, and the newest that it reads. 1: a track had one schedule, its `state`
-// and `last_step`. 2: it had one file, and a tensor one checksum.
+// What this build writes and reads; earlier ones were of no release. A later format keeps the
+// checksum as its first member, and says its format_version, so that it is refused by name, and not
+// taken for damage.
 inline constexpr int64_t kCheckpointFormatVersion = 3;
 
 // A longer tensor has a checksum for each piece of so many bytes, so that a part of it can be read
-// and verified without the rest. The same in every checkpoint of format 3.
+// and verified without the rest.
 inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 // One safetensors file of a track.
@@ -50,8 +51,7 @@ struct TensorFiles {
   std::optional<SmallFile> index;  // Of weights in more than one file.
   // Of each tensor's bytes, as the manifest's tensors; 0 for those that are not in the files.
   std::vector<uint32_t> tensor_crc32c;
-  // Likewise, of each kPieceBytes of a tensor that is longer than one; else empty, as of all
-  // tensors before format 3.
+  // Likewise, of each kPieceBytes of a tensor that is longer than one; else empty.
   std::vector<std::vector<uint32_t>> piece_crc32c;
   // CRC32C of all tensors' bytes in the manifest's order, so that equal weights have equal digests
   // however they are split.
@@ -73,7 +73,6 @@ struct CheckpointTrack {
 
 // A checkpoint without its weights.
 struct CheckpointManifest {
-  int64_t format_version = kCheckpointFormatVersion;  // As it was read; what is written is that.
   std::string model_name;
   Manifest manifest;
   int64_t max_pinned_versions = 0;
@@ -100,10 +99,10 @@ struct CheckpointManifest {
 // is noticed (an editor breaks it, too). Numbers are written so that they are read back exactly.
 std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
 
-// FAILED_PRECONDITION: written by a newer server; the message names both format versions.
-// DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is missing, doubled or out of
-// range. Whether checksums fit the tensors' sizes is not checked here, and a digest that is not
-// there is 0: ReadCheckpointManifest() sees to both.
+// FAILED_PRECONDITION: written by a newer server, or one before the first release; the message
+// names both format versions. DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is
+// missing, doubled or out of range. Whether checksums fit the tensors' sizes and each other is not
+// checked here: ReadCheckpointManifest() sees to that.
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
 
 }  // namespace ema

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <map>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -136,23 +134,8 @@ class StoredTrackImpl final : public StoredTrack {
     return pieces_.front().bytes;
   }
 
-  absl::Status ReadPiece(const Part& part, std::span<std::byte> bytes) ABSL_LOCKS_EXCLUDED(mu_) {
-    EMA_ASSIGN_OR_RETURN(const uint32_t crc, PieceChecksum(part));
-    return reader_->ReadPiece(part.tensor, part.piece, crc, bytes);
-  }
-
-  absl::StatusOr<uint32_t> PieceChecksum(const Part& part) ABSL_LOCKS_EXCLUDED(mu_) {
-    if (const auto crc = reader_->PieceChecksum(part.tensor, part.piece)) return *crc;
-    {
-      absl::MutexLock lock(&mu_);
-      const auto it = computed_.find(part.tensor);
-      if (it != computed_.end()) return it->second[part.piece];
-    }
-    // Two readers may do this at the same time; they get the same.
-    EMA_ASSIGN_OR_RETURN(std::vector<uint32_t> checksums,
-                         reader_->ComputePieceChecksums(part.tensor));
-    absl::MutexLock lock(&mu_);
-    return (computed_[part.tensor] = std::move(checksums))[part.piece];
+  absl::Status ReadPiece(const Part& part, std::span<std::byte> bytes) {
+    return reader_->ReadPiece(part.tensor, part.piece, bytes);
   }
 
   const std::unique_ptr<const TensorReader> reader_;
@@ -162,8 +145,6 @@ class StoredTrackImpl final : public StoredTrack {
 
   absl::Mutex mu_;                                       // Never held across a call of reader_.
   std::deque<CachedPiece> pieces_ ABSL_GUARDED_BY(mu_);  // Used last first.
-  // By tensor, where the checkpoint does not have them.
-  std::map<int64_t, std::vector<uint32_t>> computed_ ABSL_GUARDED_BY(mu_);
 };
 
 // The track, which has weights.

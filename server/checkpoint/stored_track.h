@@ -19,8 +19,8 @@
 namespace ema {
 
 // One track's weights. Every byte that Read() gives is verified: of a long tensor the pieces that
-// the range touches, of a short one all; before format 3 a long one, too, the first time. Holds the
-// files open, so that removing the checkpoint does not hinder it, and up to 8 pieces in memory.
+// the range touches, of a short one all. Holds the files open, so that removing the checkpoint does
+// not hinder it, and up to 8 pieces in memory.
 // `layout`: of the track in that checkpoint. NOT_FOUND, TRACK_NOT_FOUND: the checkpoint does not
 // have it. DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Blocks on the disk.
 absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(

@@ -201,35 +201,15 @@ absl::Status TensorReader::ReadAll(TensorPlacer place, TensorVisitor visit, int 
   return absl::OkStatus();
 }
 
-absl::Status TensorReader::ReadPiece(int64_t tensor_index, int64_t piece, uint32_t expected_crc32c,
+absl::Status TensorReader::ReadPiece(int64_t tensor_index, int64_t piece,
                                      std::span<std::byte> bytes) const {
   const Tensor& tensor = tensors_[tensor_index];
+  const uint32_t expected =
+      tensor.piece_crc32c.empty() ? tensor.crc32c : tensor.piece_crc32c[piece];
   const absl::Status status = files_[tensor.file]->Read(tensor.offset + piece * kPieceBytes, bytes);
   if (!status.ok()) return InTensor(BlameCheckpoint(status), tensor.name);
-  if (Crc32c(0, bytes) != expected_crc32c) return InTensor(WrongChecksum(), tensor.name);
+  if (Crc32c(0, bytes) != expected) return InTensor(WrongChecksum(), tensor.name);
   return absl::OkStatus();
-}
-
-std::optional<uint32_t> TensorReader::PieceChecksum(int64_t tensor_index, int64_t piece) const {
-  const Tensor& tensor = tensors_[tensor_index];
-  if (tensor.length_bytes <= kPieceBytes) return tensor.crc32c;
-  if (tensor.piece_crc32c.empty()) return std::nullopt;
-  return tensor.piece_crc32c[piece];
-}
-
-absl::StatusOr<std::vector<uint32_t>> TensorReader::ComputePieceChecksums(
-    int64_t tensor_index) const {
-  const Tensor& tensor = tensors_[tensor_index];
-  std::vector<uint32_t> checksums(PieceCount(tensor.length_bytes));
-  std::vector<std::byte> buffer(std::min(kReadBytes, tensor.length_bytes));
-  const auto ignore = [](int64_t, int64_t, std::span<const std::byte>) { return absl::OkStatus(); };
-  absl::Status status;
-  for (const Part& part : PartsOf(tensor_index)) {
-    if (status.ok()) status = ReadPart(part, buffer, kNowhere, ignore, checksums);
-  }
-  if (status.ok()) status = CheckTensor(tensor_index, checksums);
-  EMA_RETURN_IF_ERROR(InTensor(status, tensor.name));
-  return checksums;
 }
 
 }  // namespace ema

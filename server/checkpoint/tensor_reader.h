@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -55,16 +54,9 @@ class TensorReader {
   // called from all of them, in any order.
   absl::Status ReadAll(TensorPlacer place, TensorVisitor visit, int max_threads) const;
 
-  // The bytes of one piece, verified by `expected_crc32c`. Errors as ReadAll(). REQUIRES: the piece
-  // is there, and `bytes` is as long as it.
-  absl::Status ReadPiece(int64_t tensor_index, int64_t piece, uint32_t expected_crc32c,
-                         std::span<std::byte> bytes) const;
-
-  // The checksum of the `piece`-th kPieceBytes of a tensor. nullopt: the checkpoint, of a format
-  // before 3, does not have it.
-  std::optional<uint32_t> PieceChecksum(int64_t tensor_index, int64_t piece) const;
-  // All of a tensor's, from its bytes, which are read and verified as a whole. Errors as ReadAll().
-  absl::StatusOr<std::vector<uint32_t>> ComputePieceChecksums(int64_t tensor_index) const;
+  // The `piece`-th kPieceBytes of a tensor, verified. Errors as ReadAll(). REQUIRES: the piece is
+  // there, and `bytes` is as long as it.
+  absl::Status ReadPiece(int64_t tensor_index, int64_t piece, std::span<std::byte> bytes) const;
 
  private:
   struct Tensor {

@@ -22,16 +22,15 @@ namespace {
 
 std::string InTrack(const std::string& name) { return absl::StrCat("track \"", name, "\": "); }
 
-// Checks that the checksums of one kind of tensors fit their sizes and each other, and gives
-// formats before 3 their digest.
+// Checks that the checksums of one kind of tensors fit their sizes and each other.
 absl::Status CheckTensorFiles(const StorageLayout& layout, absl::Span<const TensorAction> actions,
-                              TensorKind kind, int64_t format_version, TensorFiles& files) {
+                              TensorKind kind, const TensorFiles& files) {
   uint32_t digest = 0;
   for (size_t i = 0; i < actions.size(); ++i) {
     const std::vector<uint32_t>& pieces = files.piece_crc32c[i];
     const bool is_there = HasTensors(kind, actions[i]);
     const int64_t bytes = is_there ? layout.entry(static_cast<int64_t>(i)).length_bytes : 0;
-    const bool has_pieces = bytes > kPieceBytes && format_version >= 3;
+    const bool has_pieces = bytes > kPieceBytes;
     const int64_t expected = has_pieces ? (bytes + kPieceBytes - 1) / kPieceBytes : 0;
     if (static_cast<int64_t>(pieces.size()) != expected) {
       return CorruptManifest(absl::StrCat("a tensor of ", bytes, " bytes has ", pieces.size(),
@@ -48,19 +47,17 @@ absl::Status CheckTensorFiles(const StorageLayout& layout, absl::Span<const Tens
     if (is_there || files.tensor_crc32c[i] == 0) continue;
     return CorruptManifest("a tensor that is in no file has a checksum");
   }
-  if (format_version < 3) files.digest = digest;
   if (files.digest != digest) return CorruptManifest("a digest is not that of its tensors");
   return absl::OkStatus();
 }
 
-absl::Status CheckTrack(const Manifest& manifest, int64_t format_version, CheckpointTrack& track) {
+absl::Status CheckTrack(const Manifest& manifest, const CheckpointTrack& track) {
   if (!track.weights.has_value()) return absl::OkStatus();
   const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
   const StorageLayout layout(manifest, actions);
-  EMA_RETURN_IF_ERROR(
-      CheckTensorFiles(layout, actions, TensorKind::kWeights, format_version, *track.weights));
+  EMA_RETURN_IF_ERROR(CheckTensorFiles(layout, actions, TensorKind::kWeights, *track.weights));
   if (!track.low_parts.has_value()) return absl::OkStatus();
-  return CheckTensorFiles(layout, actions, TensorKind::kLowParts, format_version, *track.low_parts);
+  return CheckTensorFiles(layout, actions, TensorKind::kLowParts, *track.low_parts);
 }
 
 absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string& track_path,
@@ -198,8 +195,8 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
   config.tracks = checkpoint.created_tracks;
   status.Update(config.Validate());
   if (!status.ok()) return CorruptManifest(std::string(status.message()));
-  for (CheckpointTrack& track : checkpoint.tracks) {
-    EMA_RETURN_IF_ERROR(CheckTrack(checkpoint.manifest, checkpoint.format_version, track));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    EMA_RETURN_IF_ERROR(CheckTrack(checkpoint.manifest, track));
   }
   return checkpoint;
 }

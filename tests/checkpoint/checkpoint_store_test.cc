@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/safetensors.h"
 #include "server/checkpoint/sync_latch.h"
 #include "tests/checkpoint/fake_file_system.h"
@@ -502,13 +503,14 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
 }
 
 TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
-  files_.FileBytes(PathOf(2) + "/manifest.json") = "{\"format_version\": 4}";
+  files_.FileBytes(PathOf(2) + "/manifest.json") = AddChecksum("\"format_version\": 4\n}\n");
   auto store = OpenStore(files_);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
                              HasSubstr("format_version 4"))));
+  EXPECT_THAT(files_.Exists(PathOf(2) + "/manifest.json"), IsOkAndHolds(true));
 }
 
 TEST_F(DamageTest, AModelThatDoesNotFitStopsTheStart) {

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/json_fields.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -46,9 +46,7 @@ TEST(LabelFileTest, EveryChangedOrMissingByteIsDetected) {
 }
 
 TEST(LabelFileTest, ANewerFormatIsRefusedByName) {
-  const std::string text =
-      absl::StrReplaceAll(EncodeLabels({}), {{"\"format_version\": 1", "\"format_version\": 2"}});
-  EXPECT_THAT(ParseLabels(text),
+  EXPECT_THAT(ParseLabels(AddChecksum("\"format_version\": 2\n}\n")),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("LABELS.json: written in format_version 2; this server reads up "
                                  "to 1")));

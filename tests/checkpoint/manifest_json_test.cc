@@ -131,7 +131,6 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   EXPECT_EQ(after.record.restored_from, before.record.restored_from);
   EXPECT_EQ(after.is_partial, before.is_partial);
   EXPECT_EQ(after.attached_files, before.attached_files);
-  EXPECT_EQ(after.format_version, 3);
   ASSERT_EQ(after.tracks.size(), before.tracks.size());
   ASSERT_EQ(after.record.tracks.size(), before.record.tracks.size());
   for (size_t t = 0; t < before.tracks.size(); ++t) {
@@ -169,13 +168,13 @@ TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
                                        {{"\"format_version\": 3", "\"format_version\": 4"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 4; this build reads up to 3")));
-  // Also if that format has its checksum elsewhere.
-  EXPECT_THAT(ParseCheckpointManifest(R"({"format_version": 4, "other": []})"),
+                       HasSubstr("format_version 4; this build reads only 3")));
+  // However different the rest of it is.
+  EXPECT_THAT(ParseCheckpointManifest(AddChecksum("\"format_version\": 4, \"other\": []\n}\n")),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 4")));
 }
 
-// The next two take minutes if each member is searched for among all others.
+// Takes minutes if each member is searched for among all others.
 TEST(ManifestJsonTest, VeryManyMembersAreReadInTime) {
   constexpr int kCount = 200'000;
   std::vector<TensorSpec> specs(kCount);
@@ -192,16 +191,10 @@ TEST(ManifestJsonTest, VeryManyMembersAreReadInTime) {
   EXPECT_TRUE(after.tracks[0] == checkpoint.tracks[0]);
 }
 
-TEST(ManifestJsonTest, AForeignTextOfVeryManyMembersIsRefusedInTime) {
-  std::string text = "{";
-  for (int i = 0; i < 500'000; ++i) absl::StrAppend(&text, "\"member ", i, "\": 0, ");
-  EXPECT_THAT(ParseCheckpointManifest(text + "\"format_version\": 3}"),
-              StatusIs(absl::StatusCode::kDataLoss, HasSubstr("no checksum")));
-  EXPECT_THAT(ParseCheckpointManifest(text + "\"format_version\": 4}"),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 4")));
-  for (const char* const other : {"", "1", "[[], {\"format_version\": 4}]", "\"", "{"}) {
+TEST(ManifestJsonTest, AForeignTextIsRefused) {
+  for (const char* const other : {"", "1", "[[], {\"format_version\": 4}]", "\"", "{", "{}"}) {
     EXPECT_THAT(ParseCheckpointManifest(other),
-                StatusIs(absl::StatusCode::kDataLoss, HasSubstr("no checksum")))
+                StatusIs(absl::StatusCode::kDataLoss, HasSubstr("checksum is wrong, or missing")))
         << other;
   }
 }

@@ -65,13 +65,6 @@ class StoredTrackTest : public testing::Test {
   const StorageLayout& layout() const { return version_.snapshot->tracks[0].track->layout(); }
   int64_t total_bytes() const { return layout().total_bytes(); }
 
-  // Makes the checkpoint say what one of format 2 does.
-  void ForgetPieces() {
-    for (std::vector<uint32_t>& pieces : checkpoint_.tracks[0].weights->piece_crc32c) {
-      pieces.clear();
-    }
-  }
-
   void ExpectRandomRangesAreRight(StoredTrack& track, uint32_t seed, int count) {
     std::mt19937 random(seed);
     for (int i = 0; i < count; ++i) {
@@ -97,8 +90,6 @@ TEST_F(StoredTrackTest, GivesTheBytesOfTheVersion) {
   EXPECT_TRUE(*Read(*track, 0, total_bytes()) == expected_);
   EXPECT_THAT(*track->Read(total_bytes(), 0), SizeIs(0));
   ExpectRandomRangesAreRight(*track, 1, 200);
-  ForgetPieces();
-  ExpectRandomRangesAreRight(*Open(), 2, 200);
 }
 
 TEST_F(StoredTrackTest, EveryKindOfTensorIsRight) {
@@ -169,30 +160,22 @@ TEST_F(StoredTrackTest, OnlyReadsThatTouchADamagedPieceFail) {
   }
   EXPECT_GT(bad_count, 10);
   EXPECT_LT(bad_count, 190);
-  // Without checksums of pieces nothing of the tensor is given.
-  ForgetPieces();
-  const auto before_pieces = Open();
-  EXPECT_THAT(Read(*before_pieces, layout().entry(0).offset, 1).status(), is_named);
-  EXPECT_THAT(Read(*before_pieces, layout().entry(1).offset, 1), IsOk());
 }
 
 TEST_F(StoredTrackTest, ChunksThatSplitPiecesReadEachOnce) {
-  for (const bool has_pieces : {true, false}) {
-    if (!has_pieces) ForgetPieces();
-    const auto track = Open();
-    int64_t read_count = 0;
-    files_.set_hook([&](const std::string& operation, const std::string&) {
-      read_count += operation == "read" ? 1 : 0;
-      return absl::OkStatus();
-    });
-    constexpr int64_t kChunkBytes = kPieceBytes / 3 + 1;
-    for (int64_t offset = 0; offset < total_bytes(); offset += kChunkBytes) {
-      ASSERT_THAT(Read(*track, offset, std::min(kChunkBytes, total_bytes() - offset)), IsOk());
-    }
-    files_.set_hook(nullptr);
-    // As LargeModel() has them: 3 + 1 + 1 + 2 + 1; and each long tensor once as a whole.
-    EXPECT_EQ(read_count, has_pieces ? 8 : 10);
+  const auto track = Open();
+  int64_t read_count = 0;
+  files_.set_hook([&](const std::string& operation, const std::string&) {
+    read_count += operation == "read" ? 1 : 0;
+    return absl::OkStatus();
+  });
+  constexpr int64_t kChunkBytes = kPieceBytes / 3 + 1;
+  for (int64_t offset = 0; offset < total_bytes(); offset += kChunkBytes) {
+    ASSERT_THAT(Read(*track, offset, std::min(kChunkBytes, total_bytes() - offset)), IsOk());
   }
+  files_.set_hook(nullptr);
+  // As LargeModel() has them: 3 + 1 + 1 + 2 + 1.
+  EXPECT_EQ(read_count, 8);
 }
 
 TEST_F(StoredTrackTest, RemovingTheCheckpointDoesNotHinderIt) {
@@ -207,24 +190,19 @@ TEST_F(StoredTrackTest, ReadersShareIt) {
   ASSERT_THAT(WriteCheckpoint(PosixFileSystem(), latch_, directory + "/c", *version_.model,
                               *version_.snapshot, {}),
               IsOk());
-  for (const bool has_pieces : {true, false}) {
-    EMA_ASSERT_OK_AND_ASSIGN(checkpoint_,
-                             ReadCheckpointManifest(PosixFileSystem(), directory + "/c"));
-    if (!has_pieces) ForgetPieces();
-    EMA_ASSERT_OK_AND_ASSIGN(const auto track, OpenStoredTrack(PosixFileSystem(), directory + "/c",
-                                                               checkpoint_, "ema", layout()));
-    std::vector<std::thread> readers;
-    for (uint32_t seed = 1; seed <= 4; ++seed) {
-      readers.emplace_back([&, seed] { ExpectRandomRangesAreRight(*track, seed, 50); });
-    }
-    for (std::thread& reader : readers) reader.join();
+  EMA_ASSERT_OK_AND_ASSIGN(checkpoint_,
+                           ReadCheckpointManifest(PosixFileSystem(), directory + "/c"));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto track, OpenStoredTrack(PosixFileSystem(), directory + "/c",
+                                                             checkpoint_, "ema", layout()));
+  std::vector<std::thread> readers;
+  for (uint32_t seed = 1; seed <= 4; ++seed) {
+    readers.emplace_back([&, seed] { ExpectRandomRangesAreRight(*track, seed, 50); });
   }
+  for (std::thread& reader : readers) reader.join();
   PosixFileSystem().RemoveTree(directory).IgnoreError();
 }
 
 TEST_F(StoredTrackTest, ATensorThatTheFilesDoNotHaveTakesNoMemory) {
-  // Only the files' sizes bound what a checkpoint of format 2 may say.
-  ForgetPieces();
   std::vector<TensorSpec> tensors(checkpoint_.manifest.tensors().begin(),
                                   checkpoint_.manifest.tensors().end());
   tensors[0].shape = {int64_t{1} << 59};
