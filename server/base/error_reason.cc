@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ema/error_reason.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -32,126 +34,79 @@ std::optional<int64_t> GetNumber(const absl::Status& status, std::string_view ur
   return value;
 }
 
+// Every reason: tests/base/error_reason_test.cc looks up each of the proto's.
+struct NamedReason {
+  ErrorReason reason;
+  std::string_view name;
+};
+
+constexpr NamedReason kReasons[] = {
+    {ErrorReason::kUnspecified, "UNSPECIFIED"},
+    {ErrorReason::kBadRequest, "BAD_REQUEST"},
+    {ErrorReason::kBadName, "BAD_NAME"},
+    {ErrorReason::kBadManifest, "BAD_MANIFEST"},
+    {ErrorReason::kBadSchedule, "BAD_SCHEDULE"},
+    {ErrorReason::kBadLayout, "BAD_LAYOUT"},
+    {ErrorReason::kLayoutOverlap, "LAYOUT_OVERLAP"},
+    {ErrorReason::kLayoutHole, "LAYOUT_HOLE"},
+    {ErrorReason::kBadChunk, "BAD_CHUNK"},
+    {ErrorReason::kChunkOverlap, "CHUNK_OVERLAP"},
+    {ErrorReason::kNonFinite, "NON_FINITE"},
+    {ErrorReason::kBadTime, "BAD_TIME"},
+    {ErrorReason::kNoCommit, "NO_COMMIT"},
+    {ErrorReason::kCountMismatch, "COUNT_MISMATCH"},
+    {ErrorReason::kModelNotFound, "MODEL_NOT_FOUND"},
+    {ErrorReason::kTrackNotFound, "TRACK_NOT_FOUND"},
+    {ErrorReason::kModelDiffers, "MODEL_DIFFERS"},
+    {ErrorReason::kCheckpointNotFound, "CHECKPOINT_NOT_FOUND"},
+    {ErrorReason::kLabelNotFound, "LABEL_NOT_FOUND"},
+    {ErrorReason::kFileNotFound, "FILE_NOT_FOUND"},
+    {ErrorReason::kNoVersion, "NO_VERSION"},
+    {ErrorReason::kRunIncomplete, "RUN_INCOMPLETE"},
+    {ErrorReason::kLayoutMismatch, "LAYOUT_MISMATCH"},
+    {ErrorReason::kPushIncomplete, "PUSH_INCOMPLETE"},
+    {ErrorReason::kNoDataDir, "NO_DATA_DIR"},
+    {ErrorReason::kPlanMismatch, "PLAN_MISMATCH"},
+    {ErrorReason::kPlanChanged, "PLAN_CHANGED"},
+    {ErrorReason::kResumeMismatch, "RESUME_MISMATCH"},
+    {ErrorReason::kCheckpointInUse, "CHECKPOINT_IN_USE"},
+    {ErrorReason::kPartialCheckpoint, "PARTIAL_CHECKPOINT"},
+    {ErrorReason::kStaleStep, "STALE_STEP"},
+    {ErrorReason::kFenced, "FENCED"},
+    {ErrorReason::kStepAbandoned, "STEP_ABANDONED"},
+    {ErrorReason::kSessionExpired, "SESSION_EXPIRED"},
+    {ErrorReason::kStalled, "STALLED"},
+    {ErrorReason::kStepGivenUp, "STEP_GIVEN_UP"},
+    {ErrorReason::kVersionNotKept, "VERSION_NOT_KEPT"},
+    {ErrorReason::kVersionNotYet, "VERSION_NOT_YET"},
+    {ErrorReason::kBadToken, "BAD_TOKEN"},
+    {ErrorReason::kNotAllowed, "NOT_ALLOWED"},
+    {ErrorReason::kMemoryBudget, "MEMORY_BUDGET"},
+    {ErrorReason::kTooManyStreams, "TOO_MANY_STREAMS"},
+    {ErrorReason::kTooManyPins, "TOO_MANY_PINS"},
+    {ErrorReason::kDiskFull, "DISK_FULL"},
+    {ErrorReason::kTooManyModels, "TOO_MANY_MODELS"},
+    {ErrorReason::kTooManyCalls, "TOO_MANY_CALLS"},
+    {ErrorReason::kTooManySessions, "TOO_MANY_SESSIONS"},
+    {ErrorReason::kDraining, "DRAINING"},
+    {ErrorReason::kRangeBusy, "RANGE_BUSY"},
+    {ErrorReason::kStoreReadOnly, "STORE_READ_ONLY"},
+    {ErrorReason::kSessionBusy, "SESSION_BUSY"},
+    {ErrorReason::kDiskFailed, "DISK_FAILED"},
+    {ErrorReason::kChunkCorrupt, "CHUNK_CORRUPT"},
+    {ErrorReason::kDigestMismatch, "DIGEST_MISMATCH"},
+    {ErrorReason::kCheckpointCorrupt, "CHECKPOINT_CORRUPT"},
+    {ErrorReason::kDevice, "DEVICE"},
+    {ErrorReason::kBug, "BUG"},
+};
+
 }  // namespace
 
 std::string_view ErrorReasonName(ErrorReason reason) {
-  switch (reason) {
-    case ErrorReason::kUnspecified:
-      return "UNSPECIFIED";
-    case ErrorReason::kBadRequest:
-      return "BAD_REQUEST";
-    case ErrorReason::kBadName:
-      return "BAD_NAME";
-    case ErrorReason::kBadManifest:
-      return "BAD_MANIFEST";
-    case ErrorReason::kBadSchedule:
-      return "BAD_SCHEDULE";
-    case ErrorReason::kBadLayout:
-      return "BAD_LAYOUT";
-    case ErrorReason::kLayoutOverlap:
-      return "LAYOUT_OVERLAP";
-    case ErrorReason::kLayoutHole:
-      return "LAYOUT_HOLE";
-    case ErrorReason::kBadChunk:
-      return "BAD_CHUNK";
-    case ErrorReason::kChunkOverlap:
-      return "CHUNK_OVERLAP";
-    case ErrorReason::kNonFinite:
-      return "NON_FINITE";
-    case ErrorReason::kBadTime:
-      return "BAD_TIME";
-    case ErrorReason::kNoCommit:
-      return "NO_COMMIT";
-    case ErrorReason::kCountMismatch:
-      return "COUNT_MISMATCH";
-    case ErrorReason::kModelNotFound:
-      return "MODEL_NOT_FOUND";
-    case ErrorReason::kTrackNotFound:
-      return "TRACK_NOT_FOUND";
-    case ErrorReason::kModelDiffers:
-      return "MODEL_DIFFERS";
-    case ErrorReason::kCheckpointNotFound:
-      return "CHECKPOINT_NOT_FOUND";
-    case ErrorReason::kLabelNotFound:
-      return "LABEL_NOT_FOUND";
-    case ErrorReason::kFileNotFound:
-      return "FILE_NOT_FOUND";
-    case ErrorReason::kNoVersion:
-      return "NO_VERSION";
-    case ErrorReason::kRunIncomplete:
-      return "RUN_INCOMPLETE";
-    case ErrorReason::kLayoutMismatch:
-      return "LAYOUT_MISMATCH";
-    case ErrorReason::kPushIncomplete:
-      return "PUSH_INCOMPLETE";
-    case ErrorReason::kNoDataDir:
-      return "NO_DATA_DIR";
-    case ErrorReason::kPlanMismatch:
-      return "PLAN_MISMATCH";
-    case ErrorReason::kPlanChanged:
-      return "PLAN_CHANGED";
-    case ErrorReason::kResumeMismatch:
-      return "RESUME_MISMATCH";
-    case ErrorReason::kCheckpointInUse:
-      return "CHECKPOINT_IN_USE";
-    case ErrorReason::kPartialCheckpoint:
-      return "PARTIAL_CHECKPOINT";
-    case ErrorReason::kStaleStep:
-      return "STALE_STEP";
-    case ErrorReason::kFenced:
-      return "FENCED";
-    case ErrorReason::kStepAbandoned:
-      return "STEP_ABANDONED";
-    case ErrorReason::kSessionExpired:
-      return "SESSION_EXPIRED";
-    case ErrorReason::kStalled:
-      return "STALLED";
-    case ErrorReason::kStepGivenUp:
-      return "STEP_GIVEN_UP";
-    case ErrorReason::kVersionNotKept:
-      return "VERSION_NOT_KEPT";
-    case ErrorReason::kVersionNotYet:
-      return "VERSION_NOT_YET";
-    case ErrorReason::kBadToken:
-      return "BAD_TOKEN";
-    case ErrorReason::kNotAllowed:
-      return "NOT_ALLOWED";
-    case ErrorReason::kMemoryBudget:
-      return "MEMORY_BUDGET";
-    case ErrorReason::kTooManyStreams:
-      return "TOO_MANY_STREAMS";
-    case ErrorReason::kTooManyPins:
-      return "TOO_MANY_PINS";
-    case ErrorReason::kDiskFull:
-      return "DISK_FULL";
-    case ErrorReason::kTooManyModels:
-      return "TOO_MANY_MODELS";
-    case ErrorReason::kTooManyCalls:
-      return "TOO_MANY_CALLS";
-    case ErrorReason::kTooManySessions:
-      return "TOO_MANY_SESSIONS";
-    case ErrorReason::kDraining:
-      return "DRAINING";
-    case ErrorReason::kRangeBusy:
-      return "RANGE_BUSY";
-    case ErrorReason::kStoreReadOnly:
-      return "STORE_READ_ONLY";
-    case ErrorReason::kSessionBusy:
-      return "SESSION_BUSY";
-    case ErrorReason::kDiskFailed:
-      return "DISK_FAILED";
-    case ErrorReason::kChunkCorrupt:
-      return "CHUNK_CORRUPT";
-    case ErrorReason::kDigestMismatch:
-      return "DIGEST_MISMATCH";
-    case ErrorReason::kCheckpointCorrupt:
-      return "CHECKPOINT_CORRUPT";
-    case ErrorReason::kDevice:
-      return "DEVICE";
-    case ErrorReason::kBug:
-      return "BUG";
-  }
-  return "UNKNOWN_REASON";
+  const auto* const it =
+      std::find_if(std::begin(kReasons), std::end(kReasons),
+                   [reason](const NamedReason& r) { return r.reason == reason; });
+  return it != std::end(kReasons) ? it->name : "UNKNOWN_REASON";
 }
 
 absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
