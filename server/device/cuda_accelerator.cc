@@ -20,9 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/device/cast_cuda.h"
-#include "server/device/fold_cuda.h"
-#include "server/device/sum_cuda.h"
+#include "server/device/kernels_cuda.h"
 
 // LibTorch has it for its other half, libtorch_cuda.so, but in no header.
 // NOLINTBEGIN(readability-identifier-naming)
@@ -367,14 +365,12 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
   EMA_RETURN_IF_ERROR(Try(static_cast<Index>(index), [&] {
     const bool is_expandable = UseExpandableSegments(index);
     c10::cuda::CUDACachingAllocator::init(static_cast<int>(list.gpus.size()));
-    for (const auto load : {LoadFold, LoadSum, LoadCast}) {
-      loaded = load();
-      if (IsMissingCode(loaded)) {
-        C10_CUDA_CLEAR_ERROR();
-        return;
-      }
-      C10_CUDA_CHECK(loaded);
+    loaded = LoadKernels();
+    if (IsMissingCode(loaded)) {
+      C10_CUDA_CLEAR_ERROR();
+      return;
     }
+    C10_CUDA_CHECK(loaded);
     // What an earlier one left in the cache is free, too.
     c10::cuda::CUDACachingAllocator::emptyCache();
     C10_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
