@@ -8,10 +8,13 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/log_event.h"
 
 namespace ema {
 
@@ -31,6 +34,16 @@ class LogThrottle {
     }
     next_ += kInterval;
     return std::exchange(unsaid_, 0);
+  }
+
+  // Gives `sink` this event now, if it gets a line, with what Take() says as `more_before`, which
+  // is its last field.
+  void Tell(const LogSink& sink, LogLevel level, std::string_view name,
+            std::vector<LogField> fields) {
+    const std::optional<int64_t> unsaid = Take(std::chrono::steady_clock::now());
+    if (!unsaid.has_value()) return;
+    fields.emplace_back("more_before", *unsaid);
+    LogTo(sink, level, name, std::move(fields));
   }
 
  private:

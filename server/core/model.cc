@@ -475,15 +475,12 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
   if (!session.End(status)) return;
   const ErrorReason reason = GetErrorReason(status);
   LogThrottle& throttle = reason == ErrorReason::kNonFinite ? non_finite_drops_ : other_drops_;
-  const std::optional<int64_t> unsaid = throttle.Take(SteadyNow());
-  if (!unsaid.has_value()) return;
-  LogTo(options_.log, LogLevel::kWarning, "step dropped",
-        {{"model", config_.name},
-         {"run", session.run().epoch()},
-         {"step", session.plan().step},
-         {"reason", ErrorReasonName(reason)},
-         {"error", status},
-         {"more_before", *unsaid}});
+  throttle.Tell(options_.log, LogLevel::kWarning, "step dropped",
+                {{"model", config_.name},
+                 {"run", session.run().epoch()},
+                 {"step", session.plan().step},
+                 {"reason", ErrorReasonName(reason)},
+                 {"error", status}});
 }
 
 void Model::ExpireSession(std::chrono::steady_clock::time_point now,

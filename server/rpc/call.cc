@@ -47,14 +47,11 @@ absl::Status RpcContext::CheckModel(std::string_view method, const Caller& calle
 
 void RpcContext::LogRefused(std::string_view method, std::string_view peer,
                             const absl::Status& status) {
-  const std::optional<int64_t> unsaid = refusals.Take(std::chrono::steady_clock::now());
-  if (!unsaid.has_value()) return;
-  LogTo(log, LogLevel::kWarning, "call refused",
-        {{"rpc", ShortName(method)},
-         {"peer", peer},
-         {"reason", ErrorReasonName(GetErrorReason(status))},
-         {"error", status.message()},
-         {"more_before", *unsaid}});
+  refusals.Tell(log, LogLevel::kWarning, "call refused",
+                {{"rpc", ShortName(method)},
+                 {"peer", peer},
+                 {"reason", ErrorReasonName(GetErrorReason(status))},
+                 {"error", status.message()}});
 }
 
 }  // namespace ema

@@ -5,10 +5,7 @@
 #include <grpc/support/log.h>
 
 #include <atomic>
-#include <chrono>
-#include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -37,11 +34,9 @@ std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, 
 // `is_last`: the library ends the process next.
 void TellError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
                std::vector<LogField> fields, bool is_last) {
-  const std::optional<int64_t> unsaid = throttle.Take(std::chrono::steady_clock::now());
-  if (!unsaid.has_value() && !is_last) return;
-  fields.emplace_back("more_before", unsaid.value_or(0));
-  LogTo(log.sink, is_last ? LogLevel::kError : LogLevel::kWarning, library, std::move(fields));
-  if (is_last) log.flush();
+  if (!is_last) return throttle.Tell(log.sink, LogLevel::kWarning, library, std::move(fields));
+  LogTo(log.sink, LogLevel::kError, library, std::move(fields));
+  log.flush();
 }
 
 void TellGrpc(gpr_log_func_args* args) {

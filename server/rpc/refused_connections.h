@@ -4,9 +4,7 @@
 #ifndef EMA_SERVER_RPC_REFUSED_CONNECTIONS_H_
 #define EMA_SERVER_RPC_REFUSED_CONNECTIONS_H_
 
-#include <chrono>
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "server/base/log_event.h"
@@ -23,13 +21,8 @@ class RefusedConnections {
   void Tell(ServerObserver& observer, const LogSink& log, ServerObserver::Refusal reason,
             const std::string& peer, int64_t limit) {
     observer.OnConnectionRefused(reason);
-    const std::optional<int64_t> unsaid = throttle_.Take(std::chrono::steady_clock::now());
-    if (!unsaid.has_value()) return;
-    LogTo(log, LogLevel::kWarning, "connection refused",
-          {{"peer", peer},
-           {"reason", RefusalName(reason)},
-           {"limit", limit},
-           {"more_before", *unsaid}});
+    throttle_.Tell(log, LogLevel::kWarning, "connection refused",
+                   {{"peer", peer}, {"reason", RefusalName(reason)}, {"limit", limit}});
   }
 
  private:

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/base/log_throttle.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
 
 namespace ema {
 namespace {
@@ -18,6 +22,22 @@ TEST(LogThrottleTest, ALineASecondAndTenAtOnce) {
   EXPECT_EQ(throttle.Take(much_later), 1);
   for (int i = 0; i < 9; ++i) ASSERT_EQ(throttle.Take(much_later), 0);
   EXPECT_EQ(throttle.Take(much_later), std::nullopt);
+}
+
+TEST(LogThrottleTest, WhatItTellsEndsWithHowManyWereNotTold) {
+  LogThrottle throttle;
+  std::vector<std::string> lines;
+  const LogSink sink = [&](const LogEvent& event) {
+    EXPECT_EQ(event.level, LogLevel::kWarning);
+    lines.push_back(ToText(event));
+  };
+  for (int i = 0; i < 1000; ++i)
+    throttle.Tell(sink, LogLevel::kWarning, "refused", {{"peer", "x"}});
+  ASSERT_GE(lines.size(), 10);
+  EXPECT_LT(lines.size(), 1000);
+  EXPECT_EQ(lines[0], "refused peer=x more_before=0");
+  EXPECT_THAT(throttle.Take(std::chrono::steady_clock::now() + std::chrono::seconds(1)),
+              testing::Optional(1000 - static_cast<int64_t>(lines.size())));
 }
 
 }  // namespace
