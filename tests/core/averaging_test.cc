@@ -235,6 +235,27 @@ TEST_F(AveragingTest, OfNeighboursTheOneThatIsNotFiniteIsNamed) {
   EXPECT_THAT(Read("raw"), ElementsAre(1, 2, 3, 4, 5, 6, 7));
 }
 
+TEST_F(AveragingTest, WhatOneTrackIgnoresIsNotFoldedIntoItsNextTensor) {
+  TrackConfig some = Track("some", "smoothing=0.5");
+  some.tensor_rules = {{"b", TensorAction::kIgnore}};
+  Create({Track("all", "smoothing=0.5"), some},
+         {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {1}}, {"c", Dtype::kFloat32, {1}}});
+  // In "some" c lies where b goes on after a in "all". It is pushed before these.
+  const Manifest& manifest = model_->manifest();
+  rank_ = std::make_unique<TestRank>(
+      model_, "other", /*rank=*/0, /*world_size=*/1,
+      std::vector<Shard>{WholeTensor(manifest, 2), WholeTensor(manifest, 0),
+                         WholeTensor(manifest, 1)},
+      /*whole=*/false);
+  ASSERT_THAT(rank_->Join(), IsOk());
+  ASSERT_THAT(Push(1, {3, 1, 2}), IsOk());
+  EXPECT_THAT(Read("all"), ElementsAre(1, 2, 3));
+  EXPECT_THAT(Read("some"), ElementsAre(1, 3));
+  ASSERT_THAT(Push(2, {13, 11, 12}), IsOk());
+  EXPECT_THAT(Read("all"), ElementsAre(6, 7, 8));
+  EXPECT_THAT(Read("some"), ElementsAre(6, 8));
+}
+
 TEST_F(AveragingTest, ATensorWithoutAValueYetCannotBeSkipped) {
   Create({Track("ema", "smoothing=0.5")}, {{"a", Dtype::kFloat32, {2}}},
          NonFinitePolicy::kSkipTensor);
