@@ -27,9 +27,15 @@ absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by p
 // Versions that were in memory when Keep() was called. Thread-safe once it serves.
 class FakeCheckpoints final : public Checkpoints {
  public:
-  void Keep(const Snapshot& version, Device& device) {
+  // With `only`: a partial checkpoint, of that track.
+  void Keep(const Snapshot& version, Device& device, std::string_view only = "") {
     Kept& kept = kept_[version.record.id()];
     kept.version = version;
+    kept.is_partial = !only.empty();
+    if (kept.is_partial) {
+      std::erase_if(kept.version.tracks,
+                    [only](const TrackSnapshot& track) { return track.track->name() != only; });
+    }
     for (TrackSnapshot& track : kept.version.tracks) {
       kept.bytes[track.track->name()] = BytesOfBlocks(device, track);
       track.blocks.clear();
@@ -50,11 +56,13 @@ class FakeCheckpoints final : public Checkpoints {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
                      absl::StrCat("no label \"", std::string(label), "\"; there is best"));
   }
-  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool) override {
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool with_partial) override {
     std::vector<KnownVersion> on_disk;
     for (const auto& [id, kept] : kept_) {
+      if (kept.is_partial && !with_partial) continue;
       on_disk.push_back({.id = id, .step = kept.version.record.step, .can_restore = true});
     }
+    std::reverse(on_disk.begin(), on_disk.end());  // Newest first.
     return on_disk;
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model&, const VersionId& id,
@@ -70,6 +78,10 @@ class FakeCheckpoints final : public Checkpoints {
                        absl::StrCat("version ", id.version, " is not on the disk either"));
     }
     if (it->second.version.Find(track) == nullptr) {
+      if (it->second.is_partial) {
+        return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                         "only other tracks were saved");
+      }
       return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound, "not in it");
     }
     return AsStored(
@@ -105,7 +117,8 @@ class FakeCheckpoints final : public Checkpoints {
 
  private:
   struct Kept {
-    Snapshot version;                                                  // Without blocks.
+    Snapshot version;  // Without blocks.
+    bool is_partial = false;
     std::map<std::string, std::vector<std::byte>, std::less<>> bytes;  // By track.
   };
   std::map<VersionId, Kept> kept_;
@@ -336,6 +349,27 @@ TEST_F(StoredPullTest, AStepIsItsVersionInMemoryOrOnTheDisk) {
   v1::PullRequest rest = ByStep(1);
   rest.set_offset(kBytes - 4);
   EXPECT_TRUE(IsData(Pull(rest).data, first_, kBytes - 4));
+}
+
+TEST_F(StoredPullTest, AStepOfWhichOneTrackWasSavedIsThereForThatTrack) {
+  Start();
+  ASSERT_THAT(rank_->Push(6, Weights(6)), IsOk());
+  disk_.Keep(**model_->PinVersion(0), model_->device(), "ema");
+  const std::vector<std::byte> sixth = *ReadAll(*model_, "ema");
+  for (int64_t step = 7; step <= 10; ++step) {
+    ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
+  }
+  ASSERT_EQ(GetErrorReason(model_->PinVersion(6).status()), ErrorReason::kVersionNotKept);
+  const Pulled pulled = Pull(ByStep(6));
+  EXPECT_TRUE(IsData(pulled.data, sixth));
+  EXPECT_EQ(pulled.header.version().version(), 6);
+  EXPECT_TRUE(IsData(PullByLane(ByStep(6)).data, sixth));
+  v1::PullRequest raw = ByStep(6);
+  raw.set_track("raw");
+  EXPECT_EQ(ReasonOf(raw), v1::ERROR_REASON_VERSION_NOT_KEPT);
+  // What is listed is there with all tracks.
+  EXPECT_THAT(Pull(ByStep(2)).result.status.error_message(),
+              HasSubstr("there are step 1 (version 1), step 8 (version 8)"));
 }
 
 TEST_F(StoredPullTest, AStepThatIsNowhereIsRefusedWithThoseThatThereAre) {
