@@ -311,11 +311,12 @@ absl::Status CheckpointManager::Forget(std::string_view model_name) {
 }
 
 absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindStored(
-    const Model& model, const VersionId& id) {
+    const Model& model, const VersionId& id, bool is_partial) {
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointStore::Stored> all,
                        store_->ListNames(model.config().name));
   for (CheckpointStore::Stored& stored : all) {
-    if (stored.problem.ok() && !stored.is_partial && id.Names(stored.id.version_id())) {
+    if (stored.problem.ok() && stored.is_partial == is_partial &&
+        id.Names(stored.id.version_id())) {
       return std::optional(std::move(stored));
     }
   }

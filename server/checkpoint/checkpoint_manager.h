@@ -193,6 +193,9 @@ class CheckpointManager final : public Checkpoints {
   // `status`: of a save that was asked for. True: the last one of the model failed otherwise, or
   // did not.
   bool IsNewFailure(const Model& model, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // What Save() says of a version that is not on the disk with all tracks: `status`, as
+  // PinVersion() gave it, or, if only some tracks are there, that.
+  absl::Status NotPinned(const Model& model, const VersionId& id, const absl::Status& status);
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
                                 const SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
@@ -221,10 +224,11 @@ class CheckpointManager final : public Checkpoints {
   // As Get(); nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointInfo>> FindInfo(Model& model, std::string_view name)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // The good checkpoint of a version with all tracks; incarnation 0: the newest of that number.
-  // nullopt: there is none.
+  // A good checkpoint of a version, with all tracks or, `is_partial`, with some; incarnation 0: the
+  // newest of that number. nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointStore::Stored>> FindStored(const Model& model,
-                                                                    const VersionId& id);
+                                                                    const VersionId& id,
+                                                                    bool is_partial = false);
   // Versions in memory, and on the disk with all tracks: newest first, each once.
   absl::StatusOr<std::vector<KnownVersion>> Known(const Model& model);
   // OK: a restart finds the checkpoint of that version, which is there. UNAVAILABLE: it may not:

@@ -104,16 +104,11 @@ absl::StatusOr<SnapshotRef> CheckpointManager::GoBackToStored(
 }
 
 absl::Status CheckpointManager::CheckNotPartial(const Model& model, const VersionId& id) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointStore::Stored> all,
-                       store_->ListNames(model.config().name));
-  for (const CheckpointStore::Stored& stored : all) {
-    if (stored.is_partial && stored.problem.ok() && id.Names(stored.id.version_id())) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPartialCheckpoint,
-                       absl::StrCat("model \"", model.config().name, "\": of version ", id.version,
-                                    " only some tracks were saved, as ", stored.name));
-    }
-  }
-  return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const auto partial, FindStored(model, id, /*is_partial=*/true));
+  if (!partial.has_value()) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPartialCheckpoint,
+                   absl::StrCat("model \"", model.config().name, "\": of version ", id.version,
+                                " only some tracks were saved, as ", partial->name));
 }
 
 // --- Resuming ---

@@ -152,6 +152,18 @@ void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
   if (--it->second.count == 0) saving_.erase(it);
 }
 
+absl::Status CheckpointManager::NotPinned(const Model& model, const VersionId& id,
+                                          const absl::Status& status) {
+  if (GetErrorReason(status) != ErrorReason::kVersionNotKept) return status;
+  EMA_ASSIGN_OR_RETURN(const auto partial, FindStored(model, id, /*is_partial=*/true));
+  if (!partial.has_value()) return status;
+  return MakeError(status.code(), ErrorReason::kVersionNotKept,
+                   absl::StrCat("model \"", model.config().name, "\": version ", id.version,
+                                " is not in memory any more, and only a partial checkpoint of it "
+                                "is on the disk, ",
+                                partial->name));
+}
+
 absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
                                                            const SaveRequest& request) {
   if (!request.label.empty()) {
@@ -167,7 +179,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
   if (!pinned.ok()) {
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));
-    if (!stored.has_value() || !request.tracks.empty()) return pinned.status();
+    if (!stored.has_value()) return NotPinned(model, request.id, pinned.status());
+    if (!request.tracks.empty()) return pinned.status();
     EMA_RETURN_IF_ERROR(CheckIsDurable(model, stored->id.version_id(), stored->is_partial));
     EMA_ASSIGN_OR_RETURN(const auto held, store_->Hold(model.config().name, stored->name));
     if (held == nullptr) return NotKept(model, request.id);

@@ -106,6 +106,27 @@ TEST_F(CheckpointManagerTest, SomeTracksAreACheckpointOfTheirOwn) {
   EXPECT_EQ(whole.name, NameOf(whole.record));
 }
 
+TEST_F(CheckpointManagerTest, AVersionOfWhichOnlyAPartIsLeftCannotBeSaved) {
+  TestServer server(files_);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved part,
+                           server.manager().Save(server.model(), {.tracks = {"raw"}}));
+  server.PushTo(4);
+  for (const Checkpoints::SaveRequest& request :
+       {Checkpoints::SaveRequest{.id = {1, 0}},
+        Checkpoints::SaveRequest{.id = {1, 0}, .tracks = {"raw"}}}) {
+    EXPECT_THAT(
+        server.manager().Save(server.model(), request),
+        AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+              StatusIs(absl::StatusCode::kOutOfRange,
+                       HasSubstr("only a partial checkpoint of it is on the disk, " + part.name))));
+  }
+  // Of others nothing is there.
+  EXPECT_THAT(server.Save(2),
+              AllOf(ReasonIs(ErrorReason::kVersionNotKept),
+                    StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("version 2 is not kept"))));
+}
+
 TEST_F(CheckpointManagerTest, AServerDoesNotStartFromAPart) {
   {
     TestServer server(files_);
