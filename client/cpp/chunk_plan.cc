@@ -214,11 +214,21 @@ std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
   return crcs_[chunk].value;
 }
 
-std::optional<uint32_t> ChunkWriter::Digest() {
-  uint32_t digest = 0;
-  for (int64_t chunk = 0; chunk < static_cast<int64_t>(crcs_.size()); ++chunk) {
+std::optional<std::vector<uint32_t>> ChunkWriter::Checksums() {
+  std::vector<uint32_t> result(crcs_.size());
+  for (int64_t chunk = 0; chunk < std::ssize(crcs_); ++chunk) {
     if (!crcs_[chunk].known && !Checksum(chunk)) return std::nullopt;
-    digest = Crc32cCombine(digest, crcs_[chunk].value, plan_->length_bytes(chunk));
+    result[chunk] = crcs_[chunk].value;
+  }
+  return result;
+}
+
+std::optional<uint32_t> ChunkWriter::Digest() {
+  const std::optional<std::vector<uint32_t>> checksums = Checksums();
+  if (!checksums.has_value()) return std::nullopt;
+  uint32_t digest = 0;
+  for (int64_t chunk = 0; chunk < std::ssize(*checksums); ++chunk) {
+    digest = Crc32cCombine(digest, (*checksums)[chunk], plan_->length_bytes(chunk));
   }
   return digest;
 }

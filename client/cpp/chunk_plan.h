@@ -90,6 +90,9 @@ class ChunkWriter {
   // Copies a chunk into shared memory, and gives its checksum. Absent: as Write().
   std::optional<uint32_t> Copy(int64_t chunk, std::byte* to);
 
+  // CRC32C of each chunk, by chunk. Absent: as Digest().
+  std::optional<std::vector<uint32_t>> Checksums();
+
   // CRC32C of all that is pushed. Reads none, if every chunk has been written. Absent: the weights
   // would have to be read, but have been released.
   std::optional<uint32_t> Digest();

@@ -102,6 +102,24 @@ std::vector<int64_t> PendingPush::Impl::AllChunks() const {
   return chunks;
 }
 
+void PendingPush::Impl::CheckContent() {
+  // What is on a GPU is read by its own copies only.
+  if (!source_.gpus.empty()) return;
+  const RankLayout& layout = run_->layout();
+  const int64_t bytes = HasFrozen() ? layout.total_bytes() : layout.live_bytes();
+  client_internal::ChunkWriter writer(&layout, &run_->chunks(), run_->chunks().ChunksBefore(bytes),
+                                      shards_, &gate_, /*staged=*/nullptr, strides_);
+  expected_crc32c_ = writer.Checksums().value_or(std::vector<uint32_t>());
+}
+
+std::optional<uint32_t> PendingPush::Impl::CheckedDigest() {
+  const std::optional<std::vector<uint32_t>> sent = writer_->Checksums();
+  const size_t checked = std::min(expected_crc32c_.size(), sent.has_value() ? sent->size() : 0);
+  was_written_ =
+      checked > 0 && !std::equal(sent->begin(), sent->begin() + checked, expected_crc32c_.begin());
+  return was_written_ ? std::nullopt : writer_->Digest();
+}
+
 void PendingPush::Impl::Start() {
   thread_ = std::thread([this] { RunThread(); });
 }
@@ -150,9 +168,23 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   }
   EMA_RETURN_IF_ERROR(Stage());
   absl::StatusOr<Committed> committed = Send();
+  if (was_written_) {
+    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+                     absl::StrCat(Name(),
+                                  ": the weights were written while they were sent; the step "
+                                  "is given up"));
+  }
   // A stream that has lacked bytes says only that it was cancelled.
   if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
   return committed;
+}
+
+bool PendingPush::Impl::HasFrozen() const {
+  const RankLayout& layout = run_->layout();
+  return std::none_of(
+      layout.frozen_shards().begin(), layout.frozen_shards().end(), [&](const Shard& shard) {
+        return shards_[&shard - layout.shards().data()].empty() && shard.element_count() > 0;
+      });
 }
 
 absl::Status PendingPush::Impl::ChooseBytes() {
@@ -162,11 +194,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   frozen_ = omits_frozen      ? v1::PushHeader::FROZEN_OMITTED
             : frozen_changed_ ? v1::PushHeader::FROZEN_CHANGED
                               : v1::PushHeader::FROZEN_PUSHED;
-  const bool has_all = std::none_of(
-      layout.frozen_shards().begin(), layout.frozen_shards().end(), [&](const Shard& shard) {
-        return shards_[&shard - layout.shards().data()].empty() && shard.element_count() > 0;
-      });
-  if (!omits_frozen && !has_all) {
+  if (!omits_frozen && !HasFrozen()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat(Name(),
                                   ": the server has not the values of the frozen tensors "

@@ -53,6 +53,9 @@ class PendingPush::Impl {
        bool frozen_changed, SteadyTime deadline, Source source);
   ~Impl();  // REQUIRES: done(), or never started.
 
+  // To be called before Start(), to have the push fail, as Run::StartPush() says, if what it sends
+  // is not what the shards hold now.
+  void CheckContent();
   void Start();
 
   const client_internal::ForkGuard& fork_guard() const { return run_->client().fork_guard(); }
@@ -92,6 +95,10 @@ class PendingPush::Impl {
   absl::Status WithWhatIsLost(const absl::Status& error) const;
   // After the release: the streams go on when what is being copied has been.
   void LeadStreams(absl::Span<const GpuStream> streams);
+  // True: the frozen tensors' values were given, or there are none.
+  bool HasFrozen() const;
+  // Of all that has been sent. Absent: it is not known, or `was_written_`.
+  std::optional<uint32_t> CheckedDigest();
   // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();
   absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
@@ -164,6 +171,8 @@ class PendingPush::Impl {
   v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
   std::optional<client_internal::StagedChunks> staged_;
   std::optional<client_internal::ChunkWriter> writer_;
+  std::vector<uint32_t> expected_crc32c_;  // By chunk, as far as is checked. Set before the thread.
+  bool was_written_ = false;               // Something has been sent that is not what was expected.
   grpc::CompletionQueue queue_;
   // Of the last try. Empty: none has begun.
   std::vector<std::shared_ptr<client_internal::Connection>> connections_;

@@ -153,7 +153,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByGrpc() {
   send_part(sending.parts.front());
   sending_parts->Wait();
   const SteadyTime sent = SteadyNow();
-  if (sending.failed.load() == nullptr) sending.digest = writer_->Digest();
+  if (sending.failed.load() == nullptr) sending.digest = CheckedDigest();
   if (sending.digest.has_value()) gate_.HaveRead();
   all_sent.Notify();
   FinishPart(sending, sending.parts.front());

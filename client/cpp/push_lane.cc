@@ -42,7 +42,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::SendByLane(
     lane->SendChunk(run_->chunks().offset(chunk), length_bytes, *crc32c);
     sent_bytes_.fetch_add(length_bytes, std::memory_order_relaxed);
   }
-  const std::optional<uint32_t> digest = writer_->Digest();
+  const std::optional<uint32_t> digest = CheckedDigest();
   if (!digest.has_value())
     return absl::CancelledError("the weights were released, or cannot be read");
   gate_.HaveRead();

@@ -33,7 +33,7 @@ class Run::Impl {
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
       std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
-      const GpuWeights& gpu_weights) ABSL_LOCKS_EXCLUDED(mu_);
+      const GpuWeights& gpu_weights, bool check) ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -115,7 +115,7 @@ absl::Status Run::Impl::CheckStrides(const std::vector<Strides>& strides,
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
     std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
-    const GpuWeights& gpu_weights) {
+    const GpuWeights& gpu_weights, bool check) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
   EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));
   EMA_RETURN_IF_ERROR(CheckGpuWeights(gpu_weights));
@@ -129,6 +129,7 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
   auto push =
       std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), std::move(strides),
                                           frozen_changed, deadline, std::move(source));
+  if (check) push->CheckContent();
   std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
   if (push_ != nullptr && !push_->done()) {
@@ -210,11 +211,11 @@ absl::Status Run::WaitReady(absl::Duration timeout) {
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
     absl::Duration timeout, bool frozen_changed, const GpuWeights& gpu_weights,
-    std::vector<Strides> strides) {
+    std::vector<Strides> strides, bool check) {
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PendingPush::Impl> push,
       impl_->StartPush(step, time, std::move(shards), std::move(strides), frozen_changed,
-                       impl_->core().client().Deadline(timeout), gpu_weights));
+                       impl_->core().client().Deadline(timeout), gpu_weights, check));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 

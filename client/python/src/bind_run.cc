@@ -148,7 +148,8 @@ class PyRun {
 
   PyPendingPush* StartPush(int64_t step, const nb::dict& time,
                            const std::vector<const Array*>& arrays, double timeout_s,
-                           bool frozen_changed, const std::vector<StreamTuple>& streams) {
+                           bool frozen_changed, const std::vector<StreamTuple>& streams,
+                           bool check) {
     const TrainingTime training_time = ToTime(time);
     const absl::Duration timeout = ToDuration(timeout_s);
     FoundShards shards = Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
@@ -161,7 +162,7 @@ class PyRun {
                                     [](const Array* array) { return array->gpu >= 0; });
     std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
       return run_->StartPush(step, training_time, std::move(shards.bytes), timeout, frozen_changed,
-                             gpu_weights, std::move(shards.strides));
+                             gpu_weights, std::move(shards.strides), check);
     });
     return new PyPendingPush(std::move(push), std::move(kept), on_gpu);
   }
@@ -241,7 +242,7 @@ void BindRun(nb::module_& module) {
 
   nb::class_<PyRun>(module, "Run")
       .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a,
-           "frozen_changed"_a = false, "streams"_a = nb::make_tuple())
+           "frozen_changed"_a = false, "streams"_a = nb::make_tuple(), "check"_a = false)
       .def("committed_as", &PyRun::CommittedAs, "step"_a, "timeout_s"_a)
       .def("give_up", &PyRun::GiveUp, "step"_a, "why"_a, "timeout_s"_a)
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
