@@ -136,6 +136,8 @@ absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
     if (folder.is_indexed) return absl::OkStatus();
   }
   absl::MutexLock lock(&folder.mu);
+  // What another directory in the place of ours has is none of the model's: what was known stays.
+  if (GetErrorReason(CheckPlace()) == ErrorReason::kStoreReadOnly) return absl::OkStatus();
   return IndexLocked(folder);
 }
 
@@ -169,6 +171,7 @@ absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, st
                                                  const absl::Status& problem) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(CheckPlace());
   EMA_RETURN_IF_ERROR(IndexLocked(*folder));
   {
     absl::MutexLock state_lock(&folder->state_mu);
@@ -306,7 +309,7 @@ absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::stri
 absl::Status CheckpointStore::PutLabel(std::string_view model_name, const CheckpointLabel& label) {
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   absl::MutexLock lock(&folder->mu);
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   return AsSaveError(PutLabelLocked(*folder, label));
 }
 
@@ -349,7 +352,7 @@ absl::Status CheckpointStore::RemoveLabel(std::string_view model_name, std::stri
 }
 
 absl::Status CheckpointStore::RemoveLabelLocked(Folder& folder, std::string_view label) {
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   LabelMap labels;
   {

@@ -176,6 +176,7 @@ absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Fo
 absl::StatusOr<std::string> CheckpointStore::SetAside(const Folder& folder, const std::string& name,
                                                       std::string_view prefix,
                                                       std::string_view now_prefix) {
+  EMA_RETURN_IF_ERROR(CheckPlace());
   const std::string path = JoinPath(folder.path, std::string(now_prefix).append(name));
   absl::Status status;
   std::string new_name;

@@ -39,6 +39,7 @@ absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::s
 }
 
 absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
+  EMA_RETURN_IF_ERROR(CheckPlace());
   // What an error has left may have the name that one of these takes on its way out.
   EMA_RETURN_IF_ERROR(ClearTemporary(folder.path));
   std::set<VersionId> labelled;
@@ -84,7 +85,7 @@ absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_vi
 }
 
 absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string_view name) {
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   std::optional<Stored> stored;
   std::vector<std::string> labels;
@@ -119,6 +120,7 @@ absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStor
   const std::shared_ptr<Folder> folder = GetFolder(model_name);
   auto held = std::make_unique<HeldCheckpoints>(folder);
   absl::MutexLock lock(&folder->mu);
+  EMA_RETURN_IF_ERROR(CheckPlace());
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder->path));
   // What is still to be deleted is not the model's any more.
   if (!exists || folder->must_delete) return held;

@@ -108,12 +108,9 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
 
 absl::Status CheckpointStore::AsSaveError(const absl::Status& status) {
   if (GetErrorReason(status) != ErrorReason::kUnspecified) return status;
-  // Where a volume was mounted there may still be a folder: it is not ours without `models`.
-  if (absl::IsNotFound(status) && !file_system_.Exists(ModelsPath()).value_or(true)) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
-                     absl::StrCat("the data directory has gone, nothing can be saved until it is "
-                                  "back: ",
-                                  status.message()));
+  if (absl::IsNotFound(status)) {
+    const absl::Status place = CheckPlace();
+    if (GetErrorReason(place) == ErrorReason::kStoreReadOnly) return place;
   }
   if (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
       absl::IsPermissionDenied(status) || absl::IsDataLoss(status) || absl::IsUnavailable(status)) {
@@ -123,8 +120,25 @@ absl::Status CheckpointStore::AsSaveError(const absl::Status& status) {
   return status;
 }
 
-absl::Status CheckpointStore::CheckWritable() {
+absl::Status CheckpointStore::CheckPlace() {
+  EMA_ASSIGN_OR_RETURN(const bool is_in_place, lock_->IsInPlace());
+  EMA_ASSIGN_OR_RETURN(const bool has_models, file_system_.Exists(ModelsPath()));
+  if (is_in_place && has_models) return absl::OkStatus();
+  // Where a volume was mounted there may still be a folder: it is not ours without `models`.
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
+                   has_models ? "the data directory has been replaced, for its LOCK is not the one "
+                                "that this server holds: nothing can be saved until that is back"
+                              : "the data directory has gone, nothing can be saved until it is "
+                                "back");
+}
+
+absl::Status CheckpointStore::CheckMayWrite() {
   EMA_RETURN_IF_ERROR(latch_.status());
+  return AsSaveError(CheckPlace());
+}
+
+absl::Status CheckpointStore::CheckWritable() {
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   // Each call has its own: they may come at once, or have left one.
   const std::string path =
       JoinPath(ModelsPath(), absl::StrCat(std::string(kTemporaryPrefix), "writable-",
@@ -145,7 +159,7 @@ absl::StatusOr<absl::Time> CheckpointStore::ReadScrubTime() {
 }
 
 absl::Status CheckpointStore::NoteScrubTime(absl::Time time) {
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   return AsSaveError(ReplaceFile(options_.data_dir, kScrubbedFileName,
                                  absl::StrCat(absl::FormatTime(time, absl::UTCTimeZone()), "\n")));
 }
@@ -180,7 +194,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
                                                                         const Snapshot& snapshot,
                                                                         const SaveOptions& options,
                                                                         Folder& folder) {
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   if (folder.must_delete) EMA_RETURN_IF_ERROR(DeleteLocked(model.config().name, folder));
   const CheckpointId id = IdOf(snapshot.record);
   const bool is_whole = options.tracks.empty();
@@ -312,6 +326,7 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
   const std::string path = JoinPath(folder.path, name);
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   const absl::Status unread = UnreadProblem(folder, name);
+  EMA_RETURN_IF_ERROR(CheckPlace());  // Writing may have taken long.
   absl::Status status;
   bool is_exchanged = false;
   if (unread.ok()) {
@@ -371,7 +386,7 @@ absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
 }
 
 absl::Status CheckpointStore::PurgeDeleted(std::string_view model_name) {
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   absl::StatusOr<std::vector<DirectoryEntry>> entries = file_system_.ListDirectory(ModelsPath());
   if (!entries.ok()) return AsSaveError(entries.status());
   for (const DirectoryEntry& entry : *entries) {
@@ -389,7 +404,7 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
     folder.lost_labels = absl::OkStatus();
     folder.is_indexed = true;
   }
-  EMA_RETURN_IF_ERROR(latch_.status());
+  EMA_RETURN_IF_ERROR(CheckMayWrite());
   const std::string path = ModelPath(model_name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
   if (exists) {
@@ -422,6 +437,7 @@ absl::Status CheckpointStore::ReplaceFile(const std::string& directory, std::str
   EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(text))));
   EMA_RETURN_IF_ERROR(latch_.Check(file->Sync()));
   EMA_RETURN_IF_ERROR(file->Close());
+  EMA_RETURN_IF_ERROR(CheckPlace());
   EMA_RETURN_IF_ERROR(file_system_.Rename(temporary, JoinPath(directory, name)));
   return Sync(directory);
 }

@@ -2,7 +2,8 @@
 //
 // A server's data directory: versions of models that outlive it.
 //
-//   LOCK                                  held by the one server that uses the directory
+//   LOCK                                  held by the one server that uses the directory, which
+//                                         writes nothing while another file, or none, is there
 //   INCARNATION                           durable counter, raised at each start
 //   SCRUBBED                              when all checkpoints were last read again
 //   models/<model>/checkpoints/LATEST     name of the newest complete checkpoint, and its CRC32C;
@@ -67,8 +68,8 @@ int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 // Thread-safe. Every call may block on the disk for as long as the model takes to write: not for a
 // thread that serves RPCs. A failed sync (fsync) latches the store read-only: from then on it saves
 // and deletes nothing, UNAVAILABLE with STORE_READ_ONLY, until the server is started again. While
-// the disk is mounted read-only, or the data directory has gone, the error is the same, and ends
-// with its cause.
+// the disk is mounted read-only, or the data directory has gone or another is in its place, the
+// error is the same, and ends with its cause.
 class CheckpointStore {
  public:
   // A checkpoint that was set aside because a byte of it is wrong or missing, or because the disk
@@ -312,7 +313,7 @@ class CheckpointStore {
   // it is still there.
   absl::Status PurgeDeleted(std::string_view model_name);
 
-  // OK: a file can be made in the data directory. Errors as Save().
+  // OK: a file can be made in the data directory, and it is ours. Errors as Save().
   absl::Status CheckWritable();
 
   // OK, or the failed sync that has latched the store: UNAVAILABLE, STORE_READ_ONLY. Never blocks.
@@ -396,6 +397,10 @@ class CheckpointStore {
   // As clients of a save understand it: a folder that has gone or may not be written is no fault of
   // the call.
   absl::Status AsSaveError(const absl::Status& status);
+  // UNAVAILABLE, STORE_READ_ONLY: the data directory has gone, or is not the one that was locked.
+  absl::Status CheckPlace();
+  // The same, or what has latched. Errors as Save(). Before anything is changed.
+  absl::Status CheckMayWrite();
 
   // Parts of Save() and DeleteModel().
   absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot,

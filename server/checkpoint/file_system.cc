@@ -161,10 +161,22 @@ class PosixRandomAccessFile final : public RandomAccessFile {
 
 class PosixFileLock final : public FileLock {
  public:
-  explicit PosixFileLock(Descriptor fd) : fd_(std::move(fd)) {}
+  PosixFileLock(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
+
+  absl::StatusOr<bool> IsInPlace() const override {
+    struct stat held;
+    struct stat there;
+    if (fstat(fd_.get(), &held) != 0) return ErrnoStatus(errno, "stat", path_);
+    if (lstat(path_.c_str(), &there) != 0) {
+      if (errno == ENOENT || errno == ENOTDIR) return false;
+      return ErrnoStatus(errno, "stat", path_);
+    }
+    return held.st_dev == there.st_dev && held.st_ino == there.st_ino;
+  }
 
  private:
   const Descriptor fd_;  // Closing it frees the lock.
+  const std::string path_;
 };
 
 // "process 42 on host a": what a lock file says of its holder.
@@ -288,7 +300,7 @@ class PosixFileSystemImpl final : public FileSystem {
     const std::string self = DescribeSelf();
     if (ftruncate(fd.get(), 0) != 0 || pwrite(fd.get(), self.data(), self.size(), 0) < 0) {
     }
-    return std::make_unique<PosixFileLock>(std::move(fd));
+    return std::make_unique<PosixFileLock>(std::move(fd), path);
   }
 };
 

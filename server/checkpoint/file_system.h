@@ -59,6 +59,10 @@ class RandomAccessFile {
 class FileLock {
  public:
   virtual ~FileLock() = default;
+
+  // False: its path names another file by now, or none, so that others may lock what is there.
+  // Errors as those of FileSystem.
+  virtual absl::StatusOr<bool> IsInPlace() const = 0;
 };
 
 struct DirectoryEntry {

@@ -190,7 +190,7 @@ void AddServer(const ServerState& state, Families& families) {
   }
   families.Add("ema_checkpoint_store_read_only",
                "1: nothing can be saved: an fsync has failed, the disk is read-only, or the data "
-               "directory has gone.",
+               "directory has gone or been replaced.",
                state.is_store_read_only ? 1 : 0);
   families.Add("ema_device_usable", "0: the device has failed for good.",
                state.device_health.ok() ? 1 : 0);

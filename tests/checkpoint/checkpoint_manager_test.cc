@@ -522,6 +522,82 @@ TEST_F(CheckpointManagerTest, ADataDirectoryThatHasGoneIsSeenAndSoIsThatItIsBack
   EXPECT_THAT(server.Save(), IsOk());
 }
 
+// As who restores a backup without stopping the server, and starts another one on it.
+TEST_F(CheckpointManagerTest, ADataDirectoryThatWasReplacedIsAnotherServers) {
+  CheckpointManager::Options options;
+  options.free_space_interval = absl::Milliseconds(1);
+  options.store.keep_count = 1;
+  TestServer server(files_, options);
+  server.PushTo(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, server.Save(0, "first"));
+  server.PushTo(2);
+  EXPECT_THAT(server.Save(), IsOk());
+  server.PushTo(3);
+  ASSERT_THAT(files_.Rename("/data", "/broken"), IsOk());
+  {
+    TestServer other(files_);
+    other.PushTo(4);
+    EXPECT_THAT(other.Save(0, "other"), IsOk());
+    const std::string before = files_.Fingerprint();
+    EXPECT_THAT(server.Save(), AllOf(ReasonIs(ErrorReason::kStoreReadOnly),
+                                     StatusIs(absl::StatusCode::kUnavailable,
+                                              HasSubstr("the data directory has been replaced"))));
+    const auto is_refused = ReasonIs(ErrorReason::kStoreReadOnly);
+    EXPECT_THAT(server.manager().SetLabel(server.model(), "more", {2, 0}), is_refused);
+    EXPECT_THAT(server.manager().RemoveLabel(server.model(), "first"), is_refused);
+    EXPECT_THAT(server.manager().Delete(server.model(), first.name), is_refused);
+    EXPECT_THAT(server.manager().CheckMayForget(), is_refused);
+    server.manager().Scrub(server.models());
+    // Nor does it take what is there for its own.
+    EXPECT_THAT(server.manager().List(server.model())->labels,
+                ElementsAre(testing::Field(&CheckpointLabel::name, "first")));
+    EXPECT_THAT(server.manager().Forget("m"), is_refused);
+    EXPECT_THAT(server.manager().Purge("m"), is_refused);
+    EXPECT_EQ(files_.Fingerprint(), before);
+    EXPECT_THAT(server.manager().health(), is_refused);
+    EXPECT_THAT(other.manager().health(), IsOk());
+  }
+  ASSERT_THAT(files_.RemoveTree("/data"), IsOk());
+  EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
+  ASSERT_THAT(files_.Rename("/broken", "/data"), IsOk());
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  while (!server.manager().health().ok() && absl::Now() < deadline) std::this_thread::yield();
+  EXPECT_THAT(server.manager().health(), IsOk());
+}
+
+TEST_F(CheckpointManagerTest, ADataDirectoryThatIsReplacedDuringASaveKeepsItsNames) {
+  for (const char* const file : {"/.tmp-LATEST", "/.tmp-LABELS.json"}) {
+    FakeFileSystem files;
+    {
+      TestServer other(files);
+      other.PushTo(3);
+      EXPECT_THAT(other.Save(0, "other"), IsOk());
+    }
+    ASSERT_THAT(files.Rename("/data", "/backup"), IsOk());
+    TestServer server(files);
+    server.PushTo(1);
+    bool is_replaced = false;
+    files.set_hook([&](const std::string& operation, const std::string& path) {
+      if (!is_replaced && operation == "create" && path == kTestFolder + std::string(file)) {
+        is_replaced = true;
+        EXPECT_THAT(files.Rename("/data", "/broken"), IsOk());
+        EXPECT_THAT(files.Rename("/backup", "/data"), IsOk());
+      }
+      return absl::OkStatus();
+    });
+    EXPECT_THAT(server.Save(0, "ours"), ReasonIs(ErrorReason::kStoreReadOnly)) << file;
+    EXPECT_TRUE(is_replaced);
+    files.set_hook(nullptr);
+    TestServer other(files);
+    EXPECT_EQ(other.version(), 3) << file;
+    EXPECT_THAT(other.errors(), IsEmpty()) << file;
+    EXPECT_THAT(other.manager().FindLabel(other.model(), "other"), IsOk()) << file;
+    EXPECT_THAT(other.manager().FindLabel(other.model(), "ours"),
+                ReasonIs(ErrorReason::kLabelNotFound))
+        << file;
+  }
+}
+
 // --- What there is ---
 
 TEST_F(CheckpointManagerTest, ManifestsAreReadOnce) {

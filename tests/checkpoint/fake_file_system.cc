@@ -106,14 +106,22 @@ class FakeFileSystem::Reader final : public RandomAccessFile {
 
 class FakeFileSystem::Holder final : public FileLock {
  public:
-  Holder(FakeFileSystem& files, std::string path) : files_(files), path_(std::move(path)) {}
+  Holder(FakeFileSystem& files, int64_t node, std::string path)
+      : files_(files), node_(node), path_(std::move(path)) {}
   ~Holder() override {
     const Held held(files_.mu_);
-    files_.locks_.erase(path_);
+    files_.locks_.erase(node_);
+  }
+
+  absl::StatusOr<bool> IsInPlace() const override {
+    EMA_RETURN_IF_ERROR(files_.Call("place", path_));
+    const Held held(files_.mu_);
+    return files_.Find(path_) == node_;
   }
 
  private:
   FakeFileSystem& files_;
+  const int64_t node_;
   const std::string path_;
 };
 
@@ -351,8 +359,15 @@ absl::StatusOr<int64_t> FakeFileSystem::FreeBytes(const std::string& path) {
 absl::StatusOr<std::unique_ptr<FileLock>> FakeFileSystem::Lock(const std::string& path) {
   EMA_RETURN_IF_ERROR(Call("lock", path));
   const Held held(mu_);
-  if (!locks_.insert(path).second) return absl::AbortedError("LOCK is held");
-  return std::make_unique<Holder>(*this, path);
+  std::optional<int64_t> node = Find(path);
+  if (!node.has_value()) {
+    EMA_ASSIGN_OR_RETURN(const auto place, FindParent(path));
+    node = static_cast<int64_t>(nodes_.size());
+    nodes_.emplace_back();
+    Apply(place.first, {{place.second, *node}});
+  }
+  if (!locks_.insert(*node).second) return absl::AbortedError("LOCK is held");
+  return std::make_unique<Holder>(*this, *node, path);
 }
 
 }  // namespace ema

@@ -34,9 +34,9 @@ enum class PowerLoss {
 class FakeFileSystem final : public FileSystem {
  public:
   // Called before each operation, with its name ("create", "append", "sync", "close", "open",
-  // "read", "rename", "exchange", "syncdir", "mkdir", "list", "remove", "exists", "free", "lock")
-  // and path. If it gives an error the operation fails with that; half of an append's bytes are
-  // written then.
+  // "read", "rename", "exchange", "syncdir", "mkdir", "list", "remove", "exists", "free", "lock",
+  // "place" of a lock) and path. If it gives an error the operation fails with that; half of an
+  // append's bytes are written then.
   using Hook = std::function<absl::Status(const std::string& operation, const std::string& path)>;
   void set_hook(Hook hook) { hook_ = std::move(hook); }
   // Those of "sync", "syncdir" and "rename" for which it gives true say OK and do nothing: so a
@@ -106,7 +106,7 @@ class FakeFileSystem final : public FileSystem {
   // The first is the root. None moves: FileBytes() refers to one.
   std::deque<Node> nodes_ = {{.is_directory = true}};
   std::vector<Change> changes_;  // Since the beginning.
-  std::set<std::string> locks_;
+  std::set<int64_t> locks_;      // Nodes.
   int64_t free_bytes_ = int64_t{1} << 40;
   Hook hook_;
   Ignored ignored_;

@@ -195,6 +195,26 @@ TEST_F(FileSystemTest, ALockHasOneHolderAndEndsWithIt) {
   EXPECT_THAT(files_.Lock(Path("LOCK")), IsOk());
 }
 
+TEST_F(FileSystemTest, ALockKnowsWhetherItsPathStillNamesItsFile) {
+  const std::string path = Path("held/LOCK");
+  for (const char* const name : {"held", "other"}) {
+    ASSERT_THAT(files_.CreateDirectory(Path(name)), IsOk());
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const auto lock, files_.Lock(path));
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(true));
+  ASSERT_THAT(files_.Rename(Path("held"), Path("away")), IsOk());
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(false));
+  ASSERT_THAT(files_.Rename(Path("other"), Path("held")), IsOk());
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(false));
+  EXPECT_THAT(files_.Lock(path), IsOk());  // Somebody else's.
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(false));
+  ASSERT_THAT(files_.RemoveTree(Path("held")), IsOk());
+  ASSERT_THAT(files_.Rename(Path("away"), Path("held")), IsOk());
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(true));
+  ASSERT_THAT(files_.RemoveFile(path), IsOk());
+  EXPECT_THAT(lock->IsInPlace(), IsOkAndHolds(false));
+}
+
 TEST_F(FileSystemTest, KnowsTheFreeSpace) {
   EMA_ASSERT_OK_AND_ASSIGN(const int64_t bytes, files_.FreeBytes(directory_));
   EXPECT_GT(bytes, 0);
