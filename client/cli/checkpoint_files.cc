@@ -14,6 +14,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/label_file.h"
 #include "server/checkpoint/verify.h"
 
 namespace ema::cli {
@@ -26,7 +27,11 @@ struct Finding {
   int64_t file_count = 0;
   int64_t bytes = 0;
   absl::Status status;
+
+  friend bool operator==(const Finding&, const Finding&) = default;
 };
+
+constexpr int64_t kMaxLatestBytes = 256;
 
 // True if `path` looks like a checkpoint, whole or not.
 absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
@@ -76,24 +81,24 @@ std::string CheckpointsOf(const std::string& models, const std::string& model) {
   return JoinPath(JoinPath(models, model), "checkpoints");
 }
 
-absl::StatusOr<std::vector<Found>> FindCheckpoints(const std::string& directory) {
-  EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(directory));
-  if (is_one) return std::vector<Found>{{directory, BaseName(directory)}};
-  EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(directory));
-  std::vector<Found> found;
-  EMA_RETURN_IF_ERROR(AddCheckpointsIn(directory, "", found));
+// The folders that may have checkpoints: `directory`, and if it is a data directory its models'.
+// Their names are what those of their checkpoints begin with.
+absl::StatusOr<std::vector<Found>> FindFolders(const std::string& directory) {
+  std::vector<Found> folders = {{directory, ""}};
   const std::string models = JoinPath(directory, "models");
   EMA_ASSIGN_OR_RETURN(const bool is_data_dir, PosixFileSystem().Exists(models));
-  if (found.empty() && is_data_dir) {
-    EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                         PosixFileSystem().ListDirectory(models));
-    for (const DirectoryEntry& model : entries) {
-      if (!model.is_directory || model.name[0] == '.') continue;
-      EMA_RETURN_IF_ERROR(
-          AddCheckpointsIn(CheckpointsOf(models, model.name), model.name + "/", found));
-    }
+  if (!is_data_dir) return folders;
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       PosixFileSystem().ListDirectory(models));
+  for (const DirectoryEntry& model : entries) {
+    if (!model.is_directory || model.name[0] == '.') continue;
+    folders.push_back({CheckpointsOf(models, model.name), model.name + "/"});
   }
-  if (!found.empty()) return found;
+  return folders;
+}
+
+absl::Status NothingFound(const std::string& directory) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(directory));
   return absl::NotFoundError(absl::StrCat(
       directory, exists
                      ? ": there is no checkpoint: neither a manifest.json, nor a folder that has "
@@ -131,6 +136,58 @@ std::vector<Finding> Verify(const Found& found) {
   return findings;
 }
 
+// Whether `name` is in the folder; true also if the disk does not say.
+bool IsIn(const Found& folder, std::string_view name) {
+  return PosixFileSystem().Exists(JoinPath(folder.path, name)).value_or(true);
+}
+
+// What LATEST and the labels of a folder name and is not there, as far as there are any.
+std::vector<Finding> CheckNamesOnce(const Found& folder) {
+  std::vector<Finding> findings;
+  const auto add = [&](std::string_view name, const absl::Status& problem) {
+    findings.push_back({.checkpoint = std::string(folder.name).append(name), .status = problem});
+  };
+  const absl::StatusOr<std::string> latest_text =
+      PosixFileSystem().ReadSmallFile(JoinPath(folder.path, kLatestFileName), kMaxLatestBytes);
+  if (latest_text.ok()) {
+    const std::optional<std::string> latest = ParseLatest(*latest_text);
+    if (!latest.has_value()) {
+      add(kLatestFileName, CorruptCheckpoint("it is not what was written"));
+    } else if (!IsIn(folder, *latest) && !IsIn(folder, std::string(kCorruptPrefix) + *latest)) {
+      add(*latest, CorruptCheckpoint("it is missing: LATEST names it"));
+    }
+  } else if (!absl::IsNotFound(latest_text.status())) {
+    add(kLatestFileName, latest_text.status());
+  }
+  const absl::StatusOr<std::string> labels_text =
+      PosixFileSystem().ReadSmallFile(JoinPath(folder.path, kLabelsFileName), kMaxLabelsFileBytes);
+  if (absl::IsNotFound(labels_text.status())) return findings;
+  const absl::StatusOr<LabelMap> labels =
+      labels_text.ok() ? ParseLabels(*labels_text) : labels_text.status();
+  if (!labels.ok()) {
+    add(kLabelsFileName, labels.status());
+    return findings;
+  }
+  for (const auto& [name, label] : *labels) {
+    const std::string checkpoint =
+        CheckpointName({label.id.incarnation, label.id.version, label.step});
+    if (IsIn(folder, checkpoint)) continue;
+    add(checkpoint, CorruptCheckpoint(absl::StrCat("it is missing: it has label \"", name, "\"")));
+  }
+  return findings;
+}
+
+// A server that saves meanwhile names another, and then removes what it named before.
+std::vector<Finding> CheckNames(const Found& folder) {
+  std::vector<Finding> findings = CheckNamesOnce(folder);
+  for (int i = 0; i < 10 && !findings.empty(); ++i) {
+    std::vector<Finding> again = CheckNamesOnce(folder);
+    if (again == findings) break;
+    findings = std::move(again);
+  }
+  return findings;
+}
+
 absl::Status PrintFindings(const std::vector<Finding>& findings, bool json) {
   const auto verdict = [](const Finding& finding) {
     return finding.status.ok() ? std::string("ok") : std::string(finding.status.message());
@@ -153,11 +210,25 @@ absl::Status PrintFindings(const std::vector<Finding>& findings, bool json) {
 }  // namespace
 
 absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<Found> checkpoints, FindCheckpoints(directory));
+  EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(directory));
+  std::vector<Found> checkpoints;
+  std::vector<Found> folders;
+  if (is_one) {
+    checkpoints = {{directory, BaseName(directory)}};
+  } else {
+    EMA_ASSIGN_OR_RETURN(folders, FindFolders(directory));
+  }
+  for (const Found& folder : folders) {
+    EMA_RETURN_IF_ERROR(AddCheckpointsIn(folder.path, folder.name, checkpoints));
+  }
   std::vector<Finding> findings;
   for (const Found& checkpoint : checkpoints) {
     for (Finding& finding : Verify(checkpoint)) findings.push_back(std::move(finding));
   }
+  for (const Found& folder : folders) {
+    for (Finding& finding : CheckNames(folder)) findings.push_back(std::move(finding));
+  }
+  if (checkpoints.empty() && findings.empty()) return NothingFound(directory);
   EMA_RETURN_IF_ERROR(PrintFindings(findings, json));
   for (const Finding& finding : findings) {
     if (finding.status.ok()) continue;

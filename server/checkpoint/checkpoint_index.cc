@@ -24,6 +24,11 @@ absl::Status Abandoned() {
                    "a crash had left it newer than LATEST, and training went on from there");
 }
 
+absl::Status Missing() {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   "it is missing: LATEST named it at the start, and there was no such folder");
+}
+
 absl::Status LostLabels(const std::string& why) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
                    absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
@@ -92,6 +97,10 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
     stored.id = name->id;
     stored.is_partial = name->is_partial;
     index.emplace(entry.name, std::move(stored));
+  }
+  if (folder.missing.has_value()) {
+    const std::string name = CheckpointName(*folder.missing);
+    index.emplace(name, Stored{.name = name, .id = *folder.missing, .problem = Missing()});
   }
   folder.index = std::move(index);
   folder.is_indexed = true;

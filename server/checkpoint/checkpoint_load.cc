@@ -38,7 +38,8 @@ absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore&
     const std::shared_ptr<Folder> folder = GetFolder(name);
     absl::MutexLock lock(&folder->mu);
     EMA_RETURN_IF_ERROR(LoadModel(name, *folder, models, report));
-    EMA_RETURN_IF_ERROR(IndexLocked(*folder));  // Again, if something was set aside.
+    EMA_RETURN_IF_ERROR(IndexLocked(*folder));  // Again, if something was set aside, or is missing.
+    ReportMissing(*folder, report);
   }
   return report;
 }
@@ -57,6 +58,7 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
     absl::MutexLock lock(&folder.state_mu);
     if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
   }
+  EMA_RETURN_IF_ERROR(NoteMissing(folder));
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::string name = CheckpointName(*id);
@@ -78,6 +80,39 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
     report.quarantined.push_back({model_name, name, status});
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::NoteMissing(Folder& folder) {
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> name, ReadLatestName(folder));
+  if (!name.has_value()) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, *name)));
+  if (exists) return absl::OkStatus();
+  const CheckpointId id = *ParseCheckpointName(*name);
+  absl::MutexLock lock(&folder.state_mu);
+  for (const auto& [aside, stored] : folder.index) {
+    if (stored.id == id && !stored.is_partial) return absl::OkStatus();
+  }
+  folder.missing = id;
+  folder.is_indexed = false;
+  return absl::OkStatus();
+}
+
+void CheckpointStore::ReportMissing(Folder& folder, LoadReport& report) {
+  const std::string& model = folder.model_name;
+  if (folder.missing.has_value()) {
+    const bool is_loaded = !report.loaded.empty() && report.loaded.back().model == model;
+    report.missing.push_back(
+        {model, CheckpointName(*folder.missing), is_loaded ? report.loaded.back().checkpoint : ""});
+  }
+  LabelMap labels;
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    labels = folder.labels;
+  }
+  for (const auto& [name, label] : labels) {
+    const absl::StatusOr<FoundLabel> found = FindLabel(model, name);
+    if (found.ok() && !found->checkpoint.ok()) report.bare_labels.emplace_back(model, label);
+  }
 }
 
 absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
@@ -157,7 +192,7 @@ absl::StatusOr<CheckpointId> CheckpointStore::FindLatest(const Folder& folder) {
   return ids.empty() ? CheckpointId{} : ids.front();
 }
 
-absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Folder& folder) {
+absl::StatusOr<std::optional<std::string>> CheckpointStore::ReadLatestName(const Folder& folder) {
   const absl::StatusOr<std::string> text =
       file_system_.ReadSmallFile(JoinPath(folder.path, kLatestFileName), kMaxLatestBytes);
   // Anything that is wrong with the file itself counts as none: the names say the order, too.
@@ -166,7 +201,11 @@ absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Fo
     return std::nullopt;
   }
   EMA_RETURN_IF_ERROR(text.status());
-  const std::optional<std::string> name = ParseLatest(*text);
+  return ParseLatest(*text);
+}
+
+absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Folder& folder) {
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> name, ReadLatestName(folder));
   if (!name.has_value()) return std::nullopt;
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, *name)));
   if (!exists) return std::nullopt;

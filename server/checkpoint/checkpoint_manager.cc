@@ -108,6 +108,19 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
            {"checkpoint", name},
            {"error", "a crash had left it newer than LATEST"}});
   }
+  for (const CheckpointStore::LoadReport::Missing& missing : report.missing) {
+    LogTo(options_.log, LogLevel::kError, "checkpoint missing",
+          {{"model", missing.model},
+           {"checkpoint", missing.checkpoint},
+           {"loaded", missing.loaded.empty() ? "none" : missing.loaded},
+           {"error", "LATEST names it, and there is no such folder"}});
+  }
+  for (const auto& [model, label] : report.bare_labels) {
+    LogTo(options_.log, LogLevel::kWarning, "label without a checkpoint",
+          {{"model", model},
+           {"label", label.name},
+           {"checkpoint", CheckpointName({label.id.incarnation, label.id.version, label.step})}});
+  }
   for (const auto& [model, problem] : report.lost_labels) {
     LogTo(options_.log, LogLevel::kError, "labels lost", {{"model", model}, {"error", problem}});
   }

@@ -107,12 +107,26 @@ absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string
     if (CheckpointName(latest) == name) {
       return InUse(folder.model_name, name, "is the newest, which a restart goes on from");
     }
+    if (!stored->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatest(folder, *stored));
     EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(folder, std::string(name)));
     if (!removing) return InUse(folder.model_name, name, "is being read; try again");
+    if (stored->id == folder.missing) folder.missing.reset();
   }
   // Also if it is gone: a call before may have ended before that was on the disk.
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
   return exists ? ClearTemporary(folder.path) : absl::OkStatus();
+}
+
+absl::Status CheckpointStore::TakeOffLatest(Folder& folder, const Stored& stored) {
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> named, ReadLatestName(folder));
+  if (stored.is_partial || named != CheckpointName(stored.id)) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
+  if (latest == stored.id) return absl::OkStatus();  // It has been saved anew.
+  if (latest != CheckpointId{}) {
+    return ReplaceFile(folder.path, kLatestFileName, EncodeLatest(CheckpointName(latest)));
+  }
+  EMA_RETURN_IF_ERROR(file_system_.RemoveFile(JoinPath(folder.path, kLatestFileName)));
+  return Sync(folder.path);
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(

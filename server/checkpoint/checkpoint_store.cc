@@ -418,6 +418,7 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
     EMA_RETURN_IF_ERROR(status);
   }
   folder.is_durable = false;
+  folder.missing.reset();
   folder.latest = {};
   folder.latest_bytes = 0;
   // Also if it was not there: a call before may have renamed it without getting here.

@@ -129,6 +129,16 @@ class CheckpointStore {
     std::vector<Quarantined> quarantined;
     // Models, and names of checkpoints that a crash had left newer than LATEST: set aside, too.
     std::vector<std::pair<std::string, std::string>> abandoned;
+    // Checkpoints that LATEST names and that are neither there nor set aside: somebody has taken
+    // them away. They are listed, as bad ones, until they are deleted.
+    struct Missing {
+      std::string model;
+      std::string checkpoint;
+      std::string loaded;  // In its place; empty: none.
+    };
+    std::vector<Missing> missing;
+    // Models, and labels whose version has no good checkpoint.
+    std::vector<std::pair<std::string, CheckpointLabel>> bare_labels;
     // Models some of whose labels may be lost, and why: their file was corrupt, so nothing of the
     // model is removed to make room until a person has removed what was set aside of it, and the
     // server is started again.
@@ -217,9 +227,9 @@ class CheckpointStore {
   // What the disk has left for us. UNAVAILABLE: it failed.
   absl::StatusOr<int64_t> FreeBytes() { return file_system_.FreeBytes(options_.data_dir); }
 
-  // Removes a checkpoint, or one that was set aside, whatever retention says. OK if it is not
-  // there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is held. Waits
-  // for a running Save(). UNAVAILABLE: STORE_READ_ONLY or DISK_FAILED.
+  // Removes a checkpoint, or one that was set aside or is missing, whatever retention says. OK if
+  // it is not there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is
+  // held. Waits for a running Save(). UNAVAILABLE: STORE_READ_ONLY or DISK_FAILED.
   absl::Status Delete(std::string_view model_name, std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
   // so that a restart would load an older one. Waits for a running Save().
@@ -333,6 +343,8 @@ class CheckpointStore {
     bool is_durable ABSL_GUARDED_BY(mu) = false;
     // DeleteModel() has failed.
     bool must_delete ABSL_GUARDED_BY(mu) = false;
+    // As LoadReport::Missing.
+    std::optional<CheckpointId> missing ABSL_GUARDED_BY(mu);
     // What a restart would load; all zero: nothing.
     CheckpointId latest ABSL_GUARDED_BY(mu);
     int64_t latest_bytes ABSL_GUARDED_BY(mu) = 0;  // 0: not known.
@@ -358,6 +370,10 @@ class CheckpointStore {
   // Parts of LoadAll().
   absl::Status LoadModel(const std::string& model_name, Folder& folder, ModelStore& models,
                          LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Sets folder.missing.
+  absl::Status NoteMissing(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Puts what is missing into the report, once the model has been loaded or not.
+  void ReportMissing(Folder& folder, LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
                               const Folder& folder, ModelStore& models, LoadReport& report);
   // Sets the model's kept time to that of the newest checkpoint with a KEEP file that is not after
@@ -434,10 +450,16 @@ class CheckpointStore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status DeleteCheckpointLocked(Folder& folder, std::string_view name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Before one that was set aside, or is missing, is forgotten: LATEST names it no more, or a
+  // restart would miss it.
+  absl::Status TakeOffLatest(Folder& folder, const Stored& stored)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status RemoveLabelLocked(Folder& folder, std::string_view label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
-  // What LATEST names, if that is there.
+  // What LATEST names.
+  absl::StatusOr<std::optional<std::string>> ReadLatestName(const Folder& folder);
+  // The same, if that is there.
   absl::StatusOr<std::optional<CheckpointId>> ReadLatest(const Folder& folder);
   // Replaces a file, durably and at once.
   absl::Status ReplaceFile(const std::string& directory, std::string_view name,

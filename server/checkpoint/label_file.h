@@ -12,7 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/core/checkpoints.h"
+#include "ema/checkpoint_info.h"
 
 namespace ema {
 

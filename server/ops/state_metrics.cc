@@ -162,11 +162,11 @@ void AddServer(const ServerState& state, Families& families) {
                state.limits.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
-  FamilyBuilder checkpoints =
-      Gauge("ema_checkpoints",
-            "Checkpoints of a model that are on the disk, complete, complete but found unreadable, "
-            "or set aside (corrupt, abandoned), and those that could not be saved and have not "
-            "been since (failed).");
+  FamilyBuilder checkpoints = Gauge(
+      "ema_checkpoints",
+      "Checkpoints of a model that are on the disk, complete, complete but found unreadable, "
+      "or set aside (corrupt, abandoned), or missing though LATEST names them (corrupt, too), "
+      "and those that could not be saved and have not been since (failed).");
   for (const auto& [model, counts] : state.checkpoints) {
     checkpoints.Add(counts.complete, {{"model", model}, {"state", "complete"}})
         .Add(counts.unreadable, {{"model", model}, {"state", "unreadable"}})

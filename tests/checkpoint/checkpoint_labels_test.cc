@@ -226,6 +226,35 @@ TEST_F(CheckpointLabelsTest, WithACorruptLabelFileNothingIsRemoved) {
   EXPECT_THAT(server.Complete(), ElementsAre(6, 3));
 }
 
+TEST_F(CheckpointLabelsTest, TheLogNamesWhatIsMissingAtTheStart) {
+  std::string best;
+  std::string newest;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    best = server.Save(0, "best")->name;
+    server.PushTo(2);
+    ASSERT_THAT(server.Save(0, "good"), IsOk());
+    server.PushTo(3);
+    newest = server.Save()->name;
+    EXPECT_THAT(server.others(), testing::Not(testing::Contains(HasSubstr("without a"))));
+  }
+  for (const std::string& name : {best, newest}) {
+    ASSERT_THAT(files_.RemoveTree(absl::StrCat(kTestFolder, "/", name)), IsOk());
+  }
+  TestServer server(files_);
+  EXPECT_EQ(server.version(), 2);
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0],
+              AllOf(HasSubstr("checkpoint missing"), HasSubstr("checkpoint=" + newest),
+                    HasSubstr("loaded=step-000000000020")));
+  EXPECT_THAT(server.others(),
+              testing::Contains(AllOf(HasSubstr("label without a checkpoint"),
+                                      HasSubstr("label=best"), HasSubstr("checkpoint=" + best)))
+                  .Times(1));
+  EXPECT_THAT(server.others(), testing::Not(testing::Contains(HasSubstr("label=good"))));
+}
+
 TEST_F(CheckpointLabelsTest, ALabelOfWhatHasGoneBadStaysAndSaysSo) {
   std::string name;
   {

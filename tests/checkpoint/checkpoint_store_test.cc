@@ -401,6 +401,56 @@ TEST_F(DamageTest, TheLatestFileDecides) {
   ExpectLoads(1);
 }
 
+TEST_F(DamageTest, ANewestThatHasGoneIsMissedUntilThatIsAcknowledged) {
+  const std::string gone = "step-000000000020-version-7-2";
+  const std::string loaded = "step-000000000010-version-7-1";
+  ASSERT_THAT(files_.RemoveTree(PathOf(2)), IsOk());
+  for (int start = 0; start < 2; ++start) {
+    Restarted server(files_);
+    ASSERT_EQ(server.report.missing.size(), 1u);
+    EXPECT_EQ(server.report.missing[0].model, "m");
+    EXPECT_EQ(server.report.missing[0].checkpoint, gone);
+    EXPECT_EQ(server.report.missing[0].loaded, loaded);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto stored, server.store->List("m"));
+    ASSERT_EQ(stored.size(), 2u);
+    EXPECT_EQ(stored[0].name, gone);
+    EXPECT_THAT(stored[0].problem,
+                AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("missing")),
+                      ReasonIs(ErrorReason::kCheckpointCorrupt)));
+    EXPECT_EQ(server.store->CountAll().at("m").corrupt, 1);
+    if (start == 0) continue;
+    EXPECT_THAT(server.store->Delete("m", gone), IsOk());
+    EXPECT_EQ(server.store->CountAll().at("m").corrupt, 0);
+    EXPECT_THAT(server.store->Delete("m", loaded), ReasonIs(ErrorReason::kCheckpointInUse));
+  }
+  EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
+  EXPECT_EQ(Restarted(files_).report.loaded.size(), 1u);
+}
+
+TEST_F(DamageTest, AModelThatHasNoneLeftIsMissed) {
+  for (const int64_t version : {1, 2}) ASSERT_THAT(files_.RemoveTree(PathOf(version)), IsOk());
+  {
+    Restarted server(files_);
+    ASSERT_EQ(server.report.missing.size(), 1u);
+    EXPECT_EQ(server.report.missing[0].loaded, "");
+    EXPECT_EQ(server.store->CountAll().at("m").corrupt, 1);
+    EXPECT_THAT(server.store->Delete("m", server.report.missing[0].checkpoint), IsOk());
+  }
+  EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
+}
+
+TEST_F(DamageTest, WhatIsSetAsideIsNotMissedNorIsItOnceItIsDeleted) {
+  files_.FileBytes(PathOf(2) + "/manifest.json")[100] ^= 1;
+  for (int start = 0; start < 2; ++start) {
+    Restarted server(files_);
+    EXPECT_EQ(server.report.quarantined.size(), start == 0 ? 1u : 0u);
+    EXPECT_THAT(server.report.missing, IsEmpty());
+    if (start == 0) continue;
+    EXPECT_THAT(server.store->Delete("m", ".corrupt-step-000000000020-version-7-2"), IsOk());
+  }
+  EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
+}
+
 TEST_F(DamageTest, WhatWasLoadedInItsPlaceIsTheNewest) {
   files_.FileBytes(PathOf(2) + "/manifest.json")[100] ^= 1;
   Restarted server(files_);

@@ -279,6 +279,9 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
                          versions.content_at(report->loaded[0].record.step)) {
       return absl::StrCat("version ", found, " has other content");
     }
+    if (!report->missing.empty()) {
+      return absl::StrCat("checkpoint ", report->missing[0].checkpoint, " is missing");
+    }
     if (!report->lost_labels.empty()) return "the labels are lost";
     const std::string label_problem = FindLabelProblem(files, **store, allowed.labelled);
     if (!label_problem.empty()) return label_problem;

@@ -11,6 +11,8 @@
 #include <string>
 
 #include "client/cli/exit_code.h"
+#include "server/checkpoint/checkpoint_name.h"
+#include "server/checkpoint/label_file.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema::cli {
@@ -120,6 +122,46 @@ TEST_F(CheckpointFilesTest, ADataDirectoryIsThoseOfAllItsModels) {
   EXPECT_EQ(rows[1]["ok"], true);
   EXPECT_EQ(rows[3]["checkpoint"], "n/one");
   EXPECT_EQ(rows[3]["ok"], false);
+}
+
+TEST_F(CheckpointFilesTest, WhatLatestOrALabelNamesMustBeThere) {
+  const std::string folder = folder_ + "/data/models/m/checkpoints";
+  std::filesystem::create_directories(folder);
+  const auto write = [&](const char* name, const std::string& text) {
+    std::ofstream(folder + "/" + name, std::ios::binary) << text;
+  };
+  const CheckpointId id{7, 3, 30};
+  const CheckpointId gone{7, 4, 40};
+  write("LATEST", EncodeLatest(CheckpointName(gone)));
+  const auto expect_missing = [&](const CheckpointId& missing, const std::string& why) {
+    const Result result = Verify(folder_ + "/data", /*json=*/true);
+    EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kDataLoss,
+                                        HasSubstr("checkpoint \"m/" + CheckpointName(missing) +
+                                                  "\": it is missing")));
+    EXPECT_NE(ExitCode(result.status), 0);
+    const auto rows = nlohmann::json::parse(result.printed)["verified"];
+    ASSERT_FALSE(rows.empty());
+    EXPECT_EQ(rows.back()["checkpoint"], "m/" + CheckpointName(missing));
+    EXPECT_THAT(std::string(rows.back()["problem"]), HasSubstr(why));
+  };
+  expect_missing(gone, "LATEST names it");  // Of all that there was.
+  std::filesystem::copy(kFixture, folder + "/" + CheckpointName(id),
+                        std::filesystem::copy_options::recursive);
+  // Its manifest is of a version of its own, but that it is there is enough here.
+  write("LATEST", EncodeLatest(CheckpointName(id)));
+  write("LABELS.json", EncodeLabels({{"best", {.name = "best", .id = {4, 7}, .step = 40}}}));
+  const Result labelled = Verify(folder, /*json=*/true);
+  EXPECT_THAT(labelled.printed, HasSubstr("it has label"));
+  // What the server has set aside it has told of.
+  std::filesystem::create_directory(folder + "/.corrupt-" + CheckpointName(gone));
+  write("LATEST", EncodeLatest(CheckpointName(gone)));
+  write("LABELS.json", EncodeLabels({}));
+  EXPECT_THAT(Verify(folder, /*json=*/true).printed, testing::Not(HasSubstr("LATEST")));
+  write("LATEST", "step");
+  write("LABELS.json", "{}");
+  const Result unreadable = Verify(folder, /*json=*/true);
+  EXPECT_THAT(unreadable.printed, HasSubstr("\"LATEST\""));
+  EXPECT_THAT(unreadable.printed, HasSubstr("\"LABELS.json\""));
 }
 
 TEST_F(CheckpointFilesTest, AWholeThatIsBadIsARow) {
