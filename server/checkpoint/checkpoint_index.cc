@@ -32,8 +32,7 @@ absl::Status Missing() {
 absl::Status LostLabels(const std::string& why) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
                    absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
-                                "the file that was set aside has been removed, and the server ",
-                                "started again"));
+                                "the file that was set aside has been deleted as a checkpoint is"));
 }
 
 absl::Status VersionGone(const CheckpointLabel& label) {
@@ -83,6 +82,9 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
   absl::MutexLock lock(&folder.state_mu);
   std::map<std::string, Stored, std::less<>> index;
   for (const DirectoryEntry& entry : entries) {
+    if (IsLabelsAside(entry.name)) {
+      index.emplace(entry.name, Stored{.name = entry.name, .problem = folder.lost_labels});
+    }
     if (!entry.is_directory) continue;
     Stored stored{.name = entry.name};
     std::optional<StoredName> name = ParseStoredName(entry.name);
@@ -108,13 +110,11 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
 }
 
 absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
-                                               const std::vector<DirectoryEntry>& entries) {
+                                               std::vector<DirectoryEntry>& entries) {
   LabelMap labels;
   absl::Status lost;
-  for (const DirectoryEntry& entry : entries) {
-    if (entry.name.starts_with(std::string(kCorruptPrefix) + std::string(kLabelsFileName))) {
-      lost = LostLabels(absl::StrCat(entry.name, " is there"));
-    }
+  for (DirectoryEntry& entry : entries) {
+    if (IsLabelsAside(entry.name)) lost = LostLabels(absl::StrCat(entry.name, " is there"));
     if (entry.name != kLabelsFileName) continue;
     absl::StatusOr<std::string> text =
         file_system_.ReadSmallFile(JoinPath(folder.path, kLabelsFileName), kMaxLabelsFileBytes);
@@ -125,7 +125,8 @@ absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
     absl::StatusOr<LabelMap> parsed =
         text.ok() ? ParseLabels(*text) : absl::StatusOr<LabelMap>(text.status());
     if (absl::IsDataLoss(parsed.status())) {
-      EMA_RETURN_IF_ERROR(SetAside(folder, std::string(kLabelsFileName), kCorruptPrefix).status());
+      EMA_ASSIGN_OR_RETURN(entry.name,
+                           SetAside(folder, std::string(kLabelsFileName), kCorruptPrefix));
       lost = LostLabels(std::string(parsed.status().message()));
       continue;
     }

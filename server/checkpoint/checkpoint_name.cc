@@ -80,6 +80,11 @@ std::optional<StoredName> ParseSetAsideName(std::string_view name) {
   return ParseStoredName(name.substr(0, name.rfind('-')));
 }
 
+bool IsLabelsAside(std::string_view name) {
+  if (!name.starts_with(kCorruptPrefix)) return false;
+  return name.substr(kCorruptPrefix.size()).starts_with(kLabelsFileName);
+}
+
 std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model) {
   return absl::StrFormat("%s%d-%d-%s", std::string(kDeletedPrefix), incarnation, count,
                          std::string(model));

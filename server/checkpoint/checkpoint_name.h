@@ -58,6 +58,9 @@ std::optional<StoredName> ParseStoredName(std::string_view name);
 // perhaps "-1" or so behind.
 std::optional<StoredName> ParseSetAsideName(std::string_view name);
 
+// Whether that is the name of a labels' file that was set aside.
+bool IsLabelsAside(std::string_view name);
+
 // ".deleted-1760000000-1-gpt": of a model that an incarnation has deleted, as its `count`th of that
 // name. Of which model such a name is: "" if it is none.
 std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model);

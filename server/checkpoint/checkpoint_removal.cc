@@ -114,7 +114,15 @@ absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string
   }
   // Also if it is gone: a call before may have ended before that was on the disk.
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
-  return exists ? ClearTemporary(folder.path) : absl::OkStatus();
+  if (exists) EMA_RETURN_IF_ERROR(ClearTemporary(folder.path));
+  if (!IsLabelsAside(name)) return absl::OkStatus();
+  // Whoever has deleted it has looked at it.
+  absl::MutexLock state_lock(&folder.state_mu);
+  if (std::none_of(folder.index.begin(), folder.index.end(),
+                   [](const auto& entry) { return IsLabelsAside(entry.first); })) {
+    folder.lost_labels = absl::OkStatus();
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckpointStore::TakeOffLatest(Folder& folder, const Stored& stored) {

@@ -20,8 +20,8 @@
 //   .tmp-*                                (in any of these folders) unfinished or being removed;
 //                                         cleared at start
 //   .corrupt-<name>                       a checkpoint that failed verification, kept for a person;
-//                                         of LABELS.json: while it is there nothing is removed to
-//                                         make room
+//                                         of LABELS.json: until it is deleted as a checkpoint is,
+//                                         nothing is removed to make room
 //   .abandoned-<name>                     one that a crash left newer than LATEST, kept likewise
 //   models/.deleted-*-<model>             a deleted model, never loaded again
 //
@@ -193,7 +193,7 @@ class CheckpointStore {
 
   // --- What there is ---
 
-  // A checkpoint, or one that was set aside.
+  // A checkpoint, or one that was set aside; or a labels' file that was, which has no version.
   struct Stored {
     std::string name;  // Of its directory.
     CheckpointId id;
@@ -399,7 +399,8 @@ class CheckpointStore {
   static absl::Status UnreadProblem(Folder& folder, const std::string& name);
   // Reads what there is, and the labels, if that has not been done.
   absl::Status IndexLocked(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status ReadLabelsLocked(Folder& folder, const std::vector<DirectoryEntry>& entries)
+  // `entries` of the folder; if the file is set aside, its entry gets its new name.
+  absl::Status ReadLabelsLocked(Folder& folder, std::vector<DirectoryEntry>& entries)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status EnsureIndexed(Folder& folder) ABSL_LOCKS_EXCLUDED(folder.mu);
   // Reads the manifest of one that has no details yet. NOT_FOUND: it has gone meanwhile.

@@ -165,8 +165,8 @@ void AddServer(const ServerState& state, Families& families) {
   FamilyBuilder checkpoints = Gauge(
       "ema_checkpoints",
       "Checkpoints of a model that are on the disk, complete, complete but found unreadable, "
-      "or set aside (corrupt, abandoned), or missing though LATEST names them (corrupt, too), "
-      "and those that could not be saved and have not been since (failed).");
+      "or set aside (corrupt, abandoned), or missing though LATEST names them (corrupt, too, as a "
+      "file of labels is), and those that could not be saved and have not been since (failed).");
   for (const auto& [model, counts] : state.checkpoints) {
     checkpoints.Add(counts.complete, {{"model", model}, {"state", "complete"}})
         .Add(counts.unreadable, {{"model", model}, {"state", "unreadable"}})

@@ -226,6 +226,39 @@ TEST_F(CheckpointLabelsTest, WithACorruptLabelFileNothingIsRemoved) {
   EXPECT_THAT(server.Complete(), ElementsAre(6, 3));
 }
 
+TEST_F(CheckpointLabelsTest, ACorruptLabelFileIsListedAndCountedUntilItIsDeleted) {
+  CheckpointManager::Options options;
+  options.store.keep_count = 1;
+  {
+    TestServer server(files_, options);
+    server.PushTo(1);
+    ASSERT_THAT(server.Save(0, "best"), IsOk());
+  }
+  const std::string path = absl::StrCat(kTestFolder, "/LABELS.json");
+  const std::string aside = ".corrupt-LABELS.json";
+  files_.FileBytes(path)[40] ^= 1;
+  // The one that finds it, and the next.
+  for (int start = 0; start < 2; ++start) {
+    TestServer server(files_, options);
+    EXPECT_EQ(server.manager().CountAll().at("m").corrupt, 1);
+    EMA_ASSERT_OK_AND_ASSIGN(const CheckpointInfo info,
+                             server.manager().Get(server.model(), aside));
+    EXPECT_EQ(info.state, CheckpointInfo::State::kCorrupt);
+    EXPECT_THAT(info.problem, HasSubstr("deleted as a checkpoint is"));
+    EXPECT_EQ(server.manager().List(server.model())->checkpoints.back().name, aside);
+    if (start == 0) continue;
+    server.PushTo(2);
+    ASSERT_THAT(server.Save(0, "new"), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(2, 1));
+    EXPECT_THAT(server.manager().Delete(server.model(), aside), IsOk());
+    EXPECT_EQ(server.manager().CountAll().at("m").corrupt, 0);
+    EXPECT_THAT(files_.Exists(absl::StrCat(kTestFolder, "/", aside)), IsOkAndHolds(false));
+    server.PushTo(3);
+    ASSERT_THAT(server.Save(), IsOk());
+    EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
+  }
+}
+
 TEST_F(CheckpointLabelsTest, TheLogNamesWhatIsMissingAtTheStart) {
   std::string best;
   std::string newest;

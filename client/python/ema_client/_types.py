@@ -250,8 +250,8 @@ class CheckpointInfo:
     Attributes:
         name: its folder in the model's.
         state: "failed": it could not be written; "corrupt": set aside, because a byte of it is wrong
-            or a crash had left it newer than what training went on from, or gone, though it was the
-            newest.
+            or a crash had left it newer than what training went on from; or gone, though it was the
+            newest; or it is the file of the model's labels, and they are lost.
         number, incarnation: of the version.
         step: the trainer's step.
         commit_time: of the version, seconds since 1970 by the server's clock; 0: not known.
