@@ -50,21 +50,27 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
   }
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        file_system_.ListDirectory(folder.path));
-  // With all tracks, and without.
-  std::vector<std::pair<CheckpointId, std::string>> found[2];
+  // With all tracks, without, and those that a crash has left: of these only the newest is kept,
+  // for a LATEST that somebody has put back had newer ones set aside, too.
+  enum Kind { kWhole, kPartial, kAbandoned };
+  std::vector<std::pair<CheckpointId, std::string>> found[3];
   for (const DirectoryEntry& entry : entries) {
-    const std::optional<StoredName> name = ParseStoredName(entry.name);
+    const bool is_abandoned = entry.name.starts_with(kAbandonedPrefix);
+    const std::optional<StoredName> name =
+        is_abandoned ? ParseSetAsideName(entry.name) : ParseStoredName(entry.name);
     if (!name.has_value() || !entry.is_directory) continue;
     EMA_ASSIGN_OR_RETURN(
         const bool is_kept,
         file_system_.Exists(JoinPath(JoinPath(folder.path, entry.name), kKeepFileName)));
-    if (!is_kept) found[name->is_partial].emplace_back(name->id, entry.name);
+    const Kind kind = is_abandoned ? kAbandoned : name->is_partial ? kPartial : kWhole;
+    if (!is_kept) found[kind].emplace_back(name->id, entry.name);
   }
   bool is_any_removed = false;
-  const int64_t multiple = options_.keep_step_multiple;
-  for (auto& ids : found) {
+  for (const Kind kind : {kWhole, kPartial, kAbandoned}) {
+    auto& ids = found[kind];
     std::sort(ids.begin(), ids.end(), std::greater<>());
-    for (size_t i = options_.keep_count; i < ids.size(); ++i) {
+    const int64_t multiple = kind == kAbandoned ? 0 : options_.keep_step_multiple;
+    for (size_t i = kind == kAbandoned ? 1 : options_.keep_count; i < ids.size(); ++i) {
       const auto& [id, name] = ids[i];
       if (name == saved_name || id == folder.latest || labelled.contains(id.version_id()) ||
           (multiple > 0 && id.step % multiple == 0)) {

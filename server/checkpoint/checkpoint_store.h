@@ -22,7 +22,8 @@
 //   .corrupt-<name>                       a checkpoint that failed verification, kept for a person;
 //                                         of LABELS.json: until it is deleted as a checkpoint is,
 //                                         nothing is removed to make room
-//   .abandoned-<name>                     one that a crash left newer than LATEST, kept likewise
+//   .abandoned-<name>                     one that a crash left newer than LATEST, kept likewise;
+//                                         a save removes all but the newest without a KEEP file
 //   models/.deleted-*-<model>             a deleted model, never loaded again
 //
 // Files: checkpoint_store.cc opens and saves; checkpoint_load.cc finds and loads;
@@ -83,7 +84,7 @@ class CheckpointStore {
     // Made if it is not there.
     std::string data_dir;
     // Checkpoints kept of each model, the newest ones, besides those with a KEEP file or a label;
-    // and as many that have not all tracks. 1 or more.
+    // and as many that have not all tracks. 1 or more. One that a crash has left comes on top.
     int64_t keep_count = 3;
     // Those whose step is a multiple of this are kept, too. 0: off.
     int64_t keep_step_multiple = 0;

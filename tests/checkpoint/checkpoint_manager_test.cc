@@ -746,6 +746,44 @@ TEST_F(CheckpointManagerTest, WhatACrashLeftNewerThanLatestIsListedAndCanBeDelet
   }
 }
 
+TEST_F(CheckpointManagerTest, OfWhatCrashesLeaveASaveKeepsTheNewestAndWhatAPersonKeeps) {
+  CheckpointManager::Options options;
+  options.store.keep_step_multiple = 10;  // Of those that were saved.
+  const auto is_abandoned = [](const std::string& path) {
+    const std::string_view name = std::string_view(path).substr(path.rfind('/') + 1);
+    return name.starts_with(".abandoned-");
+  };
+  const auto abandoned = [&] {
+    std::vector<std::string> paths = files_.AllPaths();
+    std::erase_if(paths, [&](const std::string& path) { return !is_abandoned(path); });
+    return paths;
+  };
+  for (int crash = 0; crash < 4; ++crash) {
+    TestServer server(files_, options);
+    if (crash == 0) {
+      server.PushTo(1);
+      EXPECT_THAT(server.Save(), IsOk());
+    }
+    EXPECT_EQ(server.version(), 1);
+    server.PushTo(2);
+    files_.set_hook([](const std::string& operation, const std::string& path) {
+      return operation == "rename" && absl::StrContains(path, "LATEST") ? DiskError()
+                                                                        : absl::OkStatus();
+    });
+    EXPECT_FALSE(server.Save().ok());
+    files_.set_hook(nullptr);
+  }
+  TestServer server(files_, options);
+  const std::vector<std::string> all = abandoned();
+  ASSERT_THAT(all, SizeIs(4));
+  ASSERT_THAT(files_.NewWritableFile(all[0] + "/KEEP"), IsOk());
+  server.PushTo(2);
+  EXPECT_THAT(server.Save(), IsOk());
+  EXPECT_THAT(abandoned(), ElementsAre(all[0], all[3]));
+  EXPECT_EQ(server.manager().CountAll().at("m").abandoned, 2);
+  EXPECT_THAT(server.manager().List(server.model())->checkpoints, SizeIs(4));
+}
+
 TEST_F(CheckpointManagerTest, OnlyWhatIsNotNeededIsDeleted) {
   TestServer server(files_);
   std::vector<std::string> names;
