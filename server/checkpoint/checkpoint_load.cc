@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/restore.h"
@@ -59,6 +60,7 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
     if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
   }
   EMA_RETURN_IF_ERROR(NoteMissing(folder));
+  EMA_RETURN_IF_ERROR(ReportMisnamed(folder, report));
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::string name = CheckpointName(*id);
@@ -94,6 +96,26 @@ absl::Status CheckpointStore::NoteMissing(Folder& folder) {
   }
   folder.missing = id;
   folder.is_indexed = false;
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::ReportMisnamed(const Folder& folder, LoadReport& report) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                       file_system_.ListDirectory(folder.path));
+  for (const DirectoryEntry& entry : entries) {
+    // What begins with a dot is not in use, whoever has named it so.
+    if (!entry.is_directory || entry.name[0] == '.' || ParseStoredName(entry.name).has_value()) {
+      continue;
+    }
+    const std::string path = JoinPath(folder.path, entry.name);
+    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(path, kManifestFileName)));
+    if (!exists) continue;
+    const absl::StatusOr<CheckpointManifest> checkpoint =
+        ReadCheckpointManifest(file_system_, path);
+    const bool is_whole = checkpoint.ok() && !checkpoint->is_partial;
+    report.misnamed.push_back(
+        {folder.model_name, entry.name, is_whole ? CheckpointName(IdOf(checkpoint->record)) : ""});
+  }
   return absl::OkStatus();
 }
 

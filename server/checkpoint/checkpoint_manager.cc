@@ -115,6 +115,13 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
            {"loaded", missing.loaded.empty() ? "none" : missing.loaded},
            {"error", "LATEST names it, and there is no such folder"}});
   }
+  for (const CheckpointStore::LoadReport::Misnamed& misnamed : report.misnamed) {
+    LogTo(options_.log, LogLevel::kWarning, "folder passed over",
+          {{"model", misnamed.model},
+           {"folder", misnamed.folder},
+           {"expected", misnamed.expected},
+           {"error", "it has a manifest.json, and not the name of a checkpoint"}});
+  }
   for (const auto& [model, label] : report.bare_labels) {
     LogTo(options_.log, LogLevel::kWarning, "label without a checkpoint",
           {{"model", model},

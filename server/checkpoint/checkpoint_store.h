@@ -138,6 +138,13 @@ class CheckpointStore {
       std::string loaded;  // In its place; empty: none.
     };
     std::vector<Missing> missing;
+    // Folders that have a manifest.json, and none of a checkpoint's names: passed over.
+    struct Misnamed {
+      std::string model;
+      std::string folder;
+      std::string expected;  // The name that a server finds; empty: the manifest does not say.
+    };
+    std::vector<Misnamed> misnamed;
     // Models, and labels whose version has no good checkpoint.
     std::vector<std::pair<std::string, CheckpointLabel>> bare_labels;
     // Models some of whose labels may be lost, and why: their file was corrupt, so nothing of the
@@ -373,6 +380,7 @@ class CheckpointStore {
                          LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Sets folder.missing.
   absl::Status NoteMissing(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status ReportMisnamed(const Folder& folder, LoadReport& report);
   // Puts what is missing into the report, once the model has been loaded or not.
   void ReportMissing(Folder& folder, LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,

@@ -784,6 +784,33 @@ TEST_F(CheckpointManagerTest, OfWhatCrashesLeaveASaveKeepsTheNewestAndWhatAPerso
   EXPECT_THAT(server.manager().List(server.model())->checkpoints, SizeIs(4));
 }
 
+TEST_F(CheckpointManagerTest, TheLogNamesACheckpointThatHasAnotherName) {
+  const std::string folder = absl::StrCat(kTestFolder, "/");
+  std::string name;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    name = server.Save()->name;
+  }
+  ASSERT_THAT(files_.Rename(folder + name, folder + "backup"), IsOk());
+  for (const char* const other : {"notes", ".old"}) {
+    ASSERT_THAT(files_.CreateDirectory(folder + other), IsOk());
+  }
+  ASSERT_THAT(files_.NewWritableFile(folder + ".old/manifest.json"), IsOk());
+  ASSERT_THAT(files_.RemoveFile(folder + "LATEST"), IsOk());
+  {
+    TestServer server(files_);
+    EXPECT_EQ(server.version(), 0);
+    EXPECT_THAT(server.others(),
+                Contains(AllOf(HasSubstr("folder passed over"), HasSubstr("folder=backup"),
+                               HasSubstr("expected=" + name)))
+                    .Times(1));
+    EXPECT_THAT(server.others(), Contains(HasSubstr("passed over")).Times(1));
+  }
+  ASSERT_THAT(files_.Rename(folder + "backup", folder + name), IsOk());
+  EXPECT_EQ(TestServer(files_).version(), 1);
+}
+
 TEST_F(CheckpointManagerTest, OnlyWhatIsNotNeededIsDeleted) {
   TestServer server(files_);
   std::vector<std::string> names;
