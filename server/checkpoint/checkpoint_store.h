@@ -148,8 +148,7 @@ class CheckpointStore {
     // Models, and labels whose version has no good checkpoint.
     std::vector<std::pair<std::string, CheckpointLabel>> bare_labels;
     // Models some of whose labels may be lost, and why: their file was corrupt, so nothing of the
-    // model is removed to make room until a person has removed what was set aside of it, and the
-    // server is started again.
+    // model is removed to make room until what was set aside of it has been deleted.
     std::vector<std::pair<std::string, absl::Status>> lost_labels;
   };
 
