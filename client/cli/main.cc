@@ -510,16 +510,19 @@ int main(int argc, char** argv) {
   app.footer(kFooter);
   app.require_subcommand(1);
   app.fallthrough();  // Global options may also stand behind the command.
-  app.add_option("--server", options.server,
-                 "Address of the server: host:port, tls:host:port or unix:/path")
+  app.add_option(
+         "--server", options.server,
+         "Address of the server: host:port (50051 if left out), emas://host:port over TLS, or "
+         "unix:/path")
       ->envname("EMA_SERVER")
       ->capture_default_str();
   const auto add_file = [&app](const char* flag, const char* environment, std::string& file,
                                const char* help) {
     app.add_option(flag, file, help)->envname(environment)->type_name("FILE");
   };
-  add_file("--tls-ca", "EMA_TLS_CA", options.tls.ca_file,
-           "PEM file that signs the certificate of a server tls:host:port. Empty: the system's do");
+  add_file(
+      "--tls-ca", "EMA_TLS_CA", options.tls.ca_file,
+      "PEM file that signs the certificate of a server emas://host:port. Empty: the system's do");
   add_file("--tls-cert", "EMA_TLS_CERT", options.tls.certificate_file,
            "PEM file of our certificate, for a server that asks for one");
   add_file("--tls-key", "EMA_TLS_KEY", options.tls.key_file, "PEM file of our certificate's key");

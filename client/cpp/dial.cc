@@ -103,22 +103,30 @@ bool IsHostCharacter(char c) {
 }  // namespace
 
 absl::StatusOr<Address> Address::Parse(std::string_view text) {
-  const absl::Status error = BadRequest(
-      absl::StrCat("address \"", std::string(text),
-                   "\": must be host:port, such as \"127.0.0.1:50051\" or \"[::1]:50051\", "
-                   "tls:host:port, or unix:/path"));
+  const absl::Status error = BadRequest(absl::StrCat(
+      "address \"", std::string(text), "\": must be host:port, such as \"127.0.0.1:50051\" or ",
+      "\"[::1]:50051\", emas://host:port over TLS, or unix:/path"));
   if (constexpr std::string_view kUnix = "unix:"; text.starts_with(kUnix)) {
     const std::string_view path = text.substr(kUnix.size());
     if (!path.starts_with('/') || path.size() >= sizeof(sockaddr_un::sun_path)) return error;
     return Address{.path = std::string(path)};
   }
-  constexpr std::string_view kTls = "tls:";
-  const bool is_tls = text.starts_with(kTls);
-  if (is_tls) text.remove_prefix(kTls.size());
-  const size_t colon = text.rfind(':');
-  if (colon == std::string_view::npos) return error;
-  std::string_view host = text.substr(0, colon);
-  const std::string port(text.substr(colon + 1));
+  const auto has_had = [&text](std::string_view prefix) {
+    if (!text.starts_with(prefix)) return false;
+    text.remove_prefix(prefix.size());
+    return true;
+  };
+  const bool is_tls_url = has_had("emas://");
+  const bool is_url = is_tls_url || has_had("ema://");
+  const bool is_tls = is_tls_url || (!is_url && has_had("tls:"));
+  if (is_url && text.ends_with('/')) text.remove_suffix(1);
+  std::string_view host = text;
+  std::string port = "50051";
+  // Of an IPv6 address the colons are inside brackets.
+  if (const size_t colon = text.rfind(':'); colon != std::string_view::npos && text.back() != ']') {
+    host = text.substr(0, colon);
+    port = text.substr(colon + 1);
+  }
   const bool is_bracketed = host.size() >= 2 && host.front() == '[' && host.back() == ']';
   if (is_bracketed) host = host.substr(1, host.size() - 2);
   const bool has_colon = host.find(':') != std::string_view::npos;

@@ -22,8 +22,7 @@ struct Address {
   std::string path = {};  // Of a unix socket; then the others are empty.
   bool is_tls = false;
 
-  // Reads "host:port", "[v6]:port", both also after "tls:", "unix:/path". INVALID_ARGUMENT,
-  // BAD_REQUEST: anything else.
+  // Reads what Client::Create() takes. INVALID_ARGUMENT, BAD_REQUEST: anything else.
   static absl::StatusOr<Address> Parse(std::string_view text);
   std::string ToString() const;
   // "host:port", as a URL has it. REQUIRES: of no unix socket.

@@ -55,7 +55,7 @@ struct PullInfo {
 // does nothing.
 class Client {
  public:
-  // PEM files for an address "tls:host:port". Read whenever a connection is made.
+  // PEM files for an address "emas://host:port". Read whenever a connection is made.
   struct Tls {
     std::string ca_file;           // Signs the server's certificate. Empty: the system's do.
     std::string certificate_file;  // The client's, where the server asks for one.
@@ -94,10 +94,11 @@ class Client {
     std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 
-  // `address`: "host:port", "[v6]:port", both also after "tls:", or "unix:/path". INVALID_ARGUMENT:
-  // none of these, an option out of its range, or no token. Does not connect. The first client of a
-  // process lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an
-  // array of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
+  // `address`: "host:port" or "[v6]:port", also as "ema://host:port", over TLS "emas://host:port"
+  // or "tls:host:port", or "unix:/path". Without a port it is 50051. INVALID_ARGUMENT: none of
+  // these, an option out of its range, or no token. Does not connect. The first client of a process
+  // lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an array
+  // of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
   // bounds itself is left alone.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,

@@ -46,15 +46,22 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(AddressCase{"localhost:50051", "localhost:50051"},
                     AddressCase{"10.0.0.1:080", "10.0.0.1:80"}, AddressCase{"[::1]:7", "[::1]:7"},
                     AddressCase{"ema.svc.cluster.local:65535", "ema.svc.cluster.local:65535"},
-                    AddressCase{"", nullptr}, AddressCase{"host", nullptr},
+                    AddressCase{"host", "host:50051"}, AddressCase{"[::1]", "[::1]:50051"},
+                    AddressCase{"ema://host:1", "host:1"}, AddressCase{"ema://host/", "host:50051"},
+                    AddressCase{"emas://host", "tls:host:50051"},
+                    AddressCase{"emas://[::1]:7/", "tls:[::1]:7"},
+                    AddressCase{"tls:host", "tls:host:50051"},
+                    AddressCase{"tls:host:7", "tls:host:7"}, AddressCase{"", nullptr},
+                    AddressCase{"ema://", nullptr}, AddressCase{"emas:///", nullptr},
+                    AddressCase{"ema://host:1/m", nullptr}, AddressCase{"ema://tls:h:1", nullptr},
+                    AddressCase{"http://host:1", nullptr}, AddressCase{"host:1/", nullptr},
                     AddressCase{":50051", nullptr}, AddressCase{"host:", nullptr},
                     AddressCase{"host:0", nullptr}, AddressCase{"host:65536", nullptr},
                     AddressCase{"host:5x", nullptr}, AddressCase{"host: 5", nullptr},
                     AddressCase{"host:-5", nullptr}, AddressCase{"::1:50051", nullptr},
-                    AddressCase{"[::1]", nullptr}, AddressCase{"[host]:1", nullptr},
-                    AddressCase{"ema://host:1", nullptr}, AddressCase{"unix:/tmp/x", "unix:/tmp/x"},
-                    AddressCase{"unix:tmp/x", nullptr}, AddressCase{"unix:", nullptr},
-                    AddressCase{"a b:1", nullptr}));
+                    AddressCase{"::1", nullptr}, AddressCase{"[host]:1", nullptr},
+                    AddressCase{"unix:/tmp/x", "unix:/tmp/x"}, AddressCase{"unix:tmp/x", nullptr},
+                    AddressCase{"unix:", nullptr}, AddressCase{"a b:1", nullptr}));
 
 TEST(ClientOptionsTest, RefusesChunkSizesThatDoNotWork) {
   for (const int64_t bytes : {int64_t{0}, int64_t{7}, (int64_t{4} << 20) + 1}) {

@@ -102,8 +102,8 @@ ONE = {"w": np.ones(3, np.float32)}
         (lambda client, run: create(client, [("w", 2)]), "weights of type list: must be a mapping"),
         (lambda client, run: create(client, ONE, tracks=["e"]), "tracks of type list: must be a m"),
         (lambda client, run: create(client, ONE, tracks={3: "1ba"}), "name 3: must be a str"),
-        (lambda client, run: ema_client.Client(None), 'address None: must be "host:port"'),
-        (lambda client, run: ema_client.Client(""), "address '': must be \"host:port\""),
+        (lambda client, run: ema_client.Client(None), "address None: must be a str"),
+        (lambda client, run: ema_client.Client(""), 'address "": must be host:port'),
     ],
 )
 def test_a_value_of_a_wrong_type_or_size_is_named(client, run, call, message):

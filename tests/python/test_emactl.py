@@ -308,7 +308,7 @@ def test_a_watch_ends_when_its_output_cannot_be_written(server, pushed):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--server", "nonsense"],
+        ["--server", "nonsense:x"],
         ["--token-file", "/no/such/file"],
         ["--timeout", "never"],
         ["--unknown"],

@@ -18,7 +18,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
-from ema_client._url import split_url, with_port
+from ema_client._url import split_url
 from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
 from testing import wait_for
@@ -128,7 +128,7 @@ def test_emactl_takes_the_same_files(server: ServerProcess) -> None:
         [
             ROOT / "build/release/client/cli/emactl",
             "--server",
-            f"tls:{server.address}",
+            f"emas://{server.address}",
             "--json",
             "list",
         ],
@@ -328,7 +328,12 @@ def test_a_missing_file_is_named(server: ServerProcess) -> None:
 
 
 def test_addresses() -> None:
-    assert split_url("emas://host/m") == ("tls:host:50051", "m")
-    assert split_url("emas://[::1]:7/m") == ("tls:[::1]:7", "m")
-    assert with_port("tls:host") == "tls:host:50051"
-    assert with_port("emas://host:7/") == "tls:host:7"
+    assert split_url("emas://host/m") == ("emas://host", "m")
+    assert split_url("ema+unix:///run/ema.sock/m") == ("unix:/run/ema.sock", "m")
+    for address, found in (
+        ("emas://127.0.0.1", "tls:127.0.0.1:50051"),
+        ("ema://[::1]:7/", r"\[::1\]:7"),
+    ):
+        with ema_client.Client(address, timeout_s=0.05) as client:
+            with pytest.raises(ema_client.EmaError, match=f"server {found}"):
+                client.models()

@@ -11,7 +11,7 @@ from typing import Any
 from ema_client import _arrays, _ema, _safetensors
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._evaluator_calls import EvaluatorCalls
-from ema_client._given import check_by_name, checked, names_from
+from ema_client._given import check_by_name, check_text, checked, names_from
 from ema_client._run import Run
 from ema_client._server_info import ServerInfo, server_info_from
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
@@ -34,7 +34,6 @@ from ema_client._types import (
     version_from,
     version_id,
 )
-from ema_client._url import with_port
 
 
 class Client(EvaluatorCalls):
@@ -44,7 +43,7 @@ class Client(EvaluatorCalls):
     must not use it in the child.
 
     Args:
-        address: "host:port", "emas://host:port" over TLS, "unix:/path".
+        address: "host:port", "emas://host:port" over TLS, "unix:/path". Without a port it is 50051.
         timeout_s: seconds for every call that is not given its own. None: 600 for those that move
             weights or wait for the server's disk, 60 for others.
         same_host_lane: push and pull through shared memory where the server is on this host, of the
@@ -86,9 +85,10 @@ class Client(EvaluatorCalls):
             token_file = os.environ.get("EMA_TOKEN_FILE", "")
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
+        check_text("address", address)
         # Not by `call`, whose error would have the token in it.
         client = _ema.Client(
-            with_port(address),
+            address,
             self._timeout_s,
             same_host_lane,
             max_connections,
