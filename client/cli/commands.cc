@@ -71,24 +71,28 @@ absl::Status Versions(const Session& session, const std::string& model) {
 absl::Status Watch(const Session& session, const WatchOptions& options) {
   // A watch waits for a server for ever: that there is one now shows here.
   EMA_RETURN_IF_ERROR(session.client->GetModel(options.model, session.timeout).status());
-  int64_t left = options.count;
-  const auto on_version = [&](const Version& version, int64_t skipped) {
-    std::string line;
-    if (session.json) {
-      Json json = ToJson(version);
-      json["skipped"] = skipped;
-      line = Dump(json, -1);
-    } else {
-      line = absl::StrCat(
-          DescribeVersion(version),
-          skipped > 0 ? absl::StrCat("  (", skipped, " versions before it were gone)\n") : "");
-    }
-    return Print(line) && (options.count == 0 || --left > 0);
-  };
   std::optional<VersionId> after;
   if (options.after.has_value()) after = {*options.after, options.incarnation};
-  return session.client->Watch(options.model, after, on_version,
-                               session.has_timeout ? session.timeout : absl::InfiniteDuration());
+  EMA_ASSIGN_OR_RETURN(
+      const std::unique_ptr<VersionWatch> watch,
+      session.client->Watch(options.model, after,
+                            session.has_timeout ? session.timeout : absl::InfiniteDuration()));
+  for (int64_t printed = 0; options.count == 0 || printed < options.count; ++printed) {
+    EMA_ASSIGN_OR_RETURN(const VersionWatch::Item item, watch->Next());
+    std::string line;
+    if (session.json) {
+      Json json = ToJson(item.version);
+      json["skipped"] = item.skipped;
+      line = Dump(json, -1);
+    } else {
+      line = DescribeVersion(item.version);
+      if (item.skipped > 0) {
+        absl::StrAppend(&line, "  (", item.skipped, " versions before it were gone)\n");
+      }
+    }
+    if (!Print(line)) break;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Statistics(const Session& session, const StatisticsOptions& options) {

@@ -48,6 +48,8 @@ struct PullInfo {
   Lane lane = Lane::kGrpc;     // That carried the last of them.
 };
 
+class VersionWatch;
+
 // A connection to one server. Thread-safe. Connects on first use, by one connection that all calls
 // share; large pushes may use more (Options::max_connections).
 //
@@ -417,19 +419,44 @@ class Client {
                                 absl::Duration timeout,
                                 const std::function<void(int64_t)>& on_progress = nullptr);
 
-  // Calls `on_version` for each commit after version `after` (absent: from now on; incarnation 0:
-  // that number, in whichever server life), in this thread, until it returns false (OK), an error,
-  // or `timeout` without any commit (DEADLINE_EXCEEDED). Reconnects by itself and goes on where it
-  // was. `skipped` counts versions whose records were gone.
-  absl::Status Watch(std::string_view model, std::optional<VersionId> after,
-                     const std::function<bool(const Version&, int64_t skipped)>& on_version,
-                     absl::Duration timeout = absl::InfiniteDuration());
+  // Gives each commit after version `after` (absent: from now on; incarnation 0: that number, in
+  // whichever server life) to who asks for it; each VersionWatch::Next() waits for `timeout` at
+  // most. Only with `after` absent does it ask the server: errors as GetModel().
+  absl::StatusOr<std::unique_ptr<VersionWatch>> Watch(
+      std::string_view model, std::optional<VersionId> after,
+      absl::Duration timeout = absl::InfiniteDuration());
 
   class Impl;
 
  private:
   friend class Run;
   explicit Client(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
+};
+
+// The commits of a model, one at a time. For one thread at a time. Holds its client's connection,
+// not the client. A reader that is slow gets them later, as far as the server keeps their records;
+// one that asks for none for a minute or so may lose the connection, and no commit by that.
+class VersionWatch {
+ public:
+  ~VersionWatch();  // Ends it; in a forked child it does nothing.
+  VersionWatch(const VersionWatch&) = delete;
+  VersionWatch& operator=(const VersionWatch&) = delete;
+
+  struct Item {
+    Version version;
+    int64_t skipped = 0;  // Versions before it whose records were gone.
+  };
+  // Waits for the next commit. Reconnects by itself and goes on where it was. DEADLINE_EXCEEDED:
+  // there was none in time; ask again. Other errors end the watch: NOT_FOUND, the model was
+  // deleted; CANCELLED, Options::is_interrupted.
+  absl::StatusOr<Item> Next();
+
+  class Impl;
+
+ private:
+  friend class Client;
+  explicit VersionWatch(std::shared_ptr<Impl> impl);
   std::shared_ptr<Impl> impl_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How many records of a model's commits are kept for those who watch it: by the server for all of
-// them, and by a client whose reader is slow.
+// How many records of a model's commits are kept for those who watch it, and for those who ask for
+// its versions.
 #ifndef EMA_SERVER_BASE_KEPT_RECORDS_H_
 #define EMA_SERVER_BASE_KEPT_RECORDS_H_
 

@@ -97,11 +97,10 @@ TEST_F(ServerClockStepTest, CallsEndAtTheirTimeWithAServerThatHangs) {
 }
 
 TEST_F(ServerClockStepTest, AWatchEndsAtItsTime) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, client_->Watch("m", VersionId{.version = 1}, kShort));
   ExpectShort([&] {
-    EXPECT_THAT(
-        client_->Watch(
-            "m", VersionId{.version = 1}, [](const Version&, int64_t) { return true; }, kShort),
-        StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for")));
+    EXPECT_THAT(watch->Next(),
+                StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for")));
   });
 }
 

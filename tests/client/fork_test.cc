@@ -34,6 +34,7 @@ class ServerProcess {
       close(command_pipe[1]);
       FakeServer server(*Manifest::Create({{.name = "w", .shape = {1'000'000}}}));
       server.push_scripts = {{.hold_chunks = true}};
+      server.watch_scripts = {{.versions = {v1::VersionRecord()}, .hold = true}};
       // Takes the lock that the server's threads take: that a push comes after its script is clear
       // from the port's way through the parent alone, which ThreadSanitizer does not follow.
       if (!server.pushes().empty()) _exit(1);
@@ -101,6 +102,9 @@ TEST_F(ForkTest, AChildLeavesItsParentsObjectsAlone) {
   EMA_ASSERT_OK_AND_ASSIGN(std::unique_ptr<PendingPush> push,
                            run->StartPush(1, time, {weights}, absl::Seconds(30)));
 
+  EMA_ASSERT_OK_AND_ASSIGN(std::unique_ptr<VersionWatch> watch, client->Watch("m", VersionId()));
+  ASSERT_THAT(watch->Next(), IsOk());
+
   // A worker that never touches the client.
   EXPECT_EQ(InChild([] { return 7; }), 7);
 
@@ -108,6 +112,7 @@ TEST_F(ForkTest, AChildLeavesItsParentsObjectsAlone) {
   EXPECT_EQ(InChild([&] {
               push.reset();
               run.reset();
+              watch.reset();
               client.reset();
               return 8;
             }),
@@ -121,7 +126,8 @@ TEST_F(ForkTest, AChildLeavesItsParentsObjectsAlone) {
               const bool is_right =
                   is_refused(client->GetModel("m").status()) &&
                   is_refused(client->OpenRun("m", {}).status()) &&
-                  is_refused(client->Watch("m", VersionId{.version = 1}, nullptr)) &&
+                  is_refused(client->Watch("m", std::nullopt).status()) &&
+                  is_refused(watch->Next().status()) &&
                   is_refused(run->Push(2, time, {weights}, absl::Seconds(1)).status()) &&
                   is_refused(run->QueryPush(1, true).status()) &&
                   is_refused(run->GiveUp(1, "why", absl::Seconds(1)).status()) &&

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "ema/client.h"
+#include "ema/internal/status_macros.h"
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -28,15 +29,15 @@ class WatchTest : public testing::Test {
  protected:
   void SetUp() override { EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address())); }
 
+  // Until there are `count`.
   absl::Status Watch(std::optional<VersionId> after, size_t count,
                      absl::Duration timeout = absl::Seconds(20)) {
-    return client_->Watch(
-        "m", after,
-        [this, count](const Version& version, int64_t) {
-          seen_.push_back(version.number);
-          return seen_.size() < count;
-        },
-        timeout);
+    EMA_ASSIGN_OR_RETURN(const auto watch, client_->Watch("m", after, timeout));
+    while (seen_.size() < count) {
+      EMA_ASSIGN_OR_RETURN(const VersionWatch::Item item, watch->Next());
+      seen_.push_back(item.version.number);
+    }
+    return absl::OkStatus();
   }
 
   FakeServer server_{*Manifest::Create({{.name = "w", .shape = {4}}})};
@@ -44,7 +45,7 @@ class WatchTest : public testing::Test {
   std::vector<int64_t> seen_;
 };
 
-TEST_F(WatchTest, GivesEveryCommitUntilToldToStop) {
+TEST_F(WatchTest, GivesEveryCommitToWhoAsks) {
   server_.watch_scripts = {{.versions = {Record(1, 4), Record(1, 5), Record(1, 6)}, .hold = true}};
   EXPECT_THAT(Watch(VersionId{.version = 3}, 2), IsOk());
   EXPECT_THAT(seen_, ElementsAre(4, 5));
@@ -104,6 +105,51 @@ TEST_F(WatchTest, EndsWithoutCommitsAfterTheTimeOut) {
   EXPECT_THAT(seen_, IsEmpty());
 }
 
+TEST_F(WatchTest, MayBeAskedAgainAfterTheTimeOut) {
+  server_.watch_scripts = {{.hold = true}, {.versions = {Record(1, 2)}, .hold = true}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch,
+                           client_->Watch("m", VersionId{.version = 1}, absl::Milliseconds(150)));
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(watch->Next(),
+                StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for")));
+  }
+  EXPECT_THAT(server_.watches(), SizeIs(1));
+  server_.Release();
+  EMA_ASSERT_OK_AND_ASSIGN(const VersionWatch::Item item, watch->Next());
+  EXPECT_EQ(item.version.number, 2);
+}
+
+TEST_F(WatchTest, TheTimeOutIsThatOfEachItem) {
+  server_.watch_scripts = {{.versions = {Record(1, 2), Record(1, 3)}, .hold = true}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch,
+                           client_->Watch("m", VersionId{.version = 1}, absl::Milliseconds(150)));
+  EXPECT_THAT(watch->Next(), IsOk());
+  absl::SleepFor(absl::Milliseconds(200));  // A reader that is slow has not waited.
+  EXPECT_THAT(watch->Next(), IsOk());
+}
+
+TEST_F(WatchTest, OutlivesItsClient) {
+  server_.watch_scripts = {{.versions = {Record(1, 2)}}, {.versions = {Record(1, 3)}}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, client_->Watch("m", VersionId{.version = 1}));
+  EXPECT_THAT(watch->Next(), IsOk());
+  client_ = nullptr;
+  EXPECT_THAT(watch->Next(), IsOk());
+}
+
+TEST_F(WatchTest, EndsAtOnceWithoutAskingForAnInterrupt) {
+  server_.watch_scripts = {{.versions = {Record(1, 2)}, .hold = true}};
+  std::atomic<bool> may_ask = true;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client,
+                           Client::Create(server_.address(), {.is_interrupted = [&may_ask] {
+                                            EXPECT_TRUE(may_ask);
+                                            return false;
+                                          }}));
+  EMA_ASSERT_OK_AND_ASSIGN(auto watch, client->Watch("m", VersionId{.version = 1}));
+  EXPECT_THAT(watch->Next(), IsOk());
+  may_ask = false;
+  watch = nullptr;
+}
+
 TEST_F(WatchTest, TheTimeOutCountsWhileTheServerIsAway) {
   server_.Stop();
   EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Milliseconds(150)),
@@ -125,9 +171,8 @@ TEST_F(WatchTest, AnInterruptEndsIt) {
                                        return absl::Now() - start > absl::Milliseconds(100);
                                      }});
   ASSERT_THAT(client, IsOk());
-  EXPECT_THAT(
-      (*client)->Watch("m", VersionId{.version = 1}, [](const Version&, int64_t) { return true; }),
-      StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, (*client)->Watch("m", VersionId{.version = 1}));
+  EXPECT_THAT(watch->Next(), StatusIs(absl::StatusCode::kCancelled, HasSubstr("interrupted")));
   EXPECT_LT(absl::Now() - start, absl::Seconds(5));
 }
 

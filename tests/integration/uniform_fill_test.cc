@@ -91,13 +91,11 @@ class UniformFillTest : public testing::Test {
     options.is_interrupted = [this] { return watched_all_.load(); };
     options.same_host_lane = false;
     const auto client = *Client::Create(proxy_->address(), options);
-    const absl::Status status =
-        client->Watch(kFillModel, VersionId(), [this](const Version& version, int64_t skipped) {
-          history_.OnVersion(version, skipped);
-          return true;
-        });
-    if (status.code() != absl::StatusCode::kCancelled) {
-      history_.OnViolation(absl::StrCat("Watch: ", status.ToString()));
+    const auto watch = *client->Watch(kFillModel, VersionId());
+    auto item = watch->Next();
+    for (; item.ok(); item = watch->Next()) history_.OnVersion(item->version, item->skipped);
+    if (item.status().code() != absl::StatusCode::kCancelled) {
+      history_.OnViolation(absl::StrCat("Watch: ", item.status().ToString()));
     }
   }
 

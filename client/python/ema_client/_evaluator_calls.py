@@ -298,8 +298,8 @@ class EvaluatorCalls(CheckpointCalls):
     ) -> Generator[Version, None, None]:
         """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
 
-        A slow reader gets them later, as long as their records are kept: the newest 4,096 of a model, at
-        most 4 MiB, on the server and as many here. How many have gone before a commit is its `skipped`.
+        A slow reader gets them later, as long as the server keeps their records: the newest 4,096 of a
+        model, at most 4 MiB. How many have gone before a commit is its `skipped`.
         Weights go sooner: who wants the newest each time calls `wait_for(name, after=version)`.
 
         Args:
@@ -308,8 +308,8 @@ class EvaluatorCalls(CheckpointCalls):
                 with the oldest record. None: from now on. A server that was ended may come back at an
                 older version and count on from there: of a number of its old life, commits are yielded
                 only once they are past it; of a record, all that are later.
-            timeout_s: seconds without a commit after which DeadlineExceededError is raised. None:
-                waits for ever.
+            timeout_s: seconds that who asks for a commit waits for one, before DeadlineExceededError is
+                raised. None: waits for ever.
 
         Raises:
             NotFoundError: no such model, or it was deleted.
@@ -504,10 +504,11 @@ class EvaluatorCalls(CheckpointCalls):
         raise NotImplementedError
 
 
-def _iterate(watcher: _ema.Watcher) -> Generator[Version, None, None]:
+def _iterate(watch: _ema.VersionWatch) -> Generator[Version, None, None]:
     try:
         while True:
-            version, skipped = watcher.next()
+            version, skipped = watch.next()
             yield version_from(version, skipped=skipped)
     finally:
-        watcher.stop()
+        # Ends it. What has been raised may hold this frame for long.
+        del watch

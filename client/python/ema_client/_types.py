@@ -119,8 +119,7 @@ class Version:
         tracks: by name.
         run_epoch: the run that pushed it.
         commit_time: seconds since 1970, by the server's clock.
-        skipped: from `watch` only: versions before this one whose records were gone, on the server or,
-            as the reader was slow, here.
+        skipped: from `watch` only: versions before this one whose records the server has let go.
         skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
         skipped_tensors: names of the first of them.
         wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".

@@ -18,7 +18,7 @@ void BindRun(nanobind::module_& module);        // Run, PendingPush
 void BindRead(nanobind::module_& module);       // read_tensors
 void BindSample(nanobind::module_& module);     // sample_words, storage_ends, write_counts
 void BindStructure(nanobind::module_& module);  // structure_of, has_structure
-void BindClient(nanobind::module_& module);     // Client, Watcher
+void BindClient(nanobind::module_& module);     // Client, VersionWatch
 
 // For attr(), which looks it up faster than a char*.
 inline nanobind::object InternedName(const char* name) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Client and Watcher.
+// Client and VersionWatch.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -24,7 +24,6 @@
 #include "client/python/src/convert.h"
 #include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
-#include "client/python/src/watcher.h"
 #include "ema/error_reason.h"
 
 namespace nb = nanobind;
@@ -107,6 +106,27 @@ nb::object BytesOf(const std::shared_ptr<Pulled>& pulled) {
       pulled->memory.get(), {static_cast<size_t>(pulled->info.total_bytes)}, owner));
 }
 
+// A watch that waits, and ends, without the GIL.
+class PyVersionWatch {
+ public:
+  explicit PyVersionWatch(std::unique_ptr<VersionWatch> watch) : watch_(std::move(watch)) {}
+  PyVersionWatch(const PyVersionWatch&) = delete;
+  PyVersionWatch& operator=(const PyVersionWatch&) = delete;
+  ~PyVersionWatch() {
+    const GilReleased released;
+    watch_.reset();
+  }
+
+  // (version, skipped)
+  nb::tuple Next() {
+    const VersionWatch::Item item = CallWithoutGil([this] { return watch_->Next(); });
+    return nb::make_tuple(FromVersion(item.version), item.skipped);
+  }
+
+ private:
+  std::unique_ptr<VersionWatch> watch_;
+};
+
 class PyClient {
  private:  // First, as what Call() returns is deduced.
   // What `method`, which takes a client, `arguments` and a time-out, gives. The client stays alive
@@ -130,18 +150,17 @@ class PyClient {
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
            int64_t max_connections, bool report_timing,
            const std::tuple<std::string, std::string, std::string>& tls, const std::string& token,
-           const std::string& token_file)
-      : address_(address) {
-    options_.timeout = ToDuration(timeout_s);
-    options_.same_host_lane = same_host_lane;
-    options_.max_connections = max_connections;
-    options_.report_timing = report_timing;
-    std::tie(options_.tls.ca_file, options_.tls.certificate_file, options_.tls.key_file) = tls;
-    options_.token = token;
-    options_.token_file = token_file;
-    options_.is_interrupted = SignalRaised;
-    options_.on_wait = LogWait;
-    client_ = Unwrap(Client::Create(address, options_));
+           const std::string& token_file) {
+    Client::Options options{.timeout = ToDuration(timeout_s),
+                            .same_host_lane = same_host_lane,
+                            .max_connections = max_connections,
+                            .report_timing = report_timing,
+                            .token = token,
+                            .token_file = token_file,
+                            .is_interrupted = SignalRaised,
+                            .on_wait = LogWait};
+    std::tie(options.tls.ca_file, options.tls.certificate_file, options.tls.key_file) = tls;
+    client_ = Unwrap(Client::Create(address, options));
   }
   PyClient(const PyClient&) = delete;
   PyClient& operator=(const PyClient&) = delete;
@@ -413,32 +432,22 @@ class PyClient {
     return true;
   }
 
-  std::unique_ptr<Watcher> Watch(const std::string& model,
-                                 const std::optional<std::tuple<int64_t, int64_t>>& after,
-                                 double timeout_s) {
-    Get();
+  std::unique_ptr<PyVersionWatch> Watch(const std::string& model,
+                                        const std::optional<std::tuple<int64_t, int64_t>>& after,
+                                        double timeout_s) {
     std::optional<VersionId> id;
     if (after.has_value()) id = std::make_from_tuple<VersionId>(*after);
-    return Unwrap(Watcher::Start(address_, options_, model, id, ToDuration(timeout_s)));
+    return std::make_unique<PyVersionWatch>(Call(&Client::Watch, timeout_s, model, id));
   }
 
  private:
-  const std::string address_;
-  Client::Options options_;
   std::shared_ptr<Client> client_;  // Under the GIL; null when closed.
 };
-
-nb::tuple Next(Watcher& watcher) {
-  const Watcher::Item item = CallWithoutGil([&] { return watcher.Next(); });
-  return nb::make_tuple(FromVersion(item.version), item.skipped);
-}
 
 }  // namespace
 
 void BindClient(nb::module_& module) {
-  nb::class_<Watcher>(module, "Watcher")
-      .def("next", &Next)
-      .def("stop", &Watcher::Stop, nb::call_guard<GilReleased>());
+  nb::class_<PyVersionWatch>(module, "VersionWatch").def("next", &PyVersionWatch::Next);
 
   nb::class_<Pulled>(module, "Pulled")
       .def_prop_ro("version", [](const Pulled& pulled) { return FromVersion(pulled.info.version); })
