@@ -45,7 +45,7 @@ def check_averages(
                 elapsed = record.step - records[index - 1].step
                 weight = float(half_life_weight(elapsed, half_lives[track]))
             applied = record.tracks[track]
-            if not applied.updated or applied.weight != weight:
+            if not applied.updated or applied.update_weight != weight:
                 raise CheckError(
                     f"version {record.number}, track {track}: step {record.step} must have the weight {weight!r}; "
                     f"the server's record is {applied}"

@@ -83,7 +83,7 @@ def evaluate(
         "version": version.number,
         "step": version.step,
         "tracks": {
-            track: {"updated": record.updated, "weight": record.weight}
+            track: {"updated": record.updated, "weight": record.update_weight}
             for track, record in version.tracks.items()
         },
         "accuracy": {},

@@ -171,6 +171,6 @@ def check_average(
     for before, version in zip(versions, versions[1:]):
         record = version.tracks["ema"]
         assert record.elapsed == version.step - before.step
-        assert np.float32(record.weight) == half_life_weight(record.elapsed, HALF_LIFE)
+        assert np.float32(record.update_weight) == half_life_weight(record.elapsed, HALF_LIFE)
     pushes = [(version, weights[version.step]) for version in versions]
     assert_same_bits(replay(pushes, "ema"), average)

@@ -168,7 +168,7 @@ class History:
 
     def _record(self, version: ema_client.Version, life: int | None) -> None:
         key = id_of(version)
-        weight = version.tracks["ema"].weight
+        weight = version.tracks["ema"].update_weight
         if self._steps.setdefault(key, version.step) != version.step:
             self._violate(f"{key} is of step {self._steps[key]} and of step {version.step}")
         if self._weights.setdefault(key, weight) != weight:

@@ -20,7 +20,7 @@ class LocalOurs:
 
     def push(self, n: int) -> float | None:
         record = self._ema.update()["ema"]
-        return record.weight if record.updated else None
+        return record.update_weight if record.updated else None
 
     def pull(self) -> Tensors:
         return self._ema.weights("ema")
@@ -47,7 +47,7 @@ class ServerOurs:
     def push(self, n: int) -> float | None:
         version = self.run.push(step=n, weights=self._model.state_dict())
         record = version.tracks["ema"]
-        return record.weight if record.updated else None
+        return record.update_weight if record.updated else None
 
     def pull(self) -> Tensors:
         return dict(self._client.pull(self._name, track="ema", framework="torch"))

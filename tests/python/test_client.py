@@ -38,7 +38,7 @@ def test_push_returns_the_record_of_the_version(client, model, rng):
     assert version.skipped == 0
     assert set(version.tracks) == {"fast", "slow", "raw"}
     for record in version.tracks.values():
-        assert (record.updated, record.weight, record.update_count) == (True, 1.0, 1)
+        assert (record.updated, record.update_weight, record.update_count) == (True, 1.0, 1)
     assert abs(version.commit_time - time.time()) < 60
 
 
@@ -55,7 +55,7 @@ def test_averages_are_bit_equal_to_a_replay(client, model, rng):
     assert_same_bits(weights, client.pull(model, track="raw", framework="numpy"))
     last = pushes[-1][0].tracks
     assert last["fast"].elapsed == 22
-    assert last["fast"].weight == np.float32(-np.expm1(-np.log(2) * 22 / 20))
+    assert last["fast"].update_weight == np.float32(-np.expm1(-np.log(2) * 22 / 20))
     # Steps 1, 2, 3 (not due), 7, 8, 30.
     assert not pushes[2][0].tracks["slow"].updated
     assert last["slow"].update_count == 5
@@ -327,7 +327,7 @@ def test_time_in_other_units(client, model):
         run.push(step=1, weights=weights, time=ema_client.TrainingTime(batch=1, sample=64))
         assert not run.is_due({"sample": 99})
         version = run.push(step=2, weights=weights, time={"sample": 1064, "batch": 2})
-        assert version.tracks["ema"].weight == 0.5
+        assert version.tracks["ema"].update_weight == 0.5
         with pytest.raises(ema_client.InvalidArgumentError) as error:
             run.push(step=3, weights=weights, time={"batch": 3})
         assert error.value.reason == "BAD_TIME"
@@ -463,7 +463,7 @@ def test_a_version_is_a_key_and_json(client, model):
     fields = json.loads(json.dumps(dataclasses.asdict(version)))
     assert fields["number"] == 1
     assert fields["time"]["batch"] == 1
-    assert fields["tracks"]["fast"]["weight"] == 1.0
+    assert fields["tracks"]["fast"]["update_weight"] == 1.0
 
 
 def test_checkpoint_is_written(client, model, rng):

@@ -89,7 +89,7 @@ class Timed:
             assert isinstance(self._ours, ServerOurs)
             version = self._ours.run.push(step=n, weights=self._model.state_dict(), time=time)
             record = version.tracks["ema"]
-        return record.weight if record.updated else None
+        return record.update_weight if record.updated else None
 
     def pull(self) -> Tensors:
         return self._ours.pull()

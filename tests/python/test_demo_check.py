@@ -33,7 +33,7 @@ def served(tmp_path, rng):
             pulled |= {f"raw/{name}": array for name, array in log.items()}
             np.savez(tmp_path / "pulled" / f"{number:06d}.npz", **pulled)
             track = ema_client.TrackVersion(
-                weight=weight, elapsed=0, update_count=number, updated=True
+                update_weight=weight, elapsed=0, update_count=number, updated=True
             )
             records.append(
                 ema_client.Version(
@@ -71,7 +71,7 @@ def test_a_right_record_of_a_wrong_average_fails(tmp_path, served):
     records = [
         dataclasses.replace(
             record,
-            tracks={"ema": dataclasses.replace(record.tracks["ema"], weight=weight)},
+            tracks={"ema": dataclasses.replace(record.tracks["ema"], update_weight=weight)},
         )
         for record, weight in zip(served(ONE_BIT_MORE), RIGHT)
     ]

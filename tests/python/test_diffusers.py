@@ -98,7 +98,7 @@ def test_decays_are_theirs_and_the_average_is_that_in_the_process(
         assert_same_bits(local.weights(), named(trainer, ema.shadow_params))
         for ours, their in zip(ema.shadow_params, theirs.shadow_params):
             torch.testing.assert_close(ours, their, rtol=1e-5, atol=1e-6)
-    weights = [entry.version.tracks["ema"].weight for entry in client.versions(model)]
+    weights = [entry.version.tracks["ema"].update_weight for entry in client.versions(model)]
     assert weights == [np.float32(1 - theirs.get_decay(step)) for step in range(1, 25)]
     assert_same_bits(local.weights(), client.pull(model, track="ema"))
 

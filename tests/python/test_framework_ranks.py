@@ -68,7 +68,7 @@ def test_two_ranks(server, client, model, tmp_path, kind, library, shared):
         assert np.array_equal(logs[0][name], logs[1][name]), name
     for (version, weights), before in zip(pushes[1:], DUE):
         record = version.tracks["ema"]
-        assert np.float32(record.weight) == half_life_weight(version.step - before, 5)
+        assert np.float32(record.update_weight) == half_life_weight(version.step - before, 5)
         assert not np.array_equal(
             *(gathered(logs, step)[next(iter(weights))] for step in (1, version.step))
         )

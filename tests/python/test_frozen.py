@@ -302,7 +302,7 @@ def test_a_group_of_tensors_has_its_own_schedule(server, client, model):
     own = [version.step for version in versions if version.tracks["ema"].updated]
     group = [v.step for v in versions if v.tracks["ema"].rules["1.*"].updated]
     assert (own, group) == ([1, 2, 4, 6], [1, 3, 6])
-    assert versions[5].tracks["ema"].rules["1.*"].weight == 0.5
+    assert versions[5].tracks["ema"].rules["1.*"].update_weight == 0.5
     assert local.records["ema"].rules["1.*"].update_count == 3
 
     state = local.state_dict()

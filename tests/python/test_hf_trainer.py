@@ -281,7 +281,9 @@ def test_epochs_and_shares_of_the_training_are_times(server, client, model, tmp_
     }
     # 10 batches an epoch are 4 steps.
     assert updates["ema"] == [1, 4, 8, 12]
-    starts = [v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].weight == 1]
+    starts = [
+        v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].update_weight == 1
+    ]
     assert starts == [1, 6]
 
 

@@ -77,7 +77,7 @@ def test_every_track_begins_with_the_file(client, emactl, model, folder, what, h
             step=1001,
             weights={n: v + v for n, v in WEIGHTS.items() if n != "f"} | {"f": WEIGHTS["f"]},
         )
-    assert version.tracks["ema"].weight == np.float32(-np.expm1(-np.log(2) / 100))
+    assert version.tracks["ema"].update_weight == np.float32(-np.expm1(-np.log(2) / 100))
 
 
 @pytest.mark.parametrize("how", ["python", "emactl"])
@@ -200,7 +200,7 @@ def test_attach_goes_on_from_an_import(server, client, model, tmp_path):
         optimizer.step()
     version = client.model(model).latest
     assert (version.number, version.step) == (2, 101)
-    weight = np.float32(version.tracks["ema"].weight)
+    weight = np.float32(version.tracks["ema"].update_weight)
     before = average["0.weight"].double().numpy()
     expected = before + float(weight) * (net[0].weight.detach().double().numpy() - before)
     np.testing.assert_allclose(client.pull(model, track="ema")["0.weight"].numpy(), expected, 1e-6)

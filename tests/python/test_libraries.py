@@ -410,7 +410,7 @@ def test_karras_keeps_its_width_at_any_interval():
         for n in range(1, 5001):
             record = ema.update()["ema"]
             if record.updated:
-                ours.append((n, record.weight))
+                ours.append((n, record.update_weight))
             weight = library.update(n)
             if weight is not None:
                 theirs.append((n, weight))
@@ -561,7 +561,7 @@ def test_edm2(make_ours):
         for n in range(1, UPDATES + 1):
             record = ema.update({"sample": batch_images * n})["ema"]
             expected = 1.0 if n == 1 else np.float32(1 - decay(n))
-            assert record.weight == expected, (arguments, n)
+            assert record.update_weight == expected, (arguments, n)
     # The average of torch.lerp, EDM2's arithmetic, from the same values.
     model = Net()
     steps = run_ours(make_ours(model, {"sigma_rel": 0.1}), model, updates=UPDATES)

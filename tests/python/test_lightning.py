@@ -185,7 +185,7 @@ def test_updates_are_those_of_lightnings_own(server, client, model, theirs, ours
     first, start = own.updates[0], [] if own.updates[0] == 0 else [1]
     assert steps_of(client, model) == start + [step + 1 for step in own.updates]
     weights = {
-        entry.version.step - 1: entry.version.tracks["ema"].weight
+        entry.version.step - 1: entry.version.tracks["ema"].update_weight
         for entry in client.versions(model)
     }
     assert weights[first] == 1
@@ -215,7 +215,9 @@ def test_attachs_own_arguments(server, client, model):
         for track in ("ema", "late")
     }
     assert updates["ema"] == [1, 10, 20, 30]
-    starts = [v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].weight == 1]
+    starts = [
+        v.step for v in versions if v.tracks["late"].updated and v.tracks["late"].update_weight == 1
+    ]
     assert starts[-1] == 15
     assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
 

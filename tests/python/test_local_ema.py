@@ -58,8 +58,8 @@ def test_averages_are_bit_equal_to_a_replay():
         assert record.updated == (n == 1 or n % 2 == 0)
         if record.updated:
             expected = 1.0 if n == 1 else half_life_weight(record.elapsed, 7)
-            assert record.weight == expected
-            replay.update(record.weight, widened(model))
+            assert record.update_weight == expected
+            replay.update(record.update_weight, widened(model))
     assert_same_bits(replay.average, ema.weights())
     assert ema.batch == 29
     assert record.config == "half_life=7ba, update_interval=2ba"
@@ -69,22 +69,28 @@ def test_records_of_updates():
     ema = LocalEMA(Net(), tracks={"ema": "10ba", "raw": "copy", "slow": Track(compensated=True)})
     records = ema.update()
     assert records == ema.records
-    assert (records["ema"].weight, records["ema"].update_count, records["ema"].elapsed) == (1, 1, 0)
+    assert (records["ema"].update_weight, records["ema"].update_count, records["ema"].elapsed) == (
+        1,
+        1,
+        0,
+    )
     ema.update()
     records = ema.update({"batch": 10})
     weight = float(-np.expm1(-np.log(2) * 8 / 10))
-    assert records["ema"].weight == np.float32(weight)
+    assert records["ema"].update_weight == np.float32(weight)
     assert records["ema"].window_steps == pytest.approx(1 / weight)
     assert records["ema"].stall_gap == pytest.approx(2**-24 / weight)
     assert records["slow"].stall_gap == 0
-    assert records["slow"].weight == pytest.approx(-np.expm1(-np.log(2) * 8 / 1000), rel=1e-15)
-    assert records["raw"].weight == 1
+    assert records["slow"].update_weight == pytest.approx(
+        -np.expm1(-np.log(2) * 8 / 1000), rel=1e-15
+    )
+    assert records["raw"].update_weight == 1
 
 
 def test_without_arguments_it_is_composers_half_life():
     ema = LocalEMA(Net())
     ema.update()
-    assert ema.update()["ema"].weight == half_life_weight(1, 1000)
+    assert ema.update()["ema"].update_weight == half_life_weight(1, 1000)
 
 
 def test_many_tracks_do_not_touch_each_other():

@@ -132,7 +132,7 @@ def test_default_first_average_of_ema_pytorch():
     for n in range(1, 122):
         record = ema.update()["ema"]
         if record.updated:
-            weights[n - 1] = record.weight
+            weights[n - 1] = record.update_weight
     assert list(weights) == list(range(0, 121, 10))
     assert [weights[t] for t in range(0, 101, 10)] == [1.0] * 11
     assert 1 - weights[110] == pytest.approx(0.797819992, abs=1e-7)
@@ -255,4 +255,4 @@ def test_weights_of_all_presets_are_shares():
     ema = ema_client.LocalEMA(model, tracks={f"t{i}": preset for i, preset in enumerate(presets)})
     for n in range(1, 2000):
         for record in ema.update({"batch": n, "sample": n}).values():
-            assert 0 <= record.weight <= 1
+            assert 0 <= record.update_weight <= 1

@@ -117,7 +117,7 @@ def test_tracks_change_while_a_trainer_is_attached(server, client, model):
     assert versions[2].tracks["ema"].config == "half_life=10ba, update_interval=5ba"
     assert versions[4].tracks["ema"].config == "half_life=20ba, update_interval=2ba"
     assert versions[4].tracks["ema"].update_count == 4
-    assert versions[4].tracks["ema"].weight == np.float32(1 - 2 ** (-2 / 20))
+    assert versions[4].tracks["ema"].update_weight == np.float32(1 - 2 ** (-2 / 20))
     assert set(versions[-1].tracks) == {"ema", "slow"}
     assert not versions[-1].tracks["ema"].updated
     assert client.model(model).tracks["ema"].paused
@@ -232,7 +232,7 @@ def test_a_limit_of_zero_is_not_the_default(client, model):
     with client.open_run(model) as run:
         for step in range(1, 5):
             version = run.push(step=step, weights=weights)
-            assert [track.weight for track in version.tracks.values()] == [1, 1]
+            assert [track.update_weight for track in version.tracks.values()] == [1, 1]
 
 
 def test_a_trainer_whose_time_goes_back_is_told(client, model):
@@ -256,7 +256,7 @@ def test_records_say_how_far_the_average_reaches(client, model):
     with client.open_run(model) as run:
         run.push(step=10, weights=weights)
         record = run.push(step=20, weights=weights).tracks["ema"]
-    assert record.weight == pytest.approx(6.907504562964099e-3, rel=1e-7)
+    assert record.update_weight == pytest.approx(6.907504562964099e-3, rel=1e-7)
     assert record.elapsed == 10 and record.update_count == 2
     assert record.window_steps == pytest.approx(10 / 6.907504562964099e-3)
     assert record.stall_gap == pytest.approx(2**-24 / 6.907504562964099e-3)

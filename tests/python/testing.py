@@ -114,7 +114,7 @@ def replay(pushes: list[tuple[ema_client.Version, Mapping[str, Any]]], track: st
     for version, weights in pushes:
         record = version.tracks[track]
         if record.updated:
-            result.update(record.weight, numpy_of(weights))
+            result.update(record.update_weight, numpy_of(weights))
     return result.average
 
 

@@ -310,7 +310,7 @@ class LocalEMA:
     ) -> TrackVersion:
         """What one schedule of the track has done."""
         record = TrackVersion(
-            weight=0.0,
+            update_weight=0.0,
             elapsed=elapsed,
             update_count=track.state[schedule].update_count,
             updated=due,
@@ -322,7 +322,9 @@ class LocalEMA:
         last_call = track.last_calls[schedule]
         return dataclasses.replace(
             record,
-            weight=weight if compensated else struct.unpack("f", struct.pack("f", weight))[0],
+            update_weight=(
+                weight if compensated else struct.unpack("f", struct.pack("f", weight))[0]
+            ),
             window_steps=(self._calls - last_call if last_call else 1) / weight,
             stall_gap=_FLOAT_UNIT / weight if stalls else 0.0,
         )

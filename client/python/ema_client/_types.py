@@ -70,20 +70,20 @@ class TrackVersion:
     """What one track did at one version.
 
     Attributes:
-        weight: that was given to the pushed values, as it was applied (a float32, unless the track is
-            compensated); 1 is a copy, 0 leaves the average as it was.
+        update_weight: that was given to the pushed values, as it was applied (a float32, unless the
+            track is compensated); 1 is a copy, 0 leaves the average as it was.
         elapsed: training time since the track's update before, in its half-life's unit.
         update_count: updates since the track began, this one included.
         updated: False: the track was not due and is the same as in the version before.
         window_steps: steps that the average reaches over: steps since the track's update before
-            / weight. 0 if not updated.
+            / update_weight. 0 if not updated.
         config: the track's schedule and options as text.
         stall_gap: a float32 average cannot come nearer to a constant value than this share of it,
             because smaller changes are rounded away. 0 if copied or compensated.
         rules: the same for each tensor rule with a schedule of its own, by its pattern.
     """
 
-    weight: float
+    update_weight: float
     elapsed: float
     update_count: int
     updated: bool
@@ -435,7 +435,7 @@ class Weights(dict[str, Any]):
 def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:
     return {
         name: TrackVersion(
-            weight=weight,
+            update_weight=update_weight,
             elapsed=elapsed,
             update_count=update_count,
             updated=updated,
@@ -446,7 +446,7 @@ def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersio
         )
         for name, (
             updated,
-            weight,
+            update_weight,
             elapsed,
             update_count,
             window_steps,
