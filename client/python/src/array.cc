@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/types/span.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -17,44 +16,6 @@ namespace {
 // std::string: the distribution's absl::string_view is not std::string_view.
 absl::Status BadArray(std::string_view name, const std::string& what) {
   return BadRequest(absl::StrCat("array \"", std::string(name), "\": ", what));
-}
-
-std::optional<Dtype> DtypeOf(nb::dlpack::dtype type) {
-  if (type.lanes != 1) return std::nullopt;
-  switch (static_cast<nb::dlpack::dtype_code>(type.code)) {
-    case nb::dlpack::dtype_code::Float:
-      if (type.bits == 16) return Dtype::kFloat16;
-      if (type.bits == 32) return Dtype::kFloat32;
-      if (type.bits == 64) return Dtype::kFloat64;
-      return std::nullopt;
-    case nb::dlpack::dtype_code::Bfloat:
-      if (type.bits == 16) return Dtype::kBFloat16;
-      return std::nullopt;
-    case nb::dlpack::dtype_code::Int:
-      if (type.bits == 8) return Dtype::kInt8;
-      if (type.bits == 16) return Dtype::kInt16;
-      if (type.bits == 32) return Dtype::kInt32;
-      if (type.bits == 64) return Dtype::kInt64;
-      return std::nullopt;
-    case nb::dlpack::dtype_code::UInt:
-      if (type.bits == 8) return Dtype::kUInt8;
-      return std::nullopt;
-    case nb::dlpack::dtype_code::Bool:
-      if (type.bits == 8) return Dtype::kBool;
-      return std::nullopt;
-    default:
-      return std::nullopt;
-  }
-}
-
-bool IsContiguous(absl::Span<const int64_t> shape, absl::Span<const int64_t> strides) {
-  int64_t stride = 1;
-  bool is_contiguous = true;
-  for (size_t i = shape.size(); i > 0; --i) {
-    is_contiguous &= shape[i - 1] == 1 || strides[i - 1] == stride;
-    stride *= shape[i - 1];
-  }
-  return is_contiguous || stride == 0;  // No elements: whatever the strides are.
 }
 
 // The shard's place in the row-major elements of `whole`; nullopt if it is not one contiguous piece
@@ -107,6 +68,44 @@ std::string ListNames(const std::vector<std::string>& names) {
 }
 
 }  // namespace
+
+std::optional<Dtype> DtypeOf(nb::dlpack::dtype type) {
+  if (type.lanes != 1) return std::nullopt;
+  switch (static_cast<nb::dlpack::dtype_code>(type.code)) {
+    case nb::dlpack::dtype_code::Float:
+      if (type.bits == 16) return Dtype::kFloat16;
+      if (type.bits == 32) return Dtype::kFloat32;
+      if (type.bits == 64) return Dtype::kFloat64;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Bfloat:
+      if (type.bits == 16) return Dtype::kBFloat16;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Int:
+      if (type.bits == 8) return Dtype::kInt8;
+      if (type.bits == 16) return Dtype::kInt16;
+      if (type.bits == 32) return Dtype::kInt32;
+      if (type.bits == 64) return Dtype::kInt64;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::UInt:
+      if (type.bits == 8) return Dtype::kUInt8;
+      return std::nullopt;
+    case nb::dlpack::dtype_code::Bool:
+      if (type.bits == 8) return Dtype::kBool;
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool IsContiguous(absl::Span<const int64_t> shape, absl::Span<const int64_t> strides) {
+  int64_t stride = 1;
+  bool is_contiguous = true;
+  for (size_t i = shape.size(); i > 0; --i) {
+    is_contiguous &= shape[i - 1] == 1 || strides[i - 1] == stride;
+    stride *= shape[i - 1];
+  }
+  return is_contiguous || stride == 0;  // No elements: whatever the strides are.
+}
 
 absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std::string_view dtype,
                                   std::optional<std::vector<int64_t>> offsets,

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "client/python/src/dlpack_exchange.h"
 #include "ema/client.h"
 #include "ema/manifest.h"
@@ -53,6 +54,12 @@ struct Array {
   // INVALID_ARGUMENT: it is in a GPU's memory.
   absl::Status CheckOnHost() const;
 };
+
+// nullopt: none of the server's.
+std::optional<Dtype> DtypeOf(nanobind::dlpack::dtype type);
+
+// Whether elements lie one behind the other in row-major order.
+bool IsContiguous(absl::Span<const int64_t> shape, absl::Span<const int64_t> strides);
 
 struct FoundShards {
   std::vector<std::span<const std::byte>> bytes;

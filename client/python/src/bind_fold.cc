@@ -9,7 +9,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,6 +22,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/dlpack_exchange.h"
@@ -49,31 +52,6 @@ struct Operand {
   OwnedDlpackTensor dlpack_owner;
   std::shared_ptr<const void> array_owner;
 };
-
-std::optional<Dtype> FloatDtype(nb::dlpack::dtype type) {
-  using Code = nb::dlpack::dtype_code;
-  const auto is = [&](Code code, int bits) {
-    return type.code == static_cast<uint8_t>(code) && type.bits == bits && type.lanes == 1;
-  };
-  if (is(Code::Float, 32)) return Dtype::kFloat32;
-  if (is(Code::Bfloat, 16)) return Dtype::kBFloat16;
-  if (is(Code::Float, 16)) return Dtype::kFloat16;
-  if (is(Code::Float, 64)) return Dtype::kFloat64;
-  return std::nullopt;
-}
-
-// The number of elements; nullopt if they are not row-major and contiguous.
-std::optional<int64_t> ContiguousCount(const nb::dlpack::dltensor& tensor) {
-  int64_t count = 1;
-  bool is_contiguous = true;
-  for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
-    is_contiguous &=
-        tensor.shape[i] == 1 || tensor.strides == nullptr || tensor.strides[i] == count;
-    count *= tensor.shape[i];
-  }
-  if (is_contiguous || count == 0) return count;
-  return std::nullopt;
-}
 
 // The arrays of one argument.
 class OperandList {
@@ -107,14 +85,16 @@ class OperandList {
       return std::nullopt;
     }
     const nb::dlpack::dltensor& tensor = owner->tensor;
-    const std::optional<Dtype> dtype = FloatDtype(tensor.dtype);
-    const std::optional<int64_t> count = ContiguousCount(tensor);
-    if (!dtype.has_value() || !count.has_value() ||
-        tensor.device.device_type != nb::device::cpu::value) {
+    const std::optional<Dtype> dtype = DtypeOf(tensor.dtype);
+    const absl::Span<const int64_t> shape(tensor.shape, tensor.ndim);
+    if (!dtype.has_value() || tensor.device.device_type != nb::device::cpu::value ||
+        (tensor.strides != nullptr && !IsContiguous(shape, {tensor.strides, shape.size()}))) {
       return std::nullopt;
     }
     std::byte* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-    return Operand{data, *count, *dtype, std::move(owner)};
+    const int64_t count =
+        std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies());
+    return Operand{data, count, *dtype, std::move(owner)};
   }
 
   absl::StatusOr<Operand> ReadAny(const std::string& name, nb::handle object) const {
