@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/convert.h"
+#include "client/cpp/due_tracks.h"
 #include "client/cpp/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -247,15 +248,10 @@ RunPlan RunCore::plan() const {
 
 absl::StatusOr<bool> RunCore::IsDue(const TrainingTime& now) const {
   EMA_RETURN_IF_ERROR(now.Validate());
-  absl::MutexLock lock(&mu_);
-  bool is_due = false;
-  for (const RunPlan::Entry& entry : plan_.tracks) {
-    if (entry.track.paused) continue;
-    EMA_ASSIGN_OR_RETURN(const std::vector<Schedule::Update> updates,
-                         PlanTrack(entry.track, entry.state, now));
-    is_due |= ema::IsDue(updates);
-  }
-  return is_due;
+  DueTracks tracks;
+  tracks.Adopt(plan());
+  EMA_ASSIGN_OR_RETURN(const std::vector<DueTracks::Due> due, tracks.At(now));
+  return !tracks.ArePaused(due);
 }
 
 }  // namespace ema::client_internal
