@@ -75,27 +75,25 @@ absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
   return names;
 }
 
-absl::Status AddFiles(const Session& session, const FileOptions& options) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                       AttachFiles(session, options.model, options.paths));
-  return PrintResult(session.json, {{"model", options.model}, {"attached", names}},
-                     absl::StrCat("attached to ", options.model, ", from the next checkpoint on: ",
+absl::Status AddFiles(const Session& session, const std::string& model,
+                      const std::vector<std::string>& paths) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, AttachFiles(session, model, paths));
+  return PrintResult(session.json, {{"model", model}, {"attached", names}},
+                     absl::StrCat("attached to ", model, ", from the next checkpoint on: ",
                                   names.empty() ? "nothing" : absl::StrJoin(names, ", "), "\n"));
 }
 
-absl::Status RemoveFile(const Session& session, const FileOptions& options) {
-  EMA_ASSIGN_OR_RETURN(const ModelInfo model,
-                       session.client->GetModel(options.model, session.timeout));
-  if (std::none_of(
-          model.attached_files.begin(), model.attached_files.end(),
-          [&](const ModelInfo::AttachedFile& file) { return file.name == options.name; })) {
+absl::Status RemoveFile(const Session& session, const std::string& model, const std::string& name) {
+  EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
+  if (std::none_of(info.attached_files.begin(), info.attached_files.end(),
+                   [&](const ModelInfo::AttachedFile& file) { return file.name == name; })) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
-                     absl::StrCat("no file \"", options.name, "\" is attached to ", options.model));
+                     absl::StrCat("no file \"", name, "\" is attached to ", model));
   }
-  EMA_RETURN_IF_ERROR(session.client->RemoveFile(options.model, options.name, session.timeout));
-  return PrintResult(session.json, {{"model", options.model}, {"removed", options.name}},
-                     absl::StrCat("removed ", options.name, " from ", options.model,
-                                  ", from the next checkpoint on\n"));
+  EMA_RETURN_IF_ERROR(session.client->RemoveFile(model, name, session.timeout));
+  return PrintResult(
+      session.json, {{"model", model}, {"removed", name}},
+      absl::StrCat("removed ", name, " from ", model, ", from the next checkpoint on\n"));
 }
 
 }  // namespace ema::cli

@@ -26,13 +26,9 @@ absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
                                                      const std::string& model,
                                                      const std::vector<std::string>& paths);
 
-struct FileOptions {
-  std::string model;
-  std::vector<std::string> paths;  // Of `add`.
-  std::string name;                // Of `remove`.
-};
-absl::Status AddFiles(const Session& session, const FileOptions& options);
-absl::Status RemoveFile(const Session& session, const FileOptions& options);
+absl::Status AddFiles(const Session& session, const std::string& model,
+                      const std::vector<std::string>& paths);
+absl::Status RemoveFile(const Session& session, const std::string& model, const std::string& name);
 
 }  // namespace ema::cli
 

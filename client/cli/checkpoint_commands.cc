@@ -40,10 +40,10 @@ absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_
   return result;
 }
 
-absl::Status CreateCheckpoint(const Session& session, const CheckpointOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Client::CheckpointResult result,
-      session.client->CreateCheckpoint(options.model, options.request, session.disk_timeout()));
+absl::Status CreateCheckpoint(const Session& session, const std::string& model,
+                              const Client::CheckpointOptions& request) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointResult result,
+                       session.client->CreateCheckpoint(model, request, session.disk_timeout()));
   const bool is_saving = result.state == Client::CheckpointInfo::State::kSaving;
   return PrintResult(
       session.json,
@@ -58,78 +58,76 @@ absl::Status CreateCheckpoint(const Session& session, const CheckpointOptions& o
                    "\n"));
 }
 
-absl::Status ListCheckpoints(const Session& session, const CheckpointOptions& options) {
+absl::Status ListCheckpoints(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
-                       session.client->ListCheckpoints(options.model, session.timeout));
+                       session.client->ListCheckpoints(model, session.timeout));
   return PrintResult(
       session.json,
       {{"checkpoints", ToJsonList(list.checkpoints)}, {"labels", ToJsonList(list.labels)}},
       list.checkpoints.empty() ? "no checkpoints\n" : CheckpointTable(list.checkpoints));
 }
 
-absl::Status ShowCheckpoint(const Session& session, const CheckpointOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Client::CheckpointInfo info,
-      session.client->GetCheckpoint(options.model, options.checkpoint, session.timeout));
+absl::Status ShowCheckpoint(const Session& session, const std::string& model,
+                            const std::string& checkpoint) {
+  EMA_ASSIGN_OR_RETURN(const Client::CheckpointInfo info,
+                       session.client->GetCheckpoint(model, checkpoint, session.timeout));
   return PrintResult(session.json, ToJson(info), DescribeCheckpoint(info));
 }
 
 // As all that removes, this looks first: to the client one that is not there is OK.
-absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& options) {
-  EMA_RETURN_IF_ERROR(
-      session.client->GetCheckpoint(options.model, options.checkpoint, session.timeout).status());
-  EMA_RETURN_IF_ERROR(
-      session.client->DeleteCheckpoint(options.model, options.checkpoint, session.timeout));
-  return PrintResult(session.json, Json::object({{"deleted", options.checkpoint}}),
-                     absl::StrCat("deleted checkpoint ", options.checkpoint, "\n"));
+absl::Status DeleteCheckpoint(const Session& session, const std::string& model,
+                              const std::string& checkpoint) {
+  EMA_RETURN_IF_ERROR(session.client->GetCheckpoint(model, checkpoint, session.timeout).status());
+  EMA_RETURN_IF_ERROR(session.client->DeleteCheckpoint(model, checkpoint, session.timeout));
+  return PrintResult(session.json, Json::object({{"deleted", checkpoint}}),
+                     absl::StrCat("deleted checkpoint ", checkpoint, "\n"));
 }
 
-absl::Status Rollback(const Session& session, const RollbackOptions& options) {
-  EMA_ASSIGN_OR_RETURN(const VersionOrLabel to,
-                       ParseVersionOrLabel(options.to, options.incarnation));
+absl::Status Rollback(const Session& session, const std::string& model, const std::string& to,
+                      int64_t incarnation) {
+  EMA_ASSIGN_OR_RETURN(const VersionOrLabel found, ParseVersionOrLabel(to, incarnation));
   const absl::StatusOr<Version> version =
-      to.label.empty()
-          ? session.client->RestoreCheckpoint(options.model, to.id, session.disk_timeout())
-          : session.client->RestoreCheckpoint(options.model, to.label, session.disk_timeout());
+      found.label.empty()
+          ? session.client->RestoreCheckpoint(model, found.id, session.disk_timeout())
+          : session.client->RestoreCheckpoint(model, found.label, session.disk_timeout());
   EMA_RETURN_IF_ERROR(version.status());
-  return PrintResult(
-      session.json, ToJson(*version),
-      absl::StrCat("version ", version->number, " of ", options.model, " is ", options.to,
-                   " (step ", version->step, ") again; the run that pushed has ended\n"));
+  return PrintResult(session.json, ToJson(*version),
+                     absl::StrCat("version ", version->number, " of ", model, " is ", to, " (step ",
+                                  version->step, ") again; the run that pushed has ended\n"));
 }
 
-absl::Status SetLabel(const Session& session, const LabelOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Client::Label label,
-      session.client->SetLabel(options.model, options.label, options.id, session.disk_timeout()));
-  return PrintResult(session.json, ToJson(label), Describe(label));
+absl::Status SetLabel(const Session& session, const std::string& model, const std::string& label,
+                      const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(const Client::Label set,
+                       session.client->SetLabel(model, label, id, session.disk_timeout()));
+  return PrintResult(session.json, ToJson(set), Describe(set));
 }
 
-absl::Status RemoveLabel(const Session& session, const LabelOptions& options) {
+absl::Status RemoveLabel(const Session& session, const std::string& model,
+                         const std::string& label) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
-                       session.client->ListCheckpoints(options.model, session.timeout));
+                       session.client->ListCheckpoints(model, session.timeout));
   if (std::none_of(list.labels.begin(), list.labels.end(),
-                   [&](const Client::Label& label) { return label.name == options.label; })) {
-    return MakeError(
-        absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
-        absl::StrCat("model \"", options.model, "\" has no label \"", options.label, "\""));
+                   [&](const Client::Label& one) { return one.name == label; })) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
+                     absl::StrCat("model \"", model, "\" has no label \"", label, "\""));
   }
-  EMA_RETURN_IF_ERROR(session.client->RemoveLabel(options.model, options.label, session.timeout));
-  return PrintResult(session.json, Json::object({{"removed", options.label}}),
-                     absl::StrCat("removed label ", options.label, "\n"));
+  EMA_RETURN_IF_ERROR(session.client->RemoveLabel(model, label, session.timeout));
+  return PrintResult(session.json, Json::object({{"removed", label}}),
+                     absl::StrCat("removed label ", label, "\n"));
 }
 
-absl::Status ListLabels(const Session& session, const LabelOptions& options) {
+absl::Status ListLabels(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
-                       session.client->ListCheckpoints(options.model, session.timeout));
+                       session.client->ListCheckpoints(model, session.timeout));
   return PrintResult(session.json, Json::object({{"labels", ToJsonList(list.labels)}}),
                      list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
 }
 
-absl::Status ReportMetric(const Session& session, const MetricOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Client::MetricResult result,
-      session.client->ReportMetric(options.model, options.metric, session.disk_timeout()));
+absl::Status ReportMetric(const Session& session, const std::string& model,
+                          const Client::Metric& metric) {
+  EMA_ASSIGN_OR_RETURN(const Client::MetricResult result,
+                       session.client->ReportMetric(model, metric, session.disk_timeout()));
   return PrintResult(
       session.json, {{"moved", result.moved}, {"label", ToJson(result.label)}},
       absl::StrCat(result.moved ? "better: " : "not better: ", Describe(result.label)));

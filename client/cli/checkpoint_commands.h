@@ -24,37 +24,27 @@ struct VersionOrLabel {
 // INVALID_ARGUMENT, BAD_NAME: neither. INVALID_ARGUMENT, BAD_REQUEST: a label, of an incarnation.
 absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_t incarnation = 0);
 
-struct CheckpointOptions {
-  std::string model;
-  std::string checkpoint;             // Of `show` and `delete`.
-  Client::CheckpointOptions request;  // Of `create`.
-};
-absl::Status CreateCheckpoint(const Session& session, const CheckpointOptions& options);
-absl::Status ListCheckpoints(const Session& session, const CheckpointOptions& options);
-absl::Status ShowCheckpoint(const Session& session, const CheckpointOptions& options);
-absl::Status DeleteCheckpoint(const Session& session, const CheckpointOptions& options);
+absl::Status CreateCheckpoint(const Session& session, const std::string& model,
+                              const Client::CheckpointOptions& request);
+absl::Status ListCheckpoints(const Session& session, const std::string& model);
+absl::Status ShowCheckpoint(const Session& session, const std::string& model,
+                            const std::string& checkpoint);
+absl::Status DeleteCheckpoint(const Session& session, const std::string& model,
+                              const std::string& checkpoint);
 
-struct RollbackOptions {
-  std::string model;
-  std::string to;  // As ParseVersionOrLabel() reads it.
-  int64_t incarnation = 0;
-};
-absl::Status Rollback(const Session& session, const RollbackOptions& options);
+// `to`, `incarnation`: as ParseVersionOrLabel() reads them.
+absl::Status Rollback(const Session& session, const std::string& model, const std::string& to,
+                      int64_t incarnation);
 
-struct LabelOptions {
-  std::string model;
-  std::string label;
-  VersionId id;  // Of `set`; all zero: the newest.
-};
-absl::Status SetLabel(const Session& session, const LabelOptions& options);
-absl::Status RemoveLabel(const Session& session, const LabelOptions& options);
-absl::Status ListLabels(const Session& session, const LabelOptions& options);
+// `id`: all zero is the newest.
+absl::Status SetLabel(const Session& session, const std::string& model, const std::string& label,
+                      const VersionId& id);
+absl::Status RemoveLabel(const Session& session, const std::string& model,
+                         const std::string& label);
+absl::Status ListLabels(const Session& session, const std::string& model);
 
-struct MetricOptions {
-  std::string model;
-  Client::Metric metric;
-};
-absl::Status ReportMetric(const Session& session, const MetricOptions& options);
+absl::Status ReportMetric(const Session& session, const std::string& model,
+                          const Client::Metric& metric);
 
 }  // namespace ema::cli
 

@@ -26,11 +26,10 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
                    FormatBytes(result.model.reserved_bytes), " reserved\n"));
 }
 
-absl::Status Update(const Session& session, const UpdateOptions& options) {
-  Client::ModelChanges changes = options.changes;
+absl::Status Update(const Session& session, const std::string& model,
+                    Client::ModelChanges changes) {
   if (!changes.put.empty()) {
-    EMA_ASSIGN_OR_RETURN(const ModelInfo before,
-                         session.client->GetModel(options.model, session.timeout));
+    EMA_ASSIGN_OR_RETURN(const ModelInfo before, session.client->GetModel(model, session.timeout));
     // The command line says schedules; the rest of a track stays as it is.
     for (TrackConfig& put : changes.put) {
       for (const TrackConfig& track : before.pending_tracks.value_or(before.tracks)) {
@@ -45,7 +44,7 @@ absl::Status Update(const Session& session, const UpdateOptions& options) {
     }
   }
   EMA_ASSIGN_OR_RETURN(const ModelInfo info,
-                       session.client->UpdateModel(options.model, changes, session.timeout));
+                       session.client->UpdateModel(model, changes, session.timeout));
   return PrintResult(session.json, ToJson(info), DescribeModel(info));
 }
 
@@ -95,33 +94,33 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status Statistics(const Session& session, const StatisticsOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Version version,
-      session.client->GetStatistics(options.model, options.request, session.disk_timeout()));
+absl::Status Statistics(const Session& session, const std::string& model,
+                        const Client::StatisticsOptions& request) {
+  EMA_ASSIGN_OR_RETURN(const Version version,
+                       session.client->GetStatistics(model, request, session.disk_timeout()));
   return PrintResult(session.json, ToJson(version),
                      absl::StrCat("version ", version.number, ", step ", version.step, "\n\n",
                                   StatisticsTable(version.statistics)));
 }
 
-absl::Status Synthesize(const Session& session, const SynthesizeOptions& options) {
-  EMA_ASSIGN_OR_RETURN(
-      const Client::SynthesizeResult result,
-      session.client->Synthesize(options.model, options.request, session.disk_timeout()));
+absl::Status Synthesize(const Session& session, const std::string& model,
+                        const Client::SynthesizeOptions& request) {
+  EMA_ASSIGN_OR_RETURN(const Client::SynthesizeResult result,
+                       session.client->Synthesize(model, request, session.disk_timeout()));
   Json sources = Json::array();
   Table table({"TRACK", "STEP", "WEIGHT"});
   for (const auto& source : result.sources) {
     sources.push_back({{"track", source.track}, {"step", source.step}, {"weight", source.weight}});
     table.Add({source.track, absl::StrCat(source.step), absl::StrCat(source.weight)});
   }
-  return PrintResult(session.json,
-                     {{"name", options.request.name},
-                      {"version", ToJson(result.version)},
-                      {"residual", result.residual},
-                      {"sources", std::move(sources)}},
-                     absl::StrCat(options.request.name, ": step ", result.version.step,
-                                  ", residual ", result.residual, ", from ", result.sources.size(),
-                                  " snapshots\n\n", table.ToString()));
+  return PrintResult(
+      session.json,
+      {{"name", request.name},
+       {"version", ToJson(result.version)},
+       {"residual", result.residual},
+       {"sources", std::move(sources)}},
+      absl::StrCat(request.name, ": step ", result.version.step, ", residual ", result.residual,
+                   ", from ", result.sources.size(), " snapshots\n\n", table.ToString()));
 }
 
 absl::Status Delete(const Session& session, const DeleteOptions& options) {
@@ -139,12 +138,12 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
                      absl::StrCat("deleted ", model, "\n"));
 }
 
-absl::Status Health(const Session& session, const HealthOptions& options) {
+absl::Status Health(const Session& session, const std::string& service) {
   // Docker and Kubernetes give up on a probe no later.
   const absl::Duration timeout = session.has_timeout ? session.timeout : absl::Seconds(5);
-  EMA_ASSIGN_OR_RETURN(const bool is_serving, session.client->IsServing(options.service, timeout));
+  EMA_ASSIGN_OR_RETURN(const bool is_serving, session.client->IsServing(service, timeout));
   const char* const state = is_serving ? "SERVING" : "NOT_SERVING";
-  EMA_RETURN_IF_ERROR(PrintResult(session.json, {{"service", options.service}, {"status", state}},
+  EMA_RETURN_IF_ERROR(PrintResult(session.json, {{"service", service}, {"status", state}},
                                   absl::StrCat(state, "\n")));
   return is_serving ? absl::OkStatus() : absl::UnavailableError("the server is not serving");
 }

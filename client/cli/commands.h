@@ -40,11 +40,7 @@ struct CreateOptions {
 };
 absl::Status Create(const Session& session, const CreateOptions& options);
 
-struct UpdateOptions {
-  std::string model;
-  Client::ModelChanges changes;
-};
-absl::Status Update(const Session& session, const UpdateOptions& options);
+absl::Status Update(const Session& session, const std::string& model, Client::ModelChanges changes);
 
 absl::Status List(const Session& session);
 absl::Status Describe(const Session& session, const std::string& model);
@@ -59,17 +55,10 @@ struct WatchOptions {
 // Waits for ever, or as long as the user's time-out for each commit.
 absl::Status Watch(const Session& session, const WatchOptions& options);
 
-struct StatisticsOptions {
-  std::string model;
-  Client::StatisticsOptions request;
-};
-absl::Status Statistics(const Session& session, const StatisticsOptions& options);
-
-struct SynthesizeOptions {
-  std::string model;
-  Client::SynthesizeOptions request;
-};
-absl::Status Synthesize(const Session& session, const SynthesizeOptions& options);
+absl::Status Statistics(const Session& session, const std::string& model,
+                        const Client::StatisticsOptions& request);
+absl::Status Synthesize(const Session& session, const std::string& model,
+                        const Client::SynthesizeOptions& request);
 
 struct DeleteOptions {
   std::string model;
@@ -79,12 +68,9 @@ struct DeleteOptions {
 // INVALID_ARGUMENT: `confirm` is another name.
 absl::Status Delete(const Session& session, const DeleteOptions& options);
 
-struct HealthOptions {
-  std::string service;  // As Client::IsServing().
-};
-// OK: it serves. UNAVAILABLE: it says that it does not. Other errors as Client::IsServing(). Waits
-// for 5 s, or the user's time-out.
-absl::Status Health(const Session& session, const HealthOptions& options);
+// `service`: as Client::IsServing() takes it. OK: it serves. UNAVAILABLE: it says that it does not.
+// Other errors as Client::IsServing(). Waits for 5 s, or the user's time-out.
+absl::Status Health(const Session& session, const std::string& service);
 
 // To stderr: "emactl: message", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);

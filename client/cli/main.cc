@@ -64,19 +64,22 @@ struct Options {
   std::vector<std::string> tracks;
   ema::cli::CreateOptions create;
   ema::cli::ImportOptions import;
-  ema::cli::UpdateOptions update;
+  Client::ModelChanges changes;
   ema::cli::WatchOptions watch;
   ema::cli::PullOptions pull;
-  ema::cli::StatisticsOptions statistics;
-  ema::cli::SynthesizeOptions synthesize;
-  ema::cli::CheckpointOptions checkpoint;
+  Client::StatisticsOptions statistics;
+  Client::SynthesizeOptions synthesize;
+  Client::CheckpointOptions save;
+  std::string checkpoint;
   std::string directory;  // Of `checkpoint verify` and `copy`.
-  std::string to;         // Of `checkpoint copy`.
-  ema::cli::FileOptions file;
-  ema::cli::RollbackOptions rollback;
-  ema::cli::LabelOptions label;
-  ema::cli::MetricOptions metric;
-  ema::cli::HealthOptions health;
+  std::string to;         // Of `checkpoint copy` and `rollback`.
+  int64_t incarnation = 0;
+  std::vector<std::string> paths;
+  std::string file;
+  std::string label;
+  ema::VersionId labelled;
+  Client::Metric metric;
+  std::string service;
   std::string log_level;
   ema::cli::BenchOptions bench;
   ema::cli::ExplainOptions explain;
@@ -158,32 +161,33 @@ CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
 // Declares what is about versions on the server's disk.
 void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& family = AddFamily(app, "checkpoint", "Versions on the server's disk");
-  ema::cli::CheckpointOptions& checkpoint = options.checkpoint;
   const auto add_checkpoint = [&](CLI::App* sub) {
-    AddModel(sub, checkpoint.model);
-    sub->add_option("checkpoint", checkpoint.checkpoint, "Its name, as `list` shows it")
-        ->required();
+    AddModel(sub, options.model);
+    sub->add_option("checkpoint", options.checkpoint, "Its name, as `list` shows it")->required();
   };
   CLI::App* sub =
       Add(family, chosen, "create", "Save a version, by default the newest, and wait for the disk",
-          [&](const Session& session) { return CreateCheckpoint(session, checkpoint); });
-  AddModel(sub, checkpoint.model);
-  AddVersion(sub, checkpoint.request.version, checkpoint.request.incarnation,
-             "Version (default: the newest)");
-  AddRepeatable(sub, "--track", checkpoint.request.tracks,
+          [&](const Session& session) {
+            return CreateCheckpoint(session, options.model, options.save);
+          });
+  AddModel(sub, options.model);
+  AddVersion(sub, options.save.version, options.save.incarnation, "Version (default: the newest)");
+  AddRepeatable(sub, "--track", options.save.tracks,
                 "Only this track, for serving, not for a server to start from (default: all)");
-  sub->add_option("--label", checkpoint.request.label, "A name for it, which keeps it")
+  sub->add_option("--label", options.save.label, "A name for it, which keeps it")
       ->check(ema::cli::CheckLabel);
-  sub->add_flag("--no-wait", checkpoint.request.async, "Return before it is on the disk");
+  sub->add_flag("--no-wait", options.save.async, "Return before it is on the disk");
 
   sub = Add(family, chosen, "list", "List what is on the disk, being saved, or could not be",
-            [&](const Session& session) { return ListCheckpoints(session, checkpoint); });
-  AddModel(sub, checkpoint.model);
-  add_checkpoint(Add(family, chosen, "show", "Show one",
-                     [&](const Session& session) { return ShowCheckpoint(session, checkpoint); }));
-  add_checkpoint(
-      Add(family, chosen, "delete", "Remove one that has no label and is not the newest",
-          [&](const Session& session) { return DeleteCheckpoint(session, checkpoint); }));
+            [&](const Session& session) { return ListCheckpoints(session, options.model); });
+  AddModel(sub, options.model);
+  add_checkpoint(Add(family, chosen, "show", "Show one", [&](const Session& session) {
+    return ShowCheckpoint(session, options.model, options.checkpoint);
+  }));
+  add_checkpoint(Add(family, chosen, "delete", "Remove one that has no label and is not the newest",
+                     [&](const Session& session) {
+                       return DeleteCheckpoint(session, options.model, options.checkpoint);
+                     }));
 
   sub = Add(
       family, chosen, "verify",
@@ -204,53 +208,59 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("from", options.directory, "The checkpoint's folder")->required();
   sub->add_option("to", options.to, "The folder to make")->required();
 
-  ema::cli::FileOptions& file = options.file;
   CLI::App& files =
       AddFamily(app, "files", "Small files beside the weights in checkpoints, such as config.json");
-  sub = Add(files, chosen, "add", "Put files there, in the place of those of the same names",
-            [&](const Session& session) { return AddFiles(session, file); });
-  AddModel(sub, file.model);
+  sub =
+      Add(files, chosen, "add", "Put files there, in the place of those of the same names",
+          [&](const Session& session) { return AddFiles(session, options.model, options.paths); });
+  AddModel(sub, options.model);
   sub->add_option(
-         "paths", file.paths,
+         "paths", options.paths,
          "Files; or Hugging Face folders, of which .json, .txt, .model and .jinja files are taken, "
          "but no index of weights")
       ->required();
-  sub = Add(files, chosen, "remove", "Take one away",
-            [&](const Session& session) { return RemoveFile(session, file); });
-  AddModel(sub, file.model);
-  sub->add_option("name", file.name, "Its name")->required();
+  sub = Add(files, chosen, "remove", "Take one away", [&](const Session& session) {
+    return RemoveFile(session, options.model, options.file);
+  });
+  AddModel(sub, options.model);
+  sub->add_option("name", options.file, "Its name")->required();
 
   sub = Add(app, chosen, "rollback",
             "Make a new version that is what an earlier one was; the run that pushes ends",
-            [&](const Session& session) { return Rollback(session, options.rollback); });
-  AddModel(sub, options.rollback.model);
-  CLI::Option* const to =
-      sub->add_option("--to", options.rollback.to, "A version's number, or a label")
-          ->required()
-          ->check(ema::cli::CheckVersionOrLabel);
-  AddIncarnation(sub, to, options.rollback.incarnation);
+            [&](const Session& session) {
+              return Rollback(session, options.model, options.to, options.incarnation);
+            });
+  AddModel(sub, options.model);
+  CLI::Option* const to = sub->add_option("--to", options.to, "A version's number, or a label")
+                              ->required()
+                              ->check(ema::cli::CheckVersionOrLabel);
+  AddIncarnation(sub, to, options.incarnation);
   sub->add_flag("--yes", options.yes, "Really")->required();
 
-  ema::cli::LabelOptions& label = options.label;
   CLI::App& labels = AddFamily(app, "label", "Names for versions, which retention keeps");
   const auto add_label = [&](CLI::App* command) {
-    AddModel(command, label.model);
-    return command->add_option("label", label.label, "Name, such as stable")->required();
+    AddModel(command, options.model);
+    return command->add_option("label", options.label, "Name, such as stable")->required();
   };
   sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
-            [&](const Session& session) { return SetLabel(session, label); });
+            [&](const Session& session) {
+              return SetLabel(session, options.model, options.label, options.labelled);
+            });
   add_label(sub)->check(ema::cli::CheckLabel);
-  AddVersion(sub, label.id.version, label.id.incarnation, "Version (default: the newest)");
-  add_label(Add(labels, chosen, "remove", "Take a name away",
-                [&](const Session& session) { return RemoveLabel(session, label); }));
+  AddVersion(sub, options.labelled.version, options.labelled.incarnation,
+             "Version (default: the newest)");
+  add_label(Add(labels, chosen, "remove", "Take a name away", [&](const Session& session) {
+    return RemoveLabel(session, options.model, options.label);
+  }));
   AddModel(Add(labels, chosen, "list", "List a model's labels",
-               [&](const Session& session) { return ListLabels(session, label); }),
-           label.model);
+               [&](const Session& session) { return ListLabels(session, options.model); }),
+           options.model);
 
-  Client::Metric& metric = options.metric.metric;
-  sub = Add(app, chosen, "metric", "Report a score for a version; the best one gets the label",
-            [&](const Session& session) { return ReportMetric(session, options.metric); });
-  AddModel(sub, options.metric.model);
+  Client::Metric& metric = options.metric;
+  sub = Add(
+      app, chosen, "metric", "Report a score for a version; the best one gets the label",
+      [&](const Session& session) { return ReportMetric(session, options.model, options.metric); });
+  AddModel(sub, options.model);
   AddVersion(sub, metric.id.version, metric.id.incarnation, "Version that was evaluated")
       ->required();
   sub->add_option("--value", metric.value, "The score")->required();
@@ -264,13 +274,13 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* sub = app.add_subcommand(
       "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
   sub->callback([&] {
-    chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.health); };
+    chosen.run = [&](const Session& session) { return ema::cli::Health(session, options.service); };
     // What Docker knows; as UsageExitCode().
     chosen.exit_code = [](const absl::Status& status) {
       return status.ok() ? ema::cli::kExitOk : ema::cli::kExitOther;
     };
   });
-  sub->add_option("--service", options.health.service,
+  sub->add_option("--service", options.service,
                   "checkpoints: also whether it can save (default: the server as a whole)");
 
   Add(app, chosen, "info", "Show the server's version, device, memory and limits",
@@ -349,15 +359,14 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
       ->check(ema::cli::CheckPositive);
 
   sub = add("update", "Change a model's tracks while training runs", [&](const Session& session) {
-    options.update.changes.put = ParseTracks(options.tracks);
-    return ema::cli::Update(session, options.update);
+    options.changes.put = ParseTracks(options.tracks);
+    return ema::cli::Update(session, options.model, options.changes);
   });
-  AddModel(sub, options.update.model);
+  AddModel(sub, options.model);
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(ema::cli::CheckTrack);
-  AddRepeatable(sub, "--remove", options.update.changes.remove, "Name of a track to forget");
-  AddRepeatable(sub, "--pause", options.update.changes.pause, "Name of a track to leave as it is");
-  AddRepeatable(sub, "--resume", options.update.changes.resume,
-                "Name of a paused track to go on with");
+  AddRepeatable(sub, "--remove", options.changes.remove, "Name of a track to forget");
+  AddRepeatable(sub, "--pause", options.changes.pause, "Name of a track to leave as it is");
+  AddRepeatable(sub, "--resume", options.changes.resume, "Name of a paused track to go on with");
 
   add("list", "List the models", [](const Session& session) { return ema::cli::List(session); });
 
@@ -373,13 +382,15 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
             [&](const Session& session) { return ema::cli::Versions(session, options.model); });
   AddModel(sub, options.model);
 
-  sub = add(
-      "statistics", "Show the norms of a version's averages and their distances from the weights",
-      [&](const Session& session) { return ema::cli::Statistics(session, options.statistics); });
-  AddModel(sub, options.statistics.model);
-  AddVersion(sub, options.statistics.request.id.version, options.statistics.request.id.incarnation,
+  sub = add("statistics",
+            "Show the norms of a version's averages and their distances from the weights",
+            [&](const Session& session) {
+              return ema::cli::Statistics(session, options.model, options.statistics);
+            });
+  AddModel(sub, options.model);
+  AddVersion(sub, options.statistics.id.version, options.statistics.id.incarnation,
              "Version (default: the newest)");
-  AddRepeatable(sub, "--track", options.statistics.request.tracks,
+  AddRepeatable(sub, "--track", options.statistics.tracks,
                 "Only this track (default: all that average a tensor)");
 
   sub = add("watch", "Print every commit as it happens",
@@ -424,11 +435,12 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
 
   AddCheckpointCommands(app, options, chosen);
 
-  sub = add(
-      "synthesize", "Build an average of another length from kept snapshots, to be pulled",
-      [&](const Session& session) { return ema::cli::Synthesize(session, options.synthesize); });
-  AddModel(sub, options.synthesize.model);
-  Client::SynthesizeOptions& request = options.synthesize.request;
+  sub = add("synthesize", "Build an average of another length from kept snapshots, to be pulled",
+            [&](const Session& session) {
+              return ema::cli::Synthesize(session, options.model, options.synthesize);
+            });
+  AddModel(sub, options.model);
+  Client::SynthesizeOptions& request = options.synthesize;
   sub->add_option("--name", request.name, "What pull --track calls the result")->required();
   CLI::Option_group* const profile = sub->add_option_group("profile");
   profile->add_option("--sigma-rel", request.sigma_rel,
