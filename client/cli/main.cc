@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // emactl: makes, lists, watches and pulls the models of an EMA server, and explains schedules.
-#include <malloc.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -509,11 +508,6 @@ int UsageExitCode(const CLI::App& app) {
 int main(int argc, char** argv) {
   ema::OccupyStandardFiles();
   signal(SIGXFSZ, SIG_IGN);  // Where files may not grow, a write is to fail.
-
-  // Pulled bytes come in 64 KiB slices, for which glibc would give the top of the heap back and
-  // fault it in again.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 64 << 20);
 
   ema::client_internal::QuietGrpc();
   Options options;
