@@ -154,6 +154,38 @@ def test_evaluations_of_the_training(server, client, model, tmp_path, averages):
     assert_same_bits(recorder.own[20], trainer.model.state_dict())
 
 
+def test_averaged_has_the_callbacks_options(server, client, model, tmp_path, monkeypatch):
+    """During a training it is the version of the last push, whatever has been committed since."""
+    asked = []
+    pull = ema_client.Client.pull
+    monkeypatch.setattr(
+        ema_client.Client,
+        "pull",
+        lambda self, *args, **kwargs: asked.append((self._transfer_timeout_s, kwargs["version"]))
+        or pull(self, *args, **kwargs),
+    )
+    callback = EmaCallback(
+        server.url(model), half_life="4ba", rename=lambda name: f"gpt.{name}", timeout_s=17
+    )
+    inside = []
+
+    class Evaluates(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                with callback.averaged() as version:
+                    inside.append(version)
+
+    trainer = make_trainer(tmp_path, callback, Evaluates())
+    trainer.train()
+    with callback.averaged() as version:
+        averaged = weights_of(trainer.model)
+    assert (inside[0].step, version.step) == (5, 20)
+    (timeout_s, pulled), (same_s, _) = asked
+    assert (timeout_s, same_s) == (17, 17) and pulled.step == 5
+    average = client.pull(model, track="ema", version=version)
+    assert_same_bits(averaged, {name.removeprefix("gpt."): average[name] for name in average})
+
+
 def test_evaluations_at_the_ends_of_epochs(server, client, model, tmp_path):
     recorder = Recorder(half_life="4ba")
     callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)

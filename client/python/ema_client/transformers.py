@@ -29,6 +29,7 @@ from ema_client._callbacks import (
     check_options,
     check_tracks,
     needs_only_batches,
+    pull_patience_s,
     saved_state,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
@@ -116,7 +117,8 @@ class EmaCallback(_TrainerCallback):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Version]:
-        """The trainer's model with averaged weights, as `ema_client.averaged`.
+        """The trainer's model with averaged weights, as `ema_client.averaged` with our options: those of
+        the last push; after the training, of the newest version.
 
         Raises:
             FailedPreconditionError: no training has begun.
@@ -126,9 +128,16 @@ class EmaCallback(_TrainerCallback):
             raise FailedPreconditionError(
                 "no training has begun: use ema_client.averaged(model, url)", reason="BAD_REQUEST"
             )
-        if self._attachment is not None:
-            self._attachment.wait_pushed()
-        with _averaged.averaged(self._model, self._url, track=self._track) as version:
+        pushed = None if self._attachment is None else self._attachment.wait_pushed()
+        with _averaged.averaged(
+            self._model,
+            self._url,
+            track=self._track,
+            version=pushed or 0,
+            rename=self._options.get("rename"),
+            process_group=self._options.get("process_group"),
+            timeout_s=pull_patience_s(self._options),
+        ) as version:
             yield version
 
     def close(self) -> None:
