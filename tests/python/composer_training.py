@@ -119,12 +119,14 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         for call in job.get("calls", ["fit"]):
             if call == "fit again":
                 trainer.fit(duration="3ba")
+            elif call == "close":
+                algorithm.close()
             else:
                 getattr(trainer, call)(*([loader()] if call == "eval" else []))
         result = {"trained": recorder.trained, "evaluated": recorder.evaluated}
         if job["kind"] == "ours":
-            algorithm.close()
             result["stats"] = vars(algorithm.attachment.stats) if algorithm.attachment else None
+            algorithm.close()
         return result
     finally:
         ema_composer.swapped = swapped

@@ -216,7 +216,17 @@ def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):
         with pytest.raises(ema_client.FailedPreconditionError, match="counts by itself"):
             ema.after_step()
         assert ema.step == 1
-    ema.after_step()  # Does nothing any more.
+
+
+def test_no_step_is_counted_after_close(server, model):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, None, server.url(model), half_life="3ba") as ema:
+        step(net, optimizer)
+        ema.after_step()
+    with pytest.raises(ema_client.FailedPreconditionError, match="the attachment is closed"):
+        ema.after_step()
+    assert ema.step == ema.version.step == 1
+    ema.wait_released()
 
 
 def test_steps_by_hand_that_are_forgotten_are_said_at_close(server, model, caplog):

@@ -206,11 +206,14 @@ def test_other_tracks_and_options(server, client, model, train):
     assert (info.latest.time.progress, info.latest.time.epoch) == (0.5, 1)
 
 
-def test_evaluation_after_training_and_a_second_fit(server, client, model, train):
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+def test_evaluation_after_training_and_a_second_fit(server, client, model, train, closes):
     options = {"url": server.url(model), "half_life": "4ba"}
-    ours = train("ours", options=options, calls=["fit", "eval", "fit again", "eval"])
+    close = ["close"] * closes
+    ours = train("ours", options=options, calls=["fit", *close, "eval", "fit again", "eval"])
     assert "error" not in ours, ours["error"]
-    assert ours["stats"] == {**ours["stats"], "pushes": 15, "skipped": 0}
+    assert ours["stats"] == {**ours["stats"], "pushes": 3 if closes else 15, "skipped": 0}
+    assert client.model(model).latest.number == 15
     expected, _ = averages(ours["trained"], {"half_life": "4ba"})
     assert [batch for batch, _ in ours["evaluated"]] == [12, 15]
     for batch, weights in ours["evaluated"]:

@@ -157,6 +157,9 @@ def test_store_copy_to_and_restore(server, model, trainer):
         ema.copy_to(whole)
     assert all(torch.equal(w, o.to(torch.int8)) for w, o in zip(whole, own))
     ema.close()
+    with pytest.raises(ema_client.FailedPreconditionError, match="closed"):
+        ema.step(trainer.parameters())
+    assert all(map(torch.equal, ema.shadow_params, average))
 
 
 def test_the_next_step_waits_for_weights_that_are_read(server, client, model):

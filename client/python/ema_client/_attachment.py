@@ -154,9 +154,11 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 the weights next calls the method `wait_released` first.
 
         Raises:
-            FailedPreconditionError: the attachment has an optimizer, whose steps count by themselves.
+            FailedPreconditionError: the attachment has an optimizer, whose steps count by themselves; or
+                it is closed.
             EmaError: a step could not be pushed, unless on_error is "skip".
         """
+        self._check_open()
         if self._is_ours():
             if self._counting:
                 raise FailedPreconditionError(
@@ -215,6 +217,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
     @entrance
     def count(self, step: int) -> None:
         """Says that `step` steps are done, as many as before or more; pushes if an update is due."""
+        self._check_open()
         if self._is_ours():
             self._advance(step)
             self._raise_error()
@@ -267,6 +270,14 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     self._link.close(until=until)
                 finally:
                     self._client.close()
+
+    def _check_open(self) -> None:
+        if self._closed and os.getpid() == self._pid:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the attachment is closed, so no step is averaged any more: '
+                "attach() anew",
+                reason="BAD_REQUEST",
+            )
 
     def _warn_of_uncounted(self) -> None:
         if self._is_ours() and self._expects_steps and self._uncounted.has_others():

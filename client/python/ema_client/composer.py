@@ -39,7 +39,7 @@ from ema_client._resume import State as ResumeState
 from ema_client._same_version import pull_on_all_ranks
 from ema_client._torch_model import unwrap
 from ema_client._track import Track
-from ema_client._types import TrainingTime, Weights
+from ema_client._types import TrainingTime, Version, VersionLike, Weights
 from ema_client._url import split_url
 
 _logger = logging.getLogger(__name__)
@@ -114,6 +114,8 @@ class EMA(Algorithm):
         self._started = False
         self._resume: dict[str, Any] | None = None
         self._attachment: Attachment | None = None
+        # Of what has been closed: what is evaluated after it.
+        self._last: Version | None = None
         # Of an evaluation, for all its evaluators.
         self._pulled: Weights | None = None
         # Holds the model's own weights while it has the averaged ones.
@@ -121,13 +123,16 @@ class EMA(Algorithm):
 
     @property
     def attachment(self) -> Attachment | None:
-        """What `attach` has returned; None before `fit`."""
+        """What `attach` has returned; None before `fit`, and after `close`."""
         return self._attachment
 
     def close(self) -> None:
-        """Waits for the last push and lets the server go. To be called after `trainer.fit`, or not at all."""
-        if self._attachment is not None:
-            self._attachment.close()
+        """Waits for the last push and lets the server go. To be called after `trainer.fit`, or not at all.
+        A `fit` that comes later attaches anew."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.close()
+            self._last = attachment.version
 
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.BATCH_START, Event.EVAL_END, *_CHECKPOINTS):
@@ -263,7 +268,7 @@ class EMA(Algorithm):
         ranks = self._ranks()
         if self._attachment is not None:
             return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
-        # Not trained yet since a checkpoint was loaded.
+        # Closed, or not trained yet since a checkpoint was loaded.
         weights: Weights | None = None
         failure: EmaError | None = None
         try:
@@ -275,14 +280,16 @@ class EMA(Algorithm):
         return weights
 
     def _pull_resumed(self) -> Weights:
-        if self._resume is None:
+        version: VersionLike | None = self._last
+        if self._resume is not None:
+            version = ResumeState.from_dict(self._resume, model=self._model_name).label
+        if version is None:
             raise FailedPreconditionError(
                 f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
                 reason="NO_VERSION",
             )
-        label = ResumeState.from_dict(self._resume, model=self._model_name).label
         with Client(self._address, timeout_s=pull_patience_s(self._options)) as client:
-            return client.pull(self._model_name, track=_TRACK, version=label, framework="torch")
+            return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
 
     def _swap_out(self) -> None:
         if self._swap is not None:

@@ -177,6 +177,7 @@ class EMAModel:
 
         Raises:
             InvalidArgumentError: not as many parameters as at first, or of other shapes.
+            FailedPreconditionError: it is closed.
             EmaError: at the first step: as `attach`. Later, unless on_error is "skip": a step could not
                 be pushed.
         """
