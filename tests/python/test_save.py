@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 
 import ema_client
 import numpy as np
@@ -239,6 +240,20 @@ def test_a_path_that_is_neither_a_file_nor_a_folder(client, model, pushed, tmp_p
     with pytest.raises(ema_client.InvalidArgumentError, match=r'averaged": must end in "/"'):
         client.save(model, tmp_path / "averaged", track="ema")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_files_name_is_on_the_disk_too(client, model, pushed, tmp_path, monkeypatch):
+    there = []
+    fsync = os.fsync
+
+    def record(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        there.append(sorted(os.listdir(descriptor)) if is_folder else "file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    client.save(model, tmp_path / "a.safetensors", track="ema")
+    assert there == ["file", ["a.safetensors"]]
 
 
 def test_somebody_elses_unfinished_file_is_left_alone(client, model, pushed, tmp_path):

@@ -209,7 +209,7 @@ def replaceable(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes a file that takes its name when it is on the disk."""
+    """Writes a file that takes its name when it is on the disk. So is the name when this returns."""
     # Not of the process's number: containers that share a folder have the same ones.
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     with temporary.open("xb") as file:
@@ -222,6 +222,16 @@ def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    """Else a crash of the machine may undo a rename in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _malformed(path: pathlib.Path, problem: str) -> InvalidArgumentError:
