@@ -94,6 +94,8 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
             step_until(lambda: ema.stats.pushes >= 2, optimizer.step)
             skipped = ema.stats.skipped
     assert "push of step" in caplog.text
+    why = "the server was away, or a rank, and its bytes had not left after"
+    assert (why in caplog.text) == (count > 3)
     # However many were left out without a word meanwhile.
     lost = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
     assert sum(map(int, lost)) == skipped > 0

@@ -166,7 +166,10 @@ class Pushing:
             return
         start = time.monotonic()
         if not self._pending.wait_released(max_wait_s=max_wait_s):
-            self._drop(f"its bytes had not left after {time.monotonic() - start:.1f} s")
+            waited_s = time.monotonic() - start
+            # It gives a server up sooner that is gone or hangs, and ranks that have not joined.
+            why = "the server was away, or a rank, and " if waited_s < max_wait_s else ""
+            self._drop(f"{why}its bytes had not left after {waited_s:.1f} s")
 
     def _advance(self, step: int) -> None:
         """Counts a step, and pushes the weights if it is due. Leaves what it fails with for `_raise_error`."""

@@ -58,8 +58,9 @@ class PendingPush:
                 not answer (it hangs), five.
 
         Returns:
-            True: all bytes have left, or the push has ended. False: it took too long; the step was
-            abandoned, and nothing reads the arrays any more.
+            True: all bytes have left, or the push has ended. False: neither, in that time: the step was
+            abandoned, and nothing reads the arrays any more. After less than `max_wait_s`, there was no
+            stream, or no answer.
         """
         return self._push.wait_released(max_wait_s, _gpu.current_streams(self._gpus))
 
