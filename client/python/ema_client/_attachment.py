@@ -24,7 +24,7 @@ from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
 from ema_client._resume import WithState
 from ema_client._run import Joined
 from ema_client._types import Stats, Version
-from ema_client._uncounted import Uncounted
+from ema_client._uncounted import Uncounted, listen
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None
         self._out_of_turn = OutOfTurn(optimizers or ())
-        self._uncounted = Uncounted(optimizers, module.parameters())
+        self._uncounted = Uncounted(optimizers, module)
         self._counting: list[Any] = []
         self._hooks: list[Any] = []
         try:
@@ -86,6 +86,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             self._detach()
             raise
         live.add(self)
+        listen()
 
     def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
         import torch
@@ -190,7 +191,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
             DeadlineExceededError: the push has not ended. It goes on.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._warn_of_uncounted()
         self._give_up_written()
         self._settle()
         pending = self._pending if os.getpid() == self._pid else None
@@ -235,7 +235,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
         """
         if self._closed:
             return
-        self._warn_of_uncounted()
         self._warn_of_no_step()
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
@@ -279,13 +278,15 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 reason="BAD_REQUEST",
             )
 
-    def _warn_of_uncounted(self) -> None:
-        if self._is_ours() and self._expects_steps and self._uncounted.has_others():
+    def _hear_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of any optimizer, in any thread: nothing is waited for."""
+        if self._is_ours() and self._expects_steps and self._uncounted.hear(optimizer):
             _logger.warning(
-                'model "%s": weights have been written many times since step %d, the last that was '
-                "counted: was an optimizer made after attach()? Its steps are not averaged: attach to it",
+                'model "%s": its weights are changed, since step %d, by an optimizer (%s) that attach() was '
+                "not given: was it made after that? Its steps do not count: attach to it",
                 self._model_name,
                 self._step,
+                type(optimizer).__name__,
             )
 
     def _warn_of_no_step(self) -> None:
@@ -293,7 +294,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
             return
         # There may have been nothing to train: steps by hand, or a run that goes on.
         is_open = self._is_by_hand or (self._step > 0 and self._unasked is None)
-        if is_open and not self._uncounted.have_changed():
+        if is_open and not self._uncounted.has_any:
             return
         _logger.warning(
             'model "%s": no step was counted, so nothing was pushed: %s',
@@ -318,6 +319,7 @@ class Attachment(Pushing, WithEmaModel, WithState):
     def _detach(self) -> None:
         self._closed = True
         live.discard(self)
+        listen()
         for hook in self._hooks:
             hook.remove()
 
@@ -366,7 +368,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._closing = self._closing or id(optimizer)
         if id(optimizer) == self._closing:
             self._advance(self._step + 1)
-            self._uncounted.count_step()
 
 
 @contextlib.contextmanager

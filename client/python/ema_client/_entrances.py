@@ -43,12 +43,11 @@ def entrance(
     return locked
 
 
-@functools.cache
-def keep_uncompiled(owner: type[Any]) -> None:
-    """Makes torch.compile call the entrances of a class as they are, also in what it compiles.
+def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Makes torch.compile call it as it is, also in what it compiles.
 
-    Traced, they would be replayed with the numbers of the step that was traced. What is compiled with
-    fullgraph=True cannot call them: PyTorch refuses it, with our reason.
+    Traced, it would be replayed with the numbers of the step that was traced. What is compiled with
+    fullgraph=True cannot call it: PyTorch refuses it, with our reason.
     """
     import torch
 
@@ -58,6 +57,12 @@ def keep_uncompiled(owner: type[Any]) -> None:
             disable,
             reason="ema_client waits and pushes between compiled parts: leave out fullgraph=True",
         )
+    return disable(function)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def keep_uncompiled(owner: type[Any]) -> None:
+    """Makes the entrances of a class `uncompiled`."""
     for name, method in list(vars(owner).items()):
         if getattr(method, "_is_entrance", False):
-            setattr(owner, name, disable(method))
+            setattr(owner, name, uncompiled(method))

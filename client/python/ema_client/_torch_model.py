@@ -176,23 +176,13 @@ def shard_again(module: torch.nn.Module) -> None:
         module.state_dict()
 
 
-_write_calls = 0
-
-
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Into the first of each pair the values of the second, cast to its dtype."""
     import torch
 
-    global _write_calls
-    _write_calls += 1
     with torch.no_grad():
         for tensor, values in pairs:
             tensor.copy_(values)
-
-
-def write_calls() -> int:
-    """Of `write`, so far."""
-    return _write_calls
 
 
 def has_pieces(module: torch.nn.Module) -> bool:

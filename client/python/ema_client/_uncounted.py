@@ -1,76 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether weights are trained by somebody whose steps an attachment does not count."""
+"""Steps of optimizers that an attachment was not given, on the weights that it pushes."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import collections
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ema_client._optimizers import parameter_ids
-from ema_client._pieces import writes_of
-from ema_client._torch_model import write_calls
+from ema_client._entrances import uncompiled
+from ema_client._guard import live
+from ema_client._optimizers import is_inside_step, parameter_ids
 
 if TYPE_CHECKING:
     import torch
 
-# Parameters that are looked at after each step, which takes 20 to 60 us.
-_SAMPLED = 64
-# More writes than so many steps have made, to most of them, and than this package has made, tell of steps
-# that are not counted. Fewer may be those of load_state_dict, or of clipping after the step; those to a
-# few, of forwards that normalise these.
-_STEPS = 50
-# So often a checkpoint may be loaded before a training that has nothing left to do.
-_LOADS = 4
-
 
 class Uncounted:
-    """Compares PyTorch's count of writes to some trained parameters with what a step adds to it."""
+    """Knows them, as it is told of all steps in the process."""
 
     def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer] | None,
-        parameters: Iterable[torch.nn.Parameter],
+        self, optimizers: Sequence[torch.optim.Optimizer] | None, module: torch.nn.Module
     ) -> None:
-        """`optimizers`: that change them; None: nobody knows who does."""
-        held = None if optimizers is None else parameter_ids(optimizers)
-        trained = [
-            parameter
-            for parameter in parameters
-            if parameter.requires_grad and not parameter.is_inference()
-            if held is None or id(parameter) in held
-        ]
-        self._parameters = trained[:: -(-len(trained) // _SAMPLED) or 1]
-        self._writes = self._count()
-        self._own = write_calls()
-        # That a step has added to each, and what came before it.
-        self._most = [0] * len(self._parameters)
-        self._has_told = False
+        """`optimizers`: that are counted; None: steps are counted by hand, whoever makes them."""
+        self._optimizers = optimizers
+        self._module = module
+        # Others' steps since the last of ours, by their ids.
+        self._counts: collections.Counter[int] = collections.Counter()
+        self._is_done = False
+        # There has been one.
+        self.has_any = False
 
-    def count_step(self) -> None:
-        """A step has been counted."""
-        writes = self._count()
-        self._most = list(map(max, self._most, map(operator.sub, writes, self._writes)))
-        self._writes = writes
-        self._own = write_calls()
-        self._has_told = False
+    def hear(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Takes note of a step. Whether it is to be said that it does not count: once, and of one that
+        steps twice while none of ours does. An optimizer that wraps another steps when that does.
+        """
+        if any(optimizer is one for one in self._optimizers or ()):
+            self._counts.clear()
+        elif not self._is_done and self._changes_ours(optimizer):
+            self.has_any = True
+            self._counts[id(optimizer)] += 1
+            is_second = self._counts[id(optimizer)] == 2
+            # By hand there is nothing else to know.
+            self._is_done = is_second or self._optimizers is None
+            return is_second
+        return False
 
-    def has_others(self) -> bool:
-        """Whether there have been steps of others since; said once."""
-        if self._has_told:
-            return False
-        own = write_calls() - self._own
-        stepped = [
-            now - before - own > _STEPS * most
-            for now, before, most in zip(self._count(), self._writes, self._most)
-            if most > 0
-        ]
-        self._has_told = any(stepped) and 2 * sum(stepped) >= len(stepped)
-        return self._has_told
+    def _changes_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizers is None:
+            ours = {id(one) for one in self._module.parameters() if one.requires_grad}
+        else:
+            ours = parameter_ids(self._optimizers)
+        return any(
+            not ours.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups
+        )
 
-    def have_changed(self) -> bool:
-        """Whether somebody may have trained since the last step, or from the beginning."""
-        return sum(self._count()) - sum(self._writes) > _LOADS * len(self._parameters)
 
-    def _count(self) -> list[int]:
-        return list(map(writes_of, self._parameters))
+# PyTorch's handle of the one hook, while there are attachments.
+_handle: Any = None
+_lock = threading.Lock()
+
+
+def listen() -> None:
+    """To be called when an attachment has come into `live`, or has gone."""
+    global _handle
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    with _lock:
+        if live and _handle is None:
+            _handle = register_optimizer_step_post_hook(uncompiled(_after_any_step))
+        elif not live and _handle is not None:
+            _handle.remove()
+            _handle = None
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not is_inside_step(optimizer):
+        for attachment in list(live):
+            attachment._hear_of_step(optimizer)
