@@ -300,7 +300,7 @@ def test_nothing_is_said_of_what_is_right(server, model, caplog, how):
     given = None if how == "without" else optimizer
     ema = ema_client.attach(net, given, server.url(model), half_life="3ba")
     if how == "by hand":
-        ema.count_by_hand()
+        ema._count_by_hand()
     if how == "raises":
         with pytest.raises(RuntimeError), ema:
             raise RuntimeError

@@ -207,15 +207,15 @@ class Attachment(Pushing, WithEmaModel, WithState):
         self._wait_released(self._max_wait_s)
 
     @entrance
-    def count_by_hand(self) -> None:
-        """From now on `count` says which step it is, not each `optimizer.step()`: before the first step."""
+    def _count_by_hand(self) -> None:
+        """From now on `_count` or `after_step` counts, not each `optimizer.step()`: before the first step."""
         self._expects_steps = False
         for hook in self._counting:
             hook.remove()
         self._counting = []
 
     @entrance
-    def count(self, step: int) -> None:
+    def _count(self, step: int) -> None:
         """Says that `step` steps are done, as many as before or more; pushes if an update is due."""
         self._check_open()
         if self._is_ours():

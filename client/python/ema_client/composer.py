@@ -156,7 +156,7 @@ class EMA(Algorithm):
         elif event == self._update_event:
             self._started = self._started or self._should_start(state)
             assert self._attachment is not None
-            self._attachment.count(state.timestamp.batch.value)
+            self._attachment._count(state.timestamp.batch.value)
         elif event == Event.EVAL_START:
             self._swap_in(state)
         elif event == Event.FIT_END:
@@ -212,7 +212,7 @@ class EMA(Algorithm):
             resume=self._resume,
             **self._options,
         )
-        attachment.count_by_hand()
+        attachment._count_by_hand()
         if attachment.version is not None and attachment.version.step > batch:
             attachment.close()
             raise FailedPreconditionError(

@@ -19,7 +19,7 @@ from ema_client._attachment import Attachment
 from ema_client._callbacks import check_options, check_tracks, saved_state
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._guard import wait_unread
-from ema_client._optimizers import parameter_ids, unwrap_optimizers
+from ema_client._optimizers import unwrap_optimizers
 from ema_client._out import check_castable
 from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
 from ema_client._read import pull
@@ -60,7 +60,8 @@ class EMAModel:
         url: "ema://host:port/model". None: only to hold a state, as `from_pretrained` makes.
         model: gives the parameters their names; they must be its, or like all of its.
         optimizer: the one that changes the parameters. With it they are read while training goes on, and
-            its next step waits for bytes that have not left. Without it `step` itself waits:
+            its next step waits for bytes that have not left; those that it does not hold are copied,
+            or `step` waits. Without it `step` itself waits:
             nobody would tell when the weights change, and a copy would take the memory of
             the average that is saved here.
         options: of `ema_client.attach`, such as tracks (more averages of the same weights), wire_dtype
@@ -137,7 +138,6 @@ class EMAModel:
         self._loaded_step = 0
         self._resume: Mapping[str, Any] | None = None
         self._stored: list[torch.Tensor] | None = None
-        self._hook: Any = None
 
     def __enter__(self) -> EMAModel:
         return self
@@ -185,7 +185,8 @@ class EMAModel:
         hold(self._module, dict(zip(self._names, checked)))
         if self._attachment is None:
             self._attachment = self._attach()
-        self._attachment.after_step(wait_released=not self._tells_of_changes(checked))
+        # Parameters that the optimizer does not hold are copied, or waited for.
+        self._attachment.after_step(wait_released=self._optimizer is None)
         self.cur_decay_value = self.get_decay(self.optimization_step)
 
     def store(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -326,8 +327,6 @@ class EMAModel:
 
     def close(self) -> None:
         """Waits for the last push and lets the server go. Else the interpreter's end waits a second."""
-        if self._hook is not None:
-            self._hook.remove()
         if self._attachment is not None:
             self._attachment.close()
 
@@ -347,24 +346,14 @@ class EMAModel:
     def _attach(self) -> Attachment:
         attachment = attach(
             self._module,
-            None,
+            self._optimizer,
             self._needed_url(),
             preset=self._preset(),
             resume=self._resume,
             **self._options,
         )
-        if self._optimizer is not None:
-            self._hook = self._optimizer.register_step_pre_hook(
-                lambda *_: attachment.wait_released()
-            )
+        attachment._count_by_hand()
         return attachment
-
-    def _tells_of_changes(self, parameters: list[torch.Tensor]) -> bool:
-        """Whether our optimizer is who changes these."""
-        if self._optimizer is None:
-            return False
-        ids = parameter_ids([self._optimizer])
-        return all(id(one) in ids or not one.requires_grad for one in parameters)
 
     def _version(self) -> VersionLike:
         """Which one `copy_to` reads: that of the last step, or of the state, or the newest."""
