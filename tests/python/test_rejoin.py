@@ -68,7 +68,7 @@ def no_threads(thread: threading.Thread) -> None:
 
 def link_to(open_run) -> Link:
     link = Link("m", lambda: None)
-    link.take(Joined(FakeRun(), open_run, "launch", 0))
+    link.take(Joined(FakeRun(), open_run, 0))
     return link
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_is_joined_again(closes):
             link._stop.set()  # As by a close() that does not wait any longer.
         return new
 
-    link.take(Joined(old, open_run, "launch", 0))
+    link.take(Joined(old, open_run, 0))
     link.go_away(1, None)
     assert link._thread is not None
     link._thread.join(30)

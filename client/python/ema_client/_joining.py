@@ -70,7 +70,7 @@ def join(
     latest = run.latest if state is None else None
     # The first version may be an import's, which is there to go on from.
     unasked = latest if latest is not None and latest.number > 1 else None
-    return Joined(run, anew, launch.id, steps[0], unasked)
+    return Joined(run, anew, steps[0], unasked)
 
 
 def resume_at(

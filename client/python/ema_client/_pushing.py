@@ -126,7 +126,6 @@ class Pushing:
         """Goes by a run that no step has been pushed to."""
         self._link.take(joined)
         self._known_run = joined.run
-        self._launch_id = joined.launch_id
         self._step = joined.step
         self._version = joined.run.latest
         self._unasked = joined.unasked

@@ -37,25 +37,22 @@ class State:
 
     Attributes:
         model: the model's name.
-        launch_id: the run that pushed.
         step: optimizer steps so far: all that training time is computed from.
         version, incarnation: the model's newest version then, of this step or an earlier one; 0: none.
-        version_step: the step of that.
     """
 
     model: str
-    launch_id: str
     step: int
     version: int
     incarnation: int
-    version_step: int
 
     def to_dict(self) -> dict[str, int | str]:
         return {"format": _FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], *, model: str) -> State:
-        """Reads what `to_dict` has made. InvalidArgumentError: it is not that, or of another model."""
+        """Reads what `to_dict` has made; more entries, as of an earlier client, do nothing.
+        InvalidArgumentError: it is not that, or of another model."""
         if not isinstance(state, Mapping):
             raise _refused(f"{state!r}: must be what Attachment.state_dict() gave")
         if state.get("format") != _FORMAT:
@@ -147,7 +144,6 @@ class WithState:
     _has_stepped: bool
     _join_at: Callable[[Mapping[str, Any] | None], Joined | None]
     _keep_resumable: int
-    _launch_id: str
     _link: Link
     _max_outage_s: float
     _model_name: str
@@ -234,11 +230,9 @@ class WithState:
             )
         state = State(
             model=self._model_name,
-            launch_id=self._launch_id,
             step=self._step,
             version=0 if latest is None else latest.number,
             incarnation=0 if latest is None else latest.incarnation,
-            version_step=0 if latest is None else latest.step,
         )
         if latest is not None and self._link.run.rank == 0:
             if self._has_stepped:

@@ -264,7 +264,6 @@ class Joined:
         run: this rank of it.
         open_run: takes the epoch of the run that was open, and a time-out; joins again after the server
             was away, from another thread.
-        launch_id: names the run.
         step: the trainer's steps so far.
         unasked: the version from which the averages go on, though the trainer has not said that it
             resumes; None: there is none.
@@ -272,6 +271,5 @@ class Joined:
 
     run: Run
     open_run: Callable[[int, float], Run]
-    launch_id: str
     step: int
     unasked: Version | None = None
