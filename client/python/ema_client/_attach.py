@@ -29,10 +29,9 @@ from ema_client._pushing import PushOptions
 from ema_client._ranks import Ranks
 from ema_client._switch import Options
 from ema_client._timeouts import CALL_TIMEOUT_S
-from ema_client._time_units import check_units, time_after
 from ema_client._torch_model import unwrap
 from ema_client._track import TrackLike
-from ema_client._types import NonFinite, TimeLike, WireDtype
+from ema_client._types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -250,7 +249,7 @@ def attach(
         # Now that no rank has failed: a clock that is broadcast is collective.
         now = time_after(time, start_step or 0)
         for track in track_list:
-            check_units(track, now)
+            _check_time(track, now)
         plan = Plan(
             url=url,
             ranks=ranks,
@@ -313,6 +312,18 @@ def attach(
             plan.model_name,
         )
     return attachment
+
+
+def _check_time(track: _ema.Track, now: dict[str, float]) -> None:
+    """InvalidArgumentError: the track needs a unit that is not in `now`; says how to count it."""
+    try:
+        track.plan([], now)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f'track "{track.name}": {error.args[0]}: give it by attach(time=), such as '
+            'time=lambda step: {"epoch": step // steps_per_epoch}, the same on all ranks',
+            reason=error.reason,
+        ) from None
 
 
 #: The names of the arguments of `attach` that callbacks pass on.

@@ -29,8 +29,7 @@ from ema_client._guard import Push, PushedWeights, WatchedWeights
 from ema_client._run import Joined, PendingPush
 from ema_client._skips import Skips, outlook
 from ema_client._torch_model import NamedTensors
-from ema_client._time_units import time_after
-from ema_client._types import TimeLike, Version
+from ema_client._types import TimeLike, Version, time_after
 
 _logger = logging.getLogger(__name__)
 

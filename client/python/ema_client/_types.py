@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, Union
 
 from ema_client import _ema
@@ -534,6 +534,12 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
         if value is not None or not isinstance(time, TrainingTime):
             fields[name] = value  # type: ignore[assignment]
     return fields
+
+
+def time_after(time_of: Callable[[int], TimeLike] | None, step: int) -> dict[str, float]:
+    """After so many steps, which are the batches unless `time_of`, of `attach`, says otherwise."""
+    given = None if time_of is None else time_of(step)
+    return {"batch": step, **time_dict(given, step=step)}
 
 
 def resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
