@@ -100,7 +100,7 @@ class Traffic:
         return not self._stopped and self._history.is_on(life)
 
     def _push(self, client: ema_client.Client, rank: int, life: int) -> None:
-        with client.open_run(
+        with client._open_run(
             MODEL, launch_id=f"life-{life}", rank=rank, world_size=RANKS, rejoins=False
         ) as run:
             run.wait_ready()

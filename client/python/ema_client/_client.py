@@ -232,22 +232,9 @@ class Client(EvaluatorCalls):
             )
             for tensor in stored
         ]
-        run = self._client.open_run(
-            name,
-            secrets.token_hex(16),
-            0,
-            1,
-            None,
-            0,
-            "as pushed",
-            True,
-            None,
-            0,
-            updates,
-            timeout_s,
-        )
-        push = run.start_push(step, now, arrays, timeout_s)
-        return version_from(push.wait())
+        with self._open_run(name, imported_updates=updates, timeout_s=timeout_s) as run:
+            push = run._get().start_push(step, now, arrays, timeout_s)
+            return version_from(push.wait())
 
     def update_model(
         self,
@@ -443,12 +430,13 @@ class Client(EvaluatorCalls):
         rank0_only: str | Collection[str] = (),
         frozen: str | Collection[str] = (),
         wire_dtype: WireDtype = "as pushed",
-        rejoins: bool = True,
         resume: int | ResumePoint | None = None,
-        last_run_epoch: int = 0,
         timeout_s: float | None = None,
     ) -> Run:
         """Joins a run: one life of a trainer. A new launch_id fences the run before.
+
+        A push that finds a restarted server, which knows of no runs, joins again and waits for the
+        other ranks.
 
         Args:
             name: the model.
@@ -462,13 +450,8 @@ class Client(EvaluatorCalls):
                 pushed until the server has their values in every track, then left out.
             wire_dtype: "bfloat16": float32 weights are rounded to it before they are sent, half the
                 bytes; the averages are of what is sent. The same on all ranks.
-            rejoins: a push that finds a restarted server, which knows of no runs, joins again and
-                waits for the other ranks. False: it ends, FENCED.
             resume: the trainer goes on from a checkpoint of its own: a step, or a ResumePoint, the same
                 on all ranks. The model is brought back to where it stood then.
-            last_run_epoch: of a launch_id that opens its run again: the `Run.run_epoch` that it had. By
-                it a server that was restarted, and has forgotten the launches, knows whether a newer one
-                has fenced it.
             timeout_s: seconds.
 
         Raises:
@@ -477,6 +460,45 @@ class Client(EvaluatorCalls):
             FailedPreconditionError: RESUME_MISMATCH: the model has no version that stands where the
                 trainer stands; the message lists what there is. No run has been opened.
             OutOfRangeError: likewise, VERSION_NOT_KEPT: the version that the ResumePoint names is gone.
+        """
+        return self._open_run(
+            name,
+            launch_id=launch_id,
+            rank=rank,
+            world_size=world_size,
+            shards=shards,
+            rank0_only=rank0_only,
+            frozen=frozen,
+            wire_dtype=wire_dtype,
+            resume=resume,
+            timeout_s=timeout_s,
+        )
+
+    def _open_run(
+        self,
+        name: str,
+        *,
+        launch_id: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        shards: Sequence[Shard] | None = None,
+        rank0_only: str | Collection[str] = (),
+        frozen: str | Collection[str] = (),
+        wire_dtype: WireDtype = "as pushed",
+        rejoins: bool = True,
+        resume: int | ResumePoint | None = None,
+        last_run_epoch: int = 0,
+        imported_updates: int = 0,
+        timeout_s: float | None = None,
+    ) -> Run:
+        """`open_run`, with what is not the users'.
+
+        Args:
+            rejoins: False: a push that finds a restarted server ends, FENCED.
+            last_run_epoch: of a launch_id that opens its run again: the `Run.run_epoch` that it had. By
+                it a server that was restarted, and has forgotten the launches, knows whether a newer one
+                has fenced it.
+            imported_updates: that the first weights are the average of.
         """
         if launch_id is None:
             if world_size != 1:
@@ -514,10 +536,7 @@ class Client(EvaluatorCalls):
             rejoins,
             resume_tuple(resume),
             last_run_epoch,
-            0,
+            imported_updates,
             timeout,
         )
         return Run(run, timeout_s=self._timeout_s, push_timeout_s=self._transfer_timeout_s)
-
-
-__all__ = ["Client"]

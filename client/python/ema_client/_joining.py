@@ -203,7 +203,7 @@ class Plan:
         resume = None if launch.state is None else launch.state.resume_point
         if resume is not None:
             timeout_s = max(timeout_s, DISK_TIMEOUT_S)
-        run = self.client.open_run(
+        run = self.client._open_run(
             self.model_name,
             launch_id=launch.id,
             rank=self._ranks.rank,
