@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
 from ema_client._presets import argument_names
-from ema_client._track import TrackLike, tracks_of
+from ema_client._track import TrackLike, track_of
 
 # Arguments that those have, too. Where a preset has one of the same name they mean the same of the
 # track that it makes, and go to it.
@@ -60,15 +61,37 @@ class Rule:
         )
 
     def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
-        """All tracks. InvalidArgumentError: as `tracks_of`."""
-        return tracks_of(
-            self.half_life,
-            self.smoothing,
-            self.update_interval,
-            self.ema_start,
-            self.preset,
-            others,
-        )
+        """All tracks. InvalidArgumentError: of two rules for "ema", or of a wrong one."""
+        own = {
+            "half_life": self.half_life,
+            "smoothing": self.smoothing,
+            "ema_start": self.ema_start,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        all_tracks: dict[str, TrackLike] = {}
+        if self.preset is not None:
+            if self.update_interval is not None and "update_interval" not in self.preset:
+                given["update_interval"] = self.update_interval
+            if given:
+                raise InvalidArgumentError(
+                    f"preset and {' and '.join(given)} are both given: give the preset's own arguments, "
+                    'such as preset="ema_pytorch", beta=0.999',
+                    reason="BAD_SCHEDULE",
+                )
+            is_name = isinstance(self.preset, str)
+            all_tracks["ema"] = {"preset": self.preset} if is_name else self.preset
+        elif given or not others:
+            all_tracks["ema"] = given
+        if "ema" in all_tracks and others is not None and "ema" in others:
+            raise InvalidArgumentError(
+                f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
+                reason="BAD_SCHEDULE",
+            )
+        all_tracks.update(others or {})
+        return [
+            track_of(name, track, update_interval=self.update_interval)
+            for name, track in all_tracks.items()
+        ]
 
     def _split(self) -> tuple[str | None, dict[str, Any]]:
         if self.preset is None or isinstance(self.preset, str):

@@ -379,38 +379,3 @@ def ignored_by(name: str, tracks: Mapping[str, Track], specs: list[_ema.Spec]) -
         return set()
     actions = track_of(name, tracks[name]).actions(specs)
     return {spec[0] for spec, (action, _) in zip(specs, actions) if action == "ignore"}
-
-
-def tracks_of(
-    half_life: str | None,
-    smoothing: float | None,
-    update_interval: str | None,
-    ema_start: str | None,
-    preset: str | Mapping[str, Any] | None,
-    tracks: Mapping[str, TrackLike] | None,
-) -> list[_ema.Track]:
-    """The tracks that `attach` and `LocalEMA` are asked for."""
-    own = {"half_life": half_life, "smoothing": smoothing, "ema_start": ema_start}
-    given = {name: value for name, value in own.items() if value is not None}
-    all_tracks: dict[str, TrackLike] = {}
-    if preset is not None:
-        if update_interval is not None and "update_interval" not in preset:
-            given["update_interval"] = update_interval
-        if given:
-            raise InvalidArgumentError(
-                f"preset and {' and '.join(given)} are both given: give the preset's own arguments, "
-                'such as preset="ema_pytorch", beta=0.999',
-                reason="BAD_SCHEDULE",
-            )
-        all_tracks["ema"] = {"preset": preset} if isinstance(preset, str) else preset
-    elif given or not tracks:
-        all_tracks["ema"] = given
-    if "ema" in all_tracks and tracks is not None and "ema" in tracks:
-        raise InvalidArgumentError(
-            f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
-            reason="BAD_SCHEDULE",
-        )
-    all_tracks.update(tracks or {})
-    return [
-        track_of(name, track, update_interval=update_interval) for name, track in all_tracks.items()
-    ]
