@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client import Client
 from ema_client._ema_model import WithEmaModel
 from ema_client._entrances import entrance, keep_uncompiled
-from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
+from ema_client._errors import EmaError, FailedPreconditionError
 from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
 from ema_client._optimizers import OutOfTurn, after_closure, is_inside_step, was_skipped
-from ema_client._pushing import EXIT_WAIT_S, Pushing, PushOptions
-from ema_client._resume import WithState
+from ema_client._pushing import EXIT_WAIT_S, PushOptions
 from ema_client._run import Joined
-from ema_client._types import Stats, Version
+from ema_client._types import Stats
 from ema_client._uncounted import Uncounted, listen
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class Attachment(Pushing, WithEmaModel, WithState):
+class Attachment(WithEmaModel):
     """Follows an optimizer: counts its steps and pushes the weights of those that are due.
 
     Made by `ema_client.attach`. To be used by the thread that trains; `stats`, `version` and `step` any
@@ -63,8 +61,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
         keep_resumable: int,
     ) -> None:
         super().__init__(options, joined, PushedWeights(optimizers, frozen.names), frozen)
-        # Held by the thread that is in a method or hook.
-        self._lock = threading.RLock()
         keep_uncompiled(Attachment)
         move_inside(_unread)
         self._client = client
@@ -117,16 +113,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
         return self._module
 
     @property
-    def version(self) -> Version | None:
-        """The last version that came of this run's pushes; before the first, and where a server has come
-        back without it, the model's newest.
-
-        For any thread, as `stats`.
-        """
-        self._look()
-        return self._version
-
-    @property
     def step(self) -> int:
         """Optimizer steps so far."""
         return self._step
@@ -176,27 +162,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
                     self._wait_released(self._budget_s)
                     self._wait_seconds += time.monotonic() - start
             self._raise_error()
-
-    @entrance
-    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
-        """Waits for the end of the running push, if there is one.
-
-        Args:
-            timeout_s: seconds. None: those of `attach`. With on_error "wait" an outage may take longer.
-
-        Returns:
-            As `version`: the same on all ranks, unless the reply to one was lost.
-
-        Raises:
-            DeadlineExceededError: the push has not ended. It goes on.
-        """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._give_up_written()
-        self._settle()
-        pending = self._pending if os.getpid() == self._pid else None
-        if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
-            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
-        return self.version
 
     @entrance
     def wait_released(self) -> None:
@@ -305,16 +270,6 @@ class Attachment(Pushing, WithEmaModel, WithState):
                 else "each optimizer that attach() was given must step; was one made anew after it?"
             ),
         )
-
-    def _look(self) -> None:
-        """Takes the result of the pending push, unless another thread may be about to. What failed only
-        the thread that trains: it may tell the server, while the next hook would wait for this one.
-        """
-        if self._lock.acquire(blocking=False):
-            try:
-                self._harvest(leaves_failure=threading.get_ident() != self._trainer)
-            finally:
-                self._lock.release()
 
     def _detach(self) -> None:
         self._closed = True

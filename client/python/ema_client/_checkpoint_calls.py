@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Client` asks about versions on the server's disk, and the files beside them."""
+"""What a `Client` asks about a model, its versions on the server's disk, and the files beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ema_client._types import (
     CheckpointInfo,
     Label,
     MetricResult,
+    ModelInfo,
     Version,
+    model_from,
     version_from,
     version_id,
 )
@@ -34,6 +36,10 @@ class CheckpointCalls:
             return self._transfer_timeout_s if is_transfer else self._timeout_s
         check_timeout("timeout_s", timeout_s)
         return timeout_s
+
+    def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """What the server has of a model. NotFoundError: nothing."""
+        return model_from(self._client.get_model(name, self._timeout(timeout_s)))
 
     def attach_files(
         self, name: str, files: FilesLike, *, timeout_s: float | None = None

@@ -279,10 +279,6 @@ class Client(EvaluatorCalls):
             )
         )
 
-    def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """What the server has of a model. NotFoundError: nothing."""
-        return model_from(self._client.get_model(name, self._timeout(timeout_s)))
-
     def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """All models, without their tensors and `tensor_rules`."""
         return tuple(map(model_from, self._client.list_models(self._timeout(timeout_s))))

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Union
 
-from ema_client import _arrays, _ema
-from ema_client._away import Link, OnError
+from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
+from ema_client._resume import WithState
 from ema_client._torch_model import check_whole, half_of, named_tensors
 from ema_client._track import only_average
 from ema_client._types import Version, version_id
@@ -183,17 +183,10 @@ def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-class WithEmaModel:
+class WithEmaModel(WithState):
     """The part of an `Attachment` that has `ema_model`."""
 
-    _client: Client
-    _closed: bool
-    _model_name: str
-    _module: torch.nn.Module
-    _on_error: OnError
-    _due: _ema.DueTracks
-    _link: Link
-    _max_wait_s: float
+    _module: torch.nn.Module  # Set by `Attachment`.
     _copy: AveragedCopy | None = None
     # What holds the averages in place of a deep copy.
     _given_ema_model: ModuleLike | None = None
@@ -301,7 +294,3 @@ class WithEmaModel:
             f'model "{self._model_name}": ',
             {track.name: track.schedule.is_copy for track in self._due.tracks},
         )
-
-    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
-        """Of `Attachment`."""
-        raise NotImplementedError

@@ -37,7 +37,6 @@ from ema_client._pull_arguments import (
 )
 from ema_client._timeouts import check_seconds
 from ema_client._types import (
-    ModelInfo,
     Shard,
     Version,
     VersionLike,
@@ -498,10 +497,6 @@ class EvaluatorCalls(CheckpointCalls):
         }
         _safetensors.write_placed(target, pulled.tensors, pulled.bytes, metadata)
         return weights.version
-
-    def model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """Of `Client`."""
-        raise NotImplementedError
 
 
 def _iterate(watch: _ema.VersionWatch) -> Generator[Version, None, None]:

@@ -22,6 +22,7 @@ from ema_client._away import (
     is_worth_waiting,
 )
 from ema_client._changes import Changes
+from ema_client._entrances import entrance
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
@@ -86,6 +87,8 @@ class Pushing:
         self._on_error = options.on_error
         self._max_outage_s = options.max_outage_s if waits else 0.0
 
+        # Held by the thread that is in a method or hook.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         # The thread that trains, by what it did last.
         self._trainer = threading.get_ident()
@@ -120,6 +123,37 @@ class Pushing:
         # Called when a step has been counted, and pushed if it was due.
         self._followers: list[Callable[[], None]] = []
         self._take(joined)
+
+    @property
+    def version(self) -> Version | None:
+        """The last version that came of this run's pushes; before the first, and where a server has come
+        back without it, the model's newest.
+
+        For any thread, as `stats`.
+        """
+        self._look()
+        return self._version
+
+    @entrance
+    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
+        """Waits for the end of the running push, if there is one.
+
+        Args:
+            timeout_s: seconds. None: those of `attach`. With on_error "wait" an outage may take longer.
+
+        Returns:
+            As `version`: the same on all ranks, unless the reply to one was lost.
+
+        Raises:
+            DeadlineExceededError: the push has not ended. It goes on.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._give_up_written()
+        self._settle()
+        pending = self._pending if os.getpid() == self._pid else None
+        if pending is not None and not pending.wait_done(max_wait_s=timeout_s):
+            raise DeadlineExceededError(f"the push of step {self._pending_step} has not ended")
+        return self.version
 
     def _take(self, joined: Joined) -> None:
         """Goes by a run that no step has been pushed to."""
@@ -364,6 +398,16 @@ class Pushing:
         if self._skipped_before is not None:
             self._skipped_before -= gone
         self._version = there
+
+    def _look(self) -> None:
+        """Takes the result of the pending push, unless another thread may be about to. What failed only
+        the thread that trains: it may tell the server, while the next hook would wait for this one.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._harvest(leaves_failure=threading.get_ident() != self._trainer)
+            finally:
+                self._lock.release()
 
     def _count_pushed(self, version: Version) -> None:
         self._version = version

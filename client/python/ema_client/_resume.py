@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ema_client._away import Link, OnError
 from ema_client._client import Client
 from ema_client._errors import (
     AbortedError,
@@ -20,6 +19,7 @@ from ema_client._errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from ema_client._pushing import Pushing
 from ema_client._run import Joined
 from ema_client._types import ResumePoint, Version
 
@@ -136,22 +136,15 @@ def warn_of_no_state(step: int, why: EmaError) -> None:
     )
 
 
-class WithState:
+class WithState(Pushing):
     """The part of an `Attachment` that a trainer's checkpoint needs."""
 
+    # Set by `Attachment`.
     _client: Client
-    _closed: bool
-    _has_stepped: bool
     _join_at: Callable[[Mapping[str, Any] | None], Joined | None]
     _keep_resumable: int
-    _link: Link
-    _max_outage_s: float
-    _model_name: str
-    _on_error: OnError
-    _step: int
     # The label that a state from before the first step has made; of rank 0.
     _template: str | None = None
-    _timeout_s: float
 
     def state_dict(self, *, timeout_s: float | None = None) -> dict[str, int | str] | None:
         """What belongs into the trainer's own checkpoint: which average is that of this step.
@@ -275,13 +268,3 @@ class WithState:
         if template is not None and template != loaded:
             with _labels_stay(self._model_name):
                 self._client.remove_label(self._model_name, template)
-
-    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
-        """Of `Attachment`."""
-        raise NotImplementedError
-
-    def _raise_error(self) -> None:
-        raise NotImplementedError
-
-    def _take(self, joined: Joined) -> None:
-        raise NotImplementedError
