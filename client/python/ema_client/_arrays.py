@@ -163,18 +163,13 @@ def range_of(value: Any) -> tuple[int, int]:
     behind its last."""
     if is_instance(value, "torch", "Tensor"):
         address, size = value.data_ptr(), value.element_size()
+        strides = [stride * size for stride in value.stride()]
     else:
         address, size = value.ctypes.data, value.itemsize
-    reach = [stride * (extent - 1) for stride, extent in zip(strides_of(value), value.shape)]
+        strides = value.strides
+    reach = [stride * (extent - 1) for stride, extent in zip(strides, value.shape)]
     begin = address + sum(step for step in reach if step < 0)
     return begin, address + sum(step for step in reach if step > 0) + size
-
-
-def strides_of(value: Any) -> tuple[int, ...]:
-    """In bytes."""
-    if is_instance(value, "torch", "Tensor"):
-        return tuple(stride * value.element_size() for stride in value.stride())
-    return tuple(value.strides)
 
 
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:

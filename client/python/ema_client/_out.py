@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from ema_client._arrays import check_names, check_shapes, is_instance, range_of, strides_of
+from ema_client._arrays import check_names, check_shapes, is_instance, range_of
 from ema_client._errors import InvalidArgumentError
 
 # What NumPy may do to pulled values that go into an array of another dtype.
 _CASTING: Literal["same_kind"] = "same_kind"
-# How many places NumPy tries to find one that two arrays share.
-_MOST_TRIES: Any = 10_000
 
 
 def check_writable(what: str, targets: Mapping[str, Any]) -> None:
@@ -48,8 +45,8 @@ def copy_into(
     """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting
     to their dtypes.
 
-    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array shares
-    memory with another, unless it is the same under another name.
+    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array is that of
+    another tensor, too.
 
     Args:
         aliases: further names, by which `out` may have a tensor, too, and the first ones.
@@ -63,19 +60,8 @@ def copy_into(
     values = {name: tensors[aliases.get(name, name)] for name in out}
     check_shapes("out", expected=values, given=out)
     check_castable("out", values=values, targets=out)
-    # Names that are tied in `out`, too, once.
-    apart = {
-        (
-            aliases.get(name, name),
-            *_place("", target)[:3],
-            str(target.dtype),
-            strides_of(target),
-        ): name
-        for name, target in out.items()
-    }
-    _check_apart({name: out[name] for name in apart.values()})
-    for name in apart.values():
-        tensor = values[name]
+    _check_apart(out, aliases)
+    for name, tensor in values.items():
         if is_torch:
             import torch
 
@@ -137,78 +123,20 @@ def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-class _Place(NamedTuple):
-    """Where an array lies."""
-
-    device: str
-    begin: int
-    end: int  # Behind its last byte.
-    name: str
-    array: Any
-
-
-def _check_apart(out: Mapping[str, Any]) -> None:
-    """InvalidArgumentError: two of them share memory."""
-    places = sorted(
-        (_place(name, target) for name, target in out.items() if 0 not in target.shape),
-        key=lambda place: place[:3],
-    )
+def _check_apart(out: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
+    """InvalidArgumentError: two of them, of different tensors, begin at one byte. What overlaps otherwise
+    gets some of the values of each."""
+    owners: dict[tuple[str, int], str] = {}
     pairs: list[str] = []
-    open_places: list[_Place] = []
-    for place in places:
-        open_places = [
-            before
-            for before in open_places
-            if before.device == place.device and before.end > place.begin
-        ]
-        pairs += [
-            f"{before.name} and {place.name}"
-            for before in open_places
-            if _share(before.array, place.array)
-        ]
-        open_places.append(place)
+    for name, target in out.items():
+        if 0 in target.shape:
+            continue
+        device = str(target.device) if is_instance(target, "torch", "Tensor") else "cpu"
+        other = owners.setdefault((device, range_of(target)[0]), name)
+        if first_names.get(other, other) != first_names.get(name, name):
+            pairs.append(f"{other} and {name}")
     if pairs:
         _refuse(f"share memory, and can have one value only: {', '.join(pairs)}")
-
-
-def _place(name: str, target: Any) -> _Place:
-    device = str(target.device) if is_instance(target, "torch", "Tensor") else "cpu"
-    return _Place(device, *range_of(target), name, target)
-
-
-def _share(one: Any, other: Any) -> bool:
-    """Whether two arrays, whose ranges of memory meet, have a byte in common. What cannot be found out
-    in time (columns of one matrix are) counts as apart."""
-    if importlib.util.find_spec("numpy") is None:
-        return bool(one.data_ptr() == other.data_ptr())
-    import numpy
-
-    try:
-        return bool(numpy.shares_memory(_outline(one), _outline(other), max_work=_MOST_TRIES))
-    except RuntimeError:  # numpy.exceptions.TooHardError
-        return False
-
-
-class _Outline:
-    """A tensor's memory as NumPy sees it, which does not touch it: it may be a GPU's."""
-
-    def __init__(self, tensor: Any) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "typestr": f"|V{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-        }
-
-
-def _outline(array: Any) -> Any:
-    import numpy
-
-    if is_instance(array, "numpy", "ndarray"):
-        return array
-    return numpy.asarray(_Outline(array))
 
 
 def _refuse(message: str) -> None:
