@@ -14,11 +14,16 @@ Anywhere else:
     ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
     ...         print(version.step, evaluate(model))
 
-In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`.
+In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`,
+`ema_client.composer`. Without a server, with the same numbers: `LocalEMA` and `compute_ema`. One level lower,
+for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
 
-Without a server, with the same numbers: `LocalEMA` and `compute_ema`.
-
-One level lower, for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
+A push, module by module: `_attach` checks and has the ranks agree; `_joining` makes the model and opens the
+run; `_attachment` hooks the optimizer; `_pushing` counts its steps and pushes those that are due, with what
+`_torch_model` finds in the module and `_guard` copies or watches; `_run` hands that to the extension module
+`_ema`; `_away` joins again when the server was away. A pull: `_averaged` and `_load` match the tensors of a
+module with the server's (`_pieces`: what of them is on this rank); `_evaluator_calls` asks for them, by what
+`_pull_arguments` has checked; `_arrays` makes tensors of the bytes, or `_out` writes them where they shall be.
 """
 
 from ema_client._attach import attach
