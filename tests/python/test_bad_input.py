@@ -59,7 +59,7 @@ ONE = {"w": np.ones(3, np.float32)}
         (lambda client, run: run.push(step=2**63, weights=ONE), f"step {2**63}: must be a whole"),
         (lambda client, run: run.push(step=9, weights=[1]), "weights of type list: must be a map"),
         (lambda client, run: run.push(step=9, weights={1: 2}), "tensor name 1: must be a str"),
-        (lambda client, run: client.pull("m", track=None), "track None: must be a str"),
+        (lambda client, run: client.pull("m", track=5), "track 5: must be a str"),
         (lambda client, run: client.pull("m", track="\ud800"), "track '\\ud800': must be a str"),
         (lambda client, run: client.pull("m", track="t", version=2.0), "version 2.0: must be a n"),
         (

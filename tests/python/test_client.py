@@ -20,6 +20,7 @@ import time
 import ema_client
 import numpy as np
 import pytest
+import safetensors
 import torch
 from testing import assert_same_bits, numpy_of, random_weights, replay
 
@@ -221,7 +222,8 @@ def test_older_versions_can_be_pulled_while_they_are_kept(client, model):
         if entry.available:
             pulled = client.pull(model, track="raw", version=entry.version)
             assert pulled["w"].tolist() == [entry.version.step] * 3
-    assert [entry.version.number for entry in client.versions(model, after=2)] == [3]
+    for after in (2, client.versions(model)[1].version):
+        assert [entry.version.number for entry in client.versions(model, after=after)] == [3]
 
 
 def test_watch_yields_every_commit_in_order(client, model):
@@ -351,6 +353,37 @@ def test_pull_reports_progress(client, model):
 
     with pytest.raises(RuntimeError, match="no more"):
         client.pull(model, track="ema", on_progress=fail)
+
+
+def test_what_is_pulled_if_nothing_is_said(server, client, model, tmp_path):
+    """The newest version of the only average, else of "ema"."""
+    weights = {"a": np.arange(3, dtype=np.float32)}
+    client.create_model(
+        model, weights, tracks={"raw": "copy", "slow": "9ba"}, max_pinned_versions=None
+    )
+    assert client.model(model).max_pinned_versions == 2
+    with client.open_run(model) as run:
+        for step in (1, 2):
+            newest = run.push(step=step, weights={"a": step * weights["a"]})
+    progress = []
+    pulled = [
+        client.pull(model),
+        client.pull(model, version=0),
+        client.pull(model, track="slow", version=None),
+        ema_client.pull(server.url(model), on_progress=progress.append),
+    ]
+    for one in pulled:
+        assert (one.track, one.version) == ("slow", newest)
+        assert_same_bits(pulled[0], one)
+    assert progress[-1] == 12
+    assert client.save(model, tmp_path / "a.safetensors") == newest
+    with safetensors.safe_open(tmp_path / "a.safetensors", "np") as file:
+        assert file.metadata()["ema.track"] == "slow"
+    client.update_model(model, tracks={"fast": "2ba"})
+    with client.open_run(model) as run:
+        run.push(step=3, weights=weights)
+    with pytest.raises(ema_client.NotFoundError, match=r"which track\?"):
+        client.pull(model)
 
 
 def test_ctrl_c_in_a_pull_that_tells_of_its_progress(server, model, rng):

@@ -68,6 +68,7 @@ def test_a_newer_version_may_be_of_an_earlier_step(client, model, run):
     client.set_label(model, "good", version=good)
     seen = run.push(step=100, weights=WEIGHTS)
     assert client.wait_for(model, after=good) == seen
+    assert client.wait_for(model, after=good.number) == seen
     with pytest.raises(
         ema_client.DeadlineExceededError, match="at version 2, not at one after version 2"
     ):
@@ -110,8 +111,8 @@ def test_a_version_of_the_servers_next_life_is_newer(tmp_path, model):
         ({"step": "70"}, "step '70': must be a whole number"),
         ({"step": True}, "step True: must be a whole number"),
         ({"step": 1.5}, "step 1.5: must be a whole number"),
-        ({"after": 7}, "after 7: must be a Version"),
-        ({"after": "best"}, "after 'best': must be a Version"),
+        ({"after": 7.5}, "after 7.5: must be a whole number or a Version"),
+        ({"after": "best"}, "after 'best': must be a whole number or a Version"),
     ],
 )
 def test_what_is_waited_for_is_named_if_it_is_none(client, given, message):

@@ -94,7 +94,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "start_step": _or_none(_count(0)),
     "time": _or_none(_function),
     "rename": _or_none(_function),
-    "max_pinned_versions": _count(0),
+    "max_pinned_versions": _or_none(_count(0)),
     "max_wait_s": check_seconds,
     "max_outage_s": check_seconds,
     "on_error": _one_of(get_args(OnError)),

@@ -24,7 +24,7 @@ from ema_client._guard import wait_unread
 from ema_client._joining import of_known_dtypes
 from ema_client._out import check_castable, check_writable
 from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
-from ema_client._pull_arguments import check_version
+from ema_client._pull_arguments import check_version, only_average_of
 from ema_client._ranks import Ranks
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
@@ -37,7 +37,7 @@ from ema_client._torch_model import (
     unwrap,
     write,
 )
-from ema_client._track import ignored_by, only_average
+from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
 
@@ -57,7 +57,7 @@ def averaged(
     url: str,
     *,
     track: str | None = None,
-    version: VersionLike = 0,
+    version: VersionLike | None = None,
     step: int | None = None,
     recalibrate: Recalibration | None = None,
     rename: Callable[[str], str] | None = None,
@@ -80,7 +80,7 @@ def averaged(
         model: the model; DistributedDataParallel and torch.compile are looked through.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; 0: the newest.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest.
         step: instead: the version of this step of the trainer; see `Client.pull`.
         recalibrate: gives BatchNorm the statistics that the averaged weights have, which are not
             the average of the statistics: a loader of input tensors, or of tuples that begin with one,
@@ -184,7 +184,7 @@ def averaged_beside(
     url: str,
     *,
     track: str | None = None,
-    version: VersionLike = 0,
+    version: VersionLike | None = None,
     step: int | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
@@ -213,7 +213,7 @@ def copy_average(
     url: str,
     *,
     track: str | None = None,
-    version: VersionLike = 0,
+    version: VersionLike | None = None,
     step: int | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
@@ -250,7 +250,7 @@ def _read(
     model: torch.nn.Module,
     url: str,
     track: str | None,
-    version: VersionLike,
+    version: VersionLike | None,
     step: int | None,
     rename: Callable[[str], str] | None,
     process_group: Any,
@@ -435,7 +435,7 @@ def pull_pieces(
     ranks: Ranks,
     info: ModelInfo,
     track: str,
-    version: VersionLike,
+    version: VersionLike | None,
     step: int | None,
     pieces: Mapping[str, Piece],
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
@@ -454,7 +454,7 @@ def pull_pieces(
             failure = raised
         # A synthesized track has one version, which is not the model's newest.
         newest = info.latest if step is None and track in info.tracks else None
-        chosen, step = ranks.broadcast((version or newest or 0, step))
+        chosen, step = ranks.broadcast((version or newest, step))
         try:
             if failure is None and (whole or boxes):
                 weights = client.pull(
@@ -473,7 +473,7 @@ def pull_pieces(
             of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
         except OutOfRangeError:
             # Commits have overtaken the pulls: the newest version has gone.
-            if version != 0 or step is not None or attempt == _ATTEMPTS:
+            if version or step is not None or attempt == _ATTEMPTS:
                 raise
             continue
         pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
@@ -501,7 +501,7 @@ def _pause_s(attempt: int) -> float:
 
 
 def version_alone(
-    client: Client, info: ModelInfo, track: str, version: VersionLike, step: int | None
+    client: Client, info: ModelInfo, track: str, version: VersionLike | None, step: int | None
 ) -> Version:
     """The record of what a pull would give. A pull that names nothing is of everything."""
     specs = [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
@@ -511,13 +511,6 @@ def version_alone(
     return client.pull(
         info.name, track=track, version=version, step=step, tensors=smallest or None
     ).version
-
-
-def only_average_of(info: ModelInfo) -> str:
-    """See `only_average`."""
-    return only_average(
-        f'model "{info.name}": ', {name: track.is_copy for name, track in info.tracks.items()}
-    )
 
 
 def _ignored(

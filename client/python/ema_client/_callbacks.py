@@ -24,7 +24,7 @@ from ema_client._errors import (
 from ema_client._ranks import Ranks
 from ema_client._resume import warn_of_no_state
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
-from ema_client._types import Version, VersionLike
+from ema_client._types import Version
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -191,15 +191,15 @@ def copy_average_or_own(
 
 def _newest(
     url: str, attachment: Attachment | None, options: Mapping[str, Any], ranks: Ranks
-) -> VersionLike:
-    """Rank 0's newest version, on all ranks."""
+) -> Version | None:
+    """Rank 0's newest version, on all ranks. None: alone, without an attachment: whichever is the newest."""
     failure: Exception | None = None
     version: Version | None = None
     try:
         if attachment is not None:
             version = attachment.wait_pushed()
         elif ranks.world_size == 1:
-            return 0
+            return None
         elif ranks.rank == 0:
             address, model_name = split_url(url)
             with Client(address, timeout_s=patience_s(options)) as client:

@@ -17,6 +17,7 @@ from ema_client._server_info import ServerInfo, server_info_from
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._track import TrackLike, tracks_by_name
 from ema_client._types import (
+    is_after,
     ListedVersion,
     ModelInfo,
     NonFinite,
@@ -115,7 +116,7 @@ class Client(EvaluatorCalls):
         weights: Mapping[str, Any],
         *,
         tracks: Mapping[str, TrackLike],
-        max_pinned_versions: int = 0,
+        max_pinned_versions: int | None = None,
         non_finite: NonFinite = "reject",
         timeout_s: float | None = None,
     ) -> ModelInfo:
@@ -127,7 +128,8 @@ class Client(EvaluatorCalls):
                 their dtypes and shapes are looked at.
             tracks: the averages by name. Each is a half-life ("200ba"), "copy", a Track, or a dict
                 of a Track's fields.
-            max_pinned_versions: versions that readers may hold at once; 0: the server's default.
+            max_pinned_versions: versions that readers may hold at once. None (or 0): the server's
+                default.
             non_finite: what becomes of a step in which a float is NaN or infinity: "reject" it,
                 "skip" the tensor (every track keeps its value), or "allow" it.
             timeout_s: seconds.
@@ -149,12 +151,12 @@ class Client(EvaluatorCalls):
         name: str,
         specs: list[_ema.Spec],
         tracks: list[_ema.Track],
-        max_pinned_versions: int,
+        max_pinned_versions: int | None,
         non_finite: NonFinite,
         timeout_s: float | None,
     ) -> ModelInfo:
         fields = self._client.create_model(
-            name, specs, tracks, max_pinned_versions, non_finite, self._timeout(timeout_s)
+            name, specs, tracks, max_pinned_versions or 0, non_finite, self._timeout(timeout_s)
         )
         return model_from(fields)
 
@@ -167,7 +169,7 @@ class Client(EvaluatorCalls):
         step: int = 0,
         time: TimeLike = None,
         updates: int = 0,
-        max_pinned_versions: int = 0,
+        max_pinned_versions: int | None = None,
         non_finite: NonFinite = "reject",
         timeout_s: float | None = None,
     ) -> Version:
@@ -306,15 +308,24 @@ class Client(EvaluatorCalls):
         return server_info_from(self._client.get_server_info(self._timeout(timeout_s)))
 
     def versions(
-        self, name: str, *, after: int = 0, timeout_s: float | None = None
+        self, name: str, *, after: int | Version = 0, timeout_s: float | None = None
     ) -> tuple[ListedVersion, ...]:
-        """The records that the server still has after version `after`, oldest first."""
-        return tuple(
+        """The records that the server still has after version `after`, oldest first.
+
+        Args:
+            name: the model.
+            after: a version's record, or its number, whichever life of the server counted it.
+            timeout_s: seconds.
+        """
+        # A later life may have counted on from a lower number.
+        number = 0 if isinstance(after, Version) else version_id(after, "after")[0]
+        listed = [
             ListedVersion(version_from(version), available)
             for version, available in self._client.list_versions(
-                name, after, self._timeout(timeout_s)
+                name, number, self._timeout(timeout_s)
             )
-        )
+        ]
+        return tuple(one for one in listed if is_after(one.version, after))
 
     def statistics(
         self,

@@ -32,6 +32,7 @@ from ema_client._pull_arguments import (
     check_device,
     check_version,
     dtype_name,
+    only_average_of,
     selection_from,
     targets_of,
 )
@@ -41,6 +42,7 @@ from ema_client._types import (
     Version,
     VersionLike,
     Weights,
+    is_after,
     version_from,
     version_id,
 )
@@ -56,8 +58,8 @@ class EvaluatorCalls(CheckpointCalls):
         self,
         name: str,
         *,
-        track: str,
-        version: VersionLike = 0,
+        track: str | None = None,
+        version: VersionLike | None = None,
         step: int | None = None,
         tensors: str | Collection[str] | None = None,
         slices: Shard | Collection[Shard] | None = None,
@@ -72,9 +74,9 @@ class EvaluatorCalls(CheckpointCalls):
 
         Args:
             name: the model.
-            track: which average.
-            version: a number, a record, or a label such as "best"; 0: the newest. One that is only on
-                the server's disk is read from there.
+            track: which average. None: the only track that is not a copy, else "ema"; the server is asked.
+            version: a number, a record, or a label such as "best"; None (or 0): the newest. One that
+                is only on the server's disk is read from there.
             step: instead: the version of this step of the trainer. After a rollback it is the step of
                 today's training, not of the one that was given up.
             tensors: names, or patterns such as "encoder.*", or one: only these, and those of `slices`. None,
@@ -103,7 +105,7 @@ class EvaluatorCalls(CheckpointCalls):
             pulled. With `out`, the tensors that were given.
 
         Raises:
-            NotFoundError: no such model, track or label.
+            NotFoundError: no such model, track or label; or of several tracks none is named "ema".
             FailedPreconditionError: nothing has been committed yet.
             OutOfRangeError: the version is not kept any more, or not committed yet; of a step, the
                 message says which there are.
@@ -142,6 +144,8 @@ class EvaluatorCalls(CheckpointCalls):
                 boxes = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
         if targets is not None:
             check_writable("out", targets)
+        if track is None:
+            track = only_average_of(self.model(name, timeout_s=timeout_s))
         label = version if isinstance(version, str) else ""
         number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
         pulled = self._client.pull(
@@ -220,7 +224,7 @@ class EvaluatorCalls(CheckpointCalls):
         name: str,
         *,
         tracks: str | Sequence[str],
-        version: VersionLike = 0,
+        version: VersionLike | None = None,
         step: int | None = None,
         framework: Framework = "auto",
         timeout_s: float | None = None,
@@ -244,7 +248,7 @@ class EvaluatorCalls(CheckpointCalls):
 
         Raises:
             InvalidArgumentError: no tracks, or they have not the same tensors.
-            OutOfRangeError: the version was let go between the tracks; with 0, many times over. More
+            OutOfRangeError: the version was let go between the tracks; of the newest, many times over. More
                 `max_pinned_versions` keep it longer.
             EmaError: as `pull`.
 
@@ -260,7 +264,7 @@ class EvaluatorCalls(CheckpointCalls):
                 return self._pull_stacked(name, tracks, version, step, framework, timeout_s)
             except OutOfRangeError:
                 # Commits have overtaken the pulls.
-                if version != 0 or step is not None or attempt == _STACKED_ATTEMPTS:
+                if version or step is not None or attempt == _STACKED_ATTEMPTS:
                     raise
         raise AssertionError  # Not reached.
 
@@ -268,7 +272,7 @@ class EvaluatorCalls(CheckpointCalls):
         self,
         name: str,
         tracks: Sequence[str],
-        version: VersionLike,
+        version: VersionLike | None,
         step: int | None,
         framework: Framework,
         timeout_s: float | None,
@@ -322,7 +326,7 @@ class EvaluatorCalls(CheckpointCalls):
         name: str,
         *,
         step: int | None = None,
-        after: Version | None = None,
+        after: int | Version | None = None,
         timeout_s: float | None = None,
     ) -> Version:
         """Waits until the model has come to a step, or to a newer version.
@@ -330,7 +334,8 @@ class EvaluatorCalls(CheckpointCalls):
         Args:
             name: the model.
             step: of the trainer. After a rollback the model is at an earlier step.
-            after: instead: a version's record; any that was committed later will do, whatever its step.
+            after: instead: a version's record; any that was committed later will do, whatever its step. Or
+                its number, whichever life of the server counted it: any with a larger one.
             timeout_s: seconds in all. None: waits for ever. 0: only looks, for the client's time at most.
 
         Returns:
@@ -356,15 +361,10 @@ class EvaluatorCalls(CheckpointCalls):
             )
         least_step = 0 if step is None else step
         check_whole("step", least_step)
-        if after is not None and not isinstance(after, Version):
-            raise InvalidArgumentError(
-                f"after {after!r}: must be a Version, such as a pull's weights.version"
-            )
+        least_number = version_id(after, "after")[0]
 
         def is_there(version: Version) -> bool:
-            if after is None:
-                return version.step >= least_step
-            return (version.incarnation, version.number) > (after.incarnation, after.number)
+            return version.step >= least_step if after is None else is_after(version, after)
 
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -381,7 +381,7 @@ class EvaluatorCalls(CheckpointCalls):
             if found is None:
                 at, wanted = "no version", f"step {step}"
                 if after is not None:
-                    wanted = f"one after version {after.number}"
+                    wanted = f"one after version {least_number}"
                 if latest is not None:
                     at = f"step {latest.step}" if after is None else f"version {latest.number}"
                 raise DeadlineExceededError(
@@ -410,8 +410,8 @@ class EvaluatorCalls(CheckpointCalls):
         name: str,
         path: str | os.PathLike[str],
         *,
-        track: str,
-        version: VersionLike = 0,
+        track: str | None = None,
+        version: VersionLike | None = None,
         step: int | None = None,
         tensors: str | Collection[str] | None = None,
         slices: Shard | Collection[Shard] | None = None,
@@ -428,7 +428,7 @@ class EvaluatorCalls(CheckpointCalls):
                 diffusion_pytorch_model.safetensors, and small files beside it, so that `from_pretrained`
                 reads it if a config.json is among them or there already. What is there of the same
                 names is replaced; of a link to a file, the file that it leads to.
-            track: which average.
+            track: which average; None: as for `pull`.
             version, step, tensors, slices, dtype: as for `pull`.
             files: of a folder: contents by name, or a folder of which is taken what describes a model,
                 as for `attach_files`. None: those that are attached to the model.
@@ -489,7 +489,7 @@ class EvaluatorCalls(CheckpointCalls):
         pulled = weights._pulled
         assert pulled is not None
         # As in the server's checkpoints; transformers insists on "format".
-        metadata = {"format": "pt", "ema.model": name, "ema.track": track}
+        metadata = {"format": "pt", "ema.model": name, "ema.track": weights.track}
         metadata |= {
             "ema.step": str(weights.version.step),
             "ema.version": str(weights.version.number),

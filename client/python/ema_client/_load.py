@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import only_average_of, pull_pieces, version_alone
+from ema_client._averaged import pull_pieces, version_alone
 from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._out import check_castable, check_writable
 from ema_client._pieces import local_of, pieces_of
-from ema_client._pull_arguments import check_device, check_version
+from ema_client._pull_arguments import check_device, check_version, only_average_of
 from ema_client._ranks import Ranks
 from ema_client._torch_model import (
     NamedTensors,
@@ -57,7 +57,7 @@ def load_into(
     url: str,
     *,
     track: str | None = None,
-    version: VersionLike = 0,
+    version: VersionLike | None = None,
     step: int | None = None,
     strict: bool = True,
     device: Any = None,
@@ -77,7 +77,7 @@ def load_into(
         model: the module; DistributedDataParallel and torch.compile are looked through.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; 0: the newest.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest.
         step: instead: the version of this step of the trainer; see `Client.pull`.
         strict: the module and the track must have the same tensors. False: what both have is loaded,
             and only that is sent, for example an encoder's.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Union
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import is_whole, names_from
 from ema_client._torch_model import named_tensors, unwrap
-from ema_client._types import Shard, Version, VersionLike
+from ema_client._track import only_average
+from ema_client._types import ModelInfo, Shard, Version, VersionLike
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +50,22 @@ def selection_from(
     return names, boxes
 
 
-def check_version(version: VersionLike) -> None:
+def check_version(version: VersionLike | None) -> None:
     """InvalidArgumentError: no version; or an empty label, as of a variable that is not set: not the newest
     version."""
     is_one = bool(version) if isinstance(version, str) else isinstance(version, Version)
     if not is_one and version is not None and not is_whole(version):
         raise InvalidArgumentError(
             f"version {version!r}: must be a number, a record, or a label such as "
-            '"best"; 0 is the newest'
+            '"best"; None is the newest'
         )
+
+
+def only_average_of(info: ModelInfo) -> str:
+    """See `only_average`."""
+    return only_average(
+        f'model "{info.name}": ', {name: track.is_copy for name, track in info.tracks.items()}
+    )
 
 
 def dtype_name(dtype: Any) -> str | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from ema_client._arrays import Framework
@@ -16,8 +16,8 @@ from ema_client._url import split_url
 def pull(
     url: str,
     *,
-    track: str,
-    version: VersionLike = 0,
+    track: str | None = None,
+    version: VersionLike | None = None,
     step: int | None = None,
     tensors: str | Collection[str] | None = None,
     slices: Shard | Collection[Shard] | None = None,
@@ -25,6 +25,7 @@ def pull(
     out: OutLike | None = None,
     framework: Framework = "auto",
     device: Any = None,
+    on_progress: Callable[[int], object] | None = None,
     timeout_s: float | None = None,
 ) -> Weights:
     """Reads one track of one version of the model at `url`, or a part of it; see `Client.pull`.
@@ -46,6 +47,7 @@ def pull(
             out=out,
             framework=framework,
             device=device,
+            on_progress=on_progress,
         )
 
 

@@ -48,7 +48,7 @@ def pull_on_all_ranks(
     weights: Weights | None = None
     try:
         weights = attachment._client.pull(
-            attachment._model_name, track=track, version=version or 0, framework="torch"
+            attachment._model_name, track=track, version=version, framework="torch"
         )
     except Exception as raised:
         failure = failure_of(raised)

@@ -168,6 +168,13 @@ def version_id(version: int | Version | None, what: str = "version") -> tuple[in
     return operator.index(version), 0
 
 
+def is_after(version: Version, other: int | Version) -> bool:
+    """Whether it was committed later than a record; of a number, in any life of the server, is larger."""
+    if isinstance(other, Version):
+        return (version.incarnation, version.number) > (other.incarnation, other.number)
+    return version.number > other
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """One named array.

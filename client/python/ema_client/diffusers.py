@@ -355,7 +355,7 @@ class EMAModel:
         attachment._count_by_hand()
         return attachment
 
-    def _version(self) -> VersionLike:
+    def _version(self) -> VersionLike | None:
         """Which one `copy_to` reads: that of the last step, or of the state, or the newest."""
         if self._attachment is not None:
             version = self._attachment.wait_pushed()
@@ -364,7 +364,7 @@ class EMAModel:
             return version
         if self._resume is not None and self._resume["version"] and self._model_name is not None:
             return State.from_dict(self._resume, model=self._model_name).label
-        return 0
+        return None
 
     def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         result = list(parameters)

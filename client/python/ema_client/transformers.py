@@ -133,7 +133,7 @@ class EmaCallback(_TrainerCallback):
             self._model,
             self._url,
             track=self._track,
-            version=pushed or 0,
+            version=pushed,
             rename=self._options.get("rename"),
             process_group=self._options.get("process_group"),
             timeout_s=pull_patience_s(self._options),
