@@ -114,7 +114,7 @@ def test_nothing_is_left_of_an_attach_that_fails(server, client, model, monkeypa
     net, optimizer = trainer_of()
     owner, name = {
         "hook": (torch.nn.Module, "register_load_state_dict_pre_hook"),
-        "options": (_switch.Options, "apply"),
+        "options": (_switch.PresetOptions, "apply"),
     }[what]
 
     def fail(*_):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ema_client import _ema, _gpu
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import check_by_name, check_text
-from ema_client._pieces import Boxes, Held, HeldWeights, is_dtensor, local_of
+from ema_client._pieces import BoxCache, Held, HeldWeights, is_dtensor, local_of
 from ema_client._types import TensorSpec
 
 Framework = Literal["auto", "torch", "numpy"]
@@ -36,7 +36,7 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return framework is not None and isinstance(value, getattr(framework, name))
 
 
-def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
+def read(name: str, value: Any, boxes: BoxCache | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
     that is neither the host's nor that of a GPU of NVIDIA's, what is not contiguous, unless it is a
     torch tensor in the host's, and what PyTorch has yet to negate (the `imag` of a `conj()`)."""
@@ -44,7 +44,7 @@ def read(name: str, value: Any, boxes: Boxes | None = None) -> _ema.Array:
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if is_dtensor(value):
-        value = (boxes or Boxes()).held(name, value)
+        value = (boxes or BoxCache()).held(name, value)
     if isinstance(value, Held):
         value, offsets = value.local, value.offsets
     if is_instance(value, "torch", "Tensor"):
@@ -84,7 +84,7 @@ def _jax_on_host(value: Any) -> Any:
     return sys.modules["numpy"].asarray(value)
 
 
-def read_all(weights: Mapping[str, Any], boxes: Boxes) -> list[_ema.Array]:
+def read_all(weights: Mapping[str, Any], boxes: BoxCache) -> list[_ema.Array]:
     """As `read`, in a tenth of the time where they are torch tensors that are nothing out of the way."""
     check_by_name("weights", weights)
     if not isinstance(weights, HeldWeights):

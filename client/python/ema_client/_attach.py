@@ -24,10 +24,10 @@ from ema_client._holdings import Holding, Layout, holdings_of
 from ema_client._joining import Plan, join, resume_at
 from ema_client._model_tensors import ModelTensors
 from ema_client._optimizers import hold_none_of, unwrap_optimizers
-from ema_client._preset_arguments import Rule
+from ema_client._preset_arguments import EmaRule
 from ema_client._pushing import PushOptions
 from ema_client._ranks import Ranks
-from ema_client._switch import Options
+from ema_client._switch import PresetOptions
 from ema_client._timeouts import CALL_TIMEOUT_S
 from ema_client._torch_model import unwrap
 from ema_client._track import TrackLike
@@ -336,13 +336,13 @@ KEYWORDS = [
 
 def options_and_tracks(
     given: Mapping[str, Any], preset_arguments: Mapping[str, Any]
-) -> tuple[Options, list[_ema.Track]]:
+) -> tuple[PresetOptions, list[_ema.Track]]:
     """What arguments of `attach` ask for.
 
     Raises:
         InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.
     """
-    own = {field.name: given.get(field.name) for field in dataclasses.fields(Rule)}
-    rule = Rule(**own).with_arguments(preset_arguments, KEYWORDS)
-    options = Options.of(rule.preset)
+    own = {field.name: given.get(field.name) for field in dataclasses.fields(EmaRule)}
+    rule = EmaRule(**own).with_arguments(preset_arguments, KEYWORDS)
+    options = PresetOptions.of(rule.preset)
     return options, dataclasses.replace(rule, preset=options.preset).tracks(given.get("tracks"))

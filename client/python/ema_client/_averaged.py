@@ -335,7 +335,7 @@ def swapped(
                 _end(unwrap(model), swap)
 
 
-def copy_into(
+def write_average(
     model: torch.nn.Module,
     what: str,
     weights: Mapping[str, torch.Tensor],

@@ -14,7 +14,7 @@ from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
 from ema_client._resume import WithState
-from ema_client._torch_model import check_whole, half_of, named_tensors
+from ema_client._torch_model import check_no_dtensor, half_of, named_tensors
 from ema_client._track import only_average
 from ema_client._types import Version, version_id
 
@@ -57,7 +57,7 @@ class AveragedCopy:
         """
         import torch
 
-        check_whole(model)
+        check_no_dtensor(model)
         self._client = client
         self._model = model
         self._model_name = model_name
@@ -111,7 +111,7 @@ class AveragedCopy:
         if is_newer:
             self.seconds = time.monotonic() - start
 
-    def check_whole(self) -> None:
+    def check_untorn(self) -> None:
         """FailedPreconditionError: it has values of two versions."""
         if self.problem:
             _refuse(self.problem)
@@ -237,7 +237,7 @@ class WithEmaModel(WithState):
                 reason="BAD_REQUEST",
             )
         else:
-            self._copy.check_whole()
+            self._copy.check_untorn()
         assert self._copy is not None
         return self._copy.version
 
@@ -281,7 +281,7 @@ class WithEmaModel(WithState):
         except EmaError as error:
             if raises or self._copy is None:
                 raise
-            self._copy.check_whole()
+            self._copy.check_untorn()
             _logger.warning(
                 'model "%s": ema_model stays at step %d: %s',
                 self._model_name,

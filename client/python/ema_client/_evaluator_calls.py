@@ -22,9 +22,9 @@ from ema_client._errors import (
     OutOfRangeError,
 )
 from ema_client._files import FilesLike, small_files
-from ema_client._given import check_whole, names_from
+from ema_client._given import check_int64, names_from
 from ema_client._guard import wait_unread
-from ema_client._out import check_writable, copy_into
+from ema_client._out import check_writable, write_arrays
 from ema_client._pieces import is_dtensor, pieces_of, selected, selection_of
 from ema_client._pull_arguments import (
     DtypeLike,
@@ -178,7 +178,7 @@ class EvaluatorCalls(CheckpointCalls):
             pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy"
         )
         wait_unread(targets.values())
-        copy_into(targets, arrays, aliases)
+        write_arrays(targets, arrays, aliases)
         arrays = {tensor: given[tensor] for tensor in targets}
         return Weights(arrays, version=record, track=track, aliases=aliases)
 
@@ -360,7 +360,7 @@ class EvaluatorCalls(CheckpointCalls):
                 f"wait_for takes a step or a version to come after, given are {step} and {after}"
             )
         least_step = 0 if step is None else step
-        check_whole("step", least_step)
+        check_int64("step", least_step)
         least_number = version_id(after, "after")[0]
 
         def is_there(version: Version) -> bool:

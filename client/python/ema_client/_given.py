@@ -59,7 +59,7 @@ def is_whole(value: object) -> bool:
     return _is_int64(value) and not isinstance(value, bool)
 
 
-def check_whole(what: str, value: object) -> None:
+def check_int64(what: str, value: object) -> None:
     """InvalidArgumentError: it is no whole number, or a larger one than can be sent."""
     if not is_whole(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be {_WHOLE}")

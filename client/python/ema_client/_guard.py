@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema, _gpu
 from ema_client._arrays import is_instance, is_sparse, range_of
 from ema_client._optimizers import parameter_ids
-from ema_client._pieces import Boxes, Held, HeldWeights, dtensor_type, local_of
+from ema_client._pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
 from ema_client._torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PushedWeights:
         self._optimizers = optimizers
         self._frozen = frozen
         self._written: set[str] = set()
-        self._boxes = Boxes()
+        self._boxes = BoxCache()
         # What is read in place until the next step.
         self._in_place = _InPlace()
         # Of the storages of what was taken last: the first byte, and the one behind the last, of each.

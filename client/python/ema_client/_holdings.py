@@ -60,7 +60,7 @@ class Holding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Boxes:
+class RankBoxes:
     """Which boxes some ranks have that have the same ones.
 
     Attributes:
@@ -75,7 +75,7 @@ class Boxes:
     numbers: array[int]
 
     @classmethod
-    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[Holding]) -> Boxes:
+    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[Holding]) -> RankBoxes:
         numbers = array("q")
         for own in held:
             numbers.extend((*own.box.offsets, *own.box.extents, own.checksum))
@@ -118,7 +118,7 @@ class Layout:
         """
         kinds = [held.kind for held in own]
         digest = _digest(kinds)
-        boxes = Boxes.of((ranks.rank,), digest, own)
+        boxes = RankBoxes.of((ranks.rank,), digest, own)
         digests = ranks.gather((digest, _digest([*boxes.numbers])))
         if len(set(digests)) == 1:
             # Replicas (data parallel): nothing else needs to be sent.
@@ -134,7 +134,9 @@ class Layout:
         return cls.of(tables, ranks.gather(boxes), ranks.rank)
 
     @classmethod
-    def of(cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[Boxes], rank: int) -> Layout:
+    def of(
+        cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[RankBoxes], rank: int
+    ) -> Layout:
         """`tables`: the tensors of ranks, by digest. `held`: what these have of them, by ascending ranks."""
         sharing: dict[str, list[int]] = {}  # Those of `held` that have a table.
         for index, boxes in enumerate(held):

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays, _ema
-from ema_client._averaged import copy_into, swapped
+from ema_client._averaged import write_average, swapped
 from ema_client._arguments import check_module
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._guard import wait_unread
 from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
 from ema_client._model_tensors import ModelTensors
-from ema_client._preset_arguments import Rule
-from ema_client._torch_model import check_whole, named_tensors, specs_of, unwrap
+from ema_client._preset_arguments import EmaRule
+from ema_client._torch_model import check_no_dtensor, named_tensors, specs_of, unwrap
 from ema_client._track import TrackLike, only_average
 from ema_client._types import TimeLike, TrackVersion, time_dict
 
@@ -58,8 +58,8 @@ def compute_ema(
         raise InvalidArgumentError(
             f"smoothing {smoothing!r}: must be 0 to 1, such as 0.99", reason="BAD_SCHEDULE"
         )
-    check_whole(unwrap(model))
-    check_whole(unwrap(ema_model))
+    check_no_dtensor(unwrap(model))
+    check_no_dtensor(unwrap(ema_model))
     source, target = _all_names(model), _all_names(ema_model)
     _arrays.check_names("ema_model", expected=source, given=target)
     wrong = [
@@ -194,12 +194,12 @@ class LocalEMA:
         tracks: Mapping[str, TrackLike] | None = None,
         **preset_arguments: Any,
     ) -> None:
-        rule = Rule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
+        rule = EmaRule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
             preset_arguments, inspect.signature(LocalEMA).parameters
         )
         check_module(model)
         self._module = unwrap(model)
-        check_whole(self._module)
+        check_no_dtensor(self._module)
         self._named_tensors = ModelTensors(self._module)
         specs = specs_of(self._named_tensors())
         made = rule.tracks(tracks)
@@ -378,7 +378,7 @@ class LocalEMA:
         """
         values, aliases = self._get(track), self._aliases()
         ignored = values.absent(aliases)
-        copy_into(model, "model", values.tensors, aliases, ignored=ignored)
+        write_average(model, "model", values.tensors, aliases, ignored=ignored)
 
     @contextlib.contextmanager
     def averaged(

@@ -16,7 +16,7 @@ _CASTING: Literal["same_kind"] = "same_kind"
 def check_writable(what: str, targets: Mapping[str, Any]) -> None:
     """InvalidArgumentError: some of these, torch tensors or NumPy arrays, cannot be written; lists them.
 
-    Others are let pass: `copy_into` refuses them.
+    Others are let pass: `write_arrays` refuses them.
     """
     problems = [
         f"{name}: {problem}" for name, target in targets.items() if (problem := _problem(target))
@@ -39,7 +39,7 @@ def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str
         raise InvalidArgumentError(f"{what}: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
 
 
-def copy_into(
+def write_arrays(
     out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> None:
     """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting

@@ -27,7 +27,7 @@ def names_of(parameters: Sequence[torch.Tensor], model: torch.nn.Module | None) 
     names = {id(parameter): name for name, parameter in named.items()}
     if all(id(parameter) in names for parameter in parameters):
         return [names[id(parameter)] for parameter in parameters]
-    check_shapes("model's parameters", shapes_of(named.values()), parameters)
+    check_shapes_by_place("model's parameters", shapes_of(named.values()), parameters)
     return list(named)
 
 
@@ -35,7 +35,7 @@ def shapes_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in parameters]
 
 
-def check_shapes(
+def check_shapes_by_place(
     whose: str, expected: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor]
 ) -> None:
     """Raises InvalidArgumentError if the given ones differ in number or shapes from the expected."""

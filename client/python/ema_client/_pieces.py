@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 class HeldWeights(dict[str, Any]):
-    """By name what `Boxes.held` has given, or copies: nobody else can give these other memory."""
+    """By name what `BoxCache.held` has given, or copies: nobody else can give these other memory."""
 
 
 def local_of(tensor: Any) -> Any:
@@ -91,7 +91,7 @@ def piece_of(name: str, tensor: Any) -> Piece:
     return Piece(shape, Shard(name, tuple(chunk.offsets), tuple(chunk.sizes)), local)
 
 
-class Boxes:
+class BoxCache:
     """Where pieces lie, as `piece_of` has said when it was asked before: it takes 20 us for each of them,
     several times what sending it takes the thread that trains."""
 

@@ -19,7 +19,7 @@ _SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class EmaRule:
     """How the track "ema" averages: the arguments of `attach` with these names."""
 
     preset: str | Mapping[str, Any] | None
@@ -28,7 +28,7 @@ class Rule:
     update_interval: str | None
     ema_start: str | None
 
-    def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> Rule:
+    def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
         """The same with `extra` among the preset's arguments.
 
         Args:
@@ -51,7 +51,7 @@ class Rule:
             raise TypeError(f'"{twice[0]}" is given both in preset and as an argument')
         if not extra and not shared:
             return self
-        return Rule(
+        return EmaRule(
             {"preset": preset, **in_preset, **shared, **extra},
             half_life=None if "half_life" in shared else self.half_life,
             smoothing=None if "smoothing" in shared else self.smoothing,

@@ -10,7 +10,7 @@ from typing import Any
 from ema_client import _arrays, _ema, _gpu
 from ema_client._errors import FailedPreconditionError
 from ema_client._given import call
-from ema_client._pieces import Boxes
+from ema_client._pieces import BoxCache
 from ema_client._timeouts import check_timeout
 from ema_client._types import (
     PushStats,
@@ -97,7 +97,7 @@ class Run:
         self._timeout_s = timeout_s
         self._push_timeout_s = push_timeout_s
         self._tensors = tuple(specs_from(run.tensors))
-        self._boxes = Boxes()
+        self._boxes = BoxCache()
 
     def __enter__(self) -> Run:
         return self

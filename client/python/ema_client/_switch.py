@@ -15,7 +15,7 @@ from ema_client._attachment import Attachment
 from ema_client._errors import EmaError, InvalidArgumentError, failure_of
 from ema_client._ranks import Ranks
 from ema_client._same_version import pull_on_all_ranks
-from ema_client._torch_model import check_whole
+from ema_client._torch_model import check_no_dtensor
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PresetOptions:
     """What of a preset is the attachment's to do.
 
     Attributes:
@@ -51,10 +51,10 @@ class Options:
     preset: str | Mapping[str, Any] | None
     ema_model: ModuleLike | None = None
     forward_method_names: tuple[str, ...] = ()
-    rule: Rule | None = None
+    rule: SwitchRule | None = None
 
     @classmethod
-    def of(cls, preset: str | Mapping[str, Any] | None) -> Options:
+    def of(cls, preset: str | Mapping[str, Any] | None) -> PresetOptions:
         """Takes them out of the arguments of `attach`. InvalidArgumentError: a bad value."""
         if not isinstance(preset, Mapping) or preset.get("preset") != _PRESET:
             return cls(preset)
@@ -71,7 +71,7 @@ class Options:
                 _presets.refuse(f"forward_method_names {names!r}: must be names of methods")
             every = rest.pop("update_model_with_ema_every", None)
             beta = rest.pop("update_model_with_ema_beta", 0.0)
-            rule = None if every is None else Rule.of(every, beta, rest)
+            rule = None if every is None else SwitchRule.of(every, beta, rest)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(
                 f'preset "{_PRESET}": {error.args[0]}', reason=error.reason
@@ -81,7 +81,7 @@ class Options:
     def check(self, module: torch.nn.Module) -> None:
         """InvalidArgumentError: a forwarded method cannot be had; or what is written back is in pieces."""
         if self.rule is not None:
-            check_whole(module)
+            check_no_dtensor(module)
         for name in self.forward_method_names:
             if not callable(getattr(module, name, None)) or hasattr(Attachment, name):
                 raise InvalidArgumentError(
@@ -99,7 +99,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class SwitchRule:
     """When and how ema_pytorch writes the averages back. Batch n is its call n, whose `step` is n - 1.
 
     Attributes:
@@ -117,7 +117,7 @@ class Rule:
     is_frozen: bool
 
     @classmethod
-    def of(cls, every: object, beta: object, arguments: Mapping[str, Any]) -> Rule:
+    def of(cls, every: object, beta: object, arguments: Mapping[str, Any]) -> SwitchRule:
         parameters = inspect.signature(_presets.ema_pytorch).parameters
 
         def get(name: str) -> Any:
@@ -164,7 +164,7 @@ class Switch:
     track ignores stay, too (there they go back to when they were last copied).
     """
 
-    def __init__(self, attachment: Attachment, rule: Rule, ranks: Ranks) -> None:
+    def __init__(self, attachment: Attachment, rule: SwitchRule, ranks: Ranks) -> None:
         self._attachment = attachment
         self._rule = rule
         self._ranks = ranks

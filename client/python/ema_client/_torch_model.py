@@ -95,7 +95,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_whole(module: torch.nn.Module) -> None:
+def check_no_dtensor(module: torch.nn.Module) -> None:
     """Refuses modules of which every rank has only a piece."""
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):

@@ -21,7 +21,7 @@ from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._optimizers import unwrap_optimizers
 from ema_client._out import check_castable
-from ema_client._parameter_list import check_shapes, hold, names_of, shapes_of
+from ema_client._parameter_list import check_shapes_by_place, hold, names_of, shapes_of
 from ema_client._read import pull
 from ema_client._resume import State
 from ema_client._torch_model import write
@@ -368,7 +368,7 @@ class EMAModel:
 
     def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         result = list(parameters)
-        check_shapes("parameters that EMAModel was made with", self._shapes, result)
+        check_shapes_by_place("parameters that EMAModel was made with", self._shapes, result)
         return result
 
 
