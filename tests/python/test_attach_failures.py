@@ -142,7 +142,7 @@ def test_a_module_with_a_scripted_part(server, client, model):
         ema.wait_pushed()
         assert client.pull(model, track="raw").keys() == net.state_dict().keys()
         waits = []
-        ema.wait_released = lambda: waits.append(True)
+        ema._wait_released = lambda max_wait_s: waits.append(True)
         net.load_state_dict(net.state_dict())
         assert waits
 

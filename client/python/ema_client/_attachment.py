@@ -95,7 +95,7 @@ class Attachment(WithEmaModel):
             # Those take no hooks, but what they are in may have one, which comes first.
             if not isinstance(part, torch.jit.ScriptModule):
                 hook = part.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    BeforeLoad(self._before_load)
+                    BeforeLoad(self.wait_released)
                 )
                 self._hooks.append(hook)
 
@@ -299,11 +299,6 @@ class Attachment(WithEmaModel):
             if self._on_error == "raise":
                 self._harvest()
             self._raise_error()
-
-    @entrance
-    def _before_load(self) -> None:
-        if self._is_ours():
-            self.wait_released()
 
     @entrance
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -121,7 +121,7 @@ class Pushing:
         # For `check`: what the last push reads in place.
         self._watched = WatchedWeights() if options.check else None
         # Called when a step has been counted, and pushed if it was due.
-        self._followers: list[Callable[[], None]] = []
+        self._follow: Callable[[], None] | None = None
         self._take(joined)
 
     @property
@@ -220,10 +220,10 @@ class Pushing:
         except Exception as raised:  # No memory, or the user's `time`: the training goes on.
             self._skip(self._step, failure_of(raised))
         self._wait_seconds += time.monotonic() - start
-        for follow in self._followers:
+        if self._follow is not None:
             # Collective: also on a rank that has something to raise.
             try:
-                follow()
+                self._follow()
             except EmaError as error:
                 self._error = self._error or error
 

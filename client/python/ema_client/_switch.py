@@ -168,7 +168,7 @@ class Switch:
         self._attachment = attachment
         self._rule = rule
         self._ranks = ranks
-        attachment._followers.append(self._after_step)
+        attachment._follow = self._after_step
         # The last step whose batch was known, and that.
         self._known = (0, 0)
 
