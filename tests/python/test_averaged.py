@@ -9,9 +9,9 @@ import copy
 import ema_client
 import pytest
 import torch
-from ema_client._averaged import copy_average
+from ema_client._averaged import read_average
 from ema_client._callbacks import averaged_or_own
-from ema_client._ranks import Ranks
+from ema_client._torch_model import write
 from testing import assert_same_bits
 
 TRACKS = {"fast": "4ba", "raw": "copy"}
@@ -132,8 +132,7 @@ def test_a_model_of_half_the_bytes_pulls_half_of_them(
             {name: value.to(net.state_dict()[name].dtype) for name, value in pushed[1].items()},
             net.state_dict(),
         )
-    copy_average(net, server.url(model), track="fast", rename=rename, ranks=Ranks.alone())
-    assert [weights["head.weight"].dtype for weights in pulled] == [dtype, dtype]
+    assert [weights["head.weight"].dtype for weights in pulled] == [dtype]
 
 
 def test_a_wrapped_model(server, model, pushed):
@@ -279,7 +278,7 @@ def unwritable(how):
         return torch.nn.Parameter(torch.zeros(3), requires_grad=False)
 
 
-@pytest.mark.parametrize("how", ["averaged", "copy_average", "load_into", "LocalEMA"])
+@pytest.mark.parametrize("how", ["averaged", "load_into", "LocalEMA"])
 @pytest.mark.parametrize("kind", ["offloaded", "expanded", "inference"])
 def test_what_cannot_be_written_is_named_and_nothing_changes(server, client, model, kind, how):
     if (kind, how) == ("offloaded", "load_into"):
@@ -299,8 +298,6 @@ def test_what_cannot_be_written_is_named_and_nothing_changes(server, client, mod
         if how == "averaged":
             with ema_client.averaged(other, url):
                 raise AssertionError("not reached")
-        elif how == "copy_average":
-            copy_average(other, url, ranks=Ranks.alone())
         elif how == "load_into":
             ema_client.load_into(other, url)
         else:
@@ -342,7 +339,7 @@ def test_a_model_may_be_tied_otherwise_than_the_trainers(server, client, model, 
             assert torch.equal(tensor, net.encoder.weight)
     assert_same_bits(own, other.state_dict())
     copied = copy.deepcopy(other)
-    copy_average(copied, url, rename=rename, ranks=Ranks.alone())
+    write(read_average(copied, url, rename=rename).pairs(copied, rename))
     for tensor in copied.state_dict().values():
         assert torch.equal(tensor, net.encoder.weight)
 

@@ -48,7 +48,7 @@ ema.close(timeout_s=1)
 
 # Commits overtake every pull, and then rank 0 cannot ask for the newest version.
 OVERTAKEN = """
-from ema_client import _averaged, _errors
+from ema_client import _errors, _reading
 from ema_client._pieces import pieces_of
 
 class Overtaken:
@@ -64,7 +64,7 @@ class info:
 
 pieces = pieces_of({"w": torch.ones(3)})
 try:
-    _averaged.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
+    _reading.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
 except ema_client.EmaError as error:
     print(type(error).__name__)
 """

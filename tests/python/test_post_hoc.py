@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ema_client import Track
-from ema_client._averaged import pull_pieces
+from ema_client._reading import pull_pieces
 from ema_client._pieces import pieces_of
 from ema_client._ranks import Ranks
 from server_process import ServerProcess

@@ -1,36 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`averaged`: a model with its averaged weights, for as long as a `with` statement; and for good."""
+"""`averaged`: a model with its averaged weights, for as long as a `with` statement."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import random
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._client import Client
-from ema_client._errors import (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    OutOfRangeError,
-)
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._joining import of_known_dtypes
 from ema_client._out import check_castable, check_writable
-from ema_client._pieces import Piece, piece_of, pieces_of, selected, selection_of
-from ema_client._pull_arguments import check_version, only_average_of
+from ema_client._pieces import Piece, pieces_of, selected
 from ema_client._ranks import Ranks
+from ema_client._reading import Reading, first_names_of, names_there, reading
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._torch_model import (
     NamedTensors,
-    half_of,
-    has_pieces,
     named_tensors,
     shard_again,
     specs_of,
@@ -38,17 +28,10 @@ from ema_client._torch_model import (
     write,
 )
 from ema_client._track import ignored_by
-from ema_client._types import ModelInfo, Version, VersionLike, Weights, version_id
-from ema_client._url import split_url
+from ema_client._types import ModelInfo, Version, VersionLike, Weights
 
 if TYPE_CHECKING:
     import torch
-
-# How often ranks try to read the newest version before it has gone, and what lies between two attempts,
-# which doubles.
-_ATTEMPTS = 20
-_FIRST_PAUSE_S = 0.005
-_MOST_PAUSE_S = 0.5
 
 
 @contextlib.contextmanager
@@ -191,7 +174,16 @@ def averaged_beside(
     timeout_s: float | None = None,
 ) -> Iterator[Version]:
     """`averaged`, with the model's own values where the caller can drop them."""
-    read = _read(model, url, track, version, step, rename, process_group, timeout_s)
+    read = read_average(
+        model,
+        url,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    )
     record = read.version
     swap = swapped(
         model,
@@ -208,7 +200,26 @@ def averaged_beside(
         yield record
 
 
-def copy_average(
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """What has been read for a model."""
+
+    model_name: str
+    ranks: Ranks  # That have read their parts together.
+    weights: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    ignored: set[str]
+    version: Version
+
+    def pairs(
+        self, model: torch.nn.Module, rename: Callable[[str], str] | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For `write`. InvalidArgumentError: it does not fit."""
+        what = f'model "{self.model_name}"'
+        return _targets(model, what, self.weights, self.aliases, self.ignored, rename)
+
+
+def read_average(
     model: torch.nn.Module,
     url: str,
     *,
@@ -218,81 +229,35 @@ def copy_average(
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
     timeout_s: float | None = None,
-    ranks: Ranks,
-) -> Version:
-    """Puts averaged values into a model's parameters and buffers for good. As `averaged` else.
-
-    Collective: on an error of one of `ranks` all models stay as they were, and all raise it.
-    """
-    failure: Exception | None = None
-    try:
-        read = _read(model, url, track, version, step, rename, process_group, timeout_s)
-        what = f'model "{read.model_name}"'
-        pairs = _targets(model, what, read.weights, read.aliases, read.ignored, rename)
-    except Exception as raised:
-        failure = raised
-    ranks.gather_or_raise(failure, None)
-    write(pairs)
-    return read.version
-
-
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    model_name: str
-    ranks: Ranks  # That have read their parts together.
-    weights: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, str]
-    ignored: set[str]
-    version: Version
-
-
-def _read(
-    model: torch.nn.Module,
-    url: str,
-    track: str | None,
-    version: VersionLike | None,
-    step: int | None,
-    rename: Callable[[str], str] | None,
-    process_group: Any,
-    timeout_s: float | None,
-) -> _Read:
+) -> Average:
     """The averages of what this rank has of a model."""
-    is_part = rename is not None or process_group is not None or has_pieces(unwrap(model))
-    ranks = Ranks.current(process_group) if is_part else Ranks.alone()
-    with contextlib.ExitStack() as stack:
-        failure: Exception | None = None
-        try:
-            check_version(version)
-            address, model_name = split_url(url)
-            named = named_tensors(unwrap(model), rename)
-            client = stack.enter_context(Client(address, timeout_s=timeout_s))
-            info = client.model(model_name)
-            if track is None:
-                track = only_average_of(info)
-            names = _names_there(named, _first_names(info))
-            ignored = _ignored(info, track, named, names)
-            wanted = _without(named, ignored)
-            pieces = _pieces_there(wanted, names) if is_part else {}
-            _check_pieces(info, pieces)
-        except Exception as raised:
-            failure = raised
-        ranks.gather_or_raise(failure, None)
-        assert track is not None
-        weights: Mapping[str, torch.Tensor]
-        if is_part:
-            weights, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
-        else:
-            whole = client.pull(
-                model_name,
-                track=track,
-                version=version,
-                step=step,
-                dtype=half_of(wanted),
-                framework="torch",
-            )
-            weights, pulled = whole, whole.version
+
+    def match(
+        asked: Reading,
+    ) -> tuple[set[str], dict[str, torch.Tensor], dict[str, Piece]]:
+        named = asked.named
+        names = {name: name for name in named.all()}
+        names |= names_there(named, first_names_of(asked.info.tensors))
+        ignored = _ignored(asked.info, asked.track, named, names)
+        wanted = _without(named, ignored)
+        pieces = asked.pieces(wanted, names)
+        _check_pieces(asked.info, pieces)
+        return ignored, wanted, pieces
+
+    with reading(
+        model,
+        url,
+        match,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    ) as (asked, (ignored, wanted, pieces)):
+        weights, pulled = asked.pull(wanted, pieces)
     aliases = weights.aliases if isinstance(weights, Weights) else {}
-    return _Read(model_name, ranks, weights, aliases, ignored, pulled)
+    return Average(asked.info.name, asked.ranks, weights, aliases, ignored, pulled)
 
 
 @contextlib.contextmanager
@@ -364,8 +329,8 @@ def _targets(
     tensors = selected(pieces_of(own))
     first_names = {name: name for name in weights}
     first_names |= {alias: name for alias, name in aliases.items() if name in weights}
-    names = _names_there(named, first_names)
-    given = [names[name] for name in tensors]
+    names = names_there(named, first_names)
+    given = [names.get(name, name) for name in tensors]
     tied = {alias for name in tensors for alias in named.aliases.get(name, ())}
     lost = sorted(tied & set(first_names.values()) - set(given))
     if lost:
@@ -386,131 +351,12 @@ def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch
     return {name: tensor for name, tensor in tensors.all().items() if name not in ignored}
 
 
-def _first_names(info: ModelInfo) -> dict[str, str]:
-    """Of each name of a tensor there the one under which it goes."""
-    names = {alias: spec.name for spec in info.tensors for alias in spec.aliases}
-    return names | {spec.name: spec.name for spec in info.tensors}
-
-
-def _names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
-    """By the tensors' names here those there: others may be tied, and tied ones in another order."""
-    return {
-        name: next(
-            (
-                first_names[one]
-                for one in (name, *named.aliases.get(name, ()))
-                if one in first_names
-            ),
-            name,
-        )
-        for name in named.all()
-    }
-
-
-def _pieces_there(
-    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
-) -> dict[str, Piece]:
-    """What is here, by the names there. InvalidArgumentError: of what is tied there, unlike parts."""
-    pieces: dict[str, Piece] = {}
-    for name, tensor in tensors.items():
-        piece = piece_of(names[name], tensor)
-        if pieces.setdefault(names[name], piece).box != piece.box:
-            raise InvalidArgumentError(
-                f'tensor "{name}": is "{names[name]}" on the server, of which another part is here',
-                reason="BAD_LAYOUT",
-            )
-    return pieces
-
-
 def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
     """A box of a tensor fits into a larger one: the whole tensors must be the same."""
     what = f'model "{info.name}"'
     specs = {spec.name: spec for spec in info.tensors}
     _arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces)
     _arrays.check_shapes(what, expected=specs, given=pieces)
-
-
-def pull_pieces(
-    client: Client,
-    ranks: Ranks,
-    info: ModelInfo,
-    track: str,
-    version: VersionLike | None,
-    step: int | None,
-    pieces: Mapping[str, Piece],
-) -> tuple[Mapping[str, torch.Tensor], Version]:
-    """Each rank its pieces, all of them of one version. Collective."""
-    whole, boxes = selection_of(pieces)
-    dtype = half_of({name: piece.local for name, piece in pieces.items()})
-    for attempt in range(1, _ATTEMPTS + 1):
-        weights: Weights | None = None
-        failure: Exception | None = None
-        try:
-            if attempt > 1:
-                if ranks.rank == 0:  # The others wait for it.
-                    threading.Event().wait(_pause_s(attempt))
-                info = client.model(info.name)
-        except Exception as raised:
-            failure = raised
-        # A synthesized track has one version, which is not the model's newest.
-        newest = info.latest if step is None and track in info.tracks else None
-        chosen, step = ranks.broadcast((version or newest, step))
-        try:
-            if failure is None and (whole or boxes):
-                weights = client.pull(
-                    info.name,
-                    track=track,
-                    version=chosen,
-                    step=step,
-                    tensors=whole,
-                    slices=boxes,
-                    dtype=dtype,
-                    framework="torch",
-                )
-        except Exception as raised:
-            failure = raised
-        try:
-            of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
-        except OutOfRangeError:
-            # Commits have overtaken the pulls: the newest version has gone.
-            if version or step is not None or attempt == _ATTEMPTS:
-                raise
-            continue
-        pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
-        if not pulled:  # No rank has anything of it.
-            record: Version | None = None
-            try:
-                record = version_alone(client, info, track, chosen, step)
-            except Exception as raised:
-                failure = raised
-            record = ranks.gather_or_raise(failure, record)[0]
-            assert record is not None
-            return {}, record
-        if len({(version_id(of_rank), of_rank.commit_time) for of_rank in pulled}) == 1:
-            return {} if weights is None else weights, pulled[0]
-        # A label has moved, the model has been rolled back to the step, or the track has been
-        # synthesized anew, perhaps as the same version.
-    wanted = version.number if isinstance(version, Version) else version or "newest"
-    what = f"step {step}" if step is not None else f"version {wanted}"
-    raise AbortedError(f'model "{info.name}": {what} of track "{track}" moved during every pull')
-
-
-def _pause_s(attempt: int) -> float:
-    """How long rank 0 waits before this attempt."""
-    return random.SystemRandom().uniform(0.5, 1) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
-
-
-def version_alone(
-    client: Client, info: ModelInfo, track: str, version: VersionLike | None, step: int | None
-) -> Version:
-    """The record of what a pull would give. A pull that names nothing is of everything."""
-    specs = [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
-    ignored = ignored_by(track, info.tracks, specs)
-    sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
-    smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
-    return client.pull(
-        info.name, track=track, version=version, step=step, tensors=smallest or None
-    ).version
 
 
 def _ignored(

@@ -12,7 +12,7 @@ from ema_client import _ema
 from ema_client._arguments import check_values
 from ema_client._attach import KEYWORDS, options_and_tracks
 from ema_client._attachment import Attachment
-from ema_client._averaged import OwnValues, averaged_beside, copy_average
+from ema_client._averaged import OwnValues, averaged_beside, read_average
 from ema_client._away import MAX_OUTAGE_S
 from ema_client._client import Client
 from ema_client._errors import (
@@ -24,6 +24,7 @@ from ema_client._errors import (
 from ema_client._ranks import Ranks
 from ema_client._resume import warn_of_no_state
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
+from ema_client._torch_model import write
 from ema_client._types import Version
 from ema_client._url import split_url
 
@@ -173,16 +174,22 @@ def copy_average_or_own(
     """Puts the averages into a model for good. Else as `averaged_or_own`."""
     ranks = Ranks.current(options.get("process_group"))
     try:
-        copy_average(
-            module,
-            url,
-            track=track,
-            version=_newest(url, attachment, options, ranks),
-            rename=options.get("rename"),
-            process_group=options.get("process_group"),
-            timeout_s=pull_patience_s(options),
-            ranks=ranks,
-        )
+        version = _newest(url, attachment, options, ranks)
+        failure: Exception | None = None
+        try:
+            pairs = read_average(
+                module,
+                url,
+                track=track,
+                version=version,
+                rename=options.get("rename"),
+                process_group=options.get("process_group"),
+                timeout_s=pull_patience_s(options),
+            ).pairs(module, options.get("rename"))
+        except Exception as raised:  # No memory, for example.
+            failure = failure_of(raised)
+        ranks.gather_or_raise(failure, None)
+        write(pairs)
     except EmaError as error:
         if raises(options):
             raise

@@ -3,32 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _arrays
-from ema_client._averaged import pull_pieces, version_alone
-from ema_client._client import Client
 from ema_client._errors import InvalidArgumentError
 from ema_client._guard import wait_unread
 from ema_client._out import check_castable, check_writable
-from ema_client._pieces import local_of, pieces_of
-from ema_client._pull_arguments import check_device, check_version, only_average_of
-from ema_client._ranks import Ranks
-from ema_client._torch_model import (
-    NamedTensors,
-    half_of,
-    has_pieces,
-    named_tensors,
-    shard_again,
-    unwrap,
-    write,
-)
+from ema_client._pieces import Piece, local_of, pieces_of
+from ema_client._pull_arguments import check_device
+from ema_client._reading import Reading, first_names_of, names_there, reading, version_alone
+from ema_client._torch_model import NamedTensors, shard_again, unwrap, write
 from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, Version, VersionLike
-from ema_client._url import split_url
 
 if TYPE_CHECKING:
     import torch
@@ -107,57 +95,47 @@ def load_into(
         ...     model = Net()
         >>> ema_client.load_into(model, "ema://host:50051/digits", device="cuda")
     """
-    module = unwrap(model)
-    may_be_part = rename is not None or process_group is not None
-    is_sharded = may_be_part or has_pieces(module)
-    ranks = Ranks.current(process_group) if is_sharded else Ranks.alone()
+
+    def match_all(asked: Reading) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
+        if device is not None:
+            check_device(device)
+        match = _match(asked.info, asked.track, asked.named)
+        match.check(asked.info.name, strict, asked.may_be_part)
+        matched = {name: asked.named.all()[name] for name in match.names}
+        _check_place(matched, device)
+        check_writable(
+            f'model "{asked.info.name}"',
+            {name: local_of(one) for name, one in matched.items() if not one.is_meta},
+        )
+        return match, matched, asked.pieces(matched, match.names)
+
     values: Mapping[str, torch.Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        failure: Exception | None = None
-        try:
-            check_version(version)
-            if device is not None:
-                check_device(device)
-            address, model_name = split_url(url)
-            named = named_tensors(module, rename)
-            client = stack.enter_context(Client(address, timeout_s=timeout_s))
-            info = client.model(model_name)
-            track = only_average_of(info) if track is None else track
-            match = _match(info, track, named)
-            match.check(info.name, strict, may_be_part)
-            matched = {name: named.all()[name] for name in match.names}
-            _check_place(matched, device)
-            check_writable(
-                f'model "{info.name}"',
-                {name: local_of(one) for name, one in matched.items() if not one.is_meta},
-            )
-            wanted = {match.names[name]: tensor for name, tensor in matched.items()}
-            pieces = pieces_of(wanted) if is_sharded else {}
-        except Exception as raised:
-            failure = raised
-        ranks.gather_or_raise(failure, None)
-        assert track is not None
-        if is_sharded:
-            values, pulled = pull_pieces(client, ranks, info, track, version, step, pieces)
-        elif not wanted and not match.is_all:
-            pulled = version_alone(client, info, track, version, step)
+    with reading(
+        model,
+        url,
+        match_all,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    ) as (asked, (match, matched, pieces)):
+        info, named, ranks = asked.info, asked.named, asked.ranks
+        if not match.names and not match.is_all and not asked.is_part:
+            pulled = version_alone(asked.client, info, asked.track, version, step)
         else:
-            weights = client.pull(
-                model_name,
-                track=track,
-                version=version,
-                step=step,
-                tensors=None if match.is_all else list(wanted),
-                dtype=half_of(wanted),
-                framework="torch",
-            )
-            values, pulled = weights, weights.version
+            names = None if match.is_all else list(dict.fromkeys(match.names.values()))
+            values, pulled = asked.pull(matched, pieces, names=names)
+        if not asked.is_part:
             # Of a version from before the track has changed.
-            lacking = [name for name in match.names if match.names[name] not in weights]
-            _refuse(model_name, missing=lacking if strict else [], unexpected=[], wrong=[])
+            lacking = [name for name in match.names if match.names[name] not in values]
+            _refuse(info.name, missing=lacking if strict else [], unexpected=[], wrong=[])
             for name in lacking:
                 match.missing.append(name)
                 del match.names[name]
+    module = unwrap(model)
+    failure: Exception | None = None
     made: dict[int, torch.Tensor] = {}
     try:
         targets = {name: named.all()[name] for name in match.names}
@@ -216,24 +194,20 @@ def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
         track, info.tracks, [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
     )
     specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored}
-    first_names = {alias: spec.name for spec in specs.values() for alias in spec.aliases}
-    first_names |= {name: name for name in specs}
-    names: dict[str, str] = {}
-    missing: list[str] = []
-    wrong: list[str] = []
-    known: set[str] = set()
-    for name, tensor in named.all().items():
-        all_names = (name, *named.aliases.get(name, ()))
-        known.update(all_names)
-        found = next((first_names[one] for one in all_names if one in first_names), None)
-        if found is None:
-            # What cannot be averaged is not expected either.
-            if not (_arrays.has_other_dtype(tensor) or _arrays.is_without_memory(tensor)):
-                missing.append(name)
-            continue
-        names[name] = found
-        if tuple(tensor.shape) != tuple(specs[found].shape):
-            wrong.append(f"{name}: {tuple(tensor.shape)} here, {tuple(specs[found].shape)} there")
+    names = names_there(named, first_names_of(specs.values()))
+    # What cannot be averaged is not expected either.
+    missing = [
+        name
+        for name, tensor in named.all().items()
+        if name not in names
+        and not (_arrays.has_other_dtype(tensor) or _arrays.is_without_memory(tensor))
+    ]
+    wrong = [
+        f"{name}: {tuple(tensor.shape)} here, {tuple(specs[names[name]].shape)} there"
+        for name, tensor in named.all().items()
+        if name in names and tuple(tensor.shape) != tuple(specs[names[name]].shape)
+    ]
+    known = {name for one in named.all() for name in (one, *named.aliases.get(one, ()))}
     unexpected = [
         spec.name
         for spec in specs.values()
