@@ -21,9 +21,9 @@ for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
 A push, module by module: `_attach` checks and has the ranks agree; `_joining` makes the model and opens the
 run; `_attachment` hooks the optimizer; `_pushing` counts its steps and pushes those that are due, with what
 `_torch_model` finds in the module and `_guard` copies or watches; `_run` hands that to the extension module
-`_ema`; `_away` joins again when the server was away. A pull: `_averaged` and `_load` match the tensors of a
-module with the server's (`_pieces`: what of them is on this rank); `_evaluator_calls` asks for them, by what
-`_pull_arguments` has checked; `_arrays` makes tensors of the bytes, or `_out` writes them where they shall be.
+`_ema`; `_away` joins again when the server was away. A pull: for `_averaged` and `_load`, `_reading` matches
+the tensors of a module with the server's (`_pieces`: what of them is on this rank); `_evaluator_calls` asks
+for them, by what `_pull_arguments` has checked; `_arrays` makes tensors of the bytes, or `_out` writes them.
 """
 
 from ema_client._attach import attach
