@@ -3,14 +3,7 @@
 
 A preset is a function with the arguments of the library's class or function, under its names and with
 its defaults. Arguments that have nothing to do with the numbers (devices, fused kernels) are accepted at
-their default only. With pushes at batch 1, 2, 3, ... the decays are those of the library's first,
-second, third call. `Track.preset` tells users what is different. What all presets do differently,
-because the libraries are wrong or at odds:
-
-- Integer and bool tensors are copied. Libraries copy, truncate or forget them.
-- Tied tensors are averaged once.
-- A library that begins with the weights from before training (timm v2, optax.incremental_update, EDM2's
-  TraditionalEMA) does so here if those are pushed at batch 0; else the first push is the first value.
+their default only. `Track.preset` tells users what is different from the libraries.
 """
 
 from __future__ import annotations
@@ -41,10 +34,8 @@ def _composer(
     """composer.algorithms.EMA: one decay, `2^-(update_interval / half_life)`, that is never rescaled.
 
     The average is made anew at the first update event at or after `ema_start`, which is never before the
-    end of batch 1 (of epoch 1, if update_interval is in epochs). Not as Composer: the first update, of
-    the fresh copy with itself, leaves it as it is (Composer's rounds it), and a start in another
-    unit than update_interval counts from the push that reaches it, not from the next epoch's end.
-    `smoothing` alone does not need half_life=None.
+    end of batch 1 (of epoch 1, if update_interval is in epochs). `smoothing` alone does not need
+    half_life=None.
     """
     if half_life is UNSET:
         half_life = "1000ba" if smoothing is None else None
@@ -123,9 +114,7 @@ def ema_pytorch(
 ) -> Track:
     """ema_pytorch.EMA: copies up to update_after_step, then a warm-up by inv_gamma and power.
 
-    Not as ema_pytorch: the decay is formed in float64 (there in float32); ignored tensors are not in
-    the track (there they keep the weights of the last copy); integer buffers follow the model (there
-    never). The arguments that are not about the average are `attach`'s to take.
+    The arguments that are not about the average are `attach`'s to take.
     """
     _at_default(
         ema_model=(ema_model, None),
@@ -199,9 +188,8 @@ def _karras(
 ) -> Track:
     """ema_pytorch.KarrasEMA: the power-function profile of width sigma_rel (or exponent gamma).
 
-    As in ema_pytorch, the decay at call n is the profile's at step n + 1. Not as in ema_pytorch, whose
-    decays with update_every above 1 are those of an update at every step: the profile is exact
-    whatever the interval, (1 - elapsed / (batch + 1))^(gamma + 1).
+    As in ema_pytorch, the decay at call n is the profile's at step n + 1: with e since the update before,
+    (1 - e / (batch + 1))^(gamma + 1).
     """
     _at_default(
         ema_model=(ema_model, None),
@@ -240,11 +228,7 @@ def _diffusers(
     min_value: float | None = None,
     device: Any = None,
 ) -> Track:
-    """diffusers.training_utils.EMAModel: decay (1 + s) / (10 + s), or the warm-up by inv_gamma and power.
-
-    Not as diffusers: while the decay is 0 the weights are copied bit for bit; buffers, which it
-    does not keep, are copied.
-    """
+    """diffusers.training_utils.EMAModel: decay (1 + s) / (10 + s), or the warm-up by inv_gamma and power."""
     _at_default(
         foreach=(foreach, False),
         model_cls=(model_cls, None),
@@ -286,11 +270,7 @@ def _warmed_up(
 
 
 def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> Track:
-    """timm.utils.ModelEmaV2: a constant decay.
-
-    Not as timm: integer tensors are copied (there averaged and cut off), tied ones averaged once (there
-    twice).
-    """
+    """timm.utils.ModelEmaV2: a constant decay."""
     _at_default(device=(device, None))
     return Track(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
 
@@ -313,8 +293,7 @@ def _timm_v3(
 ) -> Track:
     """timm.utils.ModelEmaV3, updated as `update(model, step=n)`, n = 1, 2, ..., as timm's trainer does.
 
-    With step=False as `update(model)`: a constant decay from the start, whatever the warm-up. Not as
-    timm: averages are float32, so that rounding needs no help; tied tensors are averaged once.
+    With step=False as `update(model)`: a constant decay from the start, whatever the warm-up.
     """
     _at_default(
         device=(device, None),
@@ -351,10 +330,7 @@ def _torch_ema(
     avg_fn: Any = None,
     multi_avg_fn: Any = None,
 ) -> Track:
-    """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay).
-
-    Not as torch: with use_buffers, integer buffers are copied (there averaged and cut off).
-    """
+    """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay)."""
     _at_default(device=(device, None), avg_fn=(avg_fn, None), multi_avg_fn=(multi_avg_fn, None))
     return Track(
         smoothing=check_number("decay", decay, "0.999", below=1),
@@ -370,10 +346,7 @@ def _torch_swa(
     avg_fn: Any = None,
     multi_avg_fn: Any = None,
 ) -> Track:
-    """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates.
-
-    Not as torch: with use_buffers, integer buffers are copied.
-    """
+    """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates."""
     _at_default(device=(device, None), avg_fn=(avg_fn, None), multi_avg_fn=(multi_avg_fn, None))
     return Track(
         uniform=True,
@@ -390,11 +363,7 @@ def _optax(
     step_size: float | None = None,
     update_period: int | None = None,
 ) -> Track:
-    """optax.ema(decay, debias), or incremental_update(step_size), or periodic_update(update_period).
-
-    Not as optax: the share of the zeros is formed in float64 (there in float32, which at decay 0.9999
-    is wrong in the fourth digit); periodic_update also takes the first push.
-    """
+    """optax.ema(decay, debias), or incremental_update(step_size), or periodic_update(update_period)."""
     given = {"decay": decay, "step_size": step_size, "update_period": update_period}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
@@ -420,10 +389,7 @@ def _optax(
 
 
 def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None) -> Track:
-    """EDM2's PowerFunctionEMA, one track for each std; trained images are the samples (sp).
-
-    Buffers are copied.
-    """
+    """EDM2's PowerFunctionEMA, one track for each std; trained images are the samples (sp)."""
     if std is not None and stds is not None:
         refuse("std and stds are both given: give one, such as std=0.05")
     values = list(stds) if stds is not None else [] if std is None else [std]
@@ -439,10 +405,7 @@ def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None
 def _edm2_traditional(
     *, halflife_Mimg: float = math.inf, rampup_ratio: float | None = 0.09
 ) -> Track:
-    """EDM2's TraditionalEMA: a half-life of million images, ramped up; images are the samples (sp).
-
-    Buffers are copied.
-    """
+    """EDM2's TraditionalEMA: a half-life of million images, ramped up; images are the samples (sp)."""
     half_life = None
     if halflife_Mimg != math.inf:
         images = _above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6

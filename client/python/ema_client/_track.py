@@ -103,7 +103,8 @@ class Track:
 
         With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third call.
         Not as any library: integer and bool tensors are copied, tied ones averaged once, and the first
-        push is the first value, unless weights from before training are pushed at batch 0. Besides:
+        push is the first value, unless weights from before training are pushed at batch 0 (with which timm's
+        ModelEmaV2, optax.incremental_update and EDM2's TraditionalEMA begin). Besides:
 
         - composer: the first update, of the fresh copy with itself, leaves it as it is (there it is
           rounded). An ema_start in another unit than update_interval counts from the push that reaches
