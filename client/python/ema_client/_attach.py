@@ -75,39 +75,20 @@ def attach(
     sends what it has, and nothing is gathered. That may be whole parameters (DistributedDataParallel,
     pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
-    statistics differ between ranks). Parameters are read in place, not copied; the next `optimizer.step()`
-    waits until their bytes have left. Those without requires_grad are sent until every track has their
-    values, and again after a write that PyTorch has counted, or that is found as below, has changed them;
-    the step that sends them waits for it. `load_state_dict` waits, too (but that of a ScriptModule that is
-    in no other module), and so does what moves them to shared memory (`share_memory`, a queue of
-    torch.multiprocessing); whoever else writes weights between steps, or resizes their storage, must call
-    the attachment's `wait_released()` first. The average has the weights as `optimizer.step()` left them:
-    where weights are clipped or normalised after it, attach with None as the optimizer, and call
-    `after_step()` after that. A parameter that has been written without waiting is named in a warning, its
-    push given up if it has not ended, and copied before each push from then on (a forward that normalises
-    weights). Writes through `.data` are found in host memory, where they change many elements; on a GPU
-    none is noticed, and the average gets some of what they wrote: there, whoever writes so must wait, and
-    only `check` finds who does not. Copies take 64 MiB at most: where there would be more, each step that
-    pushes waits until all bytes have left.
-
-    A server that goes away costs the steps that are due meanwhile, and about a second (five, if it is
-    there but hangs), unless `on_error` says otherwise. When it is back, pushes start again. One that has
-    crashed goes back to its last checkpoint, or, without one, gets the model made anew: the updates since
-    are gone, with any `on_error`, and a warning says how many.
+    statistics differ between ranks). Parameters are read in place: `Attachment` says who waits before
+    writing them, and the README, in "What your loop may do", what becomes of other writes, of frozen
+    parameters and of copies.
 
     Args:
         model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are
-            looked through. Ranks that have a parameter, or a piece of it, must have the same values.
-            FullyShardedDataParallel (FSDP1) is not supported.
+            looked through, FullyShardedDataParallel (FSDP1) is not supported. Ranks that have a
+            parameter, or a piece of it, must have the same values.
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
             whenever the one has that was last. accelerate's wrapper is looked through. Steps that a grad
-            scaler skips do not count. An optimizer that is made later does not count: attach after it.
-            Parameters that none of them holds are copied before they are sent, or the step waits until
-            they have been, because someone else may change them: another optimizer, or the forward pass
-            (a momentum encoder). None, on all ranks: for a loop that steps in another way, or whose
-            optimizers in backward hooks do not all step each time (an unused expert's); call the
-            attachment's `after_step()` after each step.
+            scaler skips do not count, nor those of an optimizer that is made later. Parameters that none
+            holds are copied, or waited for. None, on all ranks: call the attachment's `after_step()`
+            after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
@@ -115,58 +96,43 @@ def attach(
             kept at each update, never rescaled.
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
-        preset: the track "ema" as a library averages: its name ("diffusers"), with `preset_arguments`;
-            see `Track.preset`. Or all in a dict: {"preset": "diffusers", "decay": 0.999}. With
-            ema_pytorch's `update_model_with_ema_every` the averages are written back into the model
-            (Switch-EMA): such a step waits for its whole push, and a pull of the model on each rank.
+        preset: the track "ema" as a library averages: its name ("diffusers"), with `preset_arguments`,
+            or all in a dict: {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With ema_pytorch's
+            `update_model_with_ema_every` the averages are written back into the model (Switch-EMA).
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
-            sent, and may have any dtype: complex numbers or float8, which no track can have, or be made
-            of other tensors, as torchao's float8 weights are.
+            sent, and may have any dtype, or be made of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
         start_step: optimizer steps done before. None: goes on after the model's newest version;
             without `resume` a warning says so at the first step.
         time: gives the training time after so many steps, such as
-            `lambda step: {"epoch": step // steps_per_epoch}`; needed for tracks in units other than
-            batches, which are the steps unless it says otherwise. It must be the same on all ranks: of
-            seconds, rank 0's, broadcast. One that raises costs the step, as what else cannot be pushed
-            does.
+            `lambda step: {"epoch": step // steps_per_epoch}`, the same on all ranks (of seconds, rank 0's,
+            broadcast); needed for tracks in units other than batches, which are the steps unless it says
+            otherwise.
         rename: gives the name that a tensor has on the server, for parts of a model whose tensors have
             the same names on several ranks: experts, for example. Without it, tensors of one name
             that have equal values now count as replicas, which are assumed to stay equal.
         process_group: of torch.distributed: all ranks that train the model. None: the default one.
         max_pinned_versions: as for `Client.create_model`.
         max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
-            "wait": for bytes that leave slowly, and for other ranks. There a push has all of `timeout_s`.
+            "wait", where a push has all of `timeout_s`.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
             And for each pull of the averages; None: 600.
-        on_error: what becomes of a step that cannot be pushed. "skip": it is left out, with a warning; the
-            next update counts the longer time, so the half-life stays right. "raise": the next
-            `optimizer.step()` raises, before it changes anything; the step is left out, and training may
-            go on. An outage, and a newer run, raise once (twice where the last push is late before it is
-            lost): the steps that are due after that are left out without another word, until the server
-            is back. "wait": each `optimizer.step()` waits until what was pushed before it is a version.
-            While the server is away, or another rank, training stands still; then that step is pushed
-            again, with the same weights. A step is lost only where the others have it already, or have
-            gone on without it, with a warning; steps whose values are refused are skipped. Once the
-            outage has lasted `max_outage_s`, or a newer run pushes, it raises as "raise" does: the step
-            that waited is lost, those that are due next are tried, and the next outage is waited for
-            again. Ctrl-C ends the wait.
-        max_outage_s: for on_error "wait": seconds from the first push that failed. A rank that cannot push
-            for another reason than an outage (no memory) tells the others at once, and they go on without
-            that step. Where the server does not listen to it (a bad token) they wait so long.
+        on_error: what becomes of a step that cannot be pushed: "skip" leaves it out, with a warning; after
+            "raise" the next `optimizer.step()` raises, before it changes anything; with "wait" each
+            `optimizer.step()` waits until what was pushed before it is a version, an outage included. The
+            README, in "When the server is away", has the rest.
+        max_outage_s: for on_error "wait": seconds from the first push that failed; after them it raises.
         resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
             ranks: the model is brought back to where it stood then, and counting goes on from there. None:
             not.
         keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
             the newest; with as many of the trainer's own checkpoints, each finds its average.
-        files: small files that the server's checkpoints shall have, as for `Client.attach_files`: with
-            config.json in them, `from_pretrained` reads a checkpoint. Rank 0's count.
-        check: compares a checksum of what is pushed before and after, and raises in the next
-            `optimizer.step()` if something else has written weights meanwhile; the message names them,
-            and a push of them that has not ended is given up. Of the last push `close` warns. Reads the
-            weights twice more, and frozen ones at each push, where it finds changes that PyTorch does
-            not count: to look for mistakes.
+        files: small files that the server's checkpoints shall have, as for `Client.attach_files`; rank 0's
+            count.
+        check: to look for mistakes: compares checksums of what is pushed before and after, and raises in
+            the next `optimizer.step()` if something else has written weights meanwhile; of the last push
+            `close` warns. Reads the weights twice more.
         preset_arguments: the library's own arguments, under its names, such as beta=0.9999. A name that
             `attach` has, too, means what it says here; composer's preset is given those of half_life,
             smoothing, update_interval and ema_start that are given, and the other tracks follow

@@ -36,10 +36,11 @@ class Attachment(WithEmaModel):
     Made by `ema_client.attach`. To be used by the thread that trains; `stats`, `version` and `step` any
     thread may read at any time. A push reads the parameters in place while the next forward and backward run;
     `optimizer.step()` waits for it (on a GPU its stream does), at most `max_wait_s`, before it changes
-    them, and so do `load_state_dict` and what moves them to shared memory, from any thread. Whoever else
-    writes weights between steps must call `wait_released` first, and what it writes is not averaged
-    before the next step: for what belongs to the step (clipping of weights) attach without an optimizer,
-    and call `after_step` after it. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
+    them, and so do `load_state_dict` (but that of a ScriptModule that is in no other module) and what
+    moves them to shared memory, from any thread. Whoever else writes weights between steps, or resizes
+    their storage, must call `wait_released` first, and what it writes is not averaged before the next
+    step: for what belongs to the step (clipping of weights) attach without an optimizer, and call
+    `after_step` after it. A forked child (a DataLoader worker) does nothing. Replays of a CUDA
     graph call no hooks: where a graph makes the step, attach without an optimizer, and call
     `wait_released()` before and `after_step(wait_released=False)` after each `graph.replay()`.
 
