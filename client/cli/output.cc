@@ -94,6 +94,7 @@ Json ToJson(const TrackVersion& track) {
                {"update_weight", track.update_weight},
                {"elapsed", track.elapsed},
                {"update_count", track.update_count},
+               {"averaged_count", track.averaged_count},
                {"window_steps", track.window_steps},
                {"config", track.config},
                {"stall_gap", track.stall_gap}};

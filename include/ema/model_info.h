@@ -24,6 +24,7 @@ struct TrackVersion {
   double update_weight = 0;
   double elapsed = 0;
   int64_t update_count = 0;
+  int64_t averaged_count = 0;
   double window_steps = 0;
   std::string config;
   double stall_gap = 0;

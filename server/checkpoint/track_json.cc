@@ -140,6 +140,7 @@ Json EncodeRecord(const TrackVersion& record) {
                {"update_weight", record.update_weight},
                {"elapsed", record.elapsed},
                {"update_count", record.update_count},
+               {"averaged_count", record.averaged_count},
                {"window_steps", record.window_steps},
                {"config", record.config},
                {"stall_gap", record.stall_gap}};
@@ -154,6 +155,10 @@ absl::StatusOr<TrackVersion> ParseRecord(const Fields& fields) {
   EMA_ASSIGN_OR_RETURN(record.update_weight, fields.Number("update_weight"));
   EMA_ASSIGN_OR_RETURN(record.elapsed, fields.Number("elapsed"));
   EMA_ASSIGN_OR_RETURN(record.update_count, fields.Integer("update_count", 0));
+  record.averaged_count = record.update_count;
+  if (fields.Has("averaged_count")) {
+    EMA_ASSIGN_OR_RETURN(record.averaged_count, fields.Integer("averaged_count", 0));
+  }
   EMA_ASSIGN_OR_RETURN(record.window_steps, fields.Number("window_steps"));
   EMA_ASSIGN_OR_RETURN(record.config, fields.String("config"));
   EMA_ASSIGN_OR_RETURN(record.stall_gap, fields.Number("stall_gap"));

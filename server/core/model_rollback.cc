@@ -30,17 +30,20 @@ bool IsSame(const Track& a, const Track& b) { return a.name() == b.name() && a.H
 TrackVersion RestoredRecord(const TrackSnapshot& snapshot) {
   const TrackConfig& config = snapshot.track->config();
   const std::vector<const Schedule*> schedules = SchedulesOf(config);
-  const auto count = [&](size_t i) {
-    return i < snapshot.state.size() ? snapshot.state[i].update_count : 0;
+  const auto state = [&](size_t i) {
+    return i < snapshot.state.size() ? snapshot.state[i] : Schedule::State();
   };
   TrackVersion record{.track = snapshot.track->name(),
-                      .update_count = count(0),
+                      .update_count = state(0).update_count,
+                      .averaged_count = state(0).averaged_count,
                       .config = snapshot.track->config_text()};
   for (const TensorRule& rule : config.tensor_rules) {
     if (!rule.schedule.has_value()) continue;
     const size_t i = record.rules.size() + 1;
-    record.rules.push_back(
-        {.track = rule.pattern, .update_count = count(i), .config = schedules[i]->ToString()});
+    record.rules.push_back({.track = rule.pattern,
+                            .update_count = state(i).update_count,
+                            .averaged_count = state(i).averaged_count,
+                            .config = schedules[i]->ToString()});
   }
   return record;
 }

@@ -127,13 +127,12 @@ absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
   if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
     const NonFiniteElement& first = elements.front();
     const TensorSpec& tensor = model_.manifest->tensor(first.source_id);
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-                     absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name,
-                                  "\" holds NaN or infinity",
-                                  tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can,"
-                                                                  : "",
-                                  " at element ", first.element,
-                                  ", pushed by rank ", rank, "; the step is dropped"));
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+        absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
+                     tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "",
+                     " at element ", first.element, ", pushed by rank ", rank,
+                     "; the step is dropped"));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
   return absl::OkStatus();
@@ -314,10 +313,12 @@ TrackVersion PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const 
   const Schedule& schedule = *SchedulesOf(plan.track->config())[i];
   const Schedule::Update& update = plan.updates[i];
   const bool has_state = plan.base != nullptr && i < plan.base->state.size();
+  const Schedule::State next =
+      schedule.Next(i < plan.state.size() ? plan.state[i] : Schedule::State(), update, plan_.time);
   TrackVersion record{.updated = update.due,
                       .elapsed = update.elapsed,
-                      .update_count = (i < plan.state.size() ? plan.state[i].update_count : 0) +
-                                      (update.due ? 1 : 0),
+                      .update_count = next.update_count,
+                      .averaged_count = next.averaged_count,
                       .config = schedule.ToString()};
   const double weight = update.update_weight;
   if (!update.due || weight == 0) return record;

@@ -2,6 +2,7 @@
 //
 // What tracks do with what is pushed: rules for tensors, compensation, values that are not finite,
 // first values, and changes while training runs.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -128,6 +129,9 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   for (int step = 1; step <= 4; ++step) {
     const float value = static_cast<float>(step);
     ASSERT_THAT(Push(step, {value, value, value}), IsOk());
+    for (const TrackVersion& track : model_->latest()->tracks) {
+      EXPECT_EQ(track.averaged_count, std::max(0, step - 2)) << track.track << " at " << step;
+    }
   }
   EXPECT_EQ(Read("reinit", 2)[0], 1);
   EXPECT_EQ(Read("copy", 2)[0], 2);

@@ -313,6 +313,7 @@ class LocalEMA:
             update_weight=0.0,
             elapsed=elapsed,
             update_count=track.state[schedule].update_count,
+            averaged_count=track.state[schedule].averaged_count,
             updated=due,
         )
         if not due or weight == 0:

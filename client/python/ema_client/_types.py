@@ -74,6 +74,8 @@ class TrackVersion:
             track is compensated); 1 is a copy, 0 leaves the average as it was.
         elapsed: training time since the track's update before, in its half-life's unit.
         update_count: updates since the track began, this one included.
+        averaged_count: of these, those from `ema_start` on. 0: the track is no average yet, but, by its
+            before_start, the first weights or the latest.
         updated: False: the track was not due and is the same as in the version before.
         window_steps: steps that the average reaches over: steps since the track's update before
             / update_weight. 0 if not updated.
@@ -87,6 +89,7 @@ class TrackVersion:
     elapsed: float
     update_count: int
     updated: bool
+    averaged_count: int = 0
     window_steps: float = 0.0
     config: str = ""
     stall_gap: float = 0.0
@@ -445,6 +448,7 @@ def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersio
             update_weight=update_weight,
             elapsed=elapsed,
             update_count=update_count,
+            averaged_count=averaged_count,
             updated=updated,
             window_steps=window_steps,
             config=config,
@@ -456,6 +460,7 @@ def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersio
             update_weight,
             elapsed,
             update_count,
+            averaged_count,
             window_steps,
             config,
             stall_gap,

@@ -63,9 +63,10 @@ TrainingTime ToTime(const nb::dict& time) {
 nb::dict FromTrackVersions(const std::vector<TrackVersion>& tracks) {
   nb::dict result;
   for (const TrackVersion& track : tracks) {
-    result[FromText(track.track)] = nb::make_tuple(
-        track.updated, track.update_weight, track.elapsed, track.update_count, track.window_steps,
-        FromText(track.config), track.stall_gap, FromTrackVersions(track.rules));
+    result[FromText(track.track)] =
+        nb::make_tuple(track.updated, track.update_weight, track.elapsed, track.update_count,
+                       track.averaged_count, track.window_steps, FromText(track.config),
+                       track.stall_gap, FromTrackVersions(track.rules));
   }
   return result;
 }

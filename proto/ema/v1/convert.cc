@@ -208,6 +208,7 @@ TrackVersion FromProto(const v1::TrackRecord& proto) {
                      .update_weight = proto.update_weight(),
                      .elapsed = proto.elapsed(),
                      .update_count = proto.update_count(),
+                     .averaged_count = proto.averaged_count(),
                      .window_steps = proto.window_steps(),
                      .config = proto.config(),
                      .stall_gap = proto.stall_gap(),
@@ -222,6 +223,7 @@ void ToProto(const TrackVersion& track, v1::TrackRecord* proto) {
   proto->set_update_weight(track.update_weight);
   proto->set_elapsed(track.elapsed);
   proto->set_update_count(track.update_count);
+  proto->set_averaged_count(track.averaged_count);
   proto->set_window_steps(track.window_steps);
   proto->set_config(track.config);
   proto->set_stall_gap(track.stall_gap);
