@@ -153,8 +153,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // Of the newest version; nullopt: there is none.
   std::optional<Standing> standing() const ABSL_LOCKS_EXCLUDED(mu_);
   // Whether a push at `time`, the first after `from` (nullopt: of all), would update a track that
-  // is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that it lacks, or that it is before
-  // the last update in.
+  // is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that it lacks, or that it is
+  // before the last update in.
   absl::StatusOr<bool> IsDueBy(const TrainingTime& time, const std::optional<Standing>& from) const
       ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -132,7 +132,8 @@ TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
   OpenRun("second");
   EXPECT_FALSE(rank_->plan().may_omit_frozen);
   EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("push them until PushPlan.may_omit_frozen")));
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("push them until PushPlan.may_omit_frozen")));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult same, Push(2, 2, 7));
   EXPECT_TRUE(same.plan.may_omit_frozen);
   // Other values than in the run before: averaged, until the average equals them.
