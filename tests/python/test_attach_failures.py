@@ -47,6 +47,31 @@ def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client,
     assert 1 not in [entry.version.step for entry in client.versions(model)]
 
 
+def test_check_finds_weights_that_were_swapped_out_and_back(server, client, model):
+    """As an evaluation with another EMA library does, between two steps."""
+    net, optimizer = trainer_of(24 << 20)
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", max_wait_s=60, check=True
+    ) as ema:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            optimizer.step()  # The server takes little of it.
+            own = net.others.data.clone()
+            net.others.data.zero_()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        while not ema._pending.done:
+            time.sleep(0.01)
+        net.others.data.copy_(own)
+        with pytest.raises(
+            ema_client.FailedPreconditionError, match="some, which have been put back"
+        ):
+            optimizer.step()
+        assert (ema.step, ema.stats.skipped) == (1, 1)
+        step_until(lambda: ema.stats.pushes >= 1, optimizer.step)
+    assert 1 not in [entry.version.step for entry in client.versions(model)]
+
+
 @pytest.mark.parametrize("on_error", ["skip", "wait", "raise"])
 def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model, caplog, on_error):
     caplog.set_level(logging.INFO)

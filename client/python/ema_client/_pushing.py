@@ -9,18 +9,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ema_client import _ema
 from ema_client._arrays import some
-from ema_client._away import (
-    Link,
-    OnError,
-    Patience,
-    is_final,
-    is_outage,
-    is_worth_waiting,
-)
+from ema_client._away import Link, OnError, Patience, is_final, is_outage, is_worth_waiting
 from ema_client._changes import Changes
 from ema_client._entrances import entrance
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
@@ -284,6 +277,7 @@ class Pushing:
             weights=push.weights,
             time=push.time,
             frozen_changed=push.frozen_changed,
+            check=self._watched is not None,
             timeout_s=self._timeout_s,
         )
         self._pending_step = push.step
@@ -460,6 +454,9 @@ class Pushing:
         except EmaError as error:
             if not leaves_failure:
                 self._let_go(push)
+                if self._watched is not None and error.reason == "DIGEST_MISMATCH":
+                    because = because or self._written_error(())
+                    self._error = self._error or because
                 self._skip(self._pending_step, because or error)
             return
         self._let_go(push)
@@ -470,6 +467,13 @@ class Pushing:
             self._adopt_plan()
         _logger.debug("step %d is version %d", self._pending_step, version.number)
 
+    def _written_error(self, names: Sequence[str]) -> FailedPreconditionError:
+        step, what = self._pending_step, some(names) if names else "some, which have been put back"
+        problem = f"written while they were pushed at step {step}, without wait_released(): {what}"
+        return FailedPreconditionError(
+            f'model "{self._model_name}": {problem}', reason="BAD_REQUEST"
+        )
+
     def _give_up_written(self) -> None:
         """Gives the pending push up if somebody has written what it reads; with `check` the next hook
         raises."""
@@ -478,13 +482,10 @@ class Pushing:
         written = self._weights.take_written()
         moved = [] if self._watched is None else self._watched.moved()
         if not written and not moved:
+            if self._watched is not None:  # What it has found by itself.
+                self._harvest()
             return
-        step = self._pending_step
-        error = FailedPreconditionError(
-            f'model "{self._model_name}": written while they were pushed at step {step}, without '
-            f"wait_released(): {some(moved or written)}",
-            reason="BAD_REQUEST",
-        )
+        error = self._written_error(moved or written)
         if moved:
             _logger.warning("%s", error.args[0])
         else:
@@ -494,7 +495,7 @@ class Pushing:
                 "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, "
                 "attach with None as the optimizer, and call after_step() after that",
                 self._model_name,
-                step,
+                self._pending_step,
                 some(written),
             )
         self._pushed = None

@@ -194,6 +194,7 @@ class Run:
         weights: Mapping[str, Any],
         time: TimeLike = None,
         frozen_changed: bool = False,
+        check: bool = False,
         timeout_s: float | None = None,
     ) -> PendingPush:
         """Starts to push one step in the background.
@@ -209,6 +210,9 @@ class Run:
             time: training time at the step. None: the step is the batch.
             frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
                 of these has failed and they may not be. To be said by all ranks.
+            check: reads all arrays in host memory once before it returns; a push that then sends
+                anything else, because somebody has written them (and even if they are back by its
+                end), commits nothing, and `PendingPush.wait` raises DataLossError.
             timeout_s: seconds for everything, the wait for other ranks included. None: the client's, by
                 default 600.
 
@@ -226,6 +230,7 @@ class Run:
             self._push_timeout_s if timeout_s is None else self._timeout(timeout_s),
             frozen_changed,
             _gpu.current_streams(gpus),
+            check,
         )
         return PendingPush(push, gpus)
 
