@@ -51,14 +51,26 @@ class Model(ComposerModel):
 
 
 class Recorder(Callback):
-    """The weights after each batch, and in each evaluation. Kills a process after a batch."""
+    """The weights after each batch, and in each evaluation. Kills a process after a batch, and spoils what is
+    pushed after another one."""
 
-    def __init__(self, kills: tuple[int, int] | None) -> None:
+    def __init__(self, kills: tuple[int, int] | None, spoils: int | None) -> None:
         self._kills = kills
+        self._spoils = spoils
+        self._mean = torch.zeros(0)
         self.trained: dict[int, dict[str, torch.Tensor]] = {}
         self.evaluated: list[tuple[int, dict[str, torch.Tensor]]] = []
 
+    def before_forward(self, state, logger) -> None:
+        # Composer counts a batch at its end.
+        if state.timestamp.batch.value + 1 == self._spoils:
+            running_mean = state.model.net[1].running_mean
+            self._mean = running_mean.clone()
+            running_mean[0] = torch.nan
+
     def batch_end(self, state, logger) -> None:
+        if state.timestamp.batch.value == self._spoils:
+            state.model.net[1].running_mean.copy_(self._mean)
         self.trained[state.timestamp.batch.value] = weights_of(state.model)
         if self._kills is not None and self._kills[0] == state.timestamp.batch.value:
             os.kill(self._kills[1], signal.SIGKILL)
@@ -93,7 +105,7 @@ def loader() -> DataLoader:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Model()
-    recorder = Recorder(job.get("kills"))
+    recorder = Recorder(job.get("kills"), job.get("spoils"))
     algorithm = {"ours": EMA, "theirs": composer.algorithms.EMA}[job["kind"]](**job["options"])
     others = [getattr(composer.algorithms, name)() for name in job.get("others", ())]
     trainer = Trainer(

@@ -177,9 +177,50 @@ def test_which_track_must_be_clear(server, client, model):
         pass
 
 
+@pytest.mark.parametrize("how", ["averaged", "part", "load_into"])
+@pytest.mark.parametrize(
+    "track, is_average",
+    [
+        ({"half_life": "4ba", "ema_start": "3ba"}, False),
+        ({"smoothing": 0.9, "ema_start": "3ba", "before_start": "hold", "buffers": "copy"}, False),
+        ({"smoothing": 0.9, "ema_start": "3ba", "before_start": "copy"}, True),
+        ({"half_life": "4ba", "tensor_rules": {"1.*": "half_life=2ba, ema_start=3ba"}}, True),
+    ],
+    ids=["reinit", "hold", "copy", "of a rule"],
+)
+def test_weights_that_are_no_average_yet_are_told(
+    server, client, model, caplog, how, track, is_average
+):
+    net, url = network(), server.url(model)
+    state = state_of(net)
+    client.create_model(model, state, tracks={"ema": track})
+
+    def read() -> list[str]:
+        caplog.clear()
+        if how == "load_into":
+            ema_client.load_into(network(), url)
+        else:
+            with ema_client.averaged(net, url, rename=str if how == "part" else None):
+                pass
+        return [record.getMessage() for record in caplog.records]
+
+    with client.open_run(model) as run:
+        run.push(step=2, weights=state)
+        expected = (
+            f'model "{model}": track "ema" is no average yet, but the weights of its first push: '
+            "version 1 (step 2) is from before its ema_start, 3ba"
+        )
+        assert read() == ([] if is_average else [expected])
+        run.push(step=3, weights=state)
+        assert read() == []
+
+
 IGNORING = {
     "rules": {"tracks": {"body": {"half_life": "2ba", "tensor_rules": {"head.*": "ignore"}}}},
-    "preset": {"preset": "ema_pytorch", "update_every": 1, "ignore_startswith_names": ["head."]},
+    "preset": {
+        **{"preset": "ema_pytorch", "update_every": 1, "update_after_step": 0},
+        "ignore_startswith_names": ["head."],
+    },
 }
 
 

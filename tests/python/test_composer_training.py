@@ -252,6 +252,22 @@ def test_a_checkpoint_brings_the_average_back(server, client, model, train, tmp_
     assert_same_bits(average, client.pull(model, track="ema"))
 
 
+def test_a_start_that_was_not_pushed_comes_with_the_next_push(server, client, model, train):
+    options = {"half_life": "4ba", "update_interval": "3ba", "ema_start": "5ba"}
+    ours = train(
+        "ours",
+        options={"url": server.url(model), **options},
+        eval_interval="1ba",
+        max_duration="1ep",
+        spoils=5,
+    )
+    assert "error" not in ours, ours["error"]
+    assert ours["stats"]["skipped"] == 1
+    assert [entry.version.step for entry in client.versions(model)] == [1, 6]
+    for batch, weights in ours["evaluated"]:
+        assert_same_bits(ours["trained"][batch], weights)
+
+
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
 def test_goes_on_without_memory_for_the_swap(server, model, train, on_error):
     options = {"url": server.url(model), "half_life": "4ba", "on_error": on_error}

@@ -154,6 +154,19 @@ def test_evaluations_of_the_training(server, client, model, tmp_path, averages):
     assert_same_bits(recorder.own[20], trainer.model.state_dict())
 
 
+def test_before_the_average_starts_evaluations_have_own_weights(server, model, tmp_path, caplog):
+    recorder = Recorder(half_life="4ba", ema_start="12ba")
+    callback = EmaCallback(
+        server.url(model), half_life="4ba", ema_start="12ba", evaluate_with_average=True
+    )
+    trainer = make_trainer(tmp_path, recorder, callback, eval_strategy="steps", eval_steps=5)
+    trainer.train()
+    for step, evaluated in recorder.evaluated.items():
+        assert_same_bits((recorder.own if step < 12 else recorder.averages)[step], evaluated)
+    said = [r.getMessage() for r in caplog.records if "begins at its ema_start, 12ba" in r.message]
+    assert len(said) == 1
+
+
 def test_averaged_has_the_callbacks_options(server, client, model, tmp_path, monkeypatch):
     """During a training it is the version of the last push, whatever has been committed since."""
     asked = []

@@ -283,6 +283,34 @@ def test_validation_and_test_have_averaged_weights(server, client, model, valida
     assert_same_bits(module.tested[0], module.validated[-1])
 
 
+@pytest.mark.parametrize(
+    "arguments, start",
+    [
+        ({"decay": 0.9, "update_starting_at_step": 100}, "101ba"),
+        ({"half_life": "4ba", "ema_start": "0.7dur"}, "0.7dur"),
+        ({"preset": "ema_pytorch"}, "100ba"),
+    ],
+    ids=str,
+)
+def test_before_the_average_starts_the_model_has_its_own_weights(
+    server, model, caplog, arguments, start
+):
+    module = make_module()
+    callback = EMAWeightAveraging(server.url(model), **arguments)
+    own = []
+    module.on_validation_start = lambda: own.append(module.weights())
+    module.on_train_epoch_end = lambda: setattr(trainer, "should_stop", len(own) == 2)
+    trainer = make_trainer(callback, num_sanity_val_steps=0, max_epochs=20)
+    trainer.fit(module, loader(), loader(1))
+    assert len(own) == 2
+    for expected, got in zip(own, module.validated):
+        assert_same_bits(expected, got)
+    assert_same_bits(own[-1], module.weights())
+    said = [record.getMessage() for record in caplog.records if start in record.getMessage()]
+    why = f"own weights: the average begins at its ema_start, {start}"
+    assert said == [f"evaluating the trainer's {why}", f"the model keeps its {why}"]
+
+
 def test_an_exception_in_a_validation_gives_the_weights_back(server, client, model):
     module = make_module(fails_in_validation=True)
     callback = EMAWeightAveraging(server.url(model), decay=0.9)

@@ -70,6 +70,8 @@ class Attachment(WithEmaModel):
         self._keep_resumable = keep_resumable
         self._is_by_hand = optimizers is None
         self._expects_steps = True
+        # For a callback that evaluates with the average.
+        self._has_told_of_start = False
         # Optimizers that have not stepped yet, and the last of them then.
         self._awaited = set(map(id, optimizers or ()))
         self._closing: int | None = None

@@ -19,6 +19,7 @@ from ema_client._pieces import Piece, pieces_of, selected
 from ema_client._ranks import Ranks
 from ema_client._reading import Reading, first_names_of, names_there, reading
 from ema_client._recalibrate import Recalibration, recalibrated
+from ema_client._started import warn_of_no_average
 from ema_client._torch_model import (
     NamedTensors,
     named_tensors,
@@ -52,7 +53,8 @@ def averaged(
     The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
     keep the model's own values. What the trainer has tied goes to each of its names that the model has.
     The model's own values come back bit for bit, also after an exception; of several such statements,
-    when the last of them has ended. Costs a copy of the model while it lasts.
+    when the last of them has ended. Costs a copy of the model while it lasts. Before its ema_start a
+    track is no average: a warning says so, but of one that is the latest weights until then.
 
     A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
     the trainers have sharded it. All its ranks must call this together, and get the same version, or all
@@ -185,6 +187,8 @@ def averaged_beside(
         timeout_s=timeout_s,
     )
     record = read.version
+    if read.ranks.rank == 0:
+        warn_of_no_average(read.model_name, record, read.track)
     swap = swapped(
         model,
         f'model "{read.model_name}"',
@@ -205,6 +209,7 @@ class Average:
     """What has been read for a model."""
 
     model_name: str
+    track: str
     ranks: Ranks  # That have read their parts together.
     weights: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
@@ -257,7 +262,7 @@ def read_average(
     ) as (asked, (ignored, wanted, pieces)):
         weights, pulled = asked.pull(wanted, pieces)
     aliases = weights.aliases if isinstance(weights, Weights) else {}
-    return Average(asked.info.name, asked.ranks, weights, aliases, ignored, pulled)
+    return Average(asked.info.name, asked.track, asked.ranks, weights, aliases, ignored, pulled)
 
 
 @contextlib.contextmanager

@@ -21,8 +21,10 @@ from ema_client._errors import (
     InvalidArgumentError,
     failure_of,
 )
+from ema_client._pull_arguments import only_average_of
 from ema_client._ranks import Ranks
 from ema_client._resume import warn_of_no_state
+from ema_client._started import awaited_start
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._torch_model import write
 from ema_client._types import Version
@@ -121,7 +123,8 @@ def averaged_or_own(
     track: str | None,
     own: OwnValues | None = None,
 ) -> Iterator[Version | None]:
-    """A model with its averages; with its own weights and a warning if these cannot be had.
+    """A model with its averages; with its own weights and a warning if these cannot be had, or if there
+    is no average before the track's ema_start. Of that an attachment's callback is told once.
 
     Collective: all ranks get the same version, or all keep their own weights. With an attachment, waits
     for its running push. `own`: where the caller can drop the model's own values.
@@ -136,31 +139,49 @@ def averaged_or_own(
     with contextlib.ExitStack() as swapped:
         record: Version | None = None
         try:
-            version = _newest(url, attachment, options, ranks)
-            with contextlib.ExitStack() as stack:
-                failure: Exception | None = None
-                try:
-                    swap = averaged_beside(
-                        OwnValues() if own is None else own,
-                        module,
-                        url,
-                        track=track,
-                        version=version,
-                        rename=options.get("rename"),
-                        process_group=options.get("process_group"),
-                        timeout_s=pull_patience_s(options),
-                    )
-                    record = stack.enter_context(swap)
-                except Exception as raised:  # No memory, for example.
-                    failure = failure_of(raised)
-                ranks.gather_or_raise(failure, None)
-                swapped.push(stack.pop_all())
+            record = _swap_in(swapped, module, url, attachment, options, ranks, track, own)
         except EmaError as error:
             if raises(options):
                 raise
-            record = None
             _logger.warning("evaluating the trainer's own weights, not their average: %s", error)
         yield record
+
+
+def _swap_in(
+    swapped: contextlib.ExitStack,
+    module: torch.nn.Module,
+    url: str,
+    attachment: Attachment | None,
+    options: Mapping[str, Any],
+    ranks: Ranks,
+    track: str | None,
+    own: OwnValues | None,
+) -> Version | None:
+    """As `averaged_or_own`, until `swapped` is closed. None: the average has not started."""
+    version, start = _newest(url, attachment, options, ranks, track)
+    if start is not None:
+        _warn_of_start(attachment, start)
+        return None
+    record: Version | None = None
+    with contextlib.ExitStack() as stack:
+        failure: Exception | None = None
+        try:
+            swap = averaged_beside(
+                OwnValues() if own is None else own,
+                module,
+                url,
+                track=track,
+                version=version,
+                rename=options.get("rename"),
+                process_group=options.get("process_group"),
+                timeout_s=pull_patience_s(options),
+            )
+            record = stack.enter_context(swap)
+        except Exception as raised:  # No memory, for example.
+            failure = failure_of(raised)
+        ranks.gather_or_raise(failure, None)
+        swapped.push(stack.pop_all())
+    return record
 
 
 def copy_average_or_own(
@@ -171,13 +192,14 @@ def copy_average_or_own(
     *,
     track: str | None,
 ) -> None:
-    """Puts the averages into a model for good. Else as `averaged_or_own`."""
+    """Puts the averages into a model for good. Else as `averaged_or_own`; always says why not."""
     ranks = Ranks.current(options.get("process_group"))
     try:
-        version = _newest(url, attachment, options, ranks)
+        version, _ = _newest(url, attachment, options, ranks, track)
+        start: str | None = None
         failure: Exception | None = None
         try:
-            pairs = read_average(
+            average = read_average(
                 module,
                 url,
                 track=track,
@@ -185,11 +207,18 @@ def copy_average_or_own(
                 rename=options.get("rename"),
                 process_group=options.get("process_group"),
                 timeout_s=pull_patience_s(options),
-            ).pairs(module, options.get("rename"))
+            )
+            pairs = average.pairs(module, options.get("rename"))
+            start = awaited_start(average.version, average.track)
         except Exception as raised:  # No memory, for example.
             failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
-        write(pairs)
+        if start is None:
+            write(pairs)
+        else:
+            _logger.warning(
+                "the model keeps its own weights: the average begins at its ema_start, %s", start
+            )
     except EmaError as error:
         if raises(options):
             raise
@@ -197,23 +226,46 @@ def copy_average_or_own(
 
 
 def _newest(
-    url: str, attachment: Attachment | None, options: Mapping[str, Any], ranks: Ranks
-) -> Version | None:
-    """Rank 0's newest version, on all ranks. None: alone, without an attachment: whichever is the newest."""
+    url: str,
+    attachment: Attachment | None,
+    options: Mapping[str, Any],
+    ranks: Ranks,
+    track: str | None,
+) -> tuple[Version | None, str | None]:
+    """Rank 0's newest version, on all ranks; and the track's ema_start, if that has not come. No version:
+    alone, without an attachment: whichever is the newest."""
     failure: Exception | None = None
     version: Version | None = None
+    start: str | None = None
     try:
         if attachment is not None:
             version = attachment.wait_pushed()
-        elif ranks.world_size == 1:
-            return None
+            track = attachment._average_name() if track is None else track
         elif ranks.rank == 0:
             address, model_name = split_url(url)
             with Client(address, timeout_s=patience_s(options)) as client:
-                version = client.model(model_name).latest
+                info = client.model(model_name)
+            version = info.latest
+            track = only_average_of(info) if track is None else track
+        if version is not None and track is not None:
+            start = awaited_start(version, track)
     except Exception as raised:
         failure = failure_of(raised)
-    version, failure = ranks.broadcast((version, failure))
+    version, start, failure = ranks.broadcast((version, start, failure))
+    if failure is not None:
+        raise failure
     if version is None:
-        raise failure or FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
-    return version
+        raise FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
+    if attachment is None and ranks.world_size == 1:
+        version = None
+    return version, start
+
+
+def _warn_of_start(attachment: Attachment | None, start: str) -> None:
+    if attachment is not None:
+        if attachment._has_told_of_start:
+            return
+        attachment._has_told_of_start = True
+    _logger.warning(
+        "evaluating the trainer's own weights: the average begins at its ema_start, %s", start
+    )

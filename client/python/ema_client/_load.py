@@ -14,6 +14,7 @@ from ema_client._out import check_castable, check_writable
 from ema_client._pieces import Piece, local_of, pieces_of
 from ema_client._pull_arguments import check_device
 from ema_client._reading import Reading, first_names_of, names_there, reading, version_alone
+from ema_client._started import warn_of_no_average
 from ema_client._torch_model import NamedTensors, shard_again, unwrap, write
 from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, Version, VersionLike
@@ -59,7 +60,8 @@ def load_into(
     replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Of a model of DTensors
     each rank gets its own pieces, as with `averaged`; all ranks must call this together. With `rename` or
     `process_group` a model may also be a part of the server's, such as a pipeline's stage: that the
-    track has other tensors, too, is no error then.
+    track has other tensors, too, is no error then. Warns as `averaged` does of a track that has not
+    started.
 
     Args:
         model: the module; DistributedDataParallel and torch.compile are looked through.
@@ -134,6 +136,8 @@ def load_into(
             for name in lacking:
                 match.missing.append(name)
                 del match.names[name]
+    if ranks.rank == 0:
+        warn_of_no_average(info.name, pulled, asked.track)
     module = unwrap(model)
     failure: Exception | None = None
     made: dict[int, torch.Tensor] = {}

@@ -37,6 +37,7 @@ from ema_client._errors import (
 from ema_client._ranks import Ranks
 from ema_client._resume import State as ResumeState
 from ema_client._same_version import pull_on_all_ranks
+from ema_client._started import awaited_start
 from ema_client._torch_model import unwrap
 from ema_client._track import Track
 from ema_client._types import TrainingTime, Version, VersionLike, Weights
@@ -238,6 +239,11 @@ class EMA(Algorithm):
         try:
             if self._pulled is None:
                 self._pulled = self._pull()
+            start = awaited_start(self._pulled.version, _TRACK)
+            if start is not None:  # The push that began the average was skipped.
+                raise FailedPreconditionError(
+                    f"the newest version is from before ema_start, {start}", reason="NO_VERSION"
+                )
             self._swap = self._swapped(state, self._pulled)
         except EmaError as error:
             if self._raises():

@@ -80,8 +80,10 @@ class EMAWeightAveraging(_Callback):
         use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
         device: only None: nothing is stored here.
         validate_with_average: the model has averaged weights in each validation and test; in those of
-            a fit, the average of its last push. False: its own.
-        copy_at_end: the model has averaged weights after the fit, as with Lightning's. False: its own.
+            a fit, the average of its last push. False: its own. Before the average starts (ema_start,
+            update_starting_at_step) also its own, with a warning.
+        copy_at_end: the model has averaged weights after the fit, as with Lightning's, if the average
+            has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
             on_error "skip", the default, a server that is away costs a warning: the model then

@@ -64,6 +64,7 @@ class EmaCallback(_TrainerCallback):
         url: "ema://host:port/model".
         evaluate_with_average: the model has averaged weights, those of its last push, in evaluations
             that the training makes, and its own again before it saves a checkpoint. False: its own.
+            Before the average starts (ema_start) also its own, with a warning.
             Not with several eval_datasets: there, override the trainer's `evaluate` with one that calls
             it within `averaged()`.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
