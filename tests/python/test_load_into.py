@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import ema_client
 import pytest
@@ -195,19 +196,43 @@ def test_shapes_must_match(server, model, average, strict):
     assert_same_bits(before, net.state_dict())
 
 
-def test_a_tensor_that_the_track_ignores_is_missing(server, client, model):
-    net = torch.nn.Linear(3, 2)
-    client.create_model(
-        model, net.state_dict(), tracks={"ema": ema_client.Track(tensor_rules={"bias": "ignore"})}
-    )
-    with client.open_run(model) as run:
-        run.push(step=1, weights={name: p.detach() for name, p in net.named_parameters()})
-    with pytest.raises(ema_client.InvalidArgumentError, match="missing: bias"):
-        ema_client.load_into(net, server.url(model))
-    bias = net.bias.detach().clone()
-    loaded = ema_client.load_into(net, server.url(model), strict=False)
-    assert loaded.missing_keys == ("bias",)
-    assert torch.equal(net.bias, bias)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("rename", [None, "part.{}".format], ids=["whole", "part"])
+@pytest.mark.parametrize("others", [{}, {"raw": "copy"}], ids=["every track", "one track"])
+def test_tensors_that_the_track_ignores_are_left(
+    server, client, model, caplog, others, rename, strict
+):
+    url = server.url(model)
+    ignoring = ema_client.Track(tensor_rules={"*head.*": "ignore"})
+    with ema_client.attach(
+        Net(), None, url, tracks={"ema": ignoring, **others}, rename=rename
+    ) as ema:
+        ema.after_step()
+    key = rename or str
+    for place in ("cpu", "meta"):
+        with torch.device(place):
+            net = Net()
+        head = net.head.weight
+        before = head.clone()
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "ema_client"):
+            loaded = ema_client.load_into(net, url, strict=strict, rename=rename)
+        assert loaded.missing_keys == loaded.unexpected_keys == ()
+        assert loaded.ignored_keys == (key("head.weight"),)
+        assert 'track "ema" ignores 1 tensors' in caplog.text
+        assert net.head.weight is net.tied.weight is head and head.device.type == place
+        assert place == "meta" or torch.equal(head, before)
+        average = client.pull(model, track="ema")
+        assert_same_bits(
+            average, {key(f"body.{name}"): t for name, t in net.body.state_dict().items()}
+        )
+    net.other = torch.nn.Linear(2, 2)
+    net.header = torch.nn.Linear(2, 2)
+    if strict:
+        with pytest.raises(ema_client.InvalidArgumentError) as error:
+            ema_client.load_into(net, url, rename=rename)
+        missing = ", ".join(map(key, ["other.weight", "other.bias", "header.weight"]))
+        assert f"missing: {missing}, {key('header.bias')} " in f"{error.value.args[0]} "
 
 
 def test_a_mask_of_integers_becomes_one_of_bools(server, client, model):

@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _arrays
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._guard import wait_unread
-from ema_client._joining import of_known_dtypes
 from ema_client._out import check_castable, check_writable
 from ema_client._pieces import Piece, pieces_of, selected
 from ema_client._ranks import Ranks
-from ema_client._reading import Reading, first_names_of, names_there, reading
+from ema_client._reading import Reading, names_there, reading
 from ema_client._recalibrate import Recalibration, recalibrated
 from ema_client._started import warn_of_no_average
 from ema_client._torch_model import (
     NamedTensors,
     named_tensors,
     shard_again,
-    specs_of,
     unwrap,
     write,
 )
-from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, Version, VersionLike, Weights
 
 if TYPE_CHECKING:
@@ -241,9 +238,8 @@ def read_average(
         asked: Reading,
     ) -> tuple[set[str], dict[str, torch.Tensor], dict[str, Piece]]:
         named = asked.named
-        names = {name: name for name in named.all()}
-        names |= names_there(named, first_names_of(asked.info.tensors))
-        ignored = _ignored(asked.info, asked.track, named, names)
+        names = asked.names()
+        ignored = asked.ignored()
         wanted = _without(named, ignored)
         pieces = asked.pieces(wanted, names)
         _check_pieces(asked.info, pieces)
@@ -362,15 +358,3 @@ def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
     specs = {spec.name: spec for spec in info.tensors}
     _arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces)
     _arrays.check_shapes(what, expected=specs, given=pieces)
-
-
-def _ignored(
-    info: ModelInfo, track: str, tensors: NamedTensors, names: Mapping[str, str]
-) -> set[str]:
-    """Tensors that the track does not have: the model keeps its own."""
-    other = {name for name, tensor in tensors.all().items() if _arrays.has_other_dtype(tensor)}
-    there = {spec.name: _arrays.spec_of(spec.name, spec) for spec in info.tensors}
-    specs = {names[own[0]]: own for own in of_known_dtypes(specs_of(tensors))}
-    specs |= {name: there[name] for name in specs if name in there}
-    ignored = ignored_by(track, info.tracks, list(specs.values()))
-    return other | {name for name in names if names[name] in ignored}

@@ -15,9 +15,9 @@ from ema_client._pieces import Piece, local_of, pieces_of
 from ema_client._pull_arguments import check_device
 from ema_client._reading import Reading, first_names_of, names_there, reading, version_alone
 from ema_client._started import warn_of_no_average
-from ema_client._torch_model import NamedTensors, shard_again, unwrap, write
+from ema_client._torch_model import shard_again, unwrap, write
 from ema_client._track import ignored_by
-from ema_client._types import ModelInfo, Version, VersionLike
+from ema_client._types import Version, VersionLike
 
 if TYPE_CHECKING:
     import torch
@@ -29,16 +29,20 @@ class Loaded:
 
     Attributes:
         version: that is in the module.
-        missing_keys: tensors of the module that the track does not have; they are as they were.
+        missing_keys: tensors of the module that the model does not have, or did not at that version; they
+            are as they were.
         unexpected_keys: tensors of the track that the module does not have.
         meta_buffers: buffers that no state_dict has, and no server, and that have no memory yet: their
             values are for the caller to compute.
+        ignored_keys: tensors of the module that the track ignores; they are as they were, on meta without
+            memory.
     """
 
     version: Version
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     meta_buffers: tuple[str, ...]
+    ignored_keys: tuple[str, ...]
 
 
 def load_into(
@@ -57,7 +61,8 @@ def load_into(
     """Puts averaged values into a module's parameters and buffers for good.
 
     Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device are
-    replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Of a model of DTensors
+    replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Tensors that the track
+    ignores are left as they are. Of a model of DTensors
     each rank gets its own pieces, as with `averaged`; all ranks must call this together. With `rename` or
     `process_group` a model may also be a part of the server's, such as a pipeline's stage: that the
     track has other tensors, too, is no error then. Warns as `averaged` does of a track that has not
@@ -69,7 +74,7 @@ def load_into(
         track: which average. None: the only track that is not a copy, else "ema".
         version: a number, a record, or a label such as "best"; None (or 0): the newest.
         step: instead: the version of this step of the trainer; see `Client.pull`.
-        strict: the module and the track must have the same tensors. False: what both have is loaded,
+        strict: the module and the track must have the same tensors, but for ignored ones. False: what both have is loaded,
             and only that is sent, for example an encoder's.
         device: where tensors that have no memory get it, such as "cuda:1". None: in host memory. Others
             stay where they are: if all of them have memory, they must have it there.
@@ -101,7 +106,7 @@ def load_into(
     def match_all(asked: Reading) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
         if device is not None:
             check_device(device)
-        match = _match(asked.info, asked.track, asked.named)
+        match = _match(asked)
         match.check(asked.info.name, strict, asked.may_be_part)
         matched = {name: asked.named.all()[name] for name in match.names}
         _check_place(matched, device)
@@ -166,6 +171,7 @@ def load_into(
             for name, buffer in module.named_buffers()
             if buffer.is_meta and id(buffer) not in kept
         ),
+        tuple(match.ignored),
     )
 
 
@@ -182,6 +188,7 @@ class _Match:
     missing: list[str]
     unexpected: list[str]
     wrong_shapes: list[str]
+    ignored: list[str]
     is_all: bool
 
     def check(self, model_name: str, strict: bool, may_be_part: bool) -> None:
@@ -193,18 +200,20 @@ class _Match:
         )
 
 
-def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
-    ignored = ignored_by(
-        track, info.tracks, [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
+def _match(asked: Reading) -> _Match:
+    info, named = asked.info, asked.named
+    ignored = asked.ignored()
+    ignored_there = ignored_by(
+        asked.track, info.tracks, [_arrays.spec_of(spec.name, spec) for spec in info.tensors]
     )
-    specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored}
+    specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored_there}
     names = names_there(named, first_names_of(specs.values()))
+    names = {name: there for name, there in names.items() if name not in ignored}
     # What cannot be averaged is not expected either.
     missing = [
         name
         for name, tensor in named.all().items()
-        if name not in names
-        and not (_arrays.has_other_dtype(tensor) or _arrays.is_without_memory(tensor))
+        if not (name in names or name in ignored or _arrays.is_without_memory(tensor))
     ]
     wrong = [
         f"{name}: {tuple(tensor.shape)} here, {tuple(specs[names[name]].shape)} there"
@@ -218,7 +227,7 @@ def _match(info: ModelInfo, track: str, named: NamedTensors) -> _Match:
         if spec.name not in names.values() and known.isdisjoint((spec.name, *spec.aliases))
     ]
     is_all = len(set(names.values())) == len(specs)
-    return _Match(names, missing, unexpected, wrong, is_all)
+    return _Match(names, missing, unexpected, wrong, sorted(ignored), is_all)
 
 
 def _refuse(

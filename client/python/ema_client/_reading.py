@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import random
 import threading
@@ -14,10 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import AbortedError, InvalidArgumentError, OutOfRangeError
+from ema_client._joining import of_known_dtypes
 from ema_client._pieces import Piece, piece_of, selection_of
 from ema_client._pull_arguments import check_version, only_average_of
 from ema_client._ranks import Ranks
-from ema_client._torch_model import NamedTensors, half_of, has_pieces, named_tensors, unwrap
+from ema_client._torch_model import (
+    NamedTensors,
+    half_of,
+    has_pieces,
+    named_tensors,
+    specs_of,
+    unwrap,
+)
 from ema_client._track import ignored_by
 from ema_client._types import ModelInfo, TensorSpec, Version, VersionLike, Weights, version_id
 from ema_client._url import split_url
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 Wanted = TypeVar("Wanted")
+
+_logger = logging.getLogger(__name__)
 
 # How often ranks try to read the newest version before it has gone, and what lies between two attempts,
 # which doubles.
@@ -53,6 +64,30 @@ class Reading:
     named: NamedTensors
     may_be_part: bool
     is_part: bool
+
+    def names(self) -> dict[str, str]:
+        """Of the module's tensors the names there; of those that are not there their own."""
+        names = {name: name for name in self.named.all()}
+        return names | names_there(self.named, first_names_of(self.info.tensors))
+
+    def ignored(self) -> set[str]:
+        """Of the module's tensors those that the track does not have, by its rules or their dtypes: they
+        are left as they are."""
+        named, names = self.named, self.names()
+        there = {spec.name: spec for spec in self.info.tensors}
+        other = {name for name, one in named.all().items() if _arrays.has_other_dtype(one)}
+        specs = {names[own[0]]: own for own in of_known_dtypes(specs_of(named))}
+        specs |= {name: _arrays.spec_of(name, there[name]) for name in specs if name in there}
+        ignored = ignored_by(self.track, self.info.tracks, list(specs.values()))
+        result = other | {name for name in names if names[name] in ignored}
+        if result:
+            _logger.debug(
+                'model "%s": track "%s" ignores %d tensors, which are left as they are',
+                self.info.name,
+                self.track,
+                len(result),
+            )
+        return result
 
     def pieces(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
