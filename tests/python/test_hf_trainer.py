@@ -218,6 +218,44 @@ def test_evaluations_at_the_ends_of_epochs(server, client, model, tmp_path):
     assert_same_bits(recorder.averages[20], client.pull(model, track="ema"))
 
 
+@pytest.mark.parametrize("copies", [True, False], ids=["average", "own weights"])
+@pytest.mark.parametrize("best", [None, 5, 10], ids="best {}".format)
+def test_what_the_model_has_after_the_training(server, model, tmp_path, caplog, best, copies):
+    """The averages, if so asked: of the best checkpoint, if the trainer has loaded that."""
+
+    class Metrics(transformers.TrainerCallback):
+        """As if one evaluation were better than all others."""
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            metrics["eval_loss"] = float(state.global_step != best)
+
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(
+        server.url(model),
+        half_life="4ba",
+        evaluate_with_average=True,
+        copy_at_end=copies,
+        keep_resumable=3,
+    )
+    trainer = make_trainer(
+        tmp_path,
+        recorder,
+        callback,
+        Metrics(),
+        **{"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5},
+        load_best_model_at_end=best is not None,
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    # The server keeps the averages of steps 10, 15 and 20.
+    has_average = copies and best != 5
+    expected = (recorder.averages if has_average else recorder.own)[best or 20]
+    assert_same_bits(expected, trainer.model.state_dict())
+    said = [record.getMessage() for record in caplog.records]
+    assert any("copy_at_end=True" in text for text in said) == (best is not None and not copies)
+    assert any("not their average: " in text for text in said) == (copies and best == 5)
+
+
 def test_several_sets_to_evaluate_on_are_refused(server, model, tmp_path):
     callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
     data = {"one": make_data(4), "other": make_data(8)}

@@ -27,7 +27,7 @@ from ema_client._resume import warn_of_no_state
 from ema_client._started import awaited_start
 from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._torch_model import write
-from ema_client._types import Version
+from ema_client._types import Version, VersionLike
 from ema_client._url import split_url
 
 if TYPE_CHECKING:
@@ -191,11 +191,14 @@ def copy_average_or_own(
     options: Mapping[str, Any],
     *,
     track: str | None,
+    version: VersionLike | None = None,
 ) -> None:
-    """Puts the averages into a model for good. Else as `averaged_or_own`; always says why not."""
+    """Puts the averages into a model for good: those of `version`, else of the last push. Else as
+    `averaged_or_own`; always says why not."""
     ranks = Ranks.current(options.get("process_group"))
     try:
-        version, _ = _newest(url, attachment, options, ranks, track)
+        if version is None:
+            version, _ = _newest(url, attachment, options, ranks, track)
         start: str | None = None
         failure: Exception | None = None
         try:

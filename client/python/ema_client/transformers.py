@@ -28,6 +28,7 @@ from ema_client._callbacks import (
     averaged_or_own,
     check_options,
     check_tracks,
+    copy_average_or_own,
     needs_only_batches,
     pull_patience_s,
     saved_state,
@@ -35,6 +36,7 @@ from ema_client._callbacks import (
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._files import small_files
 from ema_client._ranks import Ranks
+from ema_client._resume import State
 from ema_client._types import Version
 from ema_client._url import split_url
 
@@ -67,6 +69,11 @@ class EmaCallback(_TrainerCallback):
             Before the average starts (ema_start) also its own, with a warning.
             Not with several eval_datasets: there, override the trainer's `evaluate` with one that calls
             it within `averaged()`.
+            With the trainer's load_best_model_at_end the best checkpoint is the one whose average is
+            best, but its own weights are loaded: give copy_at_end=True, too, or a warning says so.
+        copy_at_end: the model has averaged weights after the training, if the average has started; with
+            load_best_model_at_end those of the best checkpoint, if the server still keeps them (see
+            keep_resumable), else its own. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
             args.resume_from_checkpoint nor in args.output_dir.
@@ -92,16 +99,18 @@ class EmaCallback(_TrainerCallback):
         url: str,
         *,
         evaluate_with_average: bool = False,
+        copy_at_end: bool = False,
         track: str | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         check_options(type(self).__name__, options)
         check_tracks(options)
-        split_url(url)  # Raises if it is none.
+        self._model_name = split_url(url)[1]
         self._url = url
         self._options = options
         self._evaluates = evaluate_with_average
+        self._copies_at_end = copy_at_end
         self._track = track
         self._resume_folder = resume_from_checkpoint
         self._model: Any = None
@@ -153,6 +162,11 @@ class EmaCallback(_TrainerCallback):
             # The trainer has loaded its weights over those of a training that an exception has ended.
             self._own.drop()
         self.close()
+        if self._evaluates and args.load_best_model_at_end and not self._copies_at_end:
+            _logger.warning(
+                "load_best_model_at_end: the best checkpoint is chosen by its average, and then its own "
+                "weights are loaded: EmaCallback(..., copy_at_end=True) puts its average into the model"
+            )
         self._model = kwargs["model"]
         defaults: dict[str, Any] = {}
         if not needs_only_batches(self._options):
@@ -210,7 +224,30 @@ class EmaCallback(_TrainerCallback):
             new.replace(folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._copies_at_end and self._attachment is not None:
+            self._copy_at_end(self._attachment, args, state)
         self.close()
+
+    def _copy_at_end(self, attachment: Attachment, args: Any, state: Any) -> None:
+        label: str | None = None
+        if args.load_best_model_at_end:
+            ranks = Ranks.current(self._options.get("process_group"))
+            best: str | None = state.best_model_checkpoint
+            saved = None if best is None or ranks.rank != 0 else _saved_in(pathlib.Path(best))
+            # Other ranks may not see the folder.
+            best, saved = ranks.broadcast((best, saved))
+            if saved is not None:
+                label = State.from_dict(saved["average"], model=self._model_name).label
+            elif best is not None:
+                _logger.warning(
+                    "the model keeps the weights of %s: there is no %s, which says what their average is",
+                    best,
+                    STATE_FILE,
+                )
+                return
+        copy_average_or_own(
+            self._model, self._url, attachment, self._options, track=self._track, version=label
+        )
 
     def _swap_in_before_evaluation(self, control: Any) -> None:
         if self._evaluates and control.should_evaluate:
@@ -242,11 +279,8 @@ class EmaCallback(_TrainerCallback):
         if self._resume_folder is not None:
             folders = [pathlib.Path(self._resume_folder)]
         for folder in folders:
-            try:
-                saved = json.loads((folder / STATE_FILE).read_text())
-            except (OSError, ValueError):
-                continue
-            if saved["global_step"] == state.global_step:
+            saved = _saved_in(folder)
+            if saved is not None and saved["global_step"] == state.global_step:
                 average: dict[str, Any] = saved["average"]
                 return average
         _logger.warning(
@@ -261,6 +295,15 @@ class EmaCallback(_TrainerCallback):
 
 def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:
     return pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _saved_in(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What is in a checkpoint's ema_state.json. None: there is none that can be read."""
+    try:
+        saved: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return saved
 
 
 def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
