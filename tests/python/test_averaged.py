@@ -276,6 +276,36 @@ def test_in_the_training_loop(server, client, model):
     assert_same_bits(trained, client.pull(model, track="raw"))
 
 
+def test_the_newest_version_is_that_of_the_last_step(server, client, model, monkeypatch):
+    """Where this thread trains, whatever its push needs."""
+    net, url = torch.nn.Linear(2000, 2000), server.url(model)
+    other = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, url, tracks={"raw": "copy", "ema": "4ba"}) as ema:
+        for step in range(1, 5):
+            net(torch.ones(2000)).sum().backward()
+            optimizer.step()
+            if step % 2 == 1:
+                with ema_client.averaged(net, url) as version:
+                    assert version.step == step
+            else:
+                assert ema_client.load_into(other, url, track="raw").version.step == step
+                assert torch.equal(net.weight, other.weight)
+        waits = []
+
+        def wait_pushed(timeout_s):
+            waits.append(timeout_s)
+            raise ema_client.DeadlineExceededError("not yet")
+
+        monkeypatch.setattr(ema, "wait_pushed", wait_pushed)
+        for options in ({"timeout_s": 7}, {"version": version}, {"step": version.step}):
+            with ema_client.averaged(net, url, **options):
+                pass
+        with concurrent.futures.ThreadPoolExecutor(1) as evaluator:
+            evaluator.submit(ema_client.load_into, other, url).result()
+        assert waits == [7]
+
+
 @pytest.mark.parametrize("kind", ["other parameters", "copies"])
 @pytest.mark.parametrize("how", ["averaged", "load_into"])
 def test_memory_that_a_push_reads_is_waited_for(server, model, monkeypatch, how, kind):

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,11 @@ class Attachment(WithEmaModel):
             sent_bytes=self._sent_bytes,
             wait_seconds=self._wait_seconds,
         )
+
+    def _is_trained_here(self, address: str, model_name: str) -> bool:
+        """Whether this thread makes the steps, and the model is that one of that server."""
+        is_ours = self._is_ours() and self._trainer == threading.get_ident()
+        return is_ours and (self._client._address, self._model_name) == (address, model_name)
 
     @entrance
     def after_step(self, *, wait_released: bool = True) -> None:

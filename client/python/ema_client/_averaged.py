@@ -62,7 +62,8 @@ def averaged(
         model: the model; DistributedDataParallel and torch.compile are looked through.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
+            that trains, is that of its last push: it is waited for.
         step: instead: the version of this step of the trainer; see `Client.pull`.
         recalibrate: gives BatchNorm the statistics that the averaged weights have, which are not
             the average of the statistics: a loader of input tensors, or of tuples that begin with one,

@@ -87,6 +87,7 @@ class Client(EvaluatorCalls):
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
         check_text("address", address)
+        self._address = address
         # Not by `call`, whose error would have the token in it.
         client = _ema.Client(
             address,

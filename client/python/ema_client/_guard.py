@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema, _gpu
 from ema_client._arrays import is_instance, is_sparse, range_of
+from ema_client._errors import DeadlineExceededError
 from ema_client._optimizers import parameter_ids
 from ema_client._pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
 from ema_client._torch_model import NamedTensors, checksums
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from ema_client._attachment import Attachment
 
+_logger = logging.getLogger(__name__)
 
 # Attachments that push.
 live: weakref.WeakSet[Attachment] = weakref.WeakSet()
@@ -211,6 +214,23 @@ def wait_unread(arrays: Iterable[Any]) -> None:
     for attachment in list(live):
         if attachment._weights.are_in(ranges):
             attachment.wait_released()
+
+
+def wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
+    """Waits until what this thread trains and pushes to that model is a version, so that the newest one is
+    of its last step: `timeout_s` at most (None: that of `attach`), then a warning says that it may not be.
+    """
+    for attachment in list(live):
+        if attachment._is_trained_here(address, model_name):
+            try:
+                attachment.wait_pushed(timeout_s=timeout_s)
+            except DeadlineExceededError as error:
+                _logger.warning(
+                    'model "%s": the newest version is of an earlier step than %d: %s',
+                    model_name,
+                    attachment.step,
+                    error,
+                )
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor | Held]) -> list[int]:

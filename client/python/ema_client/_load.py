@@ -72,7 +72,8 @@ def load_into(
         model: the module; DistributedDataParallel and torch.compile are looked through.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
+            that trains, is that of its last push: it is waited for.
         step: instead: the version of this step of the trainer; see `Client.pull`.
         strict: the module and the track must have the same tensors, but for ignored ones. False: what both have is loaded,
             and only that is sent, for example an encoder's.

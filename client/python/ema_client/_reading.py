@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ema_client import _arrays
 from ema_client._client import Client
 from ema_client._errors import AbortedError, InvalidArgumentError, OutOfRangeError
+from ema_client._guard import wait_pushed
 from ema_client._joining import of_known_dtypes
 from ema_client._pieces import Piece, piece_of, selection_of
 from ema_client._pull_arguments import check_version, only_average_of
@@ -147,6 +148,8 @@ def reading(
             check_version(version)
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
+            if not version and step is None:
+                wait_pushed(address, model_name, timeout_s)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             track = only_average_of(info) if track is None else track
