@@ -37,6 +37,11 @@ def main():
                 report(client, name, version, accuracy(model))
             if version.step >= last_step:
                 break
+        if "best" not in client.labels(name):
+            sys.exit(
+                f"no version up to step {last_step} is there any more to be measured: start this as soon as "
+                "training has begun"
+            )
         best = client.pull(name, track="ema", version="best")
     model.load_state_dict(best)
     print(f"best step {best.version.step}: {accuracy(model):.4f}")

@@ -179,3 +179,22 @@ def test_evaluate_says_which_scores_come_too_late(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1: 0.5000, which counts for nothing: the version has gone")
     assert last.startswith("best step ") and client.labels(model)["best"].step > 1
+
+
+def test_evaluate_that_comes_too_late_says_so(server, client, model, trainer):
+    weights = trainer.network().state_dict()
+    client.create_model(model, weights, tracks={"ema": "2ba"}, max_pinned_versions=1)
+    with client.open_run(model) as run:
+        for step in range(1, 10):
+            run.push(step=step, weights=weights)
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "evaluate.py", server.address, model, "5"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "no version up to step 5 is there any more to be measured: start this as soon as training has "
+        "begun\n"
+    )
