@@ -129,7 +129,8 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   for (int step = 1; step <= 4; ++step) {
     const float value = static_cast<float>(step);
     ASSERT_THAT(Push(step, {value, value, value}), IsOk());
-    for (const TrackVersion& track : model_->latest()->tracks) {
+    const Version version = *model_->latest();
+    for (const TrackVersion& track : version.tracks) {
       EXPECT_EQ(track.averaged_count, std::max(0, step - 2)) << track.track << " at " << step;
     }
   }
