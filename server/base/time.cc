@@ -85,11 +85,14 @@ std::optional<double> ParseClock(std::string_view text) {
   return seconds;
 }
 
-// What the writer of a number without a unit may have meant.
+// What the writer of a number without a unit may have meant. Below 1 that is rather a decay than a
+// share of the training, which as a half-life would average nearly all of it.
 std::string GuessUnit(std::string_view number, double value) {
-  if (IsWhole(value) && value > 0 && value <= kMaxCount) return std::string(number) + "ba";
-  if (value > 0 && value < 1) return std::string(number) + "dur";
-  return "1000ba";
+  const std::string given(number);
+  if (IsWhole(value) && value > 0 && value <= kMaxCount) return absl::StrCat("\"", given, "ba\"");
+  if (!(value > 0 && value < 1)) return "\"1000ba\"";
+  return absl::StrCat("\"1000ba\"; a decay is smoothing=", given,
+                      ", a share of the whole training \"", given, "dur\"");
 }
 
 }  // namespace
@@ -122,8 +125,8 @@ absl::StatusOr<TrainingDuration> TrainingDuration::Parse(std::string_view text) 
   const std::string_view number(lower.data(), result.ptr - lower.data());
   const std::string_view suffix(result.ptr, end - result.ptr);
   if (suffix.empty()) {
-    return BadDuration(
-        text, absl::StrCat("a time needs a unit, such as \"", GuessUnit(number, value), "\""));
+    return BadDuration(text,
+                       absl::StrCat("a time needs a unit, such as ", GuessUnit(number, value)));
   }
 
   const std::optional<TimeUnit> unit = FindUnit(suffix);

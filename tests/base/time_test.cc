@@ -87,7 +87,9 @@ INSTANTIATE_TEST_SUITE_P(
     All, DurationRefusalTest,
     testing::Values(
         BadCase{"BareNumber", "1000", "\"1000\": a time needs a unit, such as \"1000ba\""},
-        BadCase{"BareShare", "0.1", "\"0.1\": a time needs a unit, such as \"0.1dur\""},
+        BadCase{"BareShare", "0.999",
+                "\"0.999\": a time needs a unit, such as \"1000ba\"; a decay is smoothing=0.999, "
+                "a share of the whole training \"0.999dur\""},
         BadCase{"BareMixed", "1.5", "\"1.5\": a time needs a unit, such as \"1000ba\""},
         BadCase{"BareZero", "0", "a time needs a unit, such as \"1000ba\""},
         BadCase{"Five", "5", "a time needs a unit, such as \"5ba\""},
