@@ -56,7 +56,8 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
     return MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
-        absl::StrCat("the server has ", models_.size(), " models, as many as it may have"),
+        absl::StrCat("the server has ", models_.size(),
+                     " models, as many as it may have (--max-models): delete one first"),
         absl::Seconds(10));  // By then somebody may have deleted one.
   }
   const std::string name = config.name;

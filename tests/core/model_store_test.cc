@@ -57,6 +57,18 @@ TEST_F(ModelStoreTest, AModelBeyondTheBudgetIsRefusedAndTakesNothing) {
   EXPECT_THAT(store_.Create(Config("small")), IsOk());
 }
 
+TEST_F(ModelStoreTest, AModelTooManyIsToldTheWaysOut) {
+  ModelStore::Options options = SmallBlocks();
+  options.max_models = 1;
+  ModelStore store(TestDevice(), options);
+  ASSERT_THAT(store.Create(Config("m")), IsOk());
+  const auto refused = store.Create(Config("n"));
+  EXPECT_THAT(refused, StatusIs(absl::StatusCode::kResourceExhausted,
+                                AllOf(HasSubstr("has 1 models"), HasSubstr("--max-models"),
+                                      HasSubstr("delete one"))));
+  EXPECT_THAT(refused, ReasonIs(ErrorReason::kTooManyModels));
+}
+
 // As where averages are on a GPU.
 TEST_F(ModelStoreTest, HostMemoryBesideBlocksMayHaveABudgetOfItsOwn) {
   ModelStore::Options options = SmallBlocks();
