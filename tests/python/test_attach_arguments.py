@@ -137,6 +137,58 @@ def test_a_presets_arguments_are_keyword_arguments(server, client, model, preset
     assert client.model(model).tracks == client.model(f"{model}-expected").tracks
 
 
+WHOLE = {"tensor_rules": {"bias": "copy"}, "buffers": "copy", "compensated": True}
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [
+        {},
+        {"half_life": "100ba", "tracks": {"raw": "copy"}},
+        {"preset": "torch", "decay": 0.9, "use_buffers": True},
+        {"preset": {"preset": "torch", "decay": 0.9}},
+        {"preset": {"preset": "ema_pytorch", **WHOLE}},
+    ],
+    ids=str,
+)
+def test_what_is_no_schedules_goes_with_each_that_makes_the_track(server, client, model, made_by):
+    net, optimizer = make_trainer()
+    given = {} if "compensated" in str(made_by) else WHOLE
+    with ema_client.attach(net, optimizer, server.url(model), **made_by, **given) as ema:
+        optimizer.step()
+        version = ema.wait_pushed()
+    track = client.model(model).tracks["ema"]
+    assert {name: getattr(track, name) for name in WHOLE} == {
+        **WHOLE,
+        "tensor_rules": (("bias", "copy"),),
+    }
+    local = ema_client.LocalEMA(net, **made_by, **given)
+    local.update()
+    assert local.records["ema"].config == version.tracks["ema"].config
+
+
+def test_a_paused_power_function_that_keeps_snapshots(server, client, model):
+    net, optimizer = make_trainer()
+    arguments = {"preset": "edm2", "std": 0.05, "time": lambda step: {"sp": 8 * step}}
+    with ema_client.attach(
+        net, optimizer, server.url(model), paused=True, snapshot_interval="80sp", **arguments
+    ):
+        track = client.model(model).tracks["ema"]
+    assert (track.sigma_rel, track.paused, track.snapshot_interval) == (0.05, True, "80sp")
+
+
+@pytest.mark.parametrize("name, value", WHOLE.items())
+def test_what_is_of_no_track_is_refused(server, name, value):
+    net, optimizer = make_trainer()
+    given = {"tracks": {"fast": "3ba", "slow": "9ba"}, name: value}
+    for make in (
+        lambda: ema_client.attach(net, optimizer, server.url("any"), **given),
+        lambda: ema_client.LocalEMA(net, **given),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: for the track .* give each of these its"):
+            make()
+
+
 def test_the_line_of_an_ema_pytorch_user(server, client, model):
     net, optimizer = make_trainer()
     kept = torch.nn.Linear(3, 2)
@@ -167,6 +219,7 @@ UNKNOWN = [
     ({"preset": "diffusers", "beta": 0.9}, '"beta".* the preset "diffusers" has decay, '),
     ({"preset": {"preset": "diffusers", "decay": 0.9}, "decay": 0.8}, '"decay" is given both'),
     ({"preset": {"preset": "composer", "half_life": "2ba"}, "half_life": "3ba"}, '"half_life" is'),
+    ({"preset": {"preset": "timm", "compensated": True}, "compensated": True}, '"compensated" is'),
     ({"haf_life": "3ba"}, '"haf_life"; did you mean "half_life"'),
     ({"beta": 0.9}, '"beta".* preset="ema_pytorch"'),
 ]

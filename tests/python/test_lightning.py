@@ -222,6 +222,13 @@ def test_attachs_own_arguments(server, client, model):
     assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
 
 
+@pytest.mark.parametrize("schedule", [{}, {"decay": 0.9}, {"half_life": "20ba"}], ids=str)
+def test_what_is_no_schedules_goes_with_either(server, client, model, schedule):
+    callback = EMAWeightAveraging(server.url(model), **schedule, compensated=True)
+    make_trainer(callback, max_epochs=1).fit(make_module(), loader())
+    assert client.model(model).tracks["ema"].compensated
+
+
 def test_the_preset_of_an_ema_pytorch_user_and_switch_ema(server, client, model):
     callback = EMAWeightAveraging(
         server.url(model),

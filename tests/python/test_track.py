@@ -85,6 +85,27 @@ def test_update_interval_for_tracks_without_one():
     assert interval({"preset": "ema_pytorch"}) == "10ba"
 
 
+def test_what_is_no_schedules_goes_with_a_preset():
+    given = {
+        "compensated": True,
+        "paused": True,
+        "buffers": "average",
+        "tensor_rules": {"a": "3ba"},
+    }
+    track = track_from(track_of("ema", {"preset": "torch", "decay": 0.9, **given}))
+    assert track == Track(
+        smoothing=0.9, **{**given, "tensor_rules": {"a": "half_life=3ba, update_interval=1ba"}}
+    )
+    rules = {"head.a": "copy"}
+    both = {"preset": "ema_pytorch", "ignore_startswith_names": {"head."}, "tensor_rules": rules}
+    assert track_from(track_of("ema", both)).tensor_rules == (
+        ("head.a", "copy"),
+        ("head.*", "ignore"),
+    )
+    kept = {"preset": "edm2", "std": 0.05, "snapshot_interval": "9sp"}
+    assert track_from(track_of("ema", kept)).snapshot_interval == "9sp"
+
+
 def test_tracks_are_values():
     rules = {"head.*": "ignore", "bn.*": "copy"}
     a = Track(half_life="5ba", tensor_rules=rules)

@@ -30,7 +30,7 @@ from ema_client._ranks import Ranks
 from ema_client._switch import PresetOptions
 from ema_client._timeouts import CALL_TIMEOUT_S
 from ema_client._torch_model import unwrap
-from ema_client._track import TrackLike
+from ema_client._track import TensorRules, TrackLike
 from ema_client._types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._url import split_url
 
@@ -50,6 +50,11 @@ def attach(
     update_interval: str | None = None,
     ema_start: str | None = None,
     preset: str | Mapping[str, Any] | None = None,
+    tensor_rules: TensorRules | None = None,
+    buffers: str | None = None,
+    compensated: bool | None = None,
+    paused: bool | None = None,
+    snapshot_interval: str | None = None,
     tracks: Mapping[str, TrackLike] | None = None,
     non_finite: NonFinite = "reject",
     wire_dtype: WireDtype = "as pushed",
@@ -99,6 +104,9 @@ def attach(
         preset: the track "ema" as a library averages: its name ("diffusers"), with `preset_arguments`,
             or all in a dict: {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With ema_pytorch's
             `update_model_with_ema_every` the averages are written back into the model (Switch-EMA).
+        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", by whichever of
+            these it averages; see `Track`. None: its defaults, or the preset's. With tracks alone, these
+            say it themselves.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
             sent, and may have any dtype, or be made of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
@@ -194,6 +202,11 @@ def attach(
                 "smoothing": smoothing,
                 "update_interval": update_interval,
                 "ema_start": ema_start,
+                "tensor_rules": tensor_rules,
+                "buffers": buffers,
+                "compensated": compensated,
+                "paused": paused,
+                "snapshot_interval": snapshot_interval,
                 "tracks": tracks,
                 **(
                     options.preset

@@ -19,7 +19,7 @@ from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
 from ema_client._model_tensors import ModelTensors
 from ema_client._preset_arguments import EmaRule
 from ema_client._torch_model import check_no_dtensor, named_tensors, specs_of, unwrap
-from ema_client._track import TrackLike, only_average
+from ema_client._track import TensorRules, TrackLike, only_average
 from ema_client._types import TimeLike, TrackVersion, time_dict
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class LocalEMA:
         update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
         preset: the track "ema" as a library averages; see `Track.preset`.
+        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", as for `attach`.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore may have any
             dtype.
         preset_arguments: the preset's, as for `attach`.
@@ -191,12 +192,26 @@ class LocalEMA:
         update_interval: str | None = None,
         ema_start: str | None = None,
         preset: str | Mapping[str, Any] | None = None,
+        tensor_rules: TensorRules | None = None,
+        buffers: str | None = None,
+        compensated: bool | None = None,
+        paused: bool | None = None,
+        snapshot_interval: str | None = None,
         tracks: Mapping[str, TrackLike] | None = None,
         **preset_arguments: Any,
     ) -> None:
-        rule = EmaRule(preset, half_life, smoothing, update_interval, ema_start).with_arguments(
-            preset_arguments, inspect.signature(LocalEMA).parameters
-        )
+        rule = EmaRule(
+            preset=preset,
+            half_life=half_life,
+            smoothing=smoothing,
+            update_interval=update_interval,
+            ema_start=ema_start,
+            tensor_rules=tensor_rules,
+            buffers=buffers,
+            compensated=compensated,
+            paused=paused,
+            snapshot_interval=snapshot_interval,
+        ).with_arguments(preset_arguments, inspect.signature(LocalEMA).parameters)
         check_module(model)
         self._module = unwrap(model)
         check_no_dtensor(self._module)

@@ -11,7 +11,7 @@ from typing import Any
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
 from ema_client._presets import argument_names
-from ema_client._track import TrackLike, track_of
+from ema_client._track import WHOLE_TRACK, TensorRules, TrackLike, track_of
 
 # Arguments that those have, too. Where a preset has one of the same name they mean the same of the
 # track that it makes, and go to it.
@@ -27,6 +27,11 @@ class EmaRule:
     smoothing: float | None
     update_interval: str | None
     ema_start: str | None
+    tensor_rules: TensorRules | None = None
+    buffers: str | None = None
+    compensated: bool | None = None
+    paused: bool | None = None
+    snapshot_interval: str | None = None
 
     def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
         """The same with `extra` among the preset's arguments.
@@ -46,18 +51,15 @@ class EmaRule:
                 raise TypeError(_unknown(name, preset, names, own_names))
         shared = {name: getattr(self, name) for name in _SHARED if name in names}
         shared = {name: value for name, value in shared.items() if value is not None}
-        twice = sorted(in_preset.keys() & (extra.keys() | shared.keys()))
+        twice = sorted(in_preset.keys() & (extra.keys() | shared.keys() | self._whole().keys()))
         if twice:
             raise TypeError(f'"{twice[0]}" is given both in preset and as an argument')
         if not extra and not shared:
             return self
-        return EmaRule(
-            {"preset": preset, **in_preset, **shared, **extra},
-            half_life=None if "half_life" in shared else self.half_life,
-            smoothing=None if "smoothing" in shared else self.smoothing,
-            # Stays for other tracks, which do not say theirs.
-            update_interval=self.update_interval,
-            ema_start=None if "ema_start" in shared else self.ema_start,
+        # update_interval stays for other tracks, which do not say theirs.
+        moved = {name: None for name in shared if name != "update_interval"}
+        return dataclasses.replace(
+            self, preset={"preset": preset, **in_preset, **shared, **extra}, **moved
         )
 
     def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
@@ -68,6 +70,7 @@ class EmaRule:
             "ema_start": self.ema_start,
         }
         given = {name: value for name, value in own.items() if value is not None}
+        whole = self._whole()
         all_tracks: dict[str, TrackLike] = {}
         if self.preset is not None:
             if self.update_interval is not None and "update_interval" not in self.preset:
@@ -78,10 +81,17 @@ class EmaRule:
                     'such as preset="ema_pytorch", beta=0.999',
                     reason="BAD_SCHEDULE",
                 )
-            is_name = isinstance(self.preset, str)
-            all_tracks["ema"] = {"preset": self.preset} if is_name else self.preset
+            preset = {"preset": self.preset} if isinstance(self.preset, str) else self.preset
+            all_tracks["ema"] = {**preset, **whole}
         elif given or not others:
-            all_tracks["ema"] = given
+            all_tracks["ema"] = {**given, **whole}
+        elif whole:
+            raise InvalidArgumentError(
+                f"{' and '.join(whole)}: for the track that half_life, smoothing, ema_start or preset make; "
+                "with tracks alone, give each of these its own, such as "
+                'tracks={"ema": {"half_life": "1000ba", "compensated": True}}',
+                reason="BAD_SCHEDULE",
+            )
         if "ema" in all_tracks and others is not None and "ema" in others:
             raise InvalidArgumentError(
                 f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
@@ -92,6 +102,11 @@ class EmaRule:
             track_of(name, track, update_interval=self.update_interval)
             for name, track in all_tracks.items()
         ]
+
+    def _whole(self) -> dict[str, Any]:
+        """What is given of the fields that are no schedule's."""
+        fields = {name: getattr(self, name) for name in WHOLE_TRACK}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def _split(self) -> tuple[str | None, dict[str, Any]]:
         if self.preset is None or isinstance(self.preset, str):

@@ -15,6 +15,7 @@ from ema_client._given import call, check_by_name
 #: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
 #: one ("smoothing=0.9"), or a Track's fields as a dict.
 RuleLike = Union[str, Mapping[str, Any]]
+TensorRules = Union[Mapping[str, RuleLike], Sequence[tuple[str, RuleLike]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Track:
     age_offset: float | None = None
     uniform: bool | None = None
     copy: bool | None = None
-    tensor_rules: Mapping[str, RuleLike] | Sequence[tuple[str, RuleLike]] = ()
+    tensor_rules: TensorRules = ()
     buffers: str = "average"
     compensated: bool = False
     paused: bool = False
@@ -165,7 +166,7 @@ def _rules(rules: object) -> tuple[tuple[str, str], ...]:
 def _rule_text(rule: str | Mapping[str, Any]) -> str:
     if not isinstance(rule, str):
         track = _full_track(rule)
-        for field in ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval"):
+        for field in WHOLE_TRACK:
             if getattr(track, field) != getattr(_DEFAULT_TRACK, field):
                 raise _bad(
                     f"tensor_rules: {field} {getattr(track, field)!r}: a rule has a schedule's fields "
@@ -197,7 +198,7 @@ def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
 
 
 #: "copy", a half-life such as "200ba", a Track, its fields as a dict, or a library's arguments as
-#: {"preset": "ema_pytorch", "beta": 0.999}.
+#: {"preset": "ema_pytorch", "beta": 0.999}, to which the fields of WHOLE_TRACK may be added.
 TrackLike = Union[str, Track, Mapping[str, Any]]
 
 
@@ -216,6 +217,8 @@ _NUMBERS = (
     "sigma_rel",
     "age_offset",
 )
+#: Fields that are no schedule's: whichever rule a track has, by a preset or not, they say the rest.
+WHOLE_TRACK = ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval")
 _DEFAULT_HALF_LIFE = "1000ba"
 # Fields that are of a rule other than half_life, whether or not they name it.
 _OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
@@ -302,7 +305,12 @@ def _full_track(track: TrackLike) -> Track:
         return Track(copy=True) if track == "copy" else Track(half_life=str(track))
     fields = dict(track)
     if "preset" in fields:
-        return Track.preset(str(fields.pop("preset")), **fields)
+        whole = {name: fields.pop(name) for name in WHOLE_TRACK if name in fields}
+        made = Track.preset(str(fields.pop("preset")), **fields)
+        if "tensor_rules" in whole:
+            # The preset's own (ema_pytorch's ignore_names) hold where none of these matches.
+            whole["tensor_rules"] = (*_rules(whole["tensor_rules"]), *_rules(made.tensor_rules))
+        return dataclasses.replace(made, **whole)
     unknown = [str(field) for field in fields if field not in _FIELD_NAMES]
     if unknown:
         raise _bad("; ".join(map(_unknown_field, unknown)))

@@ -31,7 +31,7 @@ from ema_client._callbacks import (
 )
 from ema_client._errors import InvalidArgumentError
 from ema_client._presets import check_count, refuse
-from ema_client._track import Track
+from ema_client._track import WHOLE_TRACK, Track
 from ema_client._url import split_url
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -142,7 +142,9 @@ class EMAWeightAveraging(_Callback):
         if theirs or not (ours or tracks):
             if "ema" in tracks:
                 refuse(f'{" and ".join(theirs)}: for the track "ema", which is in tracks too')
-            options = {**options, "tracks": {"ema": ema, **tracks}}
+            whole = {name: options[name] for name in WHOLE_TRACK if options.get(name) is not None}
+            options = {name: value for name, value in options.items() if name not in whole}
+            options["tracks"] = {"ema": dataclasses.replace(ema, **whole), **tracks}
         check_tracks(options)
         self._model_name = split_url(url)[1]
         self._url = url
