@@ -221,7 +221,10 @@ UNKNOWN = [
     ({"preset": {"preset": "composer", "half_life": "2ba"}, "half_life": "3ba"}, '"half_life" is'),
     ({"preset": {"preset": "timm", "compensated": True}, "compensated": True}, '"compensated" is'),
     ({"haf_life": "3ba"}, '"haf_life"; did you mean "half_life"'),
-    ({"beta": 0.9}, '"beta".* preset="ema_pytorch"'),
+    ({"beta": 0.9}, '"beta"; did you mean "smoothing", the share .* preset="ema_pytorch"'),
+    ({"decay": 0.9}, '"decay"; did you mean "smoothing", the share .* preset="ema_pytorch"'),
+    ({"preset": "ema_pytorch", "decay": 0.9}, '"decay"; did you mean "beta", the share'),
+    ({"preset": "karras", "ema_decay": 0.9}, '"ema_decay"; the preset "karras" has '),
 ]
 
 

@@ -119,6 +119,11 @@ BAD = {
     "two": (Track(half_life="5ba", smoothing=0.5), "half_life and smoothing"),
     "copy-too": ({"half_life": "5ba", "copy": True}, "half_life and copy"),
     "field": ({"halflife": "5ba"}, '"halflife".*"half_life"'),
+    "decay": (
+        {"decay": 0.9},
+        '"decay"; did you mean "smoothing", the share.*"timm", "decay": 0.999',
+    ),
+    "ema_decay": ({"ema_decay": 0.9}, '"ema_decay"; did you mean "smoothing"'),
     "strange": ({"zzz": 1}, '"zzz".*smoothing'),
     "other-rule": (Track(half_life="5ba", power=0.5), "power.*inv_gamma"),
     "alone": (Track(power=0.5), "power.*inv_gamma"),

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
 from ema_client._presets import argument_names
-from ema_client._track import WHOLE_TRACK, TensorRules, TrackLike, track_of
+from ema_client._track import WHOLE_TRACK, TensorRules, TrackLike, nearest_name, track_of
 
 # Arguments that those have, too. Where a preset has one of the same name they mean the same of the
 # track that it makes, and go to it.
@@ -118,9 +117,10 @@ class EmaRule:
 def _unknown(
     name: str, preset: str | None, names: Collection[str], own_names: Collection[str]
 ) -> str:
-    nearest = difflib.get_close_matches(name, [*names, *own_names], n=1, cutoff=0.5)
-    hint = f'; did you mean "{nearest[0]}"?' if nearest else ";"
-    message = f'unexpected argument "{name}"{hint}'
+    # A preset has its own word for smoothing, or none.
+    own = [one for one in own_names if preset is None or one != "smoothing"]
+    hint = nearest_name(name, [*names, *own])
+    message = f'unexpected argument "{name}"; {hint}'.rstrip()
     if preset is None:
         return f'{message} a library\'s own arguments need preset, such as preset="ema_pytorch"'
     return f'{message} the preset "{preset}" has {", ".join(sorted(names))}'

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._track import Track
+from ema_client._track import Track, nearest_name
 
 _Preset = Callable[..., Track]
 # An argument that was not given, where None is a value.
@@ -331,7 +331,8 @@ def _torch_ema(
     multi_avg_fn: Any = None,
 ) -> Track:
     """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay)."""
-    _at_default(device=(device, None), avg_fn=(avg_fn, None), multi_avg_fn=(multi_avg_fn, None))
+    _at_default(device=(device, None))
+    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
     return Track(
         smoothing=check_number("decay", decay, "0.999", below=1),
         update_interval="1ba",
@@ -347,7 +348,8 @@ def _torch_swa(
     multi_avg_fn: Any = None,
 ) -> Track:
     """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates."""
-    _at_default(device=(device, None), avg_fn=(avg_fn, None), multi_avg_fn=(multi_avg_fn, None))
+    _at_default(device=(device, None))
+    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
     return Track(
         uniform=True,
         update_interval="1ba",
@@ -490,9 +492,8 @@ def _check_names(function: _Preset, arguments: Mapping[str, Any]) -> None:
     names = list(inspect.signature(function).parameters)
     problems = []
     for unknown in sorted(map(str, arguments.keys() - names)):
-        nearest = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
-        hint = f', did you mean "{nearest[0]}"?' if nearest else ""
-        problems.append(f'unknown argument "{unknown}"{hint}')
+        hint = nearest_name(unknown, names)
+        problems.append(f'unknown argument "{unknown}"' + (f", {hint}" if hint else ""))
     if problems:
         refuse(f"{'; '.join(problems)} There are {', '.join(names)}")
 
@@ -506,6 +507,16 @@ def _at_default(**arguments: tuple[object, object]) -> None:
         if value != default:
             refuse(
                 f"{name} {value!r}: does nothing here; leave it out, or at its default {default!r}"
+            )
+
+
+def _no_functions(**functions: object) -> None:
+    for name, value in functions.items():
+        if value is not None:
+            refuse(
+                f"{name}: a function cannot be sent to a server; give the decay that it has, such as "
+                'decay=0.999, or kind="swa" for the mean of all updates, or, without a preset, another '
+                'rule, such as half_life="1000ba"'
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Union
 
 from ema_client import _ema
@@ -317,11 +317,26 @@ def _full_track(track: TrackLike) -> Track:
     return Track(**fields)
 
 
+# What libraries call the share of the old average that is kept.
+_DECAY_NAMES = ("decay", "ema_decay", "beta", "momentum", "alpha")
+
+
+def nearest_name(name: str, names: Collection[str]) -> str:
+    """What who gives `name` may have meant of those that there are, as a question; "": nobody knows."""
+    if name in _DECAY_NAMES:  # What is spelled alike is something else.
+        nearest = [one for one in (*_DECAY_NAMES, "smoothing") if one in names]
+        what = ", the share of the old average that each update keeps"
+    else:
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        what = ""
+    return f'did you mean "{nearest[0]}"{what}?' if nearest else ""
+
+
 def _unknown_field(field: str) -> str:
-    nearest = difflib.get_close_matches(field, _FIELD_NAMES, n=1, cutoff=0.5)
-    if nearest:
-        return f'unknown field "{field}"; did you mean "{nearest[0]}"?'
-    return f'unknown field "{field}"; there are {", ".join(_FIELD_NAMES)}'
+    hint = nearest_name(field, _FIELD_NAMES) or f'there are {", ".join(_FIELD_NAMES)}'
+    if field in _DECAY_NAMES:
+        hint += ' A library\'s own arguments need preset: {"preset": "timm", "decay": 0.999}'
+    return f'unknown field "{field}"; {hint}'
 
 
 def _schedule_fields(track: Track) -> dict[str, str]:
