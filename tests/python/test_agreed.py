@@ -167,6 +167,33 @@ def test_a_model_whose_tracks_were_changed_goes_on_with_its_first_arguments(
     assert client.model(model).tracks == changed
 
 
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_tracks_that_were_changed_since_are_named_once(
+    server, client, model, caplog, has_committed
+):
+    net = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def attach(tracks: dict[str, str]) -> list[str]:
+        caplog.clear()
+        with ema_client.attach(net, optimizer, server.url(model), tracks=tracks) as ema:
+            ema.load_state_dict(None)
+            if has_committed:
+                optimizer.step()
+        said = [record.message for record in caplog.records if "since the model" in record.message]
+        return [message.partition(f'model "{model}": ')[2] for message in said]
+
+    first = {"ema": "10ba", "raw": "copy", "old": "5ba"}
+    assert attach(first) == attach(first) == []
+    client.update_model(model, tracks={"ema": "40ba", "new": "80ba"}, remove=["old"])
+    assert attach(first) == [
+        'track "ema": its schedule was changed to half_life=40ba on the server since the model was made; '
+        "it goes on with that",
+        'track "old": was removed on the server since the model was made; nothing goes into it',
+    ]
+    assert attach({"ema": "40ba", "raw": "copy", "new": "80ba"}) == []
+
+
 def test_what_is_a_buffer_is_no_order(server, model):
     net = torch.nn.Module()
     net.register_buffer("mean", torch.zeros(3))

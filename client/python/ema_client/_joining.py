@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from ema_client._resume import DISK_TIMEOUT_S, State
 from ema_client._run import Joined, Run
 from ema_client._types import NonFinite, WireDtype, model_from
 from ema_client._url import split_url
+
+_logger = logging.getLogger(__name__)
 
 
 def join(
@@ -37,7 +40,7 @@ def join(
         if plan is not None and resume is not None:
             state = State.from_dict(resume, model=plan.model_name)
         if plan is not None and failure is None and ranks.rank == 0:
-            plan.create(timeout_s, state)
+            plan.warn_of_changes(plan.create(timeout_s, state))
             launch = Launch(secrets.token_hex(16), state)
     except Exception as raised:
         failure = raised
@@ -117,8 +120,10 @@ class Plan:
         self._non_finite = non_finite
         self._wire_dtype = wire_dtype
         self._files = files
+        self._has_warned = False
 
-    def create(self, timeout_s: float, state: State | None = None) -> None:
+    def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
+        """Makes the model, unless it is there. Its tracks, as they are for the next step."""
         if state is not None and state.version != 0:
             # A model that is gone cannot be resumed; it must not be made anew.
             self.client.model(self.model_name, timeout_s=timeout_s)
@@ -141,6 +146,27 @@ class Plan:
             state.check_fresh(model_from(fields).latest)
         if self._files:
             self.client.attach_files(self.model_name, self._files, timeout_s=timeout_s)
+        there_now: list[_ema.Track] = fields["pending_tracks"] or fields["tracks"]
+        return there_now
+
+    def warn_of_changes(self, tracks: list[_ema.Track]) -> None:
+        """Says once which of the tracks that were asked for the model has otherwise: the server takes a
+        model as it was made for the same, whatever UpdateModel has made of its tracks since."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        there = {track.name: track for track in tracks}
+        for track in self._tracks:
+            if track.name not in there:
+                change = "was removed on the server since the model was made; nothing goes into it"
+            elif there[track.name] != track:
+                change = (
+                    f"its schedule was changed to {there[track.name]} on the server since the model was "
+                    "made; it goes on with that"
+                )
+            else:
+                continue
+            _logger.warning('model "%s": track "%s": %s', self.model_name, track.name, change)
 
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
