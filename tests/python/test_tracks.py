@@ -262,6 +262,23 @@ def test_records_say_how_far_the_average_reaches(client, model):
     assert record.stall_gap == pytest.approx(2**-24 / 6.907504562964099e-3)
 
 
+def test_a_track_that_float32_stalls_is_named_once_to_the_trainer(server, client, model, caplog):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    tracks = {
+        "slow": {"smoothing": 0.9999},
+        "kept": {"smoothing": 0.9999, "compensated": True},
+        "fast": {"half_life": "1000ba", "tensor_rules": {"*": {"smoothing": 0.99999}}},
+    }
+    with ema_client.attach(module, optimizer, server.url(model), tracks=tracks) as ema:
+        train(module, optimizer, 4)
+    assert ema.stats.pushes == 4
+    slow, rule = [r.message for r in caplog.records if "values stall within" in r.message]
+    assert f'model "{model}": track "slow": an update has the weight 0.0001,' in slow
+    assert "within 0.0006 of their size" in slow and "compensated=True" in slow
+    assert 'track "fast", "*": an update has the weight 1e-05,' in rule
+
+
 def test_norms_and_distances_are_those_of_what_is_pulled(client, model, rng):
     tracks = {
         "fast": {"smoothing": 0.5},

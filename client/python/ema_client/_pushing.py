@@ -22,6 +22,7 @@ from ema_client._gpu import is_capturing
 from ema_client._guard import Push, PushedWeights, WatchedWeights
 from ema_client._run import Joined, PendingPush
 from ema_client._skips import Skips, outlook
+from ema_client._stalling import Stalling
 from ema_client._torch_model import NamedTensors
 from ema_client._types import TimeLike, Version, time_after
 
@@ -97,6 +98,7 @@ class Pushing:
         self._skipped_before: int | None = None
         # Of the pushes, those that the server had and has no more.
         self._gone = 0
+        self._stalling = Stalling(options.model_name)
         self._sent_bytes = 0
         self._wait_seconds = 0.0
         # False: the last push failed, so ranks may push at different steps.
@@ -413,6 +415,8 @@ class Pushing:
         if self._skipped_before is not None:
             lost, self._skipped_before = self._skipped - self._skipped_before, None
             _logger.warning('model "%s": pushing again, %d steps were lost', self._model_name, lost)
+        if self._link.run.rank == 0:
+            self._stalling.look(version)
 
     def _previous_has_ended(self) -> bool:
         """Waits for the reply to the pending push: a rank must not start another before it.
