@@ -196,6 +196,110 @@ def test_a_trainer_that_makes_no_step_can_be_resumed(server, client, model, trai
     assert steps_of(client.labels(model)) == ["resume-3"]
 
 
+def progress_of(steps):
+    return lambda step: {"dur": step / steps}
+
+
+TIMES = {
+    "an extended training": (
+        "0.5dur",
+        progress_of(10),
+        progress_of(20),
+        r"0[.\d]+dur is before .* 0.5dur",
+    ),
+    "a clock that began anew": (
+        "30sec",
+        lambda step: {"sec": 100 + step},
+        lambda step: {"sec": step},
+        r"\dsec is before .* 105sec",
+    ),
+    "other epochs": (
+        "3ep",
+        lambda step: {"ep": step},
+        lambda step: {"ep": step // 2},
+        r"\dep is before .* 5ep",
+    ),
+}
+
+
+@pytest.mark.parametrize("half_life, before, after, problem", TIMES.values(), ids=TIMES.keys())
+def test_a_time_that_a_track_cannot_go_on_from_is_refused(
+    server, client, model, trainer, half_life, before, after, problem
+):
+    tracks = {"raw": "copy", "ema": half_life}
+    with trainer.attach(server, model, half_life=None, tracks=tracks, time=before) as ema:
+        trainer.step(5)
+        state = ema.state_dict()
+    message = f'track "ema": training time {problem}.*batches, or attach\\(time=\\)'
+    with pytest.raises(ema_client.InvalidArgumentError, match=message) as raised:
+        trainer.attach(server, model, half_life=None, tracks=tracks, time=after, resume=state)
+    assert raised.value.reason == "BAD_TIME"
+    # Without resume, what `time` counts may be loaded after attach.
+    with trainer.attach(server, model, half_life=None, tracks=tracks, time=after) as ema:
+        trainer.step()
+        weights = trainer.module.weight.clone()
+        with pytest.raises(ema_client.InvalidArgumentError, match=message):
+            trainer.step()
+        assert torch.equal(trainer.module.weight, weights)
+        assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (6, 0, 1)
+    resumed = dict(half_life=None, tracks=tracks, time=before, resume=state)
+    with trainer.attach(server, model, **resumed) as ema:
+        trainer.step()
+    assert (ema.stats.pushes, client.model(model).latest.step) == (1, 6)
+
+
+def test_starts_and_ends_may_go_back_with_a_training_that_is_extended(
+    server, client, model, trainer
+):
+    ends = {"smoothing": 0.5, "ema_start": "0.2dur", "ema_end": "0.4dur"}
+    options = {"tracks": {"ends": ends}, "ema_start": "0.3dur"}
+    with trainer.attach(server, model, time=progress_of(10), **options) as ema:
+        trainer.step(5)
+        state = ema.state_dict()
+    with trainer.attach(server, model, time=progress_of(20), resume=state, **options) as ema:
+        trainer.step(4)
+    assert (ema.stats.pushes, ema.stats.skipped) == (4, 0)
+    updated = {
+        entry.version.step
+        for entry in client.versions(model)
+        if entry.version.tracks["ends"].updated
+    }
+    assert updated == {1, 2, 3, 4, 6, 7, 8}
+
+
+def test_a_count_of_what_is_loaded_after_attach(server, client, model, trainer):
+    """A model that is there is attached to first, by who loads a checkpoint by dcp.load."""
+    counted = {"sp": 0}
+
+    def step():
+        counted["sp"] += 8
+        trainer.step()
+
+    options = {"half_life": "80sp", "time": lambda step: dict(counted)}
+    with trainer.attach(server, model, **options) as ema:
+        for _ in range(3):
+            step()
+        state = ema.state_dict()
+    counted["sp"] = 0
+    with trainer.attach(server, model, **options) as ema:
+        ema.load_state_dict(state)
+        counted["sp"] = 24
+        for _ in range(2):
+            step()
+    assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (5, 2, 0)
+
+
+@pytest.mark.parametrize("start_step", [None, 0])
+def test_a_run_that_has_not_passed_the_last_step_goes_on(
+    server, client, model, trainer, start_step
+):
+    with trainer.attach(server, model) as ema:
+        trainer.step(3)
+    with trainer.attach(server, model, start_step=start_step) as ema:
+        trainer.step(5)
+    assert (ema.stats.pushes, ema.stats.skipped) == ((5, 0) if start_step is None else (2, 2))
+
+
 @pytest.mark.parametrize("how", ["attach", "load_state_dict"])
 def test_the_model_goes_back_to_where_the_trainer_stands(server, client, model, trainer, how):
     with trainer.attach(server, model) as ema:

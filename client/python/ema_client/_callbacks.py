@@ -64,11 +64,8 @@ def check_tracks(options: Mapping[str, Any]) -> None:
 
 
 def needs_only_batches(options: Mapping[str, Any]) -> bool:
-    """Whether no track has times in other units.
-
-    Then no others are told: with a new training of a model they would begin anew, and a training time
-    that goes back is refused.
-    """
+    """Whether no track has times in other units. Then no others are told: with a new training of a model
+    they would begin anew."""
     for track in _tracks_in(options):
         try:
             track.plan([], {"batch": 0})

@@ -16,10 +16,17 @@ from ema_client._arrays import some
 from ema_client._away import Link, OnError, Patience, is_final, is_outage, is_worth_waiting
 from ema_client._changes import Changes
 from ema_client._entrances import entrance
-from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError, failure_of
+from ema_client._errors import (
+    DeadlineExceededError,
+    EmaError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    failure_of,
+)
 from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
 from ema_client._guard import Push, PushedWeights, WatchedWeights
+from ema_client._refused_time import explained
 from ema_client._run import Joined, PendingPush
 from ema_client._skips import Skips, outlook
 from ema_client._stalling import Stalling
@@ -178,6 +185,24 @@ class Pushing:
         """After so many steps."""
         return time_after(self._time_of, step)
 
+    def _check_time(self) -> None:
+        """InvalidArgumentError: at the training time as it is already, a track refuses to be updated."""
+        self._due_at(self._training_time(self._step))
+
+    def _due_at(self, now: dict[str, float]) -> list[_ema.DueTrack]:
+        """As `DueTracks.at`, whose error says here which track it is, and what helps."""
+        try:
+            return self._due.at(now)
+        except InvalidArgumentError as raised:
+            error = raised  # `raised` goes at the end of the block.
+        tracks, last = self._due.tracks, self._version
+        raise explained(error, self._model_name, tracks, now, last, is_behind=self._is_behind())
+
+    def _is_behind(self) -> bool:
+        """The run has not come to the last step of the one before, as it was asked to begin earlier: pushes
+        are refused until it has passed that."""
+        return self._version is not None and self._step < self._version.step
+
     def _is_ours(self) -> bool:
         # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
         return not self._closed and os.getpid() == self._pid and not is_capturing()
@@ -203,7 +228,8 @@ class Pushing:
         start = time.monotonic()
         self._trainer = threading.get_ident()
         self._step = step
-        if not self._has_stepped:
+        is_first = not self._has_stepped
+        if is_first:
             self._warn_of_old_weights()
         self._has_stepped = True
         # The weights are others now.
@@ -213,7 +239,12 @@ class Pushing:
         try:
             self._push_if_due()
         except Exception as raised:  # No memory, or the user's `time`: the training goes on.
-            self._skip(self._step, failure_of(raised))
+            error = failure_of(raised)
+            self._skip(self._step, error)
+            goes_on = is_first and self._version is not None and not self._is_behind()
+            if goes_on and error.reason == "BAD_TIME":
+                # With an average that was counted otherwise: all steps would end so.
+                self._error = error
         self._wait_seconds += time.monotonic() - start
         if self._follow is not None:
             # Collective: also on a rank that has something to raise.
@@ -237,7 +268,7 @@ class Pushing:
 
     def _push_if_due(self) -> None:
         now = self._training_time(self._step)
-        due = self._due.at(now)
+        due = self._due_at(now)
         if not due:
             return
         can_push = self._is_back() and self._previous_has_ended()
@@ -245,7 +276,7 @@ class Pushing:
         if can_push:
             self._adopt_plan()
         # Alone, this rank may have gone by it since the reply.
-        due = self._due.at(now)
+        due = self._due_at(now)
         self._due.count(due, now)
         if self._due.are_paused(due):
             if due and can_push:
