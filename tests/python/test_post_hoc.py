@@ -222,6 +222,25 @@ def made(server, client, model):
 
 
 @pytest.mark.parametrize(
+    "asked, is_far",
+    [
+        ({"step": 20, "sigma_rel": 0.07}, False),
+        ({"step": 19, "sigma_rel": 0.07}, True),
+    ],
+    ids=str,
+)
+def test_what_is_far_from_what_was_asked_for_is_said(client, made, caplog, asked, is_far):
+    residual = client.synthesize(made, result="built", **asked).residual
+    assert residual > 0.5 if is_far else residual < 0.1
+    said = [record.message for record in caplog.records]
+    assert len(said) == is_far
+    if is_far:
+        snapshot = asked["step"] // 10 * 10
+        assert f"its residual is {residual:.2g}, a good one is below 0.1" in said[0]
+        assert f"(step {asked['step']} is built from those up to step {snapshot})" in said[0]
+
+
+@pytest.mark.parametrize(
     "arguments, error, reason, message",
     [
         ({}, "InvalidArgumentError", "BAD_SCHEDULE", "sigma_rel or half_life.*sigma_rel=0.07"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +36,11 @@ from ema_client._types import (
     version_from,
     version_id,
 )
+
+_logger = logging.getLogger(__name__)
+
+# Of `Synthesis`: above it, what was built has little to do with what was asked for.
+_MOST_RESIDUAL = 0.5
 
 
 class Client(EvaluatorCalls):
@@ -398,6 +404,11 @@ class Client(EvaluatorCalls):
             tracks: to build from; empty: all that fit together.
             timeout_s: seconds.
 
+        Returns:
+            What was built; its `residual` says how near its profile is to the one that was asked for. Above
+            about 0.1 it is another average: between two snapshots the newest weights are missing, and a
+            length outside the tracks' cannot be made of them. Above 0.5 a warning says so.
+
         Raises:
             InvalidArgumentError: neither or both of sigma_rel and half_life, a wrong one, or a track
                 that does not fit the others.
@@ -421,11 +432,23 @@ class Client(EvaluatorCalls):
             names_from("tracks", tracks),
             self._timeout(timeout_s, is_transfer=True),
         )
-        return Synthesis(
+        made = Synthesis(
             version_from(version),
             residual,
             tuple(SynthesisSource(*source) for source in sources),
         )
+        if made.residual > _MOST_RESIDUAL:
+            _logger.warning(
+                'model "%s": "%s" is not the average that was asked for: its residual is %.2g, a good one is '
+                "below 0.1. Ask for a step that has a snapshot (step %d is built from those up to step %d), "
+                "and for a length between those of the tracks",
+                name,
+                result,
+                made.residual,
+                made.version.step,
+                max(source.step for source in made.sources),
+            )
+        return made
 
     def open_run(
         self,

@@ -343,7 +343,8 @@ class Synthesis:
     Attributes:
         version: its step and time; number and incarnation are those of the newest checkpoint used.
         residual: how far its profile is from the one that was asked for: the norm of the difference
-            over the norm of the latter.
+            over the norm of the latter. Up to about 0.1 it is that average; near 1 and above it is
+            another one, which has little to do with it.
         sources: what it was built from.
     """
 
