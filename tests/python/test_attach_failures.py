@@ -17,7 +17,7 @@ from ema_client import _attachment, _switch
 from server_process import ServerProcess
 from testing import step_until
 
-MOVED = "written while they were pushed at step 1, without wait_released(): weight"
+MOVED = "written since the push of step 1 began, without wait_released(): weight"
 
 
 def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -25,7 +25,7 @@ from ema_client._joining import Plan, join, resume_at
 from ema_client._model_tensors import ModelTensors
 from ema_client._optimizers import hold_none_of, unwrap_optimizers
 from ema_client._preset_arguments import EmaRule
-from ema_client._pushing import PushOptions
+from ema_client._push import PushOptions
 from ema_client._ranks import Ranks
 from ema_client._switch import PresetOptions
 from ema_client._timeouts import CALL_TIMEOUT_S

@@ -20,7 +20,8 @@ from ema_client._frozen import FrozenTensors
 from ema_client._guard import BeforeLoad, PushedWeights, live, memory_of
 from ema_client._moves import move_inside
 from ema_client._optimizers import OutOfTurn, after_closure, is_inside_step, was_skipped
-from ema_client._pushing import EXIT_WAIT_S, PushOptions
+from ema_client._push import PushOptions
+from ema_client._pushing import EXIT_WAIT_S
 from ema_client._run import Joined
 from ema_client._types import Stats
 from ema_client._uncounted import Uncounted, listen

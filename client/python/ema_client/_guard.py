@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -11,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema, _gpu
-from ema_client._arrays import is_instance, is_sparse, range_of
-from ema_client._errors import DeadlineExceededError
+from ema_client._arrays import is_instance, is_sparse, range_of, some
+from ema_client._errors import DeadlineExceededError, FailedPreconditionError
 from ema_client._optimizers import parameter_ids
 from ema_client._pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
 from ema_client._torch_model import NamedTensors, checksums
@@ -31,14 +30,19 @@ live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 _COPY_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """What is pushed at a step, so that it can be pushed again while the weights are the same."""
+# What is said behind `written_error` where the training goes on.
+WRITTEN_SINCE = (
+    "; copied before each push from now on, or waited for. The average has the weights as "
+    "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, attach with "
+    "None as the optimizer, and call after_step() after that"
+)
 
-    step: int
-    time: dict[str, float]
-    weights: dict[str, torch.Tensor | Held]
-    frozen_changed: bool
+
+def written_error(model_name: str, step: int, names: Sequence[str]) -> FailedPreconditionError:
+    """What a push is given up for. `names`: of what has been written; none: that is not known."""
+    what = some(names) if names else "some, which have been put back"
+    problem = f"written since the push of step {step} began, without wait_released(): {what}"
+    return FailedPreconditionError(f'model "{model_name}": {problem}', reason="BAD_REQUEST")
 
 
 class PushedWeights:

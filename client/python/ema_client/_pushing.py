@@ -9,29 +9,22 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ema_client import _ema
-from ema_client._arrays import some
-from ema_client._away import Link, OnError, Patience, is_final, is_outage, is_worth_waiting
+from ema_client._away import Link, Patience, is_final, is_outage, is_worth_waiting
 from ema_client._changes import Changes
 from ema_client._entrances import entrance
-from ema_client._errors import (
-    DeadlineExceededError,
-    EmaError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    failure_of,
-)
+from ema_client._errors import DeadlineExceededError, EmaError, InvalidArgumentError, failure_of
 from ema_client._frozen import FrozenTensors
 from ema_client._gpu import is_capturing
-from ema_client._guard import Push, PushedWeights, WatchedWeights
+from ema_client._guard import WRITTEN_SINCE, PushedWeights, WatchedWeights, written_error
+from ema_client._push import Push, PushOptions
 from ema_client._refused_time import explained
 from ema_client._run import Joined, PendingPush
 from ema_client._skips import Skips, outlook
 from ema_client._stalling import Stalling
-from ema_client._torch_model import NamedTensors
-from ema_client._types import TimeLike, Version, time_after
+from ema_client._types import Version, time_after
 
 _logger = logging.getLogger(__name__)
 
@@ -46,21 +39,6 @@ _END_GRACE_S = 2.0
 _GIVE_UP_TIMEOUT_S = 1.0
 # How long a trainer whose tracks are all paused waits for an answer whether they still are.
 _REFRESH_TIMEOUT_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class PushOptions:
-    """What pushes go by, as `attach` was asked."""
-
-    model_name: str
-    tensors_of: Callable[[], NamedTensors]
-    is_alone: bool  # There is one rank.
-    time_of: Callable[[int], TimeLike] | None
-    max_wait_s: float
-    timeout_s: float
-    on_error: OnError
-    max_outage_s: float
-    check: bool
 
 
 class Pushing:
@@ -490,7 +468,7 @@ class Pushing:
             if not leaves_failure:
                 self._let_go(push)
                 if self._watched is not None and error.reason == "DIGEST_MISMATCH":
-                    because = because or self._written_error(())
+                    because = because or written_error(self._model_name, self._pending_step, ())
                     self._error = self._error or because
                 self._skip(self._pending_step, because or error)
             return
@@ -501,13 +479,6 @@ class Pushing:
         if self._is_alone:
             self._adopt_plan()
         _logger.debug("step %d is version %d", self._pending_step, version.number)
-
-    def _written_error(self, names: Sequence[str]) -> FailedPreconditionError:
-        step, what = self._pending_step, some(names) if names else "some, which have been put back"
-        problem = f"written while they were pushed at step {step}, without wait_released(): {what}"
-        return FailedPreconditionError(
-            f'model "{self._model_name}": {problem}', reason="BAD_REQUEST"
-        )
 
     def _give_up_written(self) -> None:
         """Gives the pending push up if somebody has written what it reads; with `check` the next hook
@@ -520,19 +491,8 @@ class Pushing:
             if self._watched is not None:  # What it has found by itself.
                 self._harvest()
             return
-        error = self._written_error(moved or written)
-        if moved:
-            _logger.warning("%s", error.args[0])
-        else:
-            _logger.warning(
-                'model "%s": written since the push of step %d began, without wait_released(): %s; '
-                "copied before each push from now on, or waited for. The average has the weights as "
-                "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, "
-                "attach with None as the optimizer, and call after_step() after that",
-                self._model_name,
-                self._pending_step,
-                some(written),
-            )
+        error = written_error(self._model_name, self._pending_step, moved or written)
+        _logger.warning("%s%s", error.args[0], "" if moved else WRITTEN_SINCE)
         self._pushed = None
         self._lose()
         if self._pending is not None and not self._pending.done:
