@@ -31,8 +31,6 @@ struct Finding {
   friend bool operator==(const Finding&, const Finding&) = default;
 };
 
-constexpr int64_t kMaxLatestBytes = 256;
-
 // True if `path` looks like a checkpoint, whole or not.
 absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
   for (const std::string& part : {JoinPath(path, kManifestFileName), TracksPath(path)}) {

@@ -191,7 +191,8 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(
       family, chosen, "verify",
       "Read every byte of a checkpoint's folder, a folder of checkpoints, or a server's data "
-      "directory, and compare the checksums; needs no server",
+      "directory, compare the checksums, and see that what LATEST and the labels name is there; "
+      "needs no server",
       [&](const Session& session) {
         return ema::cli::VerifyCheckpoints(options.directory, session.json);
       },

@@ -118,9 +118,10 @@ class Run {
   // size is not that of the shard's elements, or strides do not fit it. FAILED_PRECONDITION,
   // SESSION_BUSY: a push of this rank is still running. INTERNAL, DEVICE: a GPU has failed, now or
   // before, copies of a push before have not ended, or the process has none. `timeout` bounds
-  // everything, the wait for other ranks included. `check`, of weights in host memory: reads them
-  // all once before it returns; a push that sends anything else, because somebody has written them
-  // meanwhile (and even if they are back by its end), commits nothing: DATA_LOSS, DIGEST_MISMATCH.
+  // everything, the wait for other ranks included. `check`, if all weights are in host memory:
+  // reads them once before it returns; a push that sends anything else, because somebody has
+  // written them meanwhile (and even if they are back by its end), commits nothing: DATA_LOSS,
+  // DIGEST_MISMATCH.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
       absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {},

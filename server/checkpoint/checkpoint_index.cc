@@ -93,7 +93,9 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
       if (!name.has_value()) continue;
       stored.problem = entry.name.starts_with(kAbandonedPrefix) ? Abandoned() : SetAsideEarlier();
     }
-    if (const auto known = folder.index.find(entry.name); known != folder.index.end()) {
+    if (folder.missing.has_value() && entry.name == CheckpointName(*folder.missing)) {
+      folder.missing.reset();  // Somebody has put it back.
+    } else if (const auto known = folder.index.find(entry.name); known != folder.index.end()) {
       stored = known->second;
     }
     stored.id = name->id;
@@ -135,7 +137,7 @@ absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
   }
   absl::MutexLock lock(&folder.state_mu);
   folder.labels = std::move(labels);
-  // What has been lost stays so while this server lives.
+  // What has been lost stays so until what was set aside has been deleted.
   if (!lost.ok()) folder.lost_labels = lost;
   return absl::OkStatus();
 }
@@ -285,6 +287,7 @@ absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
   }
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, name)));
   if (exists) return checkpoint.status();
+  EMA_RETURN_IF_ERROR(CheckPlace());
   absl::MutexLock state_lock(&folder.state_mu);
   folder.index.erase(name);  // Somebody else has removed it.
   return absl::NotFoundError("");

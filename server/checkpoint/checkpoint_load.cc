@@ -17,8 +17,6 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kMaxLatestBytes = 256;
-
 absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
                                const CheckpointManifest& checkpoint, Model& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<AttachedFile> files,
@@ -108,8 +106,8 @@ absl::Status CheckpointStore::ReportMisnamed(const Folder& folder, LoadReport& r
       continue;
     }
     const std::string path = JoinPath(folder.path, entry.name);
-    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(path, kManifestFileName)));
-    if (!exists) continue;
+    // One that may not be looked into, such as a disk's lost+found, is none of ours.
+    if (!file_system_.Exists(JoinPath(path, kManifestFileName)).value_or(false)) continue;
     const absl::StatusOr<CheckpointManifest> checkpoint =
         ReadCheckpointManifest(file_system_, path);
     const bool is_whole = checkpoint.ok() && !checkpoint->is_partial;
@@ -173,7 +171,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model
                    [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
     return absl::OkStatus();
   }
-  const TrainingTime loaded = model.latest()->time;
+  const int64_t loaded_step = model.latest()->step;
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, FindCheckpoints(folder));
   std::sort(ids.begin(), ids.end(), std::greater<>());
   for (const CheckpointId& id : ids) {
@@ -186,7 +184,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model
     if (!checkpoint.ok())
       return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
     // Of a future that a rollback has given up.
-    if (!loaded.CheckNotBefore(checkpoint->record.time).ok()) continue;
+    if (checkpoint->record.step > loaded_step) continue;
     model.SetKeptTime(checkpoint->record.time);
     break;
   }

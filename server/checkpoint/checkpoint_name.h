@@ -66,6 +66,7 @@ bool IsLabelsAside(std::string_view name);
 std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model);
 std::string_view DeletedModelName(std::string_view name);
 
+inline constexpr int64_t kMaxLatestBytes = 256;  // Of a LATEST file; more is none.
 // Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
 std::string EncodeLatest(const std::string& name);
 std::optional<std::string> ParseLatest(std::string_view text);

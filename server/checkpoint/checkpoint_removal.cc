@@ -69,7 +69,7 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
   for (const Kind kind : {kWhole, kPartial, kAbandoned}) {
     auto& ids = found[kind];
     std::sort(ids.begin(), ids.end(), std::greater<>());
-    const int64_t multiple = kind == kAbandoned ? 0 : options_.keep_step_multiple;
+    const int64_t multiple = options_.keep_step_multiple;
     for (size_t i = kind == kAbandoned ? 1 : options_.keep_count; i < ids.size(); ++i) {
       const auto& [id, name] = ids[i];
       if (name == saved_name || id == folder.latest || labelled.contains(id.version_id()) ||

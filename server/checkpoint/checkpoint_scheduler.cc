@@ -17,8 +17,7 @@ bool IsTrackDue(const TrackSnapshot& track, const std::optional<TrainingTime>& k
   const std::optional<double> updated = track.state[0].last_update->Get(interval->unit);
   if (!updated.has_value()) return false;
   const double kept = kept_time.has_value() ? kept_time->Get(interval->unit).value_or(0) : 0;
-  // Fewer: a training was made longer, which has moved its progress back.
-  return WholeIntervals(*updated, *interval, /*phase=*/0) !=
+  return WholeIntervals(*updated, *interval, /*phase=*/0) >
          WholeIntervals(kept, *interval, /*phase=*/0);
 }
 

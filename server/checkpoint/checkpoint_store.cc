@@ -404,6 +404,7 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
     folder.lost_labels = absl::OkStatus();
     folder.is_indexed = true;
   }
+  folder.missing.reset();
   EMA_RETURN_IF_ERROR(CheckMayWrite());
   const std::string path = ModelPath(model_name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
@@ -418,7 +419,6 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder
     EMA_RETURN_IF_ERROR(status);
   }
   folder.is_durable = false;
-  folder.missing.reset();
   folder.latest = {};
   folder.latest_bytes = 0;
   // Also if it was not there: a call before may have renamed it without getting here.

@@ -296,9 +296,10 @@ void AddLimits(Table& table, ServerOptions& o) {
               "Pulls that may run at once");
   table.Count("max-watch-streams", o.limits.max_watch_streams, "N", {.least = 1},
               "Watches that may run at once");
-  table.Count("max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
-              "Requests that may be arriving at once, of callers that may make them, and replies of more "
-              "than 16 KiB that may be on their way; each can take --max-message-bytes of memory");
+  table.Count(
+      "max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
+      "Requests that may be arriving at once, of callers that may make them, and replies of more "
+      "than 16 KiB that may be on their way; each can take --max-message-bytes of memory");
   table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
               "Steps that may be pushed at once, over all models; each has one at most");
   table.Count(

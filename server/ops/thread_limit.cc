@@ -19,7 +19,7 @@ bool CanMakeThreads(int64_t count) {
     while (std::ssize(threads) < count) {
       threads.emplace_back([&] {
         // A thread's heap is address space that ulimit -v counts, like its stack.
-        void* const memory = std::malloc(1);
+        void* volatile memory = std::malloc(1);  // Else a compiler may leave it out.
         if (memory == nullptr) has_memory = false;
         all_tried.WaitForNotification();
         std::free(memory);

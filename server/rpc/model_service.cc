@@ -24,8 +24,8 @@ namespace ema {
 namespace {
 
 constexpr int64_t kDefaultMaxPinnedVersions = 2;
-// A message has at most 8 MiB.
-constexpr size_t kFilePartBytes = size_t{1} << 20;  // Below what gRPC clients take by default.
+// With its fields below the 4 MiB that gRPC's clients take by default.
+constexpr size_t kFilePartBytes = size_t{1} << 20;
 
 // The version that `request` names, if `pin` can be had of it, so that it is not evicted before the
 // call's turn comes. Null: it names none, or the call itself will say why that cannot be pinned.
