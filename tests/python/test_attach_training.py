@@ -246,7 +246,7 @@ def test_check_names_what_was_written_while_it_was_pushed(server, client, model)
             module[1].weight.clamp_(-0.1, 0.1)
             module[1].bias.add_(1)
         with pytest.raises(
-            ema_client.FailedPreconditionError, match=r"at step 6, .*: 1.weight, 1.bias \[BAD"
+            ema_client.FailedPreconditionError, match=r"push of step 6 .*: 1.weight, 1.bias \[BAD"
         ):
             optimizer.step()
         optimizer.step()
@@ -300,7 +300,9 @@ def await_versions(ema: ema_client.Attachment, count: int) -> None:
 
 
 def warnings_of(caplog):
-    return [record.message for record in caplog.records if "written since" in record.message]
+    return [
+        record.message for record in caplog.records if "copied before each push" in record.message
+    ]
 
 
 def test_a_forward_that_writes_parameters_is_noticed(server, client, model, caplog):

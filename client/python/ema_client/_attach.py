@@ -152,9 +152,7 @@ def attach(
     Raises:
         InvalidArgumentError (a ValueError): an argument is wrong, or another one on another rank where
             all must have the same (tracks, steps, policies), the ranks' parameters do not fit together,
-            or `resume` is of another model or format. BAD_TIME: with `resume`, the training time of
-            then has gone back, or lacks a unit, so that a track could not go on (where an average goes
-            on without `resume`, the second `optimizer.step()` raises that, before it changes anything).
+            or `resume` is of another model or format.
         TypeError: there is no such argument, nor has the preset one.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
@@ -284,14 +282,6 @@ def attach(
             keep_resumable=keep_resumable,
         )
         undo.callback(attachment._detach)
-        if resume is not None:
-            # Without it a checkpoint may still come, by `load_state_dict`, and what `time` counts.
-            failure = None
-            try:
-                attachment._check_time()
-            except Exception as raised:
-                failure = raised
-            ranks.gather_or_raise(failure, None)
         options.apply(attachment, ranks)
         undo.pop_all()
     if optimizers is not None and hold_none_of(optimizers, module.parameters()):

@@ -73,7 +73,8 @@ def averaged(
         rename: gives the name that a tensor has on the server, as for `attach`.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the default
             one, if the model is of DTensors or `rename` is given; else this rank is alone.
-        timeout_s: seconds for each call. None: 600 for what moves weights, 60 for others.
+        timeout_s: seconds for each call, but that a last push with on_error "wait" is waited for as by
+            `Attachment.wait_pushed`. None: 600 for what moves weights, 60 for others.
 
     Yields:
         The version that is in the model.

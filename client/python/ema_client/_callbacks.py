@@ -194,9 +194,12 @@ def copy_average_or_own(
     `averaged_or_own`; always says why not."""
     ranks = Ranks.current(options.get("process_group"))
     try:
-        if version is None:
-            version, _ = _newest(url, attachment, options, ranks, track)
         start: str | None = None
+        if version is None:
+            version, start = _newest(url, attachment, options, ranks, track)
+        if start is not None:
+            _warn_of_own_weights(start)
+            return
         failure: Exception | None = None
         try:
             average = read_average(
@@ -216,9 +219,7 @@ def copy_average_or_own(
         if start is None:
             write(pairs)
         else:
-            _logger.warning(
-                "the model keeps its own weights: the average begins at its ema_start, %s", start
-            )
+            _warn_of_own_weights(start)
     except EmaError as error:
         if raises(options):
             raise
@@ -259,6 +260,12 @@ def _newest(
     if attachment is None and ranks.world_size == 1:
         version = None
     return version, start
+
+
+def _warn_of_own_weights(start: str) -> None:
+    _logger.warning(
+        "the model keeps its own weights: the average begins at its ema_start, %s", start
+    )
 
 
 def _warn_of_start(attachment: Attachment | None, start: str) -> None:

@@ -159,6 +159,8 @@ class Plan:
         for track in self._tracks:
             if track.name not in there:
                 change = "was removed on the server since the model was made; nothing goes into it"
+            elif there[track.name].paused and not track.paused:
+                change = "was paused on the server since the model was made; nothing goes into it"
             elif there[track.name] != track:
                 change = (
                     f"its schedule was changed to {there[track.name]} on the server since the model was "

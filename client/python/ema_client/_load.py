@@ -75,8 +75,8 @@ def load_into(
         version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
             that trains, is that of its last push: it is waited for.
         step: instead: the version of this step of the trainer; see `Client.pull`.
-        strict: the module and the track must have the same tensors, but for ignored ones. False: what both have is loaded,
-            and only that is sent, for example an encoder's.
+        strict: the module and the track must have the same tensors, but for those that the track's rules
+            ignore by name. False: what both have is loaded, and only that is sent, for example an encoder's.
         device: where tensors that have no memory get it, such as "cuda:1". None: in host memory. Others
             stay where they are: if all of them have memory, they must have it there.
         rename: gives the name that a tensor has on the server, as for `attach`; what is returned has

@@ -163,10 +163,6 @@ class Pushing:
         """After so many steps."""
         return time_after(self._time_of, step)
 
-    def _check_time(self) -> None:
-        """InvalidArgumentError: at the training time as it is already, a track refuses to be updated."""
-        self._due_at(self._training_time(self._step))
-
     def _due_at(self, now: dict[str, float]) -> list[_ema.DueTrack]:
         """As `DueTracks.at`, whose error says here which track it is, and what helps."""
         try:
@@ -206,8 +202,7 @@ class Pushing:
         start = time.monotonic()
         self._trainer = threading.get_ident()
         self._step = step
-        is_first = not self._has_stepped
-        if is_first:
+        if not self._has_stepped:
             self._warn_of_old_weights()
         self._has_stepped = True
         # The weights are others now.
@@ -217,12 +212,7 @@ class Pushing:
         try:
             self._push_if_due()
         except Exception as raised:  # No memory, or the user's `time`: the training goes on.
-            error = failure_of(raised)
-            self._skip(self._step, error)
-            goes_on = is_first and self._version is not None and not self._is_behind()
-            if goes_on and error.reason == "BAD_TIME":
-                # With an average that was counted otherwise: all steps would end so.
-                self._error = error
+            self._skip(self._step, failure_of(raised))
         self._wait_seconds += time.monotonic() - start
         if self._follow is not None:
             # Collective: also on a rank that has something to raise.
@@ -467,8 +457,12 @@ class Pushing:
         except EmaError as error:
             if not leaves_failure:
                 self._let_go(push)
-                if self._watched is not None and error.reason == "DIGEST_MISMATCH":
-                    because = because or written_error(self._model_name, self._pending_step, ())
+                if (
+                    because is None
+                    and self._watched is not None
+                    and error.reason == "DIGEST_MISMATCH"
+                ):
+                    because = written_error(self._model_name, self._pending_step, ())
                     self._error = self._error or because
                 self._skip(self._pending_step, because or error)
             return
@@ -500,6 +494,8 @@ class Pushing:
             # No outage, as far as is known: the next step goes by the same run.
             self._pending.abandon()
             self._harvest(because=error)
+        elif moved:
+            self._harvest()  # It may have found that, too.
         if moved:
             self._error = error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,13 @@ class Uncounted:
     ) -> None:
         """`optimizers`: that are counted; None: steps are counted by hand, whoever makes them."""
         self._optimizers = optimizers
+        self._counted = set(map(id, optimizers or ()))
         self._module = module
+        # Parameters that are ours, by their ids; empty: to be looked up.
+        self._ours: set[int] = set()
+        # Optimizers that change none of these, and how many parameters they had then: a training may
+        # have one for each parameter.
+        self._strangers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Others' steps since the last of ours, by their ids.
         self._counts: collections.Counter[int] = collections.Counter()
         self._is_done = False
@@ -35,9 +42,9 @@ class Uncounted:
         """Takes note of a step. Whether it is to be said that it does not count: once, and of one that
         steps twice while none of ours does. An optimizer that wraps another steps when that does.
         """
-        if any(optimizer is one for one in self._optimizers or ()):
+        if id(optimizer) in self._counted:
             self._counts.clear()
-        elif not self._is_done and self._changes_ours(optimizer):
+        elif not self._is_done and self._changes_ours(optimizer) and not is_inside_step(optimizer):
             self.has_any = True
             self._counts[id(optimizer)] += 1
             is_second = self._counts[id(optimizer)] == 2
@@ -47,13 +54,18 @@ class Uncounted:
         return False
 
     def _changes_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._optimizers is None:
-            ours = {id(one) for one in self._module.parameters() if one.requires_grad}
-        else:
-            ours = parameter_ids(self._optimizers)
-        return any(
-            not ours.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups
-        )
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == count:
+            return False
+        if not self._ours and self._optimizers is None:
+            self._ours = {id(one) for one in self._module.parameters() if one.requires_grad}
+        elif not self._ours:
+            self._ours = parameter_ids(self._optimizers or ())
+        ours = self._ours
+        if any(not ours.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+            return True
+        self._strangers[optimizer] = count
+        return False
 
 
 # PyTorch's handle of the one hook, while there are attachments.
@@ -75,6 +87,5 @@ def listen() -> None:
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not is_inside_step(optimizer):
-        for attachment in list(live):
-            attachment._hear_of_step(optimizer)
+    for attachment in list(live):
+        attachment._hear_of_step(optimizer)

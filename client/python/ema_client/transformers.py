@@ -224,9 +224,13 @@ class EmaCallback(_TrainerCallback):
             new.replace(folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._copies_at_end and self._attachment is not None:
-            self._copy_at_end(self._attachment, args, state)
-        self.close()
+        # An evaluation that did not come has left the average in the model.
+        self._swapped.close()
+        try:
+            if self._copies_at_end and self._attachment is not None:
+                self._copy_at_end(self._attachment, args, state)
+        finally:
+            self.close()
 
     def _copy_at_end(self, attachment: Attachment, args: Any, state: Any) -> None:
         label: str | None = None
@@ -236,13 +240,18 @@ class EmaCallback(_TrainerCallback):
             saved = None if best is None or ranks.rank != 0 else _saved_in(pathlib.Path(best))
             # Other ranks may not see the folder.
             best, saved = ranks.broadcast((best, saved))
-            if saved is not None:
-                label = State.from_dict(saved["average"], model=self._model_name).label
-            elif best is not None:
+            problem: object = "there is no such file that can be read"
+            try:
+                if saved is not None:
+                    label = State.from_dict(saved["average"], model=self._model_name).label
+            except InvalidArgumentError as error:  # Of a training of another model.
+                problem = error
+            if label is None and best is not None:
                 _logger.warning(
-                    "the model keeps the weights of %s: there is no %s, which says what their average is",
+                    "the model keeps the weights of %s, as its %s does not say what their average is: %s",
                     best,
                     STATE_FILE,
+                    problem,
                 )
                 return
         copy_average_or_own(
@@ -300,10 +309,11 @@ def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:
 def _saved_in(folder: pathlib.Path) -> dict[str, Any] | None:
     """What is in a checkpoint's ema_state.json. None: there is none that can be read."""
     try:
-        saved: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        saved = json.loads((folder / STATE_FILE).read_text())
     except (OSError, ValueError):
         return None
-    return saved
+    is_ours = isinstance(saved, dict) and {"global_step", "average"} <= saved.keys()
+    return saved if is_ours else None
 
 
 def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
