@@ -192,6 +192,10 @@ def test_tracks_that_were_changed_since_are_named_once(
         'track "old": was removed on the server since the model was made; nothing goes into it',
     ]
     assert attach({"ema": "40ba", "raw": "copy", "new": "80ba"}) == []
+    client.update_model(model, pause=["raw"])
+    assert attach({"ema": "40ba", "raw": "copy", "new": "80ba"}) == [
+        'track "raw": was paused on the server since the model was made; nothing goes into it'
+    ]
 
 
 def test_what_is_a_buffer_is_no_order(server, model):

@@ -48,7 +48,11 @@ def pull_on_all_ranks(
     weights: Weights | None = None
     try:
         weights = attachment._client.pull(
-            attachment._model_name, track=track, version=version, framework="torch"
+            attachment._model_name,
+            track=track,
+            version=version,
+            framework="torch",
+            timeout_s=attachment._timeout_s,
         )
     except Exception as raised:
         failure = failure_of(raised)
