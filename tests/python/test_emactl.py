@@ -331,7 +331,11 @@ def test_a_pull_that_is_interrupted_leaves_no_file(client, server, model, tmp_pa
     out = tmp_path / "out"
     out.mkdir()
     command = [EMACTL, "--server", server.address, "pull", model, "--track", "raw"]
-    process = subprocess.Popen([*command, "-o", out / "w.safetensors"])
+    # Where these tests run under nohup it would ignore a SIGHUP, as it should.
+    process = subprocess.Popen(
+        [*command, "-o", out / "w.safetensors"],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     try:
         wait_for(lambda: list(out.iterdir()), "its temporary file is there")
         os.kill(server.pid, signal.SIGSTOP)
