@@ -224,11 +224,10 @@ std::optional<std::vector<uint32_t>> ChunkWriter::Checksums() {
 }
 
 std::optional<uint32_t> ChunkWriter::Digest() {
-  const std::optional<std::vector<uint32_t>> checksums = Checksums();
-  if (!checksums.has_value()) return std::nullopt;
   uint32_t digest = 0;
-  for (int64_t chunk = 0; chunk < std::ssize(*checksums); ++chunk) {
-    digest = Crc32cCombine(digest, (*checksums)[chunk], plan_->length_bytes(chunk));
+  for (int64_t chunk = 0; chunk < std::ssize(crcs_); ++chunk) {
+    if (!crcs_[chunk].known && !Checksum(chunk)) return std::nullopt;
+    digest = Crc32cCombine(digest, crcs_[chunk].value, plan_->length_bytes(chunk));
   }
   return digest;
 }

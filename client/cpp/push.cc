@@ -113,11 +113,12 @@ void PendingPush::Impl::CheckContent() {
 }
 
 std::optional<uint32_t> PendingPush::Impl::CheckedDigest() {
-  const std::optional<std::vector<uint32_t>> sent = writer_->Checksums();
-  const size_t checked = std::min(expected_crc32c_.size(), sent.has_value() ? sent->size() : 0);
-  was_written_ =
-      checked > 0 && !std::equal(sent->begin(), sent->begin() + checked, expected_crc32c_.begin());
-  return was_written_ ? std::nullopt : writer_->Digest();
+  const std::optional<uint32_t> digest = writer_->Digest();
+  if (!digest.has_value() || expected_crc32c_.empty()) return digest;
+  const std::vector<uint32_t> sent = *writer_->Checksums();  // They are known by now.
+  const size_t checked = std::min(expected_crc32c_.size(), sent.size());
+  was_written_ = !std::equal(sent.begin(), sent.begin() + checked, expected_crc32c_.begin());
+  return was_written_ ? std::nullopt : digest;
 }
 
 void PendingPush::Impl::Start() {
