@@ -144,12 +144,22 @@ take_common_libraries() {
 }
 
 # A GPU that nothing has open is shut down by its driver, and takes seconds to come back, for each
-# program. Keeps it open until the script ends; if that fails, things only take longer.
+# program. Keeps it open until the script ends; if that fails, things only take longer. Waits until
+# it is: a test that takes all the memory would be in the way.
 hold_gpu() {
-  python3 -c 'import time, torch; held = torch.zeros(1, device="cuda"); time.sleep(36000)' \
-    </dev/null >"$results/hold_gpu.log" 2>&1 9>&- &
+  local log=$results/hold_gpu.log
+  python3 -c '
+import time, torch
+held = torch.zeros(1, device="cuda")
+print("held", flush=True)
+time.sleep(36000)' </dev/null >"$log" 2>&1 9>&- &
   held=$!
   trap 'kill "$held" 2>/dev/null' EXIT
+  local i
+  for ((i = 0; i < 300; i++)); do
+    kill -0 "$held" 2>/dev/null && ! grep --quiet '^held' "$log" || break
+    sleep 0.1
+  done
 }
 
 # What the programs need and the machine has not.
@@ -230,7 +240,7 @@ run_training() { train training 120; }
 # its own: inside a larger piece of LibTorch's the tool could not see where one ends.
 under_tool() {
   sanitized=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$1" --report-api-errors no
-    --error-exitcode 1 "$programs/device_conformance_test")
+    --target-processes application-only --error-exitcode 1 "$programs/device_conformance_test")
 }
 
 # Sets `sanitizer`. False if it does not work here, which it does not below every hypervisor.
@@ -248,7 +258,9 @@ try_sanitizer() {
     record passed "compute-sanitizer: an allocation"
     return
   fi
-  if grep -qiE 'not supported|unable to (find|attach|load)|internal sanitizer error' "$log"; then
+  # The last two are said of a program that it cannot get into, and of one that fails before any CUDA call.
+  if grep -qiE 'not supported|unable to (find|attach|load)|internal sanitizer error' "$log" ||
+    { grep -qi 'before first instrumented' "$log" && ! grep --quiet -F '[ RUN ' "$log"; }; then
     record skipped "compute-sanitizer: it does not work on this machine; see sanitizer.log"
   elif was_cut_off "$outcome"; then
     record "cut off" "compute-sanitizer: an allocation"
