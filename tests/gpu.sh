@@ -55,11 +55,12 @@ add_backends() {
 make_archive() {
   local folder=build/gpu/programs program extension=build/python/client/python/_ema.abi3.so
   rm -rf build/gpu
-  mkdir -p "$folder/lib" "$folder/python/ema_client"
+  mkdir -p "$folder/lib" "$folder/python"
   for program in "$@"; do
     strip -o "$folder/$(basename "$program")" "$program" || return
   done
-  cp client/python/ema_client/*.py "$folder/python/ema_client" &&
+  (cd client/python &&
+    find ema_client -name '*.py' -exec cp --parents --target-directory "$root/$folder/python" {} +) &&
     strip -o "$folder/python/ema_client/_ema.abi3.so" "$extension" &&
     add_backends "$folder/python" || return
   list_libraries "$@" "$extension" | xargs cp --dereference --target-directory "$folder/lib" || return

@@ -39,11 +39,11 @@ WAYS = {
 
 def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str, float]:
     import ema_client
-    from ema_client import _gpu
+    from ema_client._client import gpu
 
     if way == "copies":
         # What is not read in place is copied.
-        _gpu.is_readable = lambda tensor: False  # type: ignore[assignment]
+        gpu.is_readable = lambda tensor: False  # type: ignore[assignment]
     torch.manual_seed(1)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(device)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import ema_client
 import torch
 from ema_client import Track, _ema
-from ema_client._track import track_of
+from ema_client._tracks.track import track_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy/demo"))
 from server_process import ServerProcess  # noqa: E402

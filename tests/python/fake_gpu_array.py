@@ -11,7 +11,7 @@ import sys
 
 import ema_client
 import torch
-from ema_client import _gpu
+from ema_client._client import gpu
 from fake_gpu_training import put_on_gpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +25,7 @@ def main() -> None:
         # Its default stream would wait for the copy here and now.
         driver.ema_fake_cuda_new_stream.restype = ctypes.c_void_p
         stream = driver.ema_fake_cuda_new_stream()
-        _gpu.current_streams = lambda gpus: [(gpu, stream) for gpu in gpus]
+        gpu.current_streams = lambda gpus: [(index, stream) for index in gpus]
         array = torch.full((1000,), 3.0)
         storage = StorageWeakRef(array.untyped_storage())
         driver.ema_fake_cuda_hold()

@@ -14,7 +14,7 @@ from typing import Any
 
 import ema_client
 import torch
-from ema_client import _gpu
+from ema_client._client import gpu
 
 _KDLCUDA = 2
 _kept: list[Any] = []
@@ -77,7 +77,7 @@ def put_on_gpu(library: str) -> ctypes.CDLL:
 
     torch.utils.dlpack.to_dlpack = to_gpu_dlpack
     put_exchange_on_gpu(address_of)
-    _gpu.is_readable = lambda tensor: True
+    gpu.is_readable = lambda tensor: True
     return driver
 
 

@@ -13,7 +13,7 @@ import types
 import ema_client
 import pytest
 import torch
-from ema_client import _attachment, _switch
+from ema_client._trainer import attachment, switch
 from server_process import ServerProcess
 from testing import step_until
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_an_attach_that_fails(server, client, model, monkeypa
     net, optimizer = trainer_of()
     owner, name = {
         "hook": (torch.nn.Module, "register_load_state_dict_pre_hook"),
-        "options": (_switch.PresetOptions, "apply"),
+        "options": (switch.PresetOptions, "apply"),
     }[what]
 
     def fail(*_):
@@ -301,7 +301,7 @@ def test_a_switch_without_memory_for_all_writes_nothing(server, model, monkeypat
             raise torch.OutOfMemoryError("no memory")
 
     pulled = {"weight": torch.zeros(3), "others": NoMemory()}
-    monkeypatch.setattr(_switch, "pull_on_all_ranks", lambda *_, **__: pulled)
+    monkeypatch.setattr(switch, "pull_on_all_ranks", lambda *_, **__: pulled)
     with ema_client.attach(net, optimizer, server.url(model), preset=preset):
         for _ in range(4):
             optimizer.step()
@@ -336,7 +336,7 @@ def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
         waits.append(("link", until - clock.now))
         close(until=until)
 
-    monkeypatch.setattr(_attachment, "time", clock)
+    monkeypatch.setattr(attachment, "time", clock)
     monkeypatch.setattr(ema._link, "close", close_link)
     monkeypatch.setattr(
         ema, "_update_copy", lambda raises, timeout_s: waits.append(("copy", timeout_s))

@@ -14,7 +14,7 @@ import threading
 import ema_client
 import pytest
 import torch
-from ema_client._push import Push
+from ema_client._trainer.push import Push
 from testing import assert_same_bits, replay, step_until, wait_for
 
 

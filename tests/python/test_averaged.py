@@ -9,9 +9,9 @@ import copy
 import ema_client
 import pytest
 import torch
-from ema_client._averaged import read_average
 from ema_client._callbacks import averaged_or_own
-from ema_client._torch_model import write
+from ema_client._evaluator.averaged import read_average
+from ema_client._model.torch_model import write
 from testing import assert_same_bits
 
 TRACKS = {"fast": "4ba", "raw": "copy"}

@@ -9,14 +9,14 @@ import sys
 import ema_client
 import pytest
 import torch
-from ema_client._ranks import Ranks
+from ema_client._model.ranks import Ranks
 from testing import started
 
 HEAD = """
 import sys
 import ema_client, torch
 import torch.distributed as dist
-from ema_client._ranks import Ranks
+from ema_client._model.ranks import Ranks
 
 rank, world_size, init_file, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size)
@@ -48,15 +48,15 @@ ema.close(timeout_s=1)
 
 # Commits overtake every pull, and then rank 0 cannot ask for the newest version.
 OVERTAKEN = """
-from ema_client import _errors, _reading
-from ema_client._pieces import pieces_of
+from ema_client._client.pieces import pieces_of
+from ema_client._evaluator.reading import pull_pieces
 
 class Overtaken:
     def pull(self, *_, **__):
-        raise _errors.OutOfRangeError("gone")
+        raise ema_client.OutOfRangeError("gone")
     def model(self, name):
         if rank == 0:
-            raise _errors.UnavailableError("away")
+            raise ema_client.UnavailableError("away")
         return info
 
 class info:
@@ -64,7 +64,7 @@ class info:
 
 pieces = pieces_of({"w": torch.ones(3)})
 try:
-    _reading.pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
+    pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
 except ema_client.EmaError as error:
     print(type(error).__name__)
 """
@@ -180,8 +180,9 @@ print(received[-1] == sum(4 * tensor.to_local().numel() for tensor in out.values
 ONE_FAILS = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from ema_client import _averaged, _callbacks
-from ema_client._same_version import pull_on_all_ranks
+from ema_client import _callbacks
+from ema_client._evaluator import averaged
+from ema_client._trainer.same_version import pull_on_all_ranks
 
 def parts(placements):
     net = torch.nn.Module()
@@ -224,7 +225,7 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     version = ema.wait_pushed()
     group = Ranks.current()
     own = net.weight.to_local().clone()
-    wait_pushed, pull, targets = ema.wait_pushed, ema._client.pull, _averaged._targets
+    wait_pushed, pull, targets = ema.wait_pushed, ema._client.pull, averaged._targets
 
     on_rank_1(ema, "wait_pushed", no_memory)
     said(lambda: pull_on_all_ranks(ema, group, track="ema"))
@@ -237,10 +238,10 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
         with _callbacks.averaged_or_own(net, url, ema, {}, track=None) as got:
             print("own" if got is None else "average")
 
-    on_rank_1(_averaged, "_targets", no_memory)
+    on_rank_1(averaged, "_targets", no_memory)
     said(evaluate)
     said(lambda: enter(url))
-    on_rank_1(_averaged, "_targets", targets)
+    on_rank_1(averaged, "_targets", targets)
     if rank == 0:
         ema.wait_pushed = no_memory
     said(evaluate)

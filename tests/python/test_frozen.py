@@ -9,6 +9,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from ema_client._model.torch_model import checksums, weighted_sum
 from testing import assert_same_bits, replay
 
 HALF = {"smoothing": 0.5}
@@ -131,10 +132,7 @@ def test_their_values_are_read_only_after_a_write(server, client, model, monkeyp
         return checksums(given)
 
     with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
-        from ema_client import _frozen
-
-        checksums = _frozen.checksums
-        monkeypatch.setattr(_frozen, "checksums", recorded)
+        monkeypatch.setattr("ema_client._trainer.frozen.checksums", recorded)
         for _ in range(3):
             step()
         assert read == []
@@ -228,8 +226,6 @@ def test_frozen_parameters_that_go_or_have_no_values(server, client, model):
 
 
 def test_checksums_see_every_change():
-    from ema_client._torch_model import checksums, weighted_sum
-
     torch.manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
         values = (torch.randn(61, 33) * 50).to(dtype)

@@ -10,9 +10,9 @@ import sys
 import ema_client
 import pytest
 import torch
-from ema_client import _gpu
-from ema_client._guard import PushedWeights
-from ema_client._torch_model import NamedTensors
+from ema_client._client import gpu
+from ema_client._model.torch_model import NamedTensors
+from ema_client._trainer.guard import PushedWeights
 from server_process import ROOT
 from testing import assert_same_bits
 
@@ -59,7 +59,7 @@ def test_the_step_that_a_graph_captures_is_neither_counted_nor_pushed(
         module(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         ema.wait_pushed(timeout_s=60)
-        monkeypatch.setattr("ema_client._pushing.is_capturing", lambda: True)
+        monkeypatch.setattr("ema_client._trainer.pushing.is_capturing", lambda: True)
         optimizer.step()
         ema.after_step()
         ema.wait_released()
@@ -73,14 +73,14 @@ def test_the_step_that_a_graph_captures_is_neither_counted_nor_pushed(
 def test_a_process_without_a_gpu_captures_nothing_and_has_default_streams():
     if torch.cuda.is_initialized():
         pytest.skip("this process uses a GPU")
-    assert not _gpu.is_capturing()
-    assert _gpu.current_streams([1, 0, 1]) == [(0, 0), (1, 0)]
+    assert not gpu.is_capturing()
+    assert gpu.current_streams([1, 0, 1]) == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("rows, must_wait", [(4096, False), (4097, True)])
 def test_copies_of_what_lies_in_another_order_are_bounded(monkeypatch, rows, must_wait):
     """64 MiB are 4096 x 4096 values."""
-    monkeypatch.setattr(_gpu, "is_readable", lambda tensor: True)
+    monkeypatch.setattr(gpu, "is_readable", lambda tensor: True)
     values = {"turned": torch.empty(4096, rows).T, "large": torch.empty(2 * 4096, rows)}
     parameters = {name: torch.nn.Parameter(value) for name, value in values.items()}
     weights = PushedWeights(None, ())

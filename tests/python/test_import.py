@@ -10,7 +10,8 @@ import ema_client
 import numpy as np
 import pytest
 import torch
-from ema_client import _safetensors, convert
+from ema_client import convert
+from ema_client._client import safetensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_emactl import emactl  # noqa: F401
@@ -414,9 +415,9 @@ def test_nothing_in_a_state_is_executed(tmp_path, capsys):
 
 def test_our_files_are_what_the_library_reads_and_the_reverse(tmp_path):
     path = tmp_path / "ours.safetensors"
-    _safetensors.write(path, WEIGHTS, {"k": "v"})
+    safetensors.write(path, WEIGHTS, {"k": "v"})
     assert_tensors(WEIGHTS, load_file(path))
-    for tensor in _safetensors.open_weights(path):
+    for tensor in safetensors.open_weights(path):
         value = WEIGHTS[tensor.spec.name]
         assert (tensor.spec.dtype, tensor.spec.shape) == (
             str(value.dtype).removeprefix("torch."),

@@ -17,7 +17,8 @@ import ema_client
 import numpy as np
 import pytest
 import torch
-from ema_client import Track, _presets
+from ema_client import Track
+from ema_client._tracks import presets
 from libraries import (
     UPDATES,
     Agreement,
@@ -270,19 +271,19 @@ def test_presets_have_the_librarys_arguments_and_defaults():
         "timm v3": {"step"},
     }
     for name, ours, theirs in (
-        ("ema_pytorch", _presets.ema_pytorch, [ema_pytorch.EMA.__init__]),
-        ("karras", _presets._karras, [ema_pytorch.KarrasEMA.__init__]),
-        ("diffusers", _presets._diffusers, [diffusers.training_utils.EMAModel.__init__]),
-        ("timm v2", _presets._timm_v2, [timm.utils.ModelEmaV2.__init__]),
-        ("timm v3", _presets._timm_v3, [timm.utils.ModelEmaV3.__init__]),
-        ("torch", _presets._torch_ema, [model.__init__, swa_utils.get_ema_multi_avg_fn]),
-        ("torch swa", _presets._torch_swa, [model.__init__]),
+        ("ema_pytorch", presets.ema_pytorch, [ema_pytorch.EMA.__init__]),
+        ("karras", presets._karras, [ema_pytorch.KarrasEMA.__init__]),
+        ("diffusers", presets._diffusers, [diffusers.training_utils.EMAModel.__init__]),
+        ("timm v2", presets._timm_v2, [timm.utils.ModelEmaV2.__init__]),
+        ("timm v3", presets._timm_v3, [timm.utils.ModelEmaV3.__init__]),
+        ("torch", presets._torch_ema, [model.__init__, swa_utils.get_ema_multi_avg_fn]),
+        ("torch swa", presets._torch_swa, [model.__init__]),
     ):
         own = arguments_of(ours)
         assert own_names.get(name, set()) <= own.keys()
         own = {key: own[key] for key in own if key not in own_names.get(name, ())}
         assert own == arguments_of(*theirs), name
-    own = inspect.signature(_presets._optax).parameters
+    own = inspect.signature(presets._optax).parameters
     for function in (optax.ema, optax.incremental_update, optax.periodic_update):
         parameters = inspect.signature(function).parameters.keys()
         assert parameters - {"new_tensors", "old_tensors", "steps"} <= own.keys()

@@ -11,7 +11,7 @@ import sys
 import ema_client
 import pytest
 import torch
-from ema_client._optimizers import unwrap_optimizers
+from ema_client._model.optimizers import unwrap_optimizers
 from examples import run_example
 from server_process import ServerProcess
 from testing import assert_same_bits

@@ -10,7 +10,7 @@ import signal
 import ema_client
 import pytest
 import torch
-from ema_client import _optimizers
+from ema_client._model.optimizers import after_closure
 from testing import assert_same_bits
 
 
@@ -74,7 +74,7 @@ def test_optimizers_of_torch_run_the_closure_before_weights_change(kind):
 
     waits = []
     handle = optimizer.register_step_pre_hook(
-        lambda *step: _optimizers.after_closure(*step, lambda: waits.append(len(calls)))
+        lambda *step: after_closure(*step, lambda: waits.append(len(calls)))
     )
     optimizer.step(closure)
     assert torch.equal(calls[0], torch.ones(3, 3))
@@ -101,10 +101,10 @@ class Sharpness(torch.optim.Optimizer):
 
 def test_before_other_optimizers_closures_it_waits_at_once(module):
     optimizer = Sharpness(module.parameters())
-    assert _optimizers.after_closure(optimizer, (optimizer, lambda: 1), {}, lambda: None) is None
+    assert after_closure(optimizer, (optimizer, lambda: 1), {}, lambda: None) is None
     adam = torch.optim.Adam(module.parameters())
-    assert _optimizers.after_closure(adam, (adam,), {}, lambda: None) is None
-    assert _optimizers.after_closure(adam, (adam, None), {}, lambda: None) is None
+    assert after_closure(adam, (adam,), {}, lambda: None) is None
+    assert after_closure(adam, (adam, None), {}, lambda: None) is None
 
 
 def test_a_closure_runs_while_a_push_reads_the_weights(server, client, model):

@@ -7,7 +7,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
-from ema_client._guard import wait_unread
+from ema_client._client.unread import wait_unread
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -9,8 +9,8 @@ import sys
 RANK_2_OF_4 = """
 import torch
 import torch.distributed as dist
-from ema_client import _pieces
-from ema_client._pieces import BoxCache, local_of, piece_of
+from ema_client._client import pieces
+from ema_client._client.pieces import BoxCache, local_of, piece_of
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,7 +25,7 @@ def counting(name, tensor):
     return piece_of(name, tensor)
 
 
-_pieces.piece_of = counting
+pieces.piece_of = counting
 boxes = BoxCache()
 # Local shapes are the same: only how the tensors are spread tells where the pieces lie.
 spreads = {

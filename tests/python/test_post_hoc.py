@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from ema_client import Track
-from ema_client._reading import pull_pieces
-from ema_client._pieces import pieces_of
-from ema_client._ranks import Ranks
+from ema_client._client.pieces import pieces_of
+from ema_client._evaluator.reading import pull_pieces
+from ema_client._model.ranks import Ranks
 from server_process import ServerProcess
 from test_emactl import EMACTL
 from testing import assert_same_bits, wait_for

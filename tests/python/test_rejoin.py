@@ -12,9 +12,9 @@ import time
 import ema_client
 import pytest
 import torch
-from ema_client._away import Link, is_outage
-from ema_client._run import Joined
-from ema_client._skips import outlook
+from ema_client._client.run import Joined
+from ema_client._trainer.away import Link, is_outage
+from ema_client._trainer.skips import outlook
 from server_process import ServerProcess
 from testing import step_until, wait_for
 

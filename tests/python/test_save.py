@@ -10,7 +10,7 @@ import stat
 import ema_client
 import numpy as np
 import pytest
-from ema_client import _safetensors
+from ema_client._client import safetensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from test_emactl import emactl  # noqa: F401
@@ -266,6 +266,6 @@ def test_somebody_elses_unfinished_file_is_left_alone(client, model, pushed, tmp
     assert sorted(tmp_path.iterdir()) == [target, others]
     assert target.stat().st_mode == others.stat().st_mode
     with pytest.raises(TypeError):
-        _safetensors.replace(target, [b"more", None])
+        safetensors.replace(target, [b"more", None])
     assert sorted(tmp_path.iterdir()) == [target, others]
-    assert _safetensors.open_weights(target)
+    assert safetensors.open_weights(target)

@@ -12,8 +12,8 @@ import threading
 import ema_client
 import numpy as np
 import pytest
-from ema_client._holdings import Holding, Kind, Layout
-from ema_client._ranks import Ranks
+from ema_client._model.ranks import Ranks
+from ema_client._trainer.holdings import Holding, Kind, Layout
 from server_process import ServerProcess
 from testing import Weights, assert_same_bits, exit_codes, replay, started
 

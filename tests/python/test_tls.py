@@ -18,7 +18,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
-from ema_client._url import split_url
+from ema_client._client.url import split_url
 from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
 from testing import wait_for

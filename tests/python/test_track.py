@@ -9,7 +9,8 @@ import ema_client
 import numpy as np
 import pytest
 from ema_client import Track, _ema
-from ema_client._track import track_from, track_of
+from ema_client._client.arrays import spec_of
+from ema_client._tracks.track import track_from, track_of
 
 TRACKS = [
     "200ba",
@@ -191,10 +192,10 @@ def test_track_plans():
 def test_actions():
     # Names, dtypes and shapes as the server gets them.
     specs = [
-        ema_client._arrays.spec_of("head.w", np.zeros(3, np.float32)),
-        ema_client._arrays.spec_of("w", np.zeros(3, np.float32)),
-        ema_client._arrays.spec_of("mean", np.zeros(3, np.float32), is_buffer=True),
-        ema_client._arrays.spec_of("count", np.zeros((), np.int64), is_buffer=True),
+        spec_of("head.w", np.zeros(3, np.float32)),
+        spec_of("w", np.zeros(3, np.float32)),
+        spec_of("mean", np.zeros(3, np.float32), is_buffer=True),
+        spec_of("count", np.zeros((), np.int64), is_buffer=True),
     ]
     rules = {"head.*": "ignore"}
     track = track_of("ema", Track(tensor_rules=rules))

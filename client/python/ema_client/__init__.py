@@ -18,43 +18,25 @@ In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `e
 `ema_client.composer`. Without a server, with the same numbers: `LocalEMA` and `compute_ema`. One level lower,
 for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
 
-A push, module by module: `_attach` checks and has the ranks agree; `_joining` makes the model and opens the
-run; `_attachment` hooks the optimizer; `_pushing` counts its steps and pushes those that are due, with what
-`_torch_model` finds in the module and `_guard` copies or watches; `_run` hands that to the extension module
-`_ema`; `_away` joins again when the server was away. A pull: for `_averaged` and `_load`, `_reading` matches
-the tensors of a module with the server's (`_pieces`: what of them is on this rank); `_evaluator_calls` asks
-for them, by what `_pull_arguments` has checked; `_arrays` makes tensors of the bytes, or `_out` writes them.
+Private folders, each of which imports only what is before it: `_tracks` (how a track averages), `_client` (what
+talks to a server, for anything that has named arrays), `_model` (what a torch.nn.Module and its optimizers
+are), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import `_errors`, `_given` and the
+extension module, `_ema`; `_local` (`LocalEMA`) and `_callbacks`, for the frameworks, import from all.
+
+A push: `_trainer/attach` checks and has the ranks agree; `joining` makes the model and opens the run;
+`attachment` hooks the optimizer; `pushing` counts its steps and pushes those that are due, with what
+`_model/torch_model` finds in the module and `guard` copies or watches; `_client/run` hands that to `_ema`;
+`away` joins again when the server was away. A pull: for `_evaluator/averaged` and `load`, `reading` matches the
+tensors of a module with the server's (`_client/pieces`: what of them is on this rank);
+`_client/evaluator_calls` asks for them, by what `pull_arguments` has checked; `arrays` makes tensors of the
+bytes, or `out` writes them.
 """
 
-from ema_client._attach import attach
-from ema_client._attachment import Attachment
-from ema_client._averaged import averaged
-from ema_client._client import Client
-from ema_client._errors import (
-    AbortedError,
-    AlreadyExistsError,
-    CancelledError,
-    DataLossError,
-    DeadlineExceededError,
-    EmaError,
-    FailedPreconditionError,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    OutOfRangeError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnimplementedError,
-)
-from ema_client._load import Loaded, load_into
-from ema_client._local import LocalEMA, compute_ema
-from ema_client._read import pull, watch
-from ema_client._run import PendingPush, Run
-from ema_client._server_info import ServerInfo, ServerLimit
-from ema_client._track import Track
-from ema_client._types import (
+from ema_client._client.client import Client
+from ema_client._client.read import pull, watch
+from ema_client._client.run import PendingPush, Run
+from ema_client._client.server_info import ServerInfo, ServerLimit
+from ema_client._client.types import (
     Checkpoint,
     CheckpointInfo,
     Label,
@@ -75,6 +57,30 @@ from ema_client._types import (
     Version,
     Weights,
 )
+from ema_client._errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    EmaError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from ema_client._evaluator.averaged import averaged
+from ema_client._evaluator.load import Loaded, load_into
+from ema_client._local import LocalEMA, compute_ema
+from ema_client._tracks.track import Track
+from ema_client._trainer.attach import attach
+from ema_client._trainer.attachment import Attachment
 
 __version__ = "0.1.0"
 

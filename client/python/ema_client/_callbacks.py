@@ -9,26 +9,21 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
-from ema_client._arguments import check_values
-from ema_client._attach import KEYWORDS, options_and_tracks
-from ema_client._attachment import Attachment
-from ema_client._averaged import OwnValues, averaged_beside, read_average
-from ema_client._away import MAX_OUTAGE_S
-from ema_client._client import Client
-from ema_client._errors import (
-    EmaError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    failure_of,
-)
-from ema_client._pull_arguments import only_average_of
-from ema_client._ranks import Ranks
-from ema_client._resume import warn_of_no_state
-from ema_client._started import awaited_start
-from ema_client._timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
-from ema_client._torch_model import write
-from ema_client._types import Version, VersionLike
-from ema_client._url import split_url
+from ema_client._client.client import Client
+from ema_client._client.pull_arguments import only_average_of
+from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
+from ema_client._client.types import Version, VersionLike
+from ema_client._client.url import split_url
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
+from ema_client._evaluator.averaged import OwnValues, averaged_beside, read_average
+from ema_client._evaluator.started import awaited_start
+from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import write
+from ema_client._trainer.arguments import check_values
+from ema_client._trainer.attach import KEYWORDS, options_and_tracks
+from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.away import MAX_OUTAGE_S
+from ema_client._trainer.resume import warn_of_no_state
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What client/python/src binds. Plain values: _types.py makes dataclasses of them.
+# What client/python/src binds. Plain values: _client/types.py makes dataclasses of them.
 from collections.abc import Callable, Sequence
 from typing import Any
 

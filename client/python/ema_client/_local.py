@@ -10,17 +10,18 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client import _arrays, _ema
-from ema_client._averaged import write_average, swapped
-from ema_client._arguments import check_module
+from ema_client import _ema
+from ema_client._client import arrays
+from ema_client._client.types import TimeLike, TrackVersion, time_dict
+from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from ema_client._guard import wait_unread
-from ema_client._joining import check_dtypes, ignored_by_all, of_known_dtypes
-from ema_client._model_tensors import ModelTensors
-from ema_client._preset_arguments import EmaRule
-from ema_client._torch_model import check_no_dtensor, named_tensors, specs_of, unwrap
-from ema_client._track import TensorRules, TrackLike, only_average
-from ema_client._types import TimeLike, TrackVersion, time_dict
+from ema_client._evaluator.averaged import write_average, swapped
+from ema_client._model.model_tensors import ModelTensors
+from ema_client._model.torch_model import check_no_dtensor, named_tensors, specs_of, unwrap
+from ema_client._tracks.preset_arguments import EmaRule
+from ema_client._tracks.track import TensorRules, TrackLike, only_average
+from ema_client._trainer.arguments import check_module
+from ema_client._trainer.joining import check_dtypes, ignored_by_all, of_known_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -61,14 +62,14 @@ def compute_ema(
     check_no_dtensor(unwrap(model))
     check_no_dtensor(unwrap(ema_model))
     source, target = _all_names(model), _all_names(ema_model)
-    _arrays.check_names("ema_model", expected=source, given=target)
+    arrays.check_names("ema_model", expected=source, given=target)
     wrong = [
         f"{name}: {_kind(target[name])} for {_kind(source[name])}"
         for name in source
         if target[name].shape != source[name].shape
         or target[name].is_floating_point() != source[name].is_floating_point()
         or target[name].is_complex()
-        or any(_arrays.is_without_memory(tensors[name]) for tensors in (source, target))
+        or any(arrays.is_without_memory(tensors[name]) for tensors in (source, target))
     ]
     if wrong:
         raise InvalidArgumentError(
@@ -101,7 +102,7 @@ def _all_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _kind(tensor: torch.Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    return f"{kind} without memory" if _arrays.is_without_memory(tensor) else kind
+    return f"{kind} without memory" if arrays.is_without_memory(tensor) else kind
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -448,7 +449,7 @@ class LocalEMA:
             InvalidArgumentError: other tracks, or other tensors in them (lists all); nothing was
                 changed.
         """
-        _arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])
+        arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])
         current = self._named_tensors().all()
         for name, saved in state["tracks"].items():
             track = self._tracks[name]
@@ -462,10 +463,8 @@ class LocalEMA:
                 )
             if not saved["tensors"]:
                 continue
-            _arrays.check_names(f'track "{name}"', expected=stored, given=saved["tensors"])
-            _arrays.check_names(
-                f'track "{name}", low parts', expected=low, given=saved["low_parts"]
-            )
+            arrays.check_names(f'track "{name}"', expected=stored, given=saved["tensors"])
+            arrays.check_names(f'track "{name}", low parts', expected=low, given=saved["low_parts"])
             wrong = [
                 f"{tensor}: {_kind(value)}"
                 for tensor, value in saved["tensors"].items()

@@ -15,10 +15,6 @@ from composer import algorithms
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 
-from ema_client import _presets
-from ema_client._attach import attach
-from ema_client._attachment import Attachment
-from ema_client._averaged import swapped
 from ema_client._callbacks import (
     check_options,
     check_tracks,
@@ -27,21 +23,20 @@ from ema_client._callbacks import (
     raises,
     saved_state,
 )
-from ema_client._client import Client
-from ema_client._errors import (
-    EmaError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    failure_of,
-)
-from ema_client._ranks import Ranks
-from ema_client._resume import State as ResumeState
-from ema_client._same_version import pull_on_all_ranks
-from ema_client._started import awaited_start
-from ema_client._torch_model import unwrap
-from ema_client._track import Track
-from ema_client._types import TrainingTime, Version, VersionLike, Weights
-from ema_client._url import split_url
+from ema_client._client.client import Client
+from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
+from ema_client._client.url import split_url
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
+from ema_client._evaluator.averaged import swapped
+from ema_client._evaluator.started import awaited_start
+from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import unwrap
+from ema_client._tracks import presets
+from ema_client._tracks.track import Track
+from ema_client._trainer.attach import attach
+from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.resume import State as ResumeState
+from ema_client._trainer.same_version import pull_on_all_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +79,7 @@ class EMA(Algorithm):
 
     def __init__(
         self,
-        half_life: str | None = _presets.UNSET,
+        half_life: str | None = presets.UNSET,
         smoothing: float | None = None,
         ema_start: str = "0.0dur",
         update_interval: str | None = None,
@@ -99,7 +94,7 @@ class EMA(Algorithm):
             "ema_start": ema_start,
             "update_interval": update_interval,
         }
-        if half_life is not _presets.UNSET:
+        if half_life is not presets.UNSET:
             self._preset["half_life"] = half_life
         track = Track.preset(
             "composer", **{name: self._preset[name] for name in self._preset if name != "preset"}

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client import _arrays, _safetensors
+from ema_client._client import arrays, safetensors
 from ema_client._errors import EmaError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
         except UnicodeDecodeError as error:
             raise _refused(f"{path}: not a text file in UTF-8: {error}") from None
     by_shape: dict[tuple[int, ...], str] = {}
-    for tensor in _safetensors.open_weights(path):
+    for tensor in safetensors.open_weights(path):
         if tensor.spec.shape in by_shape:
             raise _refused(
                 f"{path}: {by_shape[tensor.spec.shape]} and {tensor.spec.name} have the same shape, and "
@@ -147,7 +147,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 f'"{name}" is of type {type(value).__name__}, not a tensor: is the average under '
                 "another --key?"
             )
-        if _arrays.is_sparse(value):
+        if arrays.is_sparse(value):
             raise _refused(f'"{name}" is sparse ({value.layout}); expected a dense tensor')
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() > 0 and place in seen:
@@ -190,7 +190,7 @@ def convert(
         if len(averages) > 1:
             path = target.with_name(f"{target.stem}.{index}{target.suffix}")
         metadata = {"format": "pt", "source": average.source, "source_step": average.step}
-        _safetensors.write(_safetensors.replaceable(path), average.tensors, metadata)
+        safetensors.write(safetensors.replaceable(path), average.tensors, metadata)
         written.append((path, average))
     return written
 

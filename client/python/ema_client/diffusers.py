@@ -14,19 +14,19 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client._attach import attach
-from ema_client._attachment import Attachment
 from ema_client._callbacks import check_options, check_tracks, saved_state
+from ema_client._client.out import check_castable
+from ema_client._client.read import pull
+from ema_client._client.types import VersionLike
+from ema_client._client.unread import wait_unread
+from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._guard import wait_unread
-from ema_client._optimizers import unwrap_optimizers
-from ema_client._out import check_castable
-from ema_client._parameter_list import check_shapes_by_place, hold, names_of, shapes_of
-from ema_client._read import pull
-from ema_client._resume import State
-from ema_client._torch_model import write
-from ema_client._types import VersionLike
-from ema_client._url import split_url
+from ema_client._model.optimizers import unwrap_optimizers
+from ema_client._model.parameter_list import check_shapes_by_place, hold, names_of, shapes_of
+from ema_client._model.torch_model import write
+from ema_client._trainer.attach import attach
+from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.resume import State
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ema_client import _arrays
+from ema_client._client.arrays import check_names, check_shapes
 from ema_client._errors import InvalidArgumentError
 
 
@@ -57,8 +57,8 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
         >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
     """
     leaves = named_leaves(tree)
-    _arrays.check_names("arrays", expected=leaves, given=arrays)
-    _arrays.check_shapes("arrays", expected=leaves, given=arrays)
+    check_names("arrays", expected=leaves, given=arrays)
+    check_shapes("arrays", expected=leaves, given=arrays)
     # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.
     return jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(tree),

@@ -19,8 +19,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ema_client._attach import attach
-from ema_client._attachment import Attachment
 from ema_client._callbacks import (
     averaged_or_own,
     check_options,
@@ -29,10 +27,12 @@ from ema_client._callbacks import (
     needs_only_batches,
     saved_state,
 )
+from ema_client._client.url import split_url
 from ema_client._errors import InvalidArgumentError
-from ema_client._presets import check_count, refuse
-from ema_client._track import WHOLE_TRACK, Track
-from ema_client._url import split_url
+from ema_client._tracks.presets import check_count, refuse
+from ema_client._tracks.track import WHOLE_TRACK, Track
+from ema_client._trainer.attach import attach
+from ema_client._trainer.attachment import Attachment
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Arguments of `attach` for the track "ema", in place of Lightning's.

@@ -21,9 +21,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ema_client import _averaged
-from ema_client._attach import attach
-from ema_client._attachment import Attachment
 from ema_client._callbacks import (
     averaged_or_own,
     check_options,
@@ -33,12 +30,15 @@ from ema_client._callbacks import (
     pull_patience_s,
     saved_state,
 )
+from ema_client._client.files import small_files
+from ema_client._client.types import Version
+from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._files import small_files
-from ema_client._ranks import Ranks
-from ema_client._resume import State
-from ema_client._types import Version
-from ema_client._url import split_url
+from ema_client._evaluator.averaged import OwnValues, averaged
+from ema_client._model.ranks import Ranks
+from ema_client._trainer.attach import attach
+from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.resume import State
 
 if TYPE_CHECKING:
     _TrainerCallback = object
@@ -117,7 +117,7 @@ class EmaCallback(_TrainerCallback):
         self._attachment: Attachment | None = None
         # Puts the model's own weights back, which are these.
         self._swapped = contextlib.ExitStack()
-        self._own = _averaged.OwnValues()
+        self._own = OwnValues()
         self._is_evaluating = False
 
     @property
@@ -139,7 +139,7 @@ class EmaCallback(_TrainerCallback):
                 "no training has begun: use ema_client.averaged(model, url)", reason="BAD_REQUEST"
             )
         pushed = None if self._attachment is None else self._attachment.wait_pushed()
-        with _averaged.averaged(
+        with averaged(
             self._model,
             self._url,
             track=self._track,

@@ -61,7 +61,7 @@ class TensorReader {
   DlpackReader reader_;
 };
 
-// In the place of what _arrays.read has to look at: None.
+// In the place of what arrays.read has to look at: None.
 nb::list ReadTensors(const nb::list& names, const nb::list& tensors, std::vector<Offsets> offsets,
                      const nb::tuple& types, bool are_held) {
   TensorReader reader(types, are_held);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The library's values as plain Python ones (dict, list, tuple, str, number), and back.
-// ema_client/_types.py makes its dataclasses of them. All of it needs the GIL.
+// ema_client/_client/types.py makes its dataclasses of them. All of it needs the GIL.
 #ifndef EMA_CLIENT_PYTHON_SRC_CONVERT_H_
 #define EMA_CLIENT_PYTHON_SRC_CONVERT_H_
 
@@ -36,10 +36,10 @@ nanobind::dict FromVersion(const Version& version);
 nanobind::dict FromModel(const ModelInfo& model);
 // (version, incarnation)
 nanobind::object FromVersionId(const VersionId& id);
-// As the dataclasses CheckpointInfo and Label of ema_client/_types.py take them.
+// As the dataclasses CheckpointInfo and Label of ema_client/_client/types.py take them.
 nanobind::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint);
 nanobind::dict FromLabel(const Client::Label& label);
-// As ServerInfo of ema_client/_server_info.py takes it.
+// As ServerInfo of ema_client/_client/server_info.py takes it.
 nanobind::dict FromServerInfo(const Client::ServerInfo& info);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".
 NonFinitePolicy ToNonFinite(const std::string& name);

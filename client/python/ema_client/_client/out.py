@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of the caller's that pulled values are written into: all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ema_client._client.arrays import check_names, check_shapes, is_instance, range_of
+from ema_client._errors import InvalidArgumentError
+
+# What NumPy may do to pulled values that go into an array of another dtype.
+_CASTING: Literal["same_kind"] = "same_kind"
+
+
+def check_writable(what: str, targets: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: some of these, torch tensors or NumPy arrays, cannot be written; lists them.
+
+    Others are let pass: `write_arrays` refuses them.
+    """
+    problems = [
+        f"{name}: {problem}" for name, target in targets.items() if (problem := _problem(target))
+    ]
+    if problems:
+        raise InvalidArgumentError(
+            f"{what}: cannot be written: {'; '.join(problems)}", reason="BAD_LAYOUT"
+        )
+
+
+def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: some of the targets, torch tensors or NumPy arrays, have dtypes that cannot
+    hold what is there for them by the same names, such as int8 for averages; lists them."""
+    wrong = [
+        f"{name}: {target.dtype} for {values[name].dtype}"
+        for name, target in targets.items()
+        if not _can_cast(values[name], target)
+    ]
+    if wrong:
+        raise InvalidArgumentError(f"{what}: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
+
+
+def write_arrays(
+    out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
+) -> None:
+    """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting
+    to their dtypes.
+
+    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array is that of
+    another tensor, too.
+
+    Args:
+        aliases: further names, by which `out` may have a tensor, too, and the first ones.
+    """
+    check_names("out", expected=tensors, given=[name for name in out if name not in aliases])
+    is_torch = all(is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
+    kind = ("torch", "Tensor") if is_torch else ("numpy", "ndarray")
+    wrong = [name for name in out if not is_instance(out[name], *kind)]
+    if wrong:
+        _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
+    values = {name: tensors[aliases.get(name, name)] for name in out}
+    check_shapes("out", expected=values, given=out)
+    check_castable("out", values=values, targets=out)
+    _check_apart(out, aliases)
+    for name, tensor in values.items():
+        if is_torch:
+            import torch
+
+            with torch.no_grad():
+                out[name].copy_(tensor)
+        else:
+            import numpy
+
+            numpy.copyto(out[name], tensor, casting=_CASTING)
+
+
+def _can_cast(tensor: Any, target: Any) -> bool:
+    if is_instance(tensor, "torch", "Tensor"):
+        import torch
+
+        # copy_ makes zeros of averages, or True; of integers a mask.
+        is_mask = target.dtype == torch.bool and not (
+            tensor.is_floating_point() or tensor.is_complex()
+        )
+        return is_mask or torch.can_cast(tensor.dtype, target.dtype)
+    import numpy
+
+    return bool(numpy.can_cast(tensor.dtype, target.dtype, casting=_CASTING))
+
+
+def _problem(target: Any) -> str | None:
+    """Why it cannot be written. None: it can, or is no torch tensor or NumPy array."""
+    if is_instance(target, "torch", "Tensor"):
+        import torch
+
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            return "an inference tensor, outside torch.inference_mode()"
+        if target.layout != torch.strided:
+            return f"its layout is {target.layout}"
+        if target.is_meta:
+            return "on the meta device, where it has no memory"
+        strides: Sequence[int] = target.stride()
+    elif is_instance(target, "numpy", "ndarray"):
+        if not target.flags.writeable:
+            return "read-only"
+        strides = target.strides
+    else:
+        return None
+    if _overlaps_itself(target.shape, strides):
+        return "several of its elements lie at one place (an expanded array)"
+    return None
+
+
+def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether several elements lie at one place; also of the few that are nested in such a way that it
+    is not plain to see."""
+    if 0 in shape:
+        return False
+    end = 0
+    for stride, extent in sorted((abs(s), n) for s, n in zip(strides, shape) if n > 1):
+        if stride <= end:
+            return True
+        end += stride * (extent - 1)
+    return False
+
+
+def _check_apart(out: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
+    """InvalidArgumentError: two of them, of different tensors, begin at one byte. What overlaps otherwise
+    gets some of the values of each."""
+    owners: dict[tuple[str, int], str] = {}
+    pairs: list[str] = []
+    for name, target in out.items():
+        if 0 in target.shape:
+            continue
+        device = str(target.device) if is_instance(target, "torch", "Tensor") else "cpu"
+        other = owners.setdefault((device, range_of(target)[0]), name)
+        if first_names.get(other, other) != first_names.get(name, name):
+            pairs.append(f"{other} and {name}")
+    if pairs:
+        _refuse(f"share memory, and can have one value only: {', '.join(pairs)}")
+
+
+def _refuse(message: str) -> None:
+    raise InvalidArgumentError(f"out: {message}", reason="BAD_LAYOUT")

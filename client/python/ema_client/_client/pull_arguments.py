@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Client.pull` is called with, in the one form that it goes on with; checked before it asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Union
+
+from ema_client._client.types import ModelInfo, Shard, Version, VersionLike
+from ema_client._errors import InvalidArgumentError
+from ema_client._given import is_whole, names_from
+from ema_client._tracks.track import only_average
+
+if TYPE_CHECKING:
+    import torch
+
+#: Arrays by name, or a module, whose parameters and buffers these are.
+OutLike = Union[Mapping[str, Any], "torch.nn.Module"]
+
+#: "float32", "float16" or "bfloat16", or a framework's dtype of that name.
+DtypeLike = Any
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def selection_from(
+    tensors: str | Collection[str] | None, slices: Shard | Collection[Shard] | None
+) -> tuple[list[str], list[Shard]]:
+    """Names or patterns, and boxes; two empty lists: everything.
+
+    Raises:
+        InvalidArgumentError: an empty selection, or what is no name or box.
+    """
+    if tensors is None and slices is None:
+        return [], []
+    names = names_from("tensors", tensors)
+    boxes = [slices] if isinstance(slices, Shard) else list(slices or ())
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"tensors: {name!r}: must be a tensor's name, or a pattern")
+    for box in boxes:
+        if not isinstance(box, Shard):
+            raise InvalidArgumentError(f"slices: {box!r}: must be an ema_client.Shard")
+    if not names and not boxes:
+        given = tensors if tensors is not None else slices
+        what = "tensors" if tensors is not None else "slices"
+        raise InvalidArgumentError(f"{what} {given!r}: selects nothing; None is for everything")
+    return names, boxes
+
+
+def check_version(version: VersionLike | None) -> None:
+    """InvalidArgumentError: no version; or an empty label, as of a variable that is not set: not the newest
+    version."""
+    is_one = bool(version) if isinstance(version, str) else isinstance(version, Version)
+    if not is_one and version is not None and not is_whole(version):
+        raise InvalidArgumentError(
+            f"version {version!r}: must be a number, a record, or a label such as "
+            '"best"; None is the newest'
+        )
+
+
+def only_average_of(info: ModelInfo) -> str:
+    """See `only_average`."""
+    return only_average(
+        f'model "{info.name}": ', {name: track.is_copy for name, track in info.tracks.items()}
+    )
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The server's name of a dtype: of that name, of PyTorch's, NumPy's or JAX's."""
+    if dtype is None:
+        return None
+    # Of a class, such as numpy.float16, and of JAX's.
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InvalidArgumentError(
+            f"dtype {dtype!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}"
+        )
+    return name
+
+
+def check_device(device: Any) -> None:
+    """InvalidArgumentError: PyTorch has no such device here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # Which one depends on the device, and on how PyTorch was built.
+        raise InvalidArgumentError(f"device {device!r}: cannot be used here: {error}") from error
+
+
+def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapping[str, Any]:
+    """The arrays to be written, by name; a module's tied tensors by what the model calls them.
+
+    `names_there` gives the names that the model's tensors have; asked only for tied ones.
+    """
+    if isinstance(out, Mapping):
+        return out
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(out, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module"
+        )
+    # The one thing here that is of modules; who has none needs nothing of it.
+    from ema_client._model.torch_model import named_tensors, unwrap
+
+    named = named_tensors(unwrap(out))
+    targets = named.all()
+    there = names_there() if named.aliases else ()
+    for name, others in named.aliases.items():
+        tensor = targets.pop(name)
+        known = [one for one in (name, *others) if one in there]
+        targets.update(dict.fromkeys(known or [name], tensor))
+    return targets

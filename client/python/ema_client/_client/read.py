@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pull` and `watch` by URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from typing import Any
+
+from ema_client._client.arrays import Framework
+from ema_client._client.client import Client
+from ema_client._client.pull_arguments import DtypeLike, OutLike
+from ema_client._client.types import Shard, Version, VersionLike, Weights
+from ema_client._client.url import split_url
+
+
+def pull(
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike | None = None,
+    step: int | None = None,
+    tensors: str | Collection[str] | None = None,
+    slices: Shard | Collection[Shard] | None = None,
+    dtype: DtypeLike | None = None,
+    out: OutLike | None = None,
+    framework: Framework = "auto",
+    device: Any = None,
+    on_progress: Callable[[int], object] | None = None,
+    timeout_s: float | None = None,
+) -> Weights:
+    """Reads one track of one version of the model at `url`, or a part of it; see `Client.pull`.
+
+    Example:
+        >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
+        >>> model.load_state_dict(weights, strict=False)
+    """
+    address, model_name = split_url(url)
+    with Client(address, timeout_s=timeout_s) as client:
+        return client.pull(
+            model_name,
+            track=track,
+            version=version,
+            step=step,
+            tensors=tensors,
+            slices=slices,
+            dtype=dtype,
+            out=out,
+            framework=framework,
+            device=device,
+            on_progress=on_progress,
+        )
+
+
+def watch(
+    url: str, *, after: int | Version | None = None, timeout_s: float | None = None
+) -> Generator[Version, None, None]:
+    """Yields every commit of the model at `url` as it happens; see `Client.watch`.
+
+    The server keeps few versions (`max_pinned_versions`): where commits come faster than they are
+    evaluated, a commit's version may be gone when it is pulled, which is an OutOfRangeError. The newest
+    one is always there. Who is slower than commits come evaluates none twice by `Client.wait_for(after=)`.
+
+    Example:
+        >>> for _ in ema_client.watch("ema://host:50051/digits"):
+        ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
+        ...         print(version.step, evaluate(model))
+    """
+    address, model_name = split_url(url)
+    with Client(address) as client:
+        yield from client.watch(model_name, after=after, timeout_s=timeout_s)

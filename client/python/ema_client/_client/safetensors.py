@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files: read in place, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import math
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ema_client._client.arrays import Placed
+from ema_client._client.types import TensorSpec
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    import torch
+
+# By the format's name of it.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Of transformers, and of diffusers, whose config.json has one of these.
+_FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+_OF_DIFFUSERS = {"_diffusers_version", "_class_name"}
+# As in the reference implementation.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: what it is, and where its bytes are."""
+
+    spec: TensorSpec
+    path: pathlib.Path
+    offset: int
+
+    def read(self) -> Any:
+        """A NumPy array over the file, read as it is used; bfloat16 as uint16."""
+        import numpy
+
+        dtype = "uint16" if self.spec.dtype == "bfloat16" else self.spec.dtype
+        if math.prod(self.spec.shape) == 0:
+            return numpy.zeros(self.spec.shape, dtype)
+        # NumPy makes a scalar an array of one.
+        return numpy.memmap(
+            self.path, dtype, mode="r", offset=self.offset, shape=self.spec.shape or (1,)
+        ).reshape(self.spec.shape)
+
+
+def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """The tensors of a file, or of a Hugging Face folder, whole or in the pieces of its index.
+
+    Raises:
+        NotFoundError: the folder has no weights.
+        InvalidArgumentError: not what the format says.
+    """
+    root = pathlib.Path(path)
+    if not root.is_dir():
+        return _read_header(root)
+    # As `from_pretrained` does, the one that its tool looks for.
+    first = folder_file(root, {})
+    for name in (first, *(other for other in _FOLDER_FILES if other != first)):
+        index = root / f"{name}.index.json"
+        if index.exists():
+            return _read_index(root, index)
+        if (root / name).exists():
+            return _read_header(root / name)
+    raise NotFoundError(
+        f"{root}: has neither {' nor '.join(_FOLDER_FILES)}, whole or with .index.json"
+    )
+
+
+def folder_file(folder: pathlib.Path, beside: Mapping[str, bytes]) -> str:
+    """The name under which `from_pretrained` looks for a folder's weights, by its config.json: the one in
+    `beside`, which will be there, else the one that is there."""
+    config = folder / "config.json"
+    text = beside.get(config.name, config.read_bytes() if config.is_file() else b"{}")
+    try:
+        fields = json.loads(text)
+    except ValueError:  # Of no tool that we know.
+        fields = {}
+    is_diffusers = isinstance(fields, dict) and not _OF_DIFFUSERS.isdisjoint(fields)
+    return _FOLDER_FILES[is_diffusers]
+
+
+def _read_index(root: pathlib.Path, index: pathlib.Path) -> list[StoredTensor]:
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _malformed(index, f"has no weight_map: {error!r}") from None
+    found = []
+    for name in sorted(set(weight_map.values())):
+        if pathlib.Path(name).name != name:
+            raise _malformed(index, f"{name!r} is not the name of a file in this folder")
+        found += [
+            tensor
+            for tensor in _read_header(root / name)
+            if weight_map.get(tensor.spec.name) == name
+        ]
+    if missing := sorted(weight_map.keys() - {tensor.spec.name for tensor in found}):
+        raise _malformed(index, f"not in the files: {', '.join(missing)}")
+    return found
+
+
+def _read_header(path: pathlib.Path) -> list[StoredTensor]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise _malformed(path, f"a header of {length} bytes")
+        text = file.read(length)
+    data_bytes = path.stat().st_size - 8 - length
+    found = []
+    try:
+        for name, entry in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            shape = tuple(int(extent) for extent in entry["shape"])
+            spec = TensorSpec(name, _DTYPES[entry["dtype"]], shape)
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= data_bytes or end - begin != _length_bytes(spec):
+                raise _malformed(path, f'tensor "{name}": its bytes are {begin} to {end}')
+            found.append((begin, StoredTensor(spec, path, 8 + length + begin)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise _malformed(path, f"not a safetensors file: {error!r}") from None
+    return [tensor for _, tensor in sorted(found, key=lambda item: item[0])]
+
+
+def _length_bytes(spec: TensorSpec) -> int:
+    bits = 8 if spec.dtype == "bool" else int("".join(filter(str.isdigit, spec.dtype)))
+    return math.prod(spec.shape) * bits // 8
+
+
+def write(
+    path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a file that takes its name when it is whole. Elements of wide types come first."""
+    import torch
+
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in ordered
+    ]
+
+    def flat(tensor: torch.Tensor) -> Any:
+        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    replace(path, itertools.chain([_header(specs, metadata)], (flat(t) for _, t in ordered)))
+
+
+def write_placed(
+    path: pathlib.Path, placed: Sequence[Placed], buffer: Any, metadata: Mapping[str, str]
+) -> None:
+    """Writes tensors that lie in one buffer, in their order; the file takes its name when it is whole."""
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _, _ in placed]
+    data = memoryview(buffer).cast("B")
+    pieces = (data[offset : offset + length] for _, _, _, offset, length in placed)
+    replace(path, itertools.chain([_header(specs, metadata)], pieces))
+
+
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file: the tensors' follow, end to end. InvalidArgumentError: a dtype."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        if spec.dtype not in _NAMES:
+            raise InvalidArgumentError(
+                f'tensor "{spec.name}": dtype {spec.dtype}', reason="BAD_MANIFEST"
+            )
+        size = _length_bytes(spec)
+        header[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def replaceable(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where to write the file that a user names: where links lead.
+
+    Raises:
+        FailedPreconditionError: something else is there, such as a device: a rename would replace it.
+    """
+    named = pathlib.Path(path)
+    if named.exists() and not named.is_file():
+        raise FailedPreconditionError(f"{named}: is there, and is no regular file")
+    return named.resolve()
+
+
+def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes a file that takes its name when it is on the disk. So is the name when this returns."""
+    # Not of the process's number: containers that share a folder have the same ones.
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+    with temporary.open("xb") as file:
+        try:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    """Else a crash of the machine may undo a rename in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems (of FUSE, SMB) cannot, and the file is there.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _malformed(path: pathlib.Path, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{path}: {problem}")

@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that calls take and return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, SupportsIndex, Union
+
+from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
+from ema_client._given import is_whole
+from ema_client._tracks.track import Track, track_from
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """PEM files for a server behind `emas://`. They are read whenever a connection is made.
+
+    Attributes:
+        ca_file: signs the server's certificate; empty: the system's do.
+        certificate_file, key_file: the client's own, where the server asks for one.
+    """
+
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+
+    @classmethod
+    def from_environment(cls) -> Tls:
+        """The files that EMA_TLS_CA, EMA_TLS_CERT and EMA_TLS_KEY name."""
+        return cls(*(os.environ.get(f"EMA_TLS_{name}", "") for name in ("CA", "CERT", "KEY")))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTime:
+    """How far training has come, in every unit that the trainer counts.
+
+    Attributes:
+        batch, epoch, sample, token, iteration: counts.
+        progress: share of the whole training, 0 to 1 (unit "dur").
+        seconds: time spent training; the same on all ranks.
+    """
+
+    batch: int | None = None
+    epoch: int | None = None
+    sample: int | None = None
+    token: int | None = None
+    iteration: int | None = None
+    progress: float | None = None
+    seconds: float | None = None
+
+
+#: What a call takes for a training time: a mapping's keys are TrainingTime's attributes, or suffixes such
+#: as "ep". None: the step is the batch.
+TimeLike = Union[TrainingTime, Mapping[str, float], None]
+
+#: In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
+WireDtype = Literal["as pushed", "bfloat16"]
+#: What becomes of a step in which a pushed float is NaN or infinity: the step is refused, the tensor
+#: keeps its value in every track, or the value goes into the averages.
+NonFinite = Literal["reject", "skip", "allow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackVersion:
+    """What one track did at one version.
+
+    Attributes:
+        update_weight: that was given to the pushed values, as it was applied (a float32, unless the
+            track is compensated); 1 is a copy, 0 leaves the average as it was.
+        elapsed: training time since the track's update before, in its half-life's unit.
+        update_count: updates since the track began, this one included.
+        averaged_count: of these, those from `ema_start` on. 0: the track is no average yet, but, by its
+            before_start, the first weights or the latest.
+        updated: False: the track was not due and is the same as in the version before.
+        window_steps: steps that the average reaches over: steps since the track's update before
+            / update_weight. 0 if not updated.
+        config: the track's schedule and options as text.
+        stall_gap: a float32 average cannot come nearer to a constant value than this share of it,
+            because smaller changes are rounded away. 0 if copied or compensated.
+        rules: the same for each tensor rule with a schedule of its own, by its pattern.
+    """
+
+    update_weight: float
+    elapsed: float
+    update_count: int
+    updated: bool
+    averaged_count: int = 0
+    window_steps: float = 0.0
+    config: str = ""
+    stall_gap: float = 0.0
+    rules: Mapping[str, TrackVersion] = dataclasses.field(default_factory=dict, hash=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackStatistics:
+    """How large an average is, and how far from the weights, at one version.
+
+    Attributes:
+        norm: L2 norm of all values that the track averages.
+        distance: L2 norm of (raw - average), over those of them that the version's copy track has raw
+            values of; None: there are none.
+    """
+
+    norm: float
+    distance: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """The record of one commit. Versions are ordered by (incarnation, number).
+
+    Attributes:
+        number: the model's count of commits, from 1.
+        step: the trainer's step.
+        incarnation: the server's life in which it was made; grows at each start.
+        time: training time at the step.
+        tracks: by name.
+        run_epoch: the run that pushed it.
+        commit_time: seconds since 1970, by the server's clock.
+        skipped: from `watch` only: versions before this one whose records the server has let go.
+        skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
+        skipped_tensors: names of the first of them.
+        wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".
+        restored_from: (number, incarnation) of the version that a rollback made this one of; None: a
+            push made it.
+        statistics: by track. From `Client.statistics`: those that were asked for. From `versions`,
+            `watch` and `ModelInfo.latest`: those that have been computed so far.
+    """
+
+    number: int
+    step: int
+    incarnation: int
+    time: TrainingTime
+    tracks: Mapping[str, TrackVersion] = dataclasses.field(hash=False)
+    run_epoch: int = 0
+    commit_time: float = 0.0
+    skipped: int = dataclasses.field(default=0, compare=False)
+    skipped_tensor_count: int = 0
+    skipped_tensors: tuple[str, ...] = ()
+    wire_dtype: str = "as pushed"
+    restored_from: tuple[int, int] | None = None
+    # They come later, and make it no other version.
+    statistics: Mapping[str, TrackStatistics] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+
+
+#: Which version a call means: its number, its record, or a label that it has.
+VersionLike = Union[int, Version, str]
+
+
+def version_id(version: int | Version | None, what: str = "version") -> tuple[int, int]:
+    """Number and incarnation as the extension module takes them; (0, 0): the newest.
+
+    InvalidArgumentError: it is no version, but a label, for example. The message calls it `what`.
+    """
+    if isinstance(version, Version):
+        return version.number, version.incarnation
+    if version is None:
+        return 0, 0
+    if not is_whole(version):
+        problem = f"{what} {version!r}: must be a whole number or a Version"
+        if isinstance(version, str):
+            problem += f"; that of a label is client.labels(name)[{version!r}].number"
+        raise InvalidArgumentError(problem)
+    return operator.index(version), 0
+
+
+def is_after(version: Version, other: int | Version) -> bool:
+    """Whether it was committed later than a record; of a number, in any life of the server, is larger."""
+    if isinstance(other, Version):
+        return (version.incarnation, version.number) > (other.incarnation, other.number)
+    return version.number > other
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One named array.
+
+    Attributes:
+        dtype: a name that PyTorch and NumPy share, such as "float32".
+        is_buffer: something that training keeps beside the parameters, such as BatchNorm's
+            statistics: `Track.buffers` says what tracks do with those.
+        aliases: other names of the same array (tied weights): it is pushed and kept once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_buffer: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """A model as the server has it.
+
+    Attributes:
+        tensors: in manifest order; empty in the result of `Client.models`.
+        tracks: by name.
+        max_pinned_versions: versions that readers may hold at once.
+        reserved_bytes: what the model can use at most of the server's memory.
+        latest: the newest version; None before the first.
+        run_epoch: the run that may push; 0 before the first.
+        non_finite: what becomes of a step in which a pushed float is not finite.
+        plan_revision: grows when a track is added, changed, paused, resumed or removed.
+        pending_tracks: what `tracks` becomes at the next commit; None: they stay.
+        attached_files: sizes in bytes, by name, of what `Client.attach_files` has put there.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    tracks: Mapping[str, Track] = dataclasses.field(hash=False)
+    max_pinned_versions: int
+    reserved_bytes: int
+    latest: Version | None
+    run_epoch: int
+    non_finite: NonFinite = "reject"
+    plan_revision: int = 0
+    pending_tracks: Mapping[str, Track] | None = dataclasses.field(default=None, hash=False)
+    attached_files: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedVersion:
+    """A version's record, and whether its weights can still be pulled."""
+
+    version: Version
+    available: bool
+
+
+CheckpointState = Literal["saving", "complete", "failed", "corrupt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A version that `Client.create_checkpoint` has saved, or has begun to.
+
+    Attributes:
+        name: its folder in the model's; what `Client.checkpoint` and `delete_checkpoint` take.
+        state: "complete", or with wait=False also "saving".
+    """
+
+    version: Version
+    name: str
+    total_bytes: int
+    state: CheckpointState = "complete"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """A version on the server's disk, one that is being written, or one that could not be.
+
+    Attributes:
+        name: its folder in the model's.
+        state: "failed": it could not be written; "corrupt": set aside, because a byte of it is wrong
+            or a crash had left it newer than what training went on from; or gone, though it was the
+            newest; or it is the file of the model's labels, and they are lost.
+        number, incarnation: of the version.
+        step: the trainer's step.
+        commit_time: of the version, seconds since 1970 by the server's clock; 0: not known.
+        tracks: that have a value in it.
+        is_partial: it has not all tracks of the model: no server starts from it.
+        labels: that it has.
+        problem: of one that is failed or corrupt; of a complete one, why something else that was asked
+            for with it, such as a label, is not done.
+    """
+
+    name: str
+    state: CheckpointState
+    number: int
+    incarnation: int
+    step: int
+    commit_time: float
+    tracks: tuple[str, ...]
+    is_partial: bool
+    total_bytes: int
+    labels: tuple[str, ...]
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """A name for a version on the server's disk, which no retention removes.
+
+    Attributes:
+        number, incarnation, step: of the version.
+        metric: the score that put it there; None: a person did.
+        lower_is_better: of the metric.
+    """
+
+    name: str
+    number: int
+    incarnation: int
+    step: int
+    metric: float | None = None
+    lower_is_better: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricResult:
+    """What a score has done: where the label stands now, and whether this call has moved it there."""
+
+    label: Label
+    moved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """Where a trainer stands that goes on from a checkpoint of its own.
+
+    Attributes:
+        step: its optimizer steps so far.
+        version: (number, incarnation) of the average that belongs to it. None: the one that an
+            uninterrupted run would have after `step`.
+        time: training time at the step, which tells the server, without `version`, whether an update
+            was due since a version of an earlier step. None: it is not told.
+    """
+
+    step: int
+    version: tuple[int, int] | None = None
+    time: TimeLike = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesisSource:
+    """A track at one step, and its weight in what was built; all weights' sum is 1."""
+
+    track: str
+    step: int
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesis:
+    """An average that the server has built from kept snapshots.
+
+    Attributes:
+        version: its step and time; number and incarnation are those of the newest checkpoint used.
+        residual: how far its profile is from the one that was asked for: the norm of the difference
+            over the norm of the latter. Up to about 0.1 it is that average; near 1 and above it is
+            another one, which has little to do with it.
+        sources: what it was built from.
+    """
+
+    version: Version
+    residual: float
+    sources: tuple[SynthesisSource, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A rectangular region of tensor `name`: first element and size per dimension."""
+
+    name: str
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an attachment has done, on this rank.
+
+    Attributes:
+        pushes: steps that became a version.
+        skipped: steps that were due and did not: the server was away, or another rank was.
+        sent_bytes: handed to the network, resends included.
+        wait_seconds: how long our hooks have held up the training loop.
+    """
+
+    pushes: int
+    skipped: int
+    sent_bytes: int
+    wait_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PushStats:
+    """What a push has done so far.
+
+    Attributes:
+        total_bytes: of this rank, to be pushed; 0 until the run is ready.
+        sent_bytes: handed to the network, resends included.
+        stream_count: 1 if no connection broke.
+        connection_count: by how many connections it was sent last; 0: by none.
+        send_seconds: from the start to the last byte's leaving.
+        lane: what the last stream went through: "grpc" or "shared memory".
+        server_seconds: after the reply, with `Client(report_timing=True)`, where the server's time has
+            gone: "receive" (no byte was there), "fold", "wait" (for its device and other ranks), "commit".
+    """
+
+    total_bytes: int
+    sent_bytes: int
+    stream_count: int
+    connection_count: int
+    send_seconds: float
+    lane: str
+    server_seconds: dict[str, float] | None = None
+
+
+class Weights(dict[str, Any]):
+    """Pulled tensors by name, and which version and track they are.
+
+    A tied tensor is there under each of its names; `aliases` says which name stands for which other.
+    `Client.refresh` brings them to the newest version. `received_bytes` says what came for that, or at
+    first, and `lane` through what: "grpc" or "shared memory". `torch.save` writes the tensors only, in an
+    OrderedDict, which `torch.load` takes as it is; copies and pickles keep all.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        version: Version,
+        track: str,
+        aliases: Mapping[str, str] | None = None,
+        pulled: _ema.Pulled | None = None,
+    ) -> None:
+        super().__init__(tensors)
+        self.version = version
+        self.track = track
+        self.aliases = dict(aliases or {})
+        self.received_bytes = 0 if pulled is None else pulled.received_bytes
+        self.lane = "" if pulled is None else pulled.lane
+        # Whose memory the tensors are.
+        self._pulled = pulled
+        for alias, name in self.aliases.items():
+            self.setdefault(alias, self[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has memory of its own.
+        return {**self.__dict__, "_pulled": None}
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # That of torch.save is 2. torch.load takes no class that it does not know.
+        if operator.index(protocol) < 4:
+            return collections.OrderedDict, (), None, None, iter(self.items())
+        return super().__reduce_ex__(protocol)
+
+
+def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:
+    return {
+        name: TrackVersion(
+            update_weight=update_weight,
+            elapsed=elapsed,
+            update_count=update_count,
+            averaged_count=averaged_count,
+            updated=updated,
+            window_steps=window_steps,
+            config=config,
+            stall_gap=stall_gap,
+            rules=_track_versions(rules),
+        )
+        for name, (
+            updated,
+            update_weight,
+            elapsed,
+            update_count,
+            averaged_count,
+            window_steps,
+            config,
+            stall_gap,
+            rules,
+        ) in fields.items()
+    }
+
+
+def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
+    return Version(
+        number=fields["number"],
+        step=fields["step"],
+        incarnation=fields["incarnation"],
+        time=TrainingTime(**fields["time"]),
+        tracks=_track_versions(fields["tracks"]),
+        run_epoch=fields["run_epoch"],
+        commit_time=fields["commit_time"],
+        skipped=skipped,
+        skipped_tensor_count=fields["skipped_tensor_count"],
+        skipped_tensors=tuple(fields["skipped_tensors"]),
+        wire_dtype=fields["wire_dtype"],
+        restored_from=fields["restored_from"],
+        statistics={
+            track: TrackStatistics(*numbers) for track, numbers in fields["statistics"].items()
+        },
+    )
+
+
+def model_from(fields: dict[str, Any]) -> ModelInfo:
+    pending = fields["pending_tracks"]
+    latest = fields["latest"]
+    return ModelInfo(
+        name=fields["name"],
+        tensors=tuple(specs_from(fields["tensors"])),
+        tracks={track.name: track_from(track) for track in fields["tracks"]},
+        max_pinned_versions=fields["max_pinned_versions"],
+        reserved_bytes=fields["reserved_bytes"],
+        latest=None if latest is None else version_from(latest),
+        run_epoch=fields["run_epoch"],
+        non_finite=fields["non_finite"],
+        plan_revision=fields["plan_revision"],
+        pending_tracks={track.name: track_from(track) for track in pending} if pending else None,
+        attached_files=fields["attached_files"],
+    )
+
+
+def specs_from(tuples: Sequence[_ema.Spec]) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, dtype, tuple(shape), is_buffer, tuple(aliases))
+        for name, dtype, shape, is_buffer, aliases in tuples
+    ]
+
+
+#: The keys of a training time, by the suffixes that lengths of time have, which are also taken.
+TIME_UNITS = {
+    "ba": "batch",
+    "ep": "epoch",
+    "sp": "sample",
+    "tok": "token",
+    "iter": "iteration",
+    "dur": "progress",
+    "sec": "seconds",
+}
+
+
+def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
+    """The time as the extension module takes it."""
+    if time is None:
+        return {"batch": step}
+    if isinstance(time, TrainingTime):
+        given: Mapping[str, float | None] = dataclasses.asdict(time)
+    elif isinstance(time, Mapping):
+        given = time
+    else:
+        raise InvalidArgumentError(
+            f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}'
+        )
+    fields: dict[str, float] = {}
+    for unit, value in given.items():
+        name = TIME_UNITS.get(unit, unit)
+        if name in fields:
+            raise InvalidArgumentError(f'time {time!r}: "{name}" is given twice', reason="BAD_TIME")
+        if value is not None or not isinstance(time, TrainingTime):
+            fields[name] = value  # type: ignore[assignment]
+    return fields
+
+
+def time_after(time_of: Callable[[int], TimeLike] | None, step: int) -> dict[str, float]:
+    """After so many steps, which are the batches unless `time_of`, of `attach`, says otherwise."""
+    given = None if time_of is None else time_of(step)
+    return {"batch": step, **time_dict(given, step=step)}
+
+
+def resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:
+    if resume is None:
+        return None
+    if isinstance(resume, int):
+        return resume, None, None
+    time = None if resume.time is None else time_dict(resume.time, step=resume.step)
+    return resume.step, resume.version, time

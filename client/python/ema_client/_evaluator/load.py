@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_into`: averaged weights for a module that is there to keep them, also one without memory yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client._client import arrays
+from ema_client._client.out import check_castable, check_writable
+from ema_client._client.pieces import Piece, local_of, pieces_of
+from ema_client._client.pull_arguments import check_device
+from ema_client._client.types import Version, VersionLike
+from ema_client._client.unread import wait_unread
+from ema_client._errors import InvalidArgumentError
+from ema_client._evaluator.reading import (
+    Reading,
+    first_names_of,
+    names_there,
+    reading,
+    version_alone,
+)
+from ema_client._evaluator.started import warn_of_no_average
+from ema_client._model.torch_model import shard_again, unwrap, write
+from ema_client._tracks.track import ignored_by
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What `load_into` has done.
+
+    Attributes:
+        version: that is in the module.
+        missing_keys: tensors of the module that the model does not have, or did not at that version; they
+            are as they were.
+        unexpected_keys: tensors of the track that the module does not have.
+        meta_buffers: buffers that no state_dict has, and no server, and that have no memory yet: their
+            values are for the caller to compute.
+        ignored_keys: tensors of the module that the track ignores; they are as they were, on meta without
+            memory.
+    """
+
+    version: Version
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    meta_buffers: tuple[str, ...]
+    ignored_keys: tuple[str, ...]
+
+
+def load_into(
+    model: torch.nn.Module,
+    url: str,
+    *,
+    track: str | None = None,
+    version: VersionLike | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    device: Any = None,
+    rename: Callable[[str], str] | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+) -> Loaded:
+    """Puts averaged values into a module's parameters and buffers for good.
+
+    Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device are
+    replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Tensors that the track
+    ignores are left as they are. Of a model of DTensors
+    each rank gets its own pieces, as with `averaged`; all ranks must call this together. With `rename` or
+    `process_group` a model may also be a part of the server's, such as a pipeline's stage: that the
+    track has other tensors, too, is no error then. Warns as `averaged` does of a track that has not
+    started.
+
+    Args:
+        model: the module; DistributedDataParallel and torch.compile are looked through.
+        url: "ema://host:port/model".
+        track: which average. None: the only track that is not a copy, else "ema".
+        version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
+            that trains, is that of its last push: it is waited for.
+        step: instead: the version of this step of the trainer; see `Client.pull`.
+        strict: the module and the track must have the same tensors, but for those that the track's rules
+            ignore by name. False: what both have is loaded, and only that is sent, for example an encoder's.
+        device: where tensors that have no memory get it, such as "cuda:1". None: in host memory. Others
+            stay where they are: if all of them have memory, they must have it there.
+        rename: gives the name that a tensor has on the server, as for `attach`; what is returned has
+            these names, too.
+        process_group: of torch.distributed: all ranks that have parts of the model. None: the default
+            one, if the model is of DTensors or `rename` is given; else this rank is alone.
+        timeout_s: seconds for each call. None: 600 for what moves weights, 60 for others.
+
+    Returns:
+        What was loaded, and what was not.
+
+    Raises:
+        InvalidArgumentError: shapes differ; or averages cannot be cast to a tensor's dtype, such as int8;
+            or it cannot be written, such as an expanded one; or, if `strict`, names differ, all of which
+            the message lists. `device` is none of PyTorch's here, or not where the model is.
+        EmaError: the pull failed.
+        RuntimeError: no memory on `device`.
+
+        After each of these the module is as it was, on all ranks. Only what has memory already is written
+        in place: a device that fails meanwhile leaves it half written.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = Net()
+        >>> ema_client.load_into(model, "ema://host:50051/digits", device="cuda")
+    """
+
+    def match_all(asked: Reading) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
+        if device is not None:
+            check_device(device)
+        match = _match(asked)
+        match.check(asked.info.name, strict, asked.may_be_part)
+        matched = {name: asked.named.all()[name] for name in match.names}
+        _check_place(matched, device)
+        check_writable(
+            f'model "{asked.info.name}"',
+            {name: local_of(one) for name, one in matched.items() if not one.is_meta},
+        )
+        return match, matched, asked.pieces(matched, match.names)
+
+    values: Mapping[str, torch.Tensor] = {}
+    with reading(
+        model,
+        url,
+        match_all,
+        track=track,
+        version=version,
+        step=step,
+        rename=rename,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    ) as (asked, (match, matched, pieces)):
+        info, named, ranks = asked.info, asked.named, asked.ranks
+        if not match.names and not match.is_all and not asked.is_part:
+            pulled = version_alone(asked.client, info, asked.track, version, step)
+        else:
+            names = None if match.is_all else list(dict.fromkeys(match.names.values()))
+            values, pulled = asked.pull(matched, pieces, names=names)
+        if not asked.is_part:
+            # Of a version from before the track has changed.
+            lacking = [name for name in match.names if match.names[name] not in values]
+            _refuse(info.name, missing=lacking if strict else [], unexpected=[], wrong=[])
+            for name in lacking:
+                match.missing.append(name)
+                del match.names[name]
+    if ranks.rank == 0:
+        warn_of_no_average(info.name, pulled, asked.track)
+    module = unwrap(model)
+    failure: Exception | None = None
+    made: dict[int, torch.Tensor] = {}
+    try:
+        targets = {name: named.all()[name] for name in match.names}
+        given = {name: values[there] for name, there in match.names.items() if there in values}
+        check_castable(
+            f'model "{info.name}"', values=given, targets={name: targets[name] for name in given}
+        )
+        made = _with_memory(targets.values(), "cpu" if device is None else device)
+        fresh = {name: made[id(t)] for name, t in targets.items() if id(t) in made}
+        _write(fresh, match.names, values)
+    except Exception as raised:
+        failure = raised
+    ranks.gather_or_raise(failure, None)
+    wait_unread(named.all().values())
+    _write({n: t for n, t in targets.items() if n not in fresh}, match.names, values)
+    _put_in(module, made)
+    kept = set(map(id, named.buffers.values())) | set(map(id, made.values()))
+    return Loaded(
+        pulled,
+        tuple(match.missing),
+        tuple(match.unexpected),
+        tuple(
+            name
+            for name, buffer in module.named_buffers()
+            if buffer.is_meta and id(buffer) not in kept
+        ),
+        tuple(match.ignored),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Match:
+    """Which tensor of the track is which of the module.
+
+    Attributes:
+        names: the server's, by the module's, both the first ones of tied tensors.
+        is_all: the track has no others.
+    """
+
+    names: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+    wrong_shapes: list[str]
+    ignored: list[str]
+    is_all: bool
+
+    def check(self, model_name: str, strict: bool, may_be_part: bool) -> None:
+        _refuse(
+            model_name,
+            missing=self.missing if strict else [],
+            unexpected=self.unexpected if strict and not may_be_part else [],
+            wrong=self.wrong_shapes,
+        )
+
+
+def _match(asked: Reading) -> _Match:
+    info, named = asked.info, asked.named
+    ignored = asked.ignored()
+    ignored_there = ignored_by(
+        asked.track, info.tracks, [arrays.spec_of(spec.name, spec) for spec in info.tensors]
+    )
+    specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored_there}
+    names = names_there(named, first_names_of(specs.values()))
+    names = {name: there for name, there in names.items() if name not in ignored}
+    # What cannot be averaged is not expected either.
+    missing = [
+        name
+        for name, tensor in named.all().items()
+        if not (name in names or name in ignored or arrays.is_without_memory(tensor))
+    ]
+    wrong = [
+        f"{name}: {tuple(tensor.shape)} here, {tuple(specs[names[name]].shape)} there"
+        for name, tensor in named.all().items()
+        if name in names and tuple(tensor.shape) != tuple(specs[names[name]].shape)
+    ]
+    known = {name for one in named.all() for name in (one, *named.aliases.get(one, ()))}
+    unexpected = [
+        spec.name
+        for spec in specs.values()
+        if spec.name not in names.values() and known.isdisjoint((spec.name, *spec.aliases))
+    ]
+    is_all = len(set(names.values())) == len(specs)
+    return _Match(names, missing, unexpected, wrong, sorted(ignored), is_all)
+
+
+def _refuse(
+    model_name: str, *, missing: list[str], unexpected: list[str], wrong: list[str]
+) -> None:
+    parts = [
+        f"{what}: {separator.join(names)}"
+        for what, separator, names in (
+            ("missing", ", ", missing),
+            ("unexpected", ", ", unexpected),
+            ("shapes do not match", "; ", wrong),
+        )
+        if names
+    ]
+    if parts:
+        raise InvalidArgumentError(f'model "{model_name}": {"; ".join(parts)}', reason="BAD_LAYOUT")
+
+
+def _check_place(tensors: Mapping[str, torch.Tensor], device: Any) -> None:
+    """InvalidArgumentError: all of them have memory, and not all on `device`, where somebody wants them."""
+    import torch
+
+    if device is None or any(tensor.is_meta for tensor in tensors.values()):
+        return
+    there = torch.empty(0, device=device).device
+    elsewhere = {name: tensor for name, tensor in tensors.items() if tensor.device != there}
+    if elsewhere:
+        name, tensor = next(iter(elsewhere.items()))
+        raise InvalidArgumentError(
+            f"device {device!r}: is for tensors that have no memory yet; {name} is on {tensor.device}: move "
+            f"the model with model.to({device!r})"
+        )
+
+
+def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torch.Tensor]:
+    """New ones on `device` for those that have no memory, by the ids of these."""
+    import torch
+
+    made: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.is_meta:
+            empty = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, tensor.requires_grad)
+            made[id(tensor)] = empty
+    return made
+
+
+def _put_in(module: torch.nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Puts these in the place of the module's own, by their ids."""
+    for part in module.modules():
+        own: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in own:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = made.get(id(tensor), tensor)
+    # Of parameters that fully_shard has given the module, its own record is brought up to date.
+    shard_again(module)
+
+
+def _write(
+    tensors: Mapping[str, torch.Tensor],
+    names: Mapping[str, str],
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    write(
+        (piece.local, values[names[name]])
+        for name, piece in pieces_of(tensors).items()
+        if names[name] in values and not piece.is_empty
+    )

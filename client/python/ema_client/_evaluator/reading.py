@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages for the tensors of a module: how the server and the ranks are asked, and which is whose."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ema_client._client import arrays
+from ema_client._client.client import Client
+from ema_client._client.pieces import Piece, piece_of, selection_of
+from ema_client._client.pull_arguments import check_version, only_average_of
+from ema_client._client.types import (
+    ModelInfo,
+    TensorSpec,
+    Version,
+    VersionLike,
+    Weights,
+    version_id,
+)
+from ema_client._client.url import split_url
+from ema_client._errors import AbortedError, InvalidArgumentError, OutOfRangeError
+from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import (
+    NamedTensors,
+    half_of,
+    has_pieces,
+    named_tensors,
+    specs_of,
+    unwrap,
+)
+from ema_client._tracks.track import ignored_by
+from ema_client._trainer.guard import wait_pushed
+from ema_client._trainer.joining import of_known_dtypes
+
+if TYPE_CHECKING:
+    import torch
+
+Wanted = TypeVar("Wanted")
+
+_logger = logging.getLogger(__name__)
+
+# How often ranks try to read the newest version before it has gone, and what lies between two attempts,
+# which doubles.
+_ATTEMPTS = 20
+_FIRST_PAUSE_S = 0.005
+_MOST_PAUSE_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One rank of a reading.
+
+    Attributes:
+        named: the module's tensors.
+        may_be_part: the caller says that the server's model may have more tensors.
+        is_part: this rank may have pieces, so that all `ranks` read together.
+    """
+
+    client: Client
+    ranks: Ranks
+    info: ModelInfo
+    track: str
+    version: VersionLike | None
+    step: int | None
+    named: NamedTensors
+    may_be_part: bool
+    is_part: bool
+
+    def names(self) -> dict[str, str]:
+        """Of the module's tensors the names there; of those that are not there their own."""
+        names = {name: name for name in self.named.all()}
+        return names | names_there(self.named, first_names_of(self.info.tensors))
+
+    def ignored(self) -> set[str]:
+        """Of the module's tensors those that the track does not have, by its rules or their dtypes: they
+        are left as they are."""
+        named, names = self.named, self.names()
+        there = {spec.name: spec for spec in self.info.tensors}
+        other = {name for name, one in named.all().items() if arrays.has_other_dtype(one)}
+        specs = {names[own[0]]: own for own in of_known_dtypes(specs_of(named))}
+        specs |= {name: arrays.spec_of(name, there[name]) for name in specs if name in there}
+        ignored = ignored_by(self.track, self.info.tracks, list(specs.values()))
+        result = other | {name for name in names if names[name] in ignored}
+        if result:
+            _logger.debug(
+                'model "%s": track "%s" ignores %d tensors, which are left as they are',
+                self.info.name,
+                self.track,
+                len(result),
+            )
+        return result
+
+    def pieces(
+        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+    ) -> dict[str, Piece]:
+        """What `pull` takes: what is here of a part, by the names there.
+
+        InvalidArgumentError: unlike parts of what is tied there."""
+        return _pieces_there(tensors, names) if self.is_part else {}
+
+    def pull(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        pieces: Mapping[str, Piece],
+        *,
+        names: Collection[str] | None = None,
+    ) -> tuple[Mapping[str, torch.Tensor], Version]:
+        """Averages by the names there: of pieces, if it is a part, else of `names`, or of all. Collective.
+        `wanted`: whose dtypes they are for."""
+        if self.is_part:
+            return pull_pieces(
+                self.client, self.ranks, self.info, self.track, self.version, self.step, pieces
+            )
+        weights = self.client.pull(
+            self.info.name,
+            track=self.track,
+            version=self.version,
+            step=self.step,
+            tensors=names,
+            dtype=half_of(wanted),
+            framework="torch",
+        )
+        return weights, weights.version
+
+
+@contextlib.contextmanager
+def reading(
+    model: torch.nn.Module,
+    url: str,
+    match: Callable[[Reading], Wanted],
+    *,
+    track: str | None,
+    version: VersionLike | None,
+    step: int | None,
+    rename: Callable[[str], str] | None,
+    process_group: Any,
+    timeout_s: float | None,
+) -> Iterator[tuple[Reading, Wanted]]:
+    """Connects, and asks what the server has of the model; `match` says what is wanted of it. What fails on
+    any rank that has a part raises on all of them."""
+    module = unwrap(model)
+    may_be_part = rename is not None or process_group is not None
+    is_part = may_be_part or has_pieces(module)
+    ranks = Ranks.current(process_group) if is_part else Ranks.alone()
+    with contextlib.ExitStack() as stack:
+        failure: Exception | None = None
+        try:
+            check_version(version)
+            address, model_name = split_url(url)
+            named = named_tensors(module, rename)
+            if not version and step is None:
+                wait_pushed(address, model_name, timeout_s)
+            client = stack.enter_context(Client(address, timeout_s=timeout_s))
+            info = client.model(model_name)
+            track = only_average_of(info) if track is None else track
+            asked = Reading(client, ranks, info, track, version, step, named, may_be_part, is_part)
+            wanted = match(asked)
+        except Exception as raised:
+            failure = raised
+        ranks.gather_or_raise(failure, None)
+        yield asked, wanted
+
+
+def names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
+    """By the tensors' names here those there, of all that are there: others may be tied, and tied ones in
+    another order. `first_names`: of each name there the one under which it goes."""
+    return {
+        name: found
+        for name in named.all()
+        if (found := _first_found((name, *named.aliases.get(name, ())), first_names)) is not None
+    }
+
+
+def _first_found(names: Collection[str], first_names: Mapping[str, str]) -> str | None:
+    return next((first_names[one] for one in names if one in first_names), None)
+
+
+def first_names_of(specs: Collection[TensorSpec]) -> dict[str, str]:
+    """Of each name of a tensor there the one under which it goes."""
+    names = {alias: spec.name for spec in specs for alias in spec.aliases}
+    return names | {spec.name: spec.name for spec in specs}
+
+
+def _pieces_there(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, Piece]:
+    """What is here, by the names there. InvalidArgumentError: of what is tied there, unlike parts."""
+    pieces: dict[str, Piece] = {}
+    for name, tensor in tensors.items():
+        piece = piece_of(names[name], tensor)
+        if pieces.setdefault(names[name], piece).box != piece.box:
+            raise InvalidArgumentError(
+                f'tensor "{name}": is "{names[name]}" on the server, of which another part is here',
+                reason="BAD_LAYOUT",
+            )
+    return pieces
+
+
+def pull_pieces(
+    client: Client,
+    ranks: Ranks,
+    info: ModelInfo,
+    track: str,
+    version: VersionLike | None,
+    step: int | None,
+    pieces: Mapping[str, Piece],
+) -> tuple[Mapping[str, torch.Tensor], Version]:
+    """Each rank its pieces, all of them of one version. Collective."""
+    whole, boxes = selection_of(pieces)
+    dtype = half_of({name: piece.local for name, piece in pieces.items()})
+    for attempt in range(1, _ATTEMPTS + 1):
+        weights: Weights | None = None
+        failure: Exception | None = None
+        try:
+            if attempt > 1:
+                if ranks.rank == 0:  # The others wait for it.
+                    threading.Event().wait(_pause_s(attempt))
+                info = client.model(info.name)
+        except Exception as raised:
+            failure = raised
+        # A synthesized track has one version, which is not the model's newest.
+        newest = info.latest if step is None and track in info.tracks else None
+        chosen, step = ranks.broadcast((version or newest, step))
+        try:
+            if failure is None and (whole or boxes):
+                weights = client.pull(
+                    info.name,
+                    track=track,
+                    version=chosen,
+                    step=step,
+                    tensors=whole,
+                    slices=boxes,
+                    dtype=dtype,
+                    framework="torch",
+                )
+        except Exception as raised:
+            failure = raised
+        try:
+            of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
+        except OutOfRangeError:
+            # Commits have overtaken the pulls: the newest version has gone.
+            if version or step is not None or attempt == _ATTEMPTS:
+                raise
+            continue
+        pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
+        if not pulled:  # No rank has anything of it.
+            record: Version | None = None
+            try:
+                record = version_alone(client, info, track, chosen, step)
+            except Exception as raised:
+                failure = raised
+            record = ranks.gather_or_raise(failure, record)[0]
+            assert record is not None
+            return {}, record
+        if len({(version_id(of_rank), of_rank.commit_time) for of_rank in pulled}) == 1:
+            return {} if weights is None else weights, pulled[0]
+        # A label has moved, the model has been rolled back to the step, or the track has been
+        # synthesized anew, perhaps as the same version.
+    wanted = version.number if isinstance(version, Version) else version or "newest"
+    what = f"step {step}" if step is not None else f"version {wanted}"
+    raise AbortedError(f'model "{info.name}": {what} of track "{track}" moved during every pull')
+
+
+def _pause_s(attempt: int) -> float:
+    """How long rank 0 waits before this attempt."""
+    return random.SystemRandom().uniform(0.5, 1) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
+
+
+def version_alone(
+    client: Client, info: ModelInfo, track: str, version: VersionLike | None, step: int | None
+) -> Version:
+    """The record of what a pull would give. A pull that names nothing is of everything."""
+    specs = [arrays.spec_of(spec.name, spec) for spec in info.tensors]
+    ignored = ignored_by(track, info.tracks, specs)
+    sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}
+    smallest = [min(sizes, key=sizes.__getitem__)] if sizes else []
+    return client.pull(
+        info.name, track=track, version=version, step=step, tensors=smallest or None
+    ).version

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A preset's arguments as keyword arguments of `attach` and `LocalEMA`, as users of its library write them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ema_client import _ema
+from ema_client._errors import InvalidArgumentError
+from ema_client._tracks.presets import argument_names
+from ema_client._tracks.track import WHOLE_TRACK, TensorRules, TrackLike, nearest_name, track_of
+
+# Arguments that those have, too. Where a preset has one of the same name they mean the same of the
+# track that it makes, and go to it.
+_SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmaRule:
+    """How the track "ema" averages: the arguments of `attach` with these names."""
+
+    preset: str | Mapping[str, Any] | None
+    half_life: str | None
+    smoothing: float | None
+    update_interval: str | None
+    ema_start: str | None
+    tensor_rules: TensorRules | None = None
+    buffers: str | None = None
+    compensated: bool | None = None
+    paused: bool | None = None
+    snapshot_interval: str | None = None
+
+    def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
+        """The same with `extra` among the preset's arguments.
+
+        Args:
+            extra: keyword arguments that the function does not have itself.
+            own_names: of those that it has.
+
+        Raises:
+            TypeError: one that the preset does not have either, or has been given already.
+            InvalidArgumentError: there is no such preset.
+        """
+        preset, in_preset = self._split()
+        names = set() if preset is None else argument_names(preset)
+        for name in extra:
+            if name not in names:
+                raise TypeError(_unknown(name, preset, names, own_names))
+        shared = {name: getattr(self, name) for name in _SHARED if name in names}
+        shared = {name: value for name, value in shared.items() if value is not None}
+        twice = sorted(in_preset.keys() & (extra.keys() | shared.keys() | self._whole().keys()))
+        if twice:
+            raise TypeError(f'"{twice[0]}" is given both in preset and as an argument')
+        if not extra and not shared:
+            return self
+        # update_interval stays for other tracks, which do not say theirs.
+        moved = {name: None for name in shared if name != "update_interval"}
+        return dataclasses.replace(
+            self, preset={"preset": preset, **in_preset, **shared, **extra}, **moved
+        )
+
+    def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
+        """All tracks. InvalidArgumentError: of two rules for "ema", or of a wrong one."""
+        own = {
+            "half_life": self.half_life,
+            "smoothing": self.smoothing,
+            "ema_start": self.ema_start,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        whole = self._whole()
+        all_tracks: dict[str, TrackLike] = {}
+        if self.preset is not None:
+            if self.update_interval is not None and "update_interval" not in self.preset:
+                given["update_interval"] = self.update_interval
+            if given:
+                raise InvalidArgumentError(
+                    f"preset and {' and '.join(given)} are both given: give the preset's own arguments, "
+                    'such as preset="ema_pytorch", beta=0.999',
+                    reason="BAD_SCHEDULE",
+                )
+            preset = {"preset": self.preset} if isinstance(self.preset, str) else self.preset
+            all_tracks["ema"] = {**preset, **whole}
+        elif given or not others:
+            all_tracks["ema"] = {**given, **whole}
+        elif whole:
+            raise InvalidArgumentError(
+                f"{' and '.join(whole)}: for the track that half_life, smoothing, ema_start or preset make; "
+                "with tracks alone, give each of these its own, such as "
+                'tracks={"ema": {"half_life": "1000ba", "compensated": True}}',
+                reason="BAD_SCHEDULE",
+            )
+        if "ema" in all_tracks and others is not None and "ema" in others:
+            raise InvalidArgumentError(
+                f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
+                reason="BAD_SCHEDULE",
+            )
+        all_tracks.update(others or {})
+        return [
+            track_of(name, track, update_interval=self.update_interval)
+            for name, track in all_tracks.items()
+        ]
+
+    def _whole(self) -> dict[str, Any]:
+        """What is given of the fields that are no schedule's."""
+        fields = {name: getattr(self, name) for name in WHOLE_TRACK}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def _split(self) -> tuple[str | None, dict[str, Any]]:
+        if self.preset is None or isinstance(self.preset, str):
+            return self.preset, {}
+        arguments = dict(self.preset)
+        return arguments.pop("preset", None), arguments
+
+
+def _unknown(
+    name: str, preset: str | None, names: Collection[str], own_names: Collection[str]
+) -> str:
+    # A preset has its own word for smoothing, or none.
+    own = [one for one in own_names if preset is None or one != "smoothing"]
+    hint = nearest_name(name, [*names, *own])
+    message = f'unexpected argument "{name}"; {hint}'.rstrip()
+    if preset is None:
+        return f'{message} a library\'s own arguments need preset, such as preset="ema_pytorch"'
+    return f'{message} the preset "{preset}" has {", ".join(sorted(names))}'

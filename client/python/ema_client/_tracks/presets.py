@@ -1,0 +1,566 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: a library's own arguments, and the track that averages as the library does.
+
+A preset is a function with the arguments of the library's class or function, under its names and with
+its defaults. Arguments that have nothing to do with the numbers (devices, fused kernels) are accepted at
+their default only. `Track.preset` tells users what is different from the libraries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from ema_client._errors import InvalidArgumentError
+from ema_client._tracks.track import Track, nearest_name
+
+_Preset = Callable[..., Track]
+# An argument that was not given, where None is a value.
+UNSET: Any = object()
+_COMPOSER_LENGTH = re.compile(r"\s*([0-9.]+(?:e\+?[0-9]+)?)(iter|ep|ba|sp|tok|dur|sec)\s*", re.I)
+
+
+def _composer(
+    *,
+    half_life: str | None = UNSET,
+    smoothing: float | None = None,
+    ema_start: str = "0.0dur",
+    update_interval: str | None = None,
+) -> Track:
+    """composer.algorithms.EMA: one decay, `2^-(update_interval / half_life)`, that is never rescaled.
+
+    The average is made anew at the first update event at or after `ema_start`, which is never before the
+    end of batch 1 (of epoch 1, if update_interval is in epochs). `smoothing` alone does not need
+    half_life=None.
+    """
+    if half_life is UNSET:
+        half_life = "1000ba" if smoothing is None else None
+    if half_life is not None and smoothing is not None:
+        refuse(
+            f"half_life {half_life!r} and smoothing {smoothing!r} are both given: give one, such as "
+            'half_life="1000ba"'
+        )
+    if half_life is not None:
+        length, unit = _composer_length("half_life", half_life)
+        interval, interval_unit = _composer_length(
+            "update_interval", f"1{unit}" if update_interval is None else update_interval
+        )
+        if unit != interval_unit:
+            refuse(
+                f"half_life {half_life!r} and update_interval {update_interval!r} have different "
+                f'units, which Composer refuses: give both in one, such as update_interval="1{unit}"; '
+                "a plain half_life, without the preset, may have another unit than its interval"
+            )
+        smoothing = 2 ** -(interval / length)
+    elif smoothing is not None:
+        interval, interval_unit = _composer_length(
+            "update_interval", "1ba" if update_interval is None else update_interval
+        )
+        smoothing = check_number("smoothing", smoothing, "0.99", below=1)
+    else:
+        refuse('half_life or smoothing is needed, such as half_life="1000ba"')
+    start = _COMPOSER_LENGTH.fullmatch(str(ema_start))
+    if start is not None and _float(start[1]) == 0:
+        ema_start = f"1{interval_unit}"
+    return Track(
+        smoothing=smoothing, update_interval=f"{interval}{interval_unit}", ema_start=ema_start
+    )
+
+
+def _composer_length(name: str, text: object) -> tuple[int, str]:
+    match = _COMPOSER_LENGTH.fullmatch(text) if isinstance(text, str) else None
+    value = math.nan if match is None else _float(match[1])
+    unit = "" if match is None else match[2].lower()
+    if unit not in ("ba", "ep") or not value >= 1 or value != math.floor(value):
+        refuse(
+            f"{name} {text!r}: must be a whole number, 1 or more, of ba or ep, such as "
+            f'"{"1000ba" if name == "half_life" else "1ba"}"'
+        )
+    return int(value), unit
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def ema_pytorch(
+    *,
+    beta: float = 0.9999,
+    update_after_step: int = 100,
+    update_every: int = 10,
+    inv_gamma: float = 1.0,
+    power: float = 2 / 3,
+    min_value: float = 0.0,
+    param_or_buffer_names_no_ema: Iterable[str] = (),
+    ignore_names: Iterable[str] = (),
+    ignore_startswith_names: Iterable[str] = (),
+    ema_model: Any = None,
+    include_online_model: bool = True,
+    allow_different_devices: bool = False,
+    use_foreach: bool = False,
+    update_model_with_ema_every: int | None = None,
+    update_model_with_ema_beta: float = 0.0,
+    forward_method_names: Iterable[str] = (),
+    move_ema_to_online_device: bool = False,
+    coerce_dtype: bool = False,
+    lazy_init_ema: bool = False,
+) -> Track:
+    """ema_pytorch.EMA: copies up to update_after_step, then a warm-up by inv_gamma and power.
+
+    The arguments that are not about the average are `attach`'s to take.
+    """
+    _at_default(
+        ema_model=(ema_model, None),
+        include_online_model=(include_online_model, True),
+        allow_different_devices=(allow_different_devices, False),
+        use_foreach=(use_foreach, False),
+        update_model_with_ema_every=(update_model_with_ema_every, None),
+        update_model_with_ema_beta=(update_model_with_ema_beta, 0.0),
+        forward_method_names=(tuple(forward_method_names), ()),
+        move_ema_to_online_device=(move_ema_to_online_device, False),
+        coerce_dtype=(coerce_dtype, False),
+        lazy_init_ema=(lazy_init_ema, False),
+    )
+    after = check_count("update_after_step", update_after_step, "100", least=0)
+    interval = f"{check_count('update_every', update_every, '10')}ba"
+    beta = check_number("beta", beta, "0.9999")
+    rules = _name_rules(param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names)
+    if beta == 1:
+        # Frozen: only the copies.
+        return Track(
+            smoothing=0.0,
+            update_interval=interval,
+            interval_phase=1,
+            ema_end=f"{after + 1}ba",
+            tensor_rules=rules,
+        )
+    return Track(
+        inv_gamma=_above_zero("inv_gamma", inv_gamma, "1.0"),
+        power=_above_zero("power", power, "0.75"),
+        # torch.clamp: of limits that cross, the upper one counts.
+        min_decay=min(check_number("min_value", min_value, "0.0"), beta),
+        max_decay=beta,
+        update_interval=interval,
+        interval_phase=1,
+        ema_start=f"{after}ba" if after else None,
+        before_start="copy" if after else None,
+        tensor_rules=rules,
+    )
+
+
+def _name_rules(
+    copied: Iterable[str], ignored: Iterable[str], ignored_prefixes: Iterable[str]
+) -> tuple[tuple[str, str], ...]:
+    rules = []
+    # Sets have no order, and equal tracks shall be equal.
+    for name, values, suffix, action in (
+        ("ignore_names", ignored, "", "ignore"),
+        ("ignore_startswith_names", ignored_prefixes, "*", "ignore"),
+        ("param_or_buffer_names_no_ema", copied, "", "copy"),
+    ):
+        names = [] if isinstance(values, str) else list(values)
+        if isinstance(values, str) or not all(isinstance(value, str) for value in names):
+            refuse(f'{name} {values!r}: must be a set of names, such as {{"head.weight"}}')
+        for value in sorted(names):
+            rules.append((re.sub(r"([*?\[\\])", r"\\\1", value) + suffix, action))
+    return tuple(rules)
+
+
+def _karras(
+    *,
+    sigma_rel: float | None = None,
+    gamma: float | None = None,
+    ema_model: Any = None,
+    update_every: int = 100,
+    frozen: bool = False,
+    param_or_buffer_names_no_ema: Iterable[str] = (),
+    ignore_names: Iterable[str] = (),
+    ignore_startswith_names: Iterable[str] = (),
+    allow_different_devices: bool = False,
+    move_ema_to_online_device: bool = False,
+) -> Track:
+    """ema_pytorch.KarrasEMA: the power-function profile of width sigma_rel (or exponent gamma).
+
+    As in ema_pytorch, the decay at call n is the profile's at step n + 1: with e since the update before,
+    (1 - e / (batch + 1))^(gamma + 1).
+    """
+    _at_default(
+        ema_model=(ema_model, None),
+        frozen=(frozen, False),
+        allow_different_devices=(allow_different_devices, False),
+        move_ema_to_online_device=(move_ema_to_online_device, False),
+    )
+    if (sigma_rel is None) == (gamma is None):
+        refuse("either sigma_rel or gamma is needed, such as sigma_rel=0.05")
+    if gamma is not None:
+        exponent = check_number("gamma", gamma, "6.94", most=math.inf)
+        sigma_rel = math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
+    return Track(
+        sigma_rel=_above_zero("sigma_rel", sigma_rel, "0.05"),
+        age_offset=1,
+        update_interval=f"{check_count('update_every', update_every, '100')}ba",
+        interval_phase=1,
+        tensor_rules=_name_rules(
+            param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names
+        ),
+    )
+
+
+def _diffusers(
+    *,
+    decay: float = 0.9999,
+    min_decay: float = 0.0,
+    update_after_step: int = 0,
+    use_ema_warmup: bool = False,
+    inv_gamma: float = 1.0,
+    power: float = 2 / 3,
+    foreach: bool = False,
+    model_cls: Any = None,
+    model_config: Any = None,
+    max_value: float | None = None,
+    min_value: float | None = None,
+    device: Any = None,
+) -> Track:
+    """diffusers.training_utils.EMAModel: decay (1 + s) / (10 + s), or the warm-up by inv_gamma and power."""
+    _at_default(
+        foreach=(foreach, False),
+        model_cls=(model_cls, None),
+        model_config=(model_config, None),
+        device=(device, None),
+    )
+    # Its old names.
+    decay = check_number("decay", decay if max_value is None else max_value, "0.9999")
+    min_decay = check_number("min_decay", min_decay if min_value is None else min_value, "0.0")
+    after = check_count("update_after_step", update_after_step, "0", least=0)
+    warm_up: dict[str, float] = {"ramp": 10.0}
+    if check_flag("use_ema_warmup", use_ema_warmup):
+        warm_up = _inverse_gamma("inv_gamma", inv_gamma, "power", power)
+    return _warmed_up(warm_up, decay, min_decay, after, buffers="copy")
+
+
+def _inverse_gamma(
+    gamma_name: str, inv_gamma: float, power_name: str, power: float
+) -> dict[str, float]:
+    return {
+        "inv_gamma": _above_zero(gamma_name, inv_gamma, "1.0"),
+        "power": _above_zero(power_name, power, "0.75"),
+    }
+
+
+def _warmed_up(
+    rule: Mapping[str, Any], decay: float, min_decay: float, after: int, *, buffers: str
+) -> Track:
+    return Track(
+        **rule,
+        min_decay=min_decay,
+        # max(min(d, decay), min_decay): of limits that cross, the lower one counts.
+        max_decay=max(decay, min_decay),
+        update_interval="1ba",
+        ema_start=f"{after}ba" if after else None,
+        before_start="copy" if after else None,
+        buffers=buffers,
+    )
+
+
+def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> Track:
+    """timm.utils.ModelEmaV2: a constant decay."""
+    _at_default(device=(device, None))
+    return Track(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
+
+
+def _timm_v3(
+    *,
+    decay: float = 0.9999,
+    min_decay: float = 0.0,
+    update_after_step: int = 0,
+    use_warmup: bool = False,
+    warmup_gamma: float = 1.0,
+    warmup_power: float = 2 / 3,
+    device: Any = None,
+    dtype: Any = None,
+    stochastic_rounding: bool = True,
+    stochastic_rounding_seed: int = 0,
+    foreach: bool = True,
+    exclude_buffers: bool = False,
+    step: bool = True,
+) -> Track:
+    """timm.utils.ModelEmaV3, updated as `update(model, step=n)`, n = 1, 2, ..., as timm's trainer does.
+
+    With step=False as `update(model)`: a constant decay from the start, whatever the warm-up.
+    """
+    _at_default(
+        device=(device, None),
+        dtype=(str(dtype).removeprefix("torch."), "float32" if dtype is not None else "None"),
+        stochastic_rounding=(stochastic_rounding, True),
+        stochastic_rounding_seed=(stochastic_rounding_seed, 0),
+        foreach=(foreach, True),
+    )
+    buffers = "copy" if check_flag("exclude_buffers", exclude_buffers) else "average"
+    after = check_count("update_after_step", update_after_step, "0", least=0)
+    if check_flag("use_warmup", use_warmup) and check_flag("step", step):
+        return _warmed_up(
+            _inverse_gamma("warmup_gamma", warmup_gamma, "warmup_power", warmup_power),
+            check_number("decay", decay, "0.9999"),
+            check_number("min_decay", min_decay, "0.0"),
+            after,
+            buffers=buffers,
+        )
+    return Track(
+        smoothing=check_number("decay", decay, "0.9999", below=1),
+        update_interval="1ba",
+        # The call at s = 0 is the last copy.
+        ema_start=f"{after + 1}ba" if step else None,
+        before_start="copy" if step else None,
+        buffers=buffers,
+    )
+
+
+def _torch_ema(
+    *,
+    decay: float = 0.999,
+    use_buffers: bool = False,
+    device: Any = None,
+    avg_fn: Any = None,
+    multi_avg_fn: Any = None,
+) -> Track:
+    """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay)."""
+    _at_default(device=(device, None))
+    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
+    return Track(
+        smoothing=check_number("decay", decay, "0.999", below=1),
+        update_interval="1ba",
+        buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
+    )
+
+
+def _torch_swa(
+    *,
+    use_buffers: bool = False,
+    device: Any = None,
+    avg_fn: Any = None,
+    multi_avg_fn: Any = None,
+) -> Track:
+    """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates."""
+    _at_default(device=(device, None))
+    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
+    return Track(
+        uniform=True,
+        update_interval="1ba",
+        buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
+    )
+
+
+def _optax(
+    *,
+    decay: float | None = None,
+    debias: bool = True,
+    accumulator_dtype: Any = None,
+    step_size: float | None = None,
+    update_period: int | None = None,
+) -> Track:
+    """optax.ema(decay, debias), or incremental_update(step_size), or periodic_update(update_period)."""
+    given = {"decay": decay, "step_size": step_size, "update_period": update_period}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        refuse(
+            f"{' and '.join(names) or 'no argument'} given: give one of decay (ema), step_size "
+            "(incremental_update) and update_period (periodic_update), such as decay=0.999"
+        )
+    _at_default(accumulator_dtype=(accumulator_dtype, None))
+    if decay is None and debias is not True:
+        refuse(f"debias {debias!r}: belongs to decay, such as decay=0.999, debias=False")
+    if decay is not None:
+        return Track(
+            smoothing=check_number("decay", decay, "0.999", below=1),
+            zero_init="debias" if check_flag("debias", debias) else "plain",
+            update_interval="1ba",
+        )
+    if step_size is not None:
+        size = check_number("step_size", step_size, "0.001")
+        return Track(smoothing=1 - _above_zero("step_size", size, "0.001"), update_interval="1ba")
+    return Track(
+        copy=True, update_interval=f"{check_count('update_period', update_period, '100')}ba"
+    )
+
+
+def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None) -> Track:
+    """EDM2's PowerFunctionEMA, one track for each std; trained images are the samples (sp)."""
+    if std is not None and stds is not None:
+        refuse("std and stds are both given: give one, such as std=0.05")
+    values = list(stds) if stds is not None else [] if std is None else [std]
+    if len(values) != 1:
+        refuse(
+            f"stds: {len(values)} given; a track has one, such as std=0.05: make a track for each"
+        )
+    return Track(
+        sigma_rel=_above_zero("std", values[0], "0.05"), update_interval="1sp", buffers="copy"
+    )
+
+
+def _edm2_traditional(
+    *, halflife_Mimg: float = math.inf, rampup_ratio: float | None = 0.09
+) -> Track:
+    """EDM2's TraditionalEMA: a half-life of million images, ramped up; images are the samples (sp)."""
+    half_life = None
+    if halflife_Mimg != math.inf:
+        images = _above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6
+        if abs(images - round(images)) > 1e-9 * images:
+            refuse(f"halflife_Mimg {halflife_Mimg!r}: must be whole images, such as 0.5")
+        half_life = f"{round(images)}sp"
+    elif rampup_ratio is None:
+        refuse("halflife_Mimg inf without a rampup_ratio averages nothing: give one, such as 0.5")
+    return Track(
+        half_life=half_life,
+        ramp_ratio=(
+            None if rampup_ratio is None else _above_zero("rampup_ratio", rampup_ratio, "0.09")
+        ),
+        update_interval="1sp",
+        buffers="copy",
+    )
+
+
+_PRESETS: dict[str, _Preset] = {
+    "composer": _composer,
+    "ema_pytorch": ema_pytorch,
+    "diffusers": _diffusers,
+    "optax": _optax,
+    "karras": _karras,
+}
+# Name: the argument that chooses between several, its default, and those.
+_VARIANTS: dict[str, tuple[str, str, dict[str, _Preset]]] = {
+    "timm": ("version", "v3", {"v2": _timm_v2, "v3": _timm_v3}),
+    "torch": ("kind", "ema", {"ema": _torch_ema, "swa": _torch_swa}),
+    "edm2": ("kind", "power", {"power": _edm2_power, "traditional": _edm2_traditional}),
+}
+_NAMES = sorted([*_PRESETS, *_VARIANTS])
+
+
+def track_from_preset(name: str, arguments: Mapping[str, Any]) -> Track:
+    """The track of preset `name`. InvalidArgumentError: no such preset or argument, or a bad value."""
+    _check_preset(name)
+    rest = dict(arguments)
+    try:
+        function = _function(name, rest)
+        _check_names(function, rest)
+        return function(**rest)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f'preset "{name}": {error.args[0]}', reason=error.reason
+        ) from None
+
+
+def argument_names(name: str) -> set[str]:
+    """All that preset `name` may be given. InvalidArgumentError: no such preset."""
+    _check_preset(name)
+    choice, _, functions = _VARIANTS.get(name, ("", "", {}))
+    names = {choice} if choice else set()
+    for function in functions.values() if choice else (_PRESETS[name],):
+        names.update(inspect.signature(function).parameters)
+    return names
+
+
+def _check_preset(name: str) -> None:
+    if name not in _NAMES:
+        nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
+        hint = f'; did you mean "{nearest[0]}"? There' if nearest else "; there"
+        refuse(f'there is no preset "{name}"{hint} are {", ".join(_NAMES)}')
+
+
+def _function(name: str, arguments: dict[str, Any]) -> _Preset:
+    """The preset's function; takes the argument that chooses it out of `arguments`."""
+    if name not in _VARIANTS:
+        return _PRESETS[name]
+    choice, default, functions = _VARIANTS[name]
+    if name == "edm2" and {"halflife_Mimg", "rampup_ratio"} & arguments.keys():
+        default = "traditional"
+    chosen = arguments.pop(choice, default)
+    if chosen not in functions:
+        refuse(
+            f'{choice} {chosen!r}: must be {" or ".join(map(repr, functions))}, such as {default!r}'
+        )
+    return functions[chosen]
+
+
+def _check_names(function: _Preset, arguments: Mapping[str, Any]) -> None:
+    names = list(inspect.signature(function).parameters)
+    problems = []
+    for unknown in sorted(map(str, arguments.keys() - names)):
+        hint = nearest_name(unknown, names)
+        problems.append(f'unknown argument "{unknown}"' + (f", {hint}" if hint else ""))
+    if problems:
+        refuse(f"{'; '.join(problems)} There are {', '.join(names)}")
+
+
+def refuse(message: str) -> NoReturn:
+    raise InvalidArgumentError(message, reason="BAD_SCHEDULE")
+
+
+def _at_default(**arguments: tuple[object, object]) -> None:
+    for name, (value, default) in arguments.items():
+        if value != default:
+            refuse(
+                f"{name} {value!r}: does nothing here; leave it out, or at its default {default!r}"
+            )
+
+
+def _no_functions(**functions: object) -> None:
+    for name, value in functions.items():
+        if value is not None:
+            refuse(
+                f"{name}: a function cannot be sent to a server; give the decay that it has, such as "
+                'decay=0.999, or kind="swa" for the mean of all updates, or, without a preset, another '
+                'rule, such as half_life="1000ba"'
+            )
+
+
+def check_number(
+    name: str, value: object, example: str, *, most: float = 1.0, below: float = math.inf
+) -> float:
+    """A number of 0 to `most`, and less than `below`."""
+    number = _any_number(name, value, example)
+    if not 0 <= number <= most or number >= below:
+        if most == math.inf:
+            limits = "0 or more and finite"
+        else:
+            limits = "0 or more and below 1" if below <= most else "0 to 1"
+        refuse(f"{name} {value!r}: must be {limits}, such as {example}")
+    return number
+
+
+def _above_zero(name: str, value: object, example: str) -> float:
+    number = _any_number(name, value, example)
+    if not 0 < number < math.inf:
+        refuse(f"{name} {value!r}: must be finite and above 0, such as {example}")
+    return number
+
+
+def _any_number(name: str, value: Any, example: str) -> float:
+    if not isinstance(value, (str, bool)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    refuse(f"{name} {value!r}: must be a number, such as {example}")
+
+
+def check_count(name: str, value: Any, example: str, *, least: int = 1) -> int:
+    if not isinstance(value, (str, bool)):
+        try:
+            if int(value) == value and value >= least:
+                return int(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    refuse(f"{name} {value!r}: must be a whole number, {least} or more, such as {example}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        refuse(f"{name} {value!r}: must be True or False")
+    return value

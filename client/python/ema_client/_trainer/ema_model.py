@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ema.ema_model`: a copy of the model that has its newest average, to evaluate with while it trains."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Union
+
+from ema_client._client import arrays
+from ema_client._client.client import Client
+from ema_client._client.types import Version, version_id
+from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
+from ema_client._model.torch_model import check_no_dtensor, half_of, named_tensors
+from ema_client._tracks.track import only_average
+from ema_client._trainer.resume import WithState
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    #: A module to hold the averages, or what makes one.
+    ModuleLike = Union[torch.nn.Module, Callable[[], torch.nn.Module]]
+
+_logger = logging.getLogger(__name__)
+
+
+class AveragedCopy:
+    """A module with one track's values.
+
+    Pulled parameters that lie in host memory in the module's dtype are not copied: the module's are the
+    pulled memory itself. Of others, such as a GPU's, the pulled bytes are kept in host memory, too, so
+    that only what has changed is sent.
+
+    A refresh writes in place, as a second copy in host memory would be as large as the model. One that
+    breaks off half-way leaves values of two versions: until another succeeds, the module's forward and
+    `state_dict` raise.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        given: ModuleLike | None,
+        *,
+        client: Client,
+        model_name: str,
+        track: str,
+    ) -> None:
+        """Pulls. `model`: what is trained; `given`: holds the averages in place of a deep copy of it.
+
+        Raises:
+            InvalidArgumentError: `given` has other names or shapes; the model is in pieces (DTensor).
+            EmaError: as `Client.pull`.
+        """
+        import torch
+
+        check_no_dtensor(model)
+        self._client = client
+        self._model = model
+        self._model_name = model_name
+        self._bars: list[RemovableHandle] = []
+        names = named_tensors(model)
+        if given is not None and not isinstance(given, torch.nn.Module):
+            given = given()
+        if given is not None:
+            ours, theirs = names.all(), named_tensors(given).all()
+            arrays.check_names("ema_model", expected=ours, given=theirs)
+            arrays.check_shapes("ema_model", expected=ours, given=theirs)
+        start = time.monotonic()
+        self._weights = client.pull(
+            model_name, track=track, dtype=half_of(names.all()), framework="torch"
+        )
+        self.seconds = time.monotonic() - start  # That a newer version has last taken.
+        if given is None:
+            # Parameters that need not be copied, in place of copies.
+            memo: dict[int, Any] = {
+                id(parameter): torch.nn.Parameter(self._weights[name], requires_grad=False)
+                for name, parameter in names.parameters.items()
+                if name in self._weights and _may_share(parameter, self._weights[name])
+            }
+            given = copy.deepcopy(model, memo)
+        else:
+            for name, parameter in named_tensors(given).parameters.items():
+                if name in self._weights and _may_share(parameter, self._weights[name]):
+                    parameter.data = self._weights[name]
+        self.module = given.eval().requires_grad_(False)
+        self._write()
+        self.version = self._weights.version  # That is in the module.
+        self.problem = ""  # Why the module cannot be used.
+
+    def refresh(self, timeout_s: float | None) -> None:
+        """Brings the values to the newest version.
+
+        EmaError: as `Client.refresh`. They are as they were, or, if there is a `problem` then, mixed.
+        """
+        start = time.monotonic()
+        is_torn = bool(self.problem)
+        try:
+            self._let_in()
+            is_newer = self._client.refresh(self._weights, timeout_s=timeout_s)
+            is_torn = True
+            self._write()
+        except BaseException as error:
+            if is_torn or self._has_mixed():
+                self._bar(str(error) or type(error).__name__)
+            raise
+        self.version = self._weights.version
+        if is_newer:
+            self.seconds = time.monotonic() - start
+
+    def check_untorn(self) -> None:
+        """FailedPreconditionError: it has values of two versions."""
+        if self.problem:
+            _refuse(self.problem)
+
+    def _has_mixed(self) -> bool:
+        """Whether a pull has broken off that wrote to the module's own memory."""
+        pulled = self._weights._pulled
+        assert pulled is not None
+        return pulled.is_mixed and any(
+            _are_one(tensor, self._weights[name])
+            for name, tensor in named_tensors(self.module).all().items()
+            if name in self._weights
+        )
+
+    def _bar(self, why: str) -> None:
+        """For whoever has kept the module, too."""
+        import torch
+
+        self.problem = (
+            f'model "{self._model_name}": ema_model is partly of step {self.version.step} and partly of '
+            f"a later one, as an update broke off ({why}): bring it to one by update_ema_model(), or, "
+            "after close(), use ema_client.averaged(model, url)"
+        )
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return  # Those take no hooks.
+        refuse = functools.partial(_refuse, self.problem)
+        self._bars = [
+            self.module.register_forward_pre_hook(refuse),
+            self.module.register_state_dict_pre_hook(refuse),  # type: ignore[no-untyped-call]
+        ]
+
+    def _let_in(self) -> None:
+        self.problem = ""
+        for bar in self._bars:
+            bar.remove()
+        self._bars = []
+
+    def _write(self) -> None:
+        import torch
+
+        trained = named_tensors(self._model).all()
+        with torch.no_grad():
+            for name, tensor in named_tensors(self.module).all().items():
+                # Tensors that the track ignores have the model's own values.
+                value = self._weights.get(name, trained[name].detach())
+                if not _are_one(tensor, value):
+                    tensor.copy_(value)
+
+
+def _refuse(problem: str, *_: object) -> None:
+    raise FailedPreconditionError(problem, reason="BAD_REQUEST")
+
+
+def _are_one(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.layout == torch.strided and tensor.data_ptr() == value.data_ptr()
+
+
+def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    import torch
+
+    return (
+        type(parameter) is torch.nn.Parameter
+        and parameter.device.type == "cpu"
+        and parameter.dtype == value.dtype
+        and parameter.shape == value.shape
+        and parameter.is_contiguous()
+    )
+
+
+class WithEmaModel(WithState):
+    """The part of an `Attachment` that has `ema_model`."""
+
+    _module: torch.nn.Module  # Set by `Attachment`.
+    _copy: AveragedCopy | None = None
+    # What holds the averages in place of a deep copy.
+    _given_ema_model: ModuleLike | None = None
+
+    @property
+    def ema_model(self) -> torch.nn.Module:
+        """A copy of the model with the newest average, to evaluate with; in eval mode.
+
+        Always the same module. At the first access it is made: a deep copy whose tensors are the pulled
+        bytes. At later ones it is brought to the newest version in place, as by `update_ema_model`, if
+        a push has made one since: what has changed is sent. Without any access it costs nothing. Its
+        parameters have no gradients; tensors that the track ignores have the model's own values.
+        Any rank may ask, alone. After `close` it stays as the last push has left it, or, where a warning
+        says so, as it was before.
+
+        An update that breaks off half-way leaves values of two versions, with no copy of the older ones.
+        Until one succeeds, this raises, and so do the module's forward and `state_dict` where it was kept.
+
+        Raises:
+            As `update_ema_model`.
+        """
+        self.update_ema_model()
+        assert self._copy is not None
+        return self._copy.module
+
+    def update_ema_model(self) -> Version:
+        """Brings `ema_model` to the newest version, this step's included; waits for its push.
+
+        When the server is away, with on_error "skip", the copy stays as it is, with a warning.
+
+        Returns:
+            The version that is in it.
+
+        Raises:
+            FailedPreconditionError: there is no version yet; the attachment is closed, and
+                `ema_model` had not been asked for; or, with on_error "skip" or after `close`, an
+                update has broken off and left values of two versions.
+            NotFoundError: of several tracks none is named "ema": which one is not clear.
+            EmaError: the push has not ended within `max_wait_s`, or the pull failed; with on_error
+                "skip" only if there is no copy yet.
+        """
+        if not self._closed:
+            self._update_copy(raises=self._on_error != "skip")
+        elif self._copy is None:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the attachment is closed: ask for ema_model before, or '
+                "use ema_client.averaged(model, url)",
+                reason="BAD_REQUEST",
+            )
+        else:
+            self._copy.check_untorn()
+        assert self._copy is not None
+        return self._copy.version
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`ema_model(...)`."""
+        return self.ema_model(*args, **kwargs)
+
+    def _forwarded(self, name: str) -> Callable[..., Any]:
+        """The method of `ema_model`, as it is at each call."""
+        return lambda *args, **kwargs: getattr(self.ema_model, name)(*args, **kwargs)
+
+    def _update_copy(self, *, raises: bool, timeout_s: float | None = None) -> None:
+        """`raises` False: what fails is a warning, if there is a copy already, and it is of one version.
+        `timeout_s`: one that will hardly come to the newest version in so long stays as it is."""
+        try:
+            newest = self.wait_pushed(timeout_s=self._max_wait_s)
+            if newest is None:
+                raise FailedPreconditionError(
+                    f'model "{self._model_name}" has no version yet', reason="NO_VERSION"
+                )
+            copied = self._copy
+            is_whole = copied is not None and not copied.problem
+            if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
+                return  # Nobody else pushes.
+            if self._link.is_away:
+                raise self._link.error()
+            if copied is None:
+                self._copy = AveragedCopy(
+                    self._module,
+                    self._given_ema_model,
+                    client=self._client,
+                    model_name=self._model_name,
+                    track=self._average_name(),
+                )
+            elif is_whole and timeout_s is not None and timeout_s < copied.seconds:
+                raise DeadlineExceededError(
+                    f"{timeout_s:.3g} s are left, and the last update took {copied.seconds:.3g} s"
+                )
+            else:
+                copied.refresh(timeout_s)
+        except EmaError as error:
+            if raises or self._copy is None:
+                raise
+            self._copy.check_untorn()
+            _logger.warning(
+                'model "%s": ema_model stays at step %d: %s',
+                self._model_name,
+                self._copy.version.step,
+                error,
+            )
+
+    def _average_name(self) -> str:
+        return only_average(
+            f'model "{self._model_name}": ',
+            {track.name: track.schedule.is_copy for track in self._due.tracks},
+        )

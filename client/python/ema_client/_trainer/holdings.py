@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has which part of a model, and what each rank pushes of it.
+
+Ranks need not have the same tensors: with FSDP2 and tensor parallel each has a box of each tensor,
+with pipeline and expert parallel other tensors than the others. What several ranks have, they split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+from ema_client import _ema
+from ema_client._client.pieces import piece_of
+from ema_client._client.types import Shard
+from ema_client._errors import InvalidArgumentError
+from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import NamedTensors, checksums, specs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of a tensor without a look at any box of it.
+
+    Attributes:
+        spec: of the whole tensor.
+        is_frozen: it is not trained.
+    """
+
+    spec: _ema.Spec
+    is_frozen: bool
+
+    def __str__(self) -> str:
+        """What all ranks must agree on."""
+        _, dtype, shape, is_buffer, _ = self.spec
+        kind = f"{dtype}{list(shape)}"
+        if is_buffer:
+            kind += ", a buffer"
+        return f"{kind}, frozen" if self.is_frozen else kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """A box of a tensor that a rank has.
+
+    Attributes:
+        box: may be empty.
+        checksum: of a parameter's values in the box; 0 of buffers, which may differ by rank.
+    """
+
+    kind: Kind
+    box: Shard
+    checksum: int
+
+    @property
+    def name(self) -> str:
+        return self.box.name
+
+
+@dataclasses.dataclass(frozen=True)
+class RankBoxes:
+    """Which boxes some ranks have that have the same ones.
+
+    Attributes:
+        ranks: ascending.
+        kinds: a digest of those of their tensors.
+        numbers: for each of these tensors the box's offsets, its extents and the checksum. Flat, because
+            each rank gets those of all.
+    """
+
+    ranks: tuple[int, ...]
+    kinds: str
+    numbers: array[int]
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[Holding]) -> RankBoxes:
+        numbers = array("q")
+        for own in held:
+            numbers.extend((*own.box.offsets, *own.box.extents, own.checksum))
+        return cls(ranks, kinds, numbers)
+
+
+def holdings_of(tensors: NamedTensors) -> list[Holding]:
+    """What this rank has, in the model's order."""
+    pieces = {name: piece_of(name, tensor) for name, tensor in tensors.all().items()}
+    parameters = [pieces[name].local for name in tensors.parameters]
+    sums = dict(zip(tensors.parameters, checksums(parameters)))
+    frozen = set(tensors.frozen())
+    return [
+        Holding(Kind(spec, spec[0] in frozen), pieces[spec[0]].box, sums.get(spec[0], 0))
+        for spec in specs_of(tensors)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The whole model, and this rank's part of the work.
+
+    Attributes:
+        specs: of all ranks' tensors, rank 0's first.
+        frozen: names of those that are not trained.
+        groups: ranks that have the same boxes, this rank among them, and these; each box is in one group.
+    """
+
+    specs: list[_ema.Spec]
+    frozen: list[str]
+    groups: dict[tuple[int, ...], list[Shard]]
+
+    @classmethod
+    def exchange(cls, ranks: Ranks, own: Sequence[Holding]) -> Layout:
+        """Collective: what all ranks have. Raises on all of them if they do not fit together.
+
+        Raises:
+            InvalidArgumentError: BAD_LAYOUT: a tensor differs between ranks in dtype, shape or
+                whether it is trained; or a box that several ranks have, in its values.
+        """
+        kinds = [held.kind for held in own]
+        digest = _digest(kinds)
+        boxes = RankBoxes.of((ranks.rank,), digest, own)
+        digests = ranks.gather((digest, _digest([*boxes.numbers])))
+        if len(set(digests)) == 1:
+            # Replicas (data parallel): nothing else needs to be sent.
+            replicas = dataclasses.replace(boxes, ranks=tuple(range(ranks.world_size)))
+            return cls.of({digest: kinds}, [replicas], ranks.rank)
+        of_kinds = [of_rank for of_rank, _ in digests]
+        # A large job's ranks have much the same tensors: the first one that has them tells.
+        is_first = of_kinds.index(digest) == ranks.rank
+        told: list[list[Kind] | None] = ranks.gather(kinds if is_first else None)
+        tables = {
+            of_kinds[rank]: of_rank for rank, of_rank in enumerate(told) if of_rank is not None
+        }
+        return cls.of(tables, ranks.gather(boxes), ranks.rank)
+
+    @classmethod
+    def of(
+        cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[RankBoxes], rank: int
+    ) -> Layout:
+        """`tables`: the tensors of ranks, by digest. `held`: what these have of them, by ascending ranks."""
+        sharing: dict[str, list[int]] = {}  # Those of `held` that have a table.
+        for index, boxes in enumerate(held):
+            sharing.setdefault(boxes.kinds, []).append(index)
+        first: dict[str, tuple[int, Kind]] = {}
+        places: dict[str, list[tuple[str, int]]] = {}  # Where a tensor's numbers are, by table.
+        for digest, indexes in sharing.items():
+            at = 0
+            for kind in tables[digest]:
+                name, _, shape, *_ = kind.spec
+                of_first, other = first.setdefault(name, (held[indexes[0]].ranks[0], kind))
+                if str(kind) != str(other):
+                    raise InvalidArgumentError(
+                        f'tensor "{name}": {kind} on rank {held[indexes[0]].ranks[0]}, {other} on rank '
+                        f"{of_first}",
+                        reason="BAD_LAYOUT",
+                    )
+                places.setdefault(name, []).append((digest, at))
+                at += 2 * len(shape) + 1
+        groups: dict[tuple[int, ...], list[Shard]] = {}
+        for name, (_, kind) in first.items():
+            count = len(kind.spec[2])
+            holders = [
+                (held[index].ranks, held[index].numbers[at : at + 2 * count + 1])
+                for index, at in sorted(
+                    (index, at) for digest, at in places[name] for index in sharing[digest]
+                )
+            ]
+            for box, ranks in _by_box(kind, holders).items():
+                if rank in ranks:
+                    shard = Shard(name, box[:count], box[count:])
+                    groups.setdefault(tuple(ranks), []).append(shard)
+        return cls(
+            specs=[kind.spec for _, kind in first.values()],
+            frozen=[name for name, (_, kind) in first.items() if kind.is_frozen],
+            groups=groups,
+        )
+
+    def without(self, names: set[str]) -> Layout:
+        """The same but for these tensors."""
+        return Layout(
+            [spec for spec in self.specs if spec[0] not in names],
+            [name for name in self.frozen if name not in names],
+            {
+                ranks: [box for box in boxes if box.name not in names]
+                for ranks, boxes in self.groups.items()
+            },
+        )
+
+    def shards(self, rank: int) -> list[Shard]:
+        """What `rank` pushes: of each group that it is in an even share; buffers, which may differ,
+        come from the group's first rank."""
+        index = {spec[0]: i for i, spec in enumerate(self.specs)}
+        buffers = [spec[0] for spec in self.specs if spec[3]]
+        shards: list[Shard] = []
+        for ranks, boxes in self.groups.items():
+            if rank not in ranks:
+                continue
+            share, _ = _ema.even_share(
+                self.specs,
+                buffers,
+                self.frozen,
+                ranks.index(rank),
+                len(ranks),
+                [(index[box.name], box.offsets, box.extents) for box in boxes],
+            )
+            shards += [
+                Shard(self.specs[i][0], tuple(offsets), tuple(extents))
+                for i, offsets, extents in share
+            ]
+        return shards
+
+
+def _by_box(
+    kind: Kind, holders: Iterable[tuple[tuple[int, ...], array[int]]]
+) -> dict[tuple[int, ...], list[int]]:
+    """The ranks that have each box of a tensor. InvalidArgumentError: in other values."""
+    name, _, shape, *_ = kind.spec
+    found: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+    for ranks, numbers in holders:
+        *box, checksum = numbers
+        if 0 in box[len(shape) :] and 0 not in shape:
+            continue
+        expected, of_box = found.setdefault(tuple(box), (checksum, []))
+        if checksum != expected:
+            raise InvalidArgumentError(
+                f'tensor "{name}" ({kind}): rank {ranks[0]} has other values than rank {of_box[0]}, and '
+                "both have the same part of it. Parts of a model that have the same names on several "
+                "ranks (experts) need `rename`",
+                reason="BAD_LAYOUT",
+            )
+        of_box.extend(ranks)
+    return {box: of_box for box, (_, of_box) in found.items()}
+
+
+def _digest(items: Iterable[object]) -> str:
+    return hashlib.sha256(repr(list(items)).encode()).hexdigest()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a trainer make the model, and join its run together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ema_client import _ema
+from ema_client._client import arrays
+from ema_client._client.client import Client
+from ema_client._client.run import Joined, Run
+from ema_client._client.types import NonFinite, WireDtype, model_from
+from ema_client._client.url import split_url
+from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from ema_client._model.ranks import Ranks
+from ema_client._trainer.holdings import Layout
+from ema_client._trainer.resume import DISK_TIMEOUT_S, State
+
+_logger = logging.getLogger(__name__)
+
+
+def join(
+    ranks: Ranks,
+    plan: Plan | None,
+    failure: Exception | None,
+    resume: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Joined:
+    """Opens a run on all ranks, or raises on all of them. Collective.
+
+    `failure`: what this rank has failed with so far; then there may be no plan.
+    """
+    launch: Launch | None = None
+    state: State | None = None
+    try:
+        if plan is not None and resume is not None:
+            state = State.from_dict(resume, model=plan.model_name)
+        if plan is not None and failure is None and ranks.rank == 0:
+            plan.warn_of_changes(plan.create(timeout_s, state))
+            launch = Launch(secrets.token_hex(16), state)
+    except Exception as raised:
+        failure = raised
+    launch = ranks.broadcast(launch)
+    try:
+        # Without a launch, rank 0 says below what is wrong.
+        if plan is not None and launch is not None and failure is None:
+            plan.check_state(launch, state)
+    except Exception as raised:
+        failure = raised
+    # No rank may have a reason left to fail when the first one ends the run of before.
+    ranks.gather_or_raise(failure, None)
+    assert plan is not None and launch is not None
+    run: Run | None = None
+    step = 0
+    # Rank 0 first, so that the model is where it shall be when the others join; all have joined when
+    # this returns, so the first push finds the run complete.
+    for is_next in (ranks.rank == 0, ranks.rank != 0):
+        try:
+            if is_next:
+                run = plan.open_run(launch, timeout_s)
+                step = 0 if run.latest is None else run.latest.step
+                step = step if state is None else state.step
+        except Exception as raised:
+            failure = raised
+        steps = ranks.gather_or_raise(failure, step)
+    assert run is not None
+    # The average goes on from where it is, should the server forget the run.
+    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
+    latest = run.latest if state is None else None
+    # The first version may be an import's, which is there to go on from.
+    unasked = latest if latest is not None and latest.number > 1 else None
+    return Joined(run, anew, steps[0], unasked)
+
+
+def resume_at(
+    ranks: Ranks, plan: Plan, timeout_s: float, state: Mapping[str, Any] | None
+) -> Joined | None:
+    """As `join`, with what an attachment is to resume; None: no rank has a state. Collective."""
+    if all(ranks.gather(state is None)):
+        return None
+    return join(ranks, plan, None, state, timeout_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What rank 0 tells the others."""
+
+    id: str
+    state: State | None
+
+
+class Plan:
+    """What one rank needs to make the model and to join its run."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        ranks: Ranks,
+        layout: Layout,
+        tracks: list[_ema.Track],
+        max_pinned_versions: int,
+        non_finite: NonFinite,
+        wire_dtype: WireDtype,
+        files: dict[str, bytes],
+        timeout_s: float | None,
+    ) -> None:
+        address, self.model_name = split_url(url)
+        self.client = Client(address, timeout_s=timeout_s)
+        self.layout = layout.without(ignored_by_all(layout.specs, tracks))
+        check_dtypes(self.layout.specs)
+        self._ranks = ranks
+        self._shards = self.layout.shards(ranks.rank)
+        self._tracks = [track.without_idle_rules(self.layout.specs) for track in tracks]
+        self._max_pinned_versions = max_pinned_versions
+        self._non_finite = non_finite
+        self._wire_dtype = wire_dtype
+        self._files = files
+        self._has_warned = False
+
+    def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
+        """Makes the model, unless it is there. Its tracks, as they are for the next step."""
+        if state is not None and state.version != 0:
+            # A model that is gone cannot be resumed; it must not be made anew.
+            self.client.model(self.model_name, timeout_s=timeout_s)
+        fields: dict[str, Any] | None = None
+        try:
+            fields = self._create(self.layout.specs, self._tracks, timeout_s)
+        except AlreadyExistsError as raised:
+            refused = raised  # `raised` goes at the end of the block.
+        # Not inside `except`: the user would read both refusals, one below the other.
+        if fields is None:
+            there = self.client._client.get_model(self.model_name, timeout_s)
+            if not self._may_go_on_with(there["tensors"]):
+                raise refused
+            self._check_actions(there["tensors"])
+            # The rest the server compares, which knows the tracks as they were made, too.
+            places = {track.name: place for place, track in enumerate(there["tracks"])}
+            tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
+            fields = self._create(there["tensors"], tracks, timeout_s)
+        if state is not None:
+            state.check_fresh(model_from(fields).latest)
+        if self._files:
+            self.client.attach_files(self.model_name, self._files, timeout_s=timeout_s)
+        there_now: list[_ema.Track] = fields["pending_tracks"] or fields["tracks"]
+        return there_now
+
+    def warn_of_changes(self, tracks: list[_ema.Track]) -> None:
+        """Says once which of the tracks that were asked for the model has otherwise: the server takes a
+        model as it was made for the same, whatever UpdateModel has made of its tracks since."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        there = {track.name: track for track in tracks}
+        for track in self._tracks:
+            if track.name not in there:
+                change = "was removed on the server since the model was made; nothing goes into it"
+            elif there[track.name].paused and not track.paused:
+                change = "was paused on the server since the model was made; nothing goes into it"
+            elif there[track.name] != track:
+                change = (
+                    f"its schedule was changed to {there[track.name]} on the server since the model was "
+                    "made; it goes on with that"
+                )
+            else:
+                continue
+            _logger.warning('model "%s": track "%s": %s', self.model_name, track.name, change)
+
+    def _create(
+        self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
+    ) -> dict[str, Any]:
+        options = (self._max_pinned_versions, self._non_finite)
+        try:
+            fields = self.client._client.create_model(
+                self.model_name, specs, tracks, *options, timeout_s
+            )
+        except AlreadyExistsError as raised:
+            raise AlreadyExistsError(
+                f"{raised.args[0]}. Give attach() what the model was made with, or first change its "
+                "tracks (Client.update_model, `emactl update`); for others than these take a model of "
+                "another name",
+                reason=raised.reason,
+            ) from None
+        return fields
+
+    def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
+        """Whether a model's tensors are ours, in another order (of other pipeline stages), or made from a
+        file, which does not say what is a buffer, nor tied names."""
+
+        def key(spec: _ema.Spec, is_from_file: bool) -> tuple[object, ...]:
+            name, dtype, shape, is_buffer, aliases = spec
+            said = () if is_from_file else (is_buffer, tuple(aliases))
+            return name, dtype, tuple(shape), *said
+
+        is_from_file = not any(is_buffer or aliases for *_, is_buffer, aliases in specs)
+        return {key(spec, is_from_file) for spec in specs} == {
+            key(spec, is_from_file) for spec in self.layout.specs
+        }
+
+    def _check_actions(self, specs: list[_ema.Spec]) -> None:
+        """AlreadyExistsError: a track would average there what it copies here, a buffer."""
+        own = {spec[0]: spec for spec in self.layout.specs}
+        here = [own[name] for name, *_ in specs]
+        for track in self._tracks:
+            names = [
+                spec[0]
+                for spec, wanted, done in zip(specs, track.actions(here), track.actions(specs))
+                if wanted != done
+            ]
+            if names:
+                raise AlreadyExistsError(
+                    f'model "{self.model_name}": made from a file, which does not say that these are '
+                    f'buffers, so that track "{track.name}" would average them, not copy them: '
+                    f"{arrays.some(names)}. Give the track tensor_rules that copy them by name, in the "
+                    "import and here",
+                    reason="MODEL_DIFFERS",
+                )
+
+    def check_state(self, launch: Launch, state: State | None) -> None:
+        if launch.state != state:
+            raise InvalidArgumentError(
+                f'model "{self.model_name}": the ranks resume from different states: rank '
+                f"{self._ranks.rank} from {state}, rank 0 from {launch.state}"
+            )
+
+    def open_run(self, launch: Launch, timeout_s: float, *, last_run_epoch: int = 0) -> Run:
+        resume = None if launch.state is None else launch.state.resume_point
+        if resume is not None:
+            timeout_s = max(timeout_s, DISK_TIMEOUT_S)
+        run = self.client._open_run(
+            self.model_name,
+            launch_id=launch.id,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            shards=self._shards,
+            frozen=self.layout.frozen,
+            wire_dtype=self._wire_dtype,
+            rejoins=False,
+            resume=resume,
+            last_run_epoch=last_run_epoch,
+            timeout_s=timeout_s,
+        )
+        arrays.check_names(
+            f'model "{self.model_name}"',
+            expected=[spec.name for spec in run.tensors],
+            given=[spec[0] for spec in self.layout.specs],
+        )
+        return run
+
+    def open_run_anew(self, launch: Launch, last_run_epoch: int, timeout_s: float) -> Run:
+        """The same after the server was away. NotFoundError: rank 0 has not made the model yet."""
+        open_run = functools.partial(self.open_run, last_run_epoch=last_run_epoch)
+        try:
+            return open_run(launch, timeout_s)
+        except NotFoundError:
+            # The server keeps no data, and was restarted.
+            if self._ranks.rank != 0:
+                raise
+        self.create(timeout_s)
+        return open_run(launch, timeout_s)
+
+
+def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:
+    """The same for rules to be looked up by: what is ignored may have any dtype."""
+    return [
+        (name, dtype if dtype in arrays.DTYPES else "float32", shape, is_buffer, aliases)
+        for name, dtype, shape, is_buffer, aliases in specs
+    ]
+
+
+def ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
+    """Tensors that no track has. InvalidArgumentError: a track or a rule is wrong: of what all ignore
+    the server does not hear, so it cannot tell a misspelled one."""
+    specs = of_known_dtypes(specs)
+    for track in tracks:
+        track.check(specs)
+    actions = [track.actions(specs) for track in tracks]
+    return {
+        spec[0]
+        for spec, *of_tracks in zip(specs, *actions)
+        if all(action == "ignore" for action, _ in of_tracks)
+    }
+
+
+def check_dtypes(specs: list[_ema.Spec]) -> None:
+    """InvalidArgumentError: names those that no track can have."""
+    wrong = [f"{name}: {dtype}" for name, dtype, *_ in specs if dtype not in arrays.DTYPES]
+    if wrong:
+        raise InvalidArgumentError(
+            f"tensors whose dtype cannot be averaged: {arrays.some(wrong)}; must be one of "
+            f"{', '.join(arrays.DTYPES)}, or ignored by the tensor_rules of all tracks",
+            reason="BAD_MANIFEST",
+        )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ema_pytorch.EMA's arguments that are not a track's: Switch-EMA, and what `ema_model` is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ema_client._errors import EmaError, InvalidArgumentError, failure_of
+from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import check_no_dtensor
+from ema_client._tracks import presets
+from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.same_version import pull_on_all_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from ema_client._trainer.ema_model import ModuleLike
+
+_logger = logging.getLogger(__name__)
+
+_PRESET = "ema_pytorch"
+# Of where ema_pytorch keeps its copies and how it walks over them: the numbers are the same, and the
+# server keeps the average.
+_WITHOUT_EFFECT = (
+    "include_online_model",
+    "allow_different_devices",
+    "use_foreach",
+    "move_ema_to_online_device",
+    "coerce_dtype",
+    "lazy_init_ema",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PresetOptions:
+    """What of a preset is the attachment's to do.
+
+    Attributes:
+        preset: the rest, the track's.
+        ema_model: holds the averages, in place of a deep copy.
+        forward_method_names: methods of `ema_model` that the attachment has, too.
+        rule: when the averages are written back; None: never.
+    """
+
+    preset: str | Mapping[str, Any] | None
+    ema_model: ModuleLike | None = None
+    forward_method_names: tuple[str, ...] = ()
+    rule: SwitchRule | None = None
+
+    @classmethod
+    def of(cls, preset: str | Mapping[str, Any] | None) -> PresetOptions:
+        """Takes them out of the arguments of `attach`. InvalidArgumentError: a bad value."""
+        if not isinstance(preset, Mapping) or preset.get("preset") != _PRESET:
+            return cls(preset)
+        rest = dict(preset)
+        try:
+            for name in _WITHOUT_EFFECT:
+                if name in rest:
+                    presets.check_flag(name, rest.pop(name))
+            ema_model = rest.pop("ema_model", None)
+            if ema_model is not None and not callable(ema_model):
+                presets.refuse(f"ema_model {ema_model!r}: must be a module, or what makes one")
+            names = rest.pop("forward_method_names", ())
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                presets.refuse(f"forward_method_names {names!r}: must be names of methods")
+            every = rest.pop("update_model_with_ema_every", None)
+            beta = rest.pop("update_model_with_ema_beta", 0.0)
+            rule = None if every is None else SwitchRule.of(every, beta, rest)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f'preset "{_PRESET}": {error.args[0]}', reason=error.reason
+            ) from None
+        return cls(rest, ema_model, tuple(names), rule)
+
+    def check(self, module: torch.nn.Module) -> None:
+        """InvalidArgumentError: a forwarded method cannot be had; or what is written back is in pieces."""
+        if self.rule is not None:
+            check_no_dtensor(module)
+        for name in self.forward_method_names:
+            if not callable(getattr(module, name, None)) or hasattr(Attachment, name):
+                raise InvalidArgumentError(
+                    f'preset "{_PRESET}": forward_method_names "{name}": must be a method of the model, '
+                    "with a name that the attachment does not have"
+                )
+
+    def apply(self, attachment: Attachment, ranks: Ranks) -> None:
+        """Gives the attachment what it is to do."""
+        attachment._given_ema_model = self.ema_model
+        for name in self.forward_method_names:
+            setattr(attachment, name, attachment._forwarded(name))
+        if self.rule is not None:
+            Switch(attachment, self.rule, ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchRule:
+    """When and how ema_pytorch writes the averages back. Batch n is its call n, whose `step` is n - 1.
+
+    Attributes:
+        every: calls.
+        beta: share of the model's own weight that is kept.
+        copied: tensors that have no average: they are copied whatever beta is.
+        update_every, update_after_step, is_frozen: of the average.
+    """
+
+    every: int
+    beta: float
+    copied: frozenset[str]
+    update_every: int
+    update_after_step: int
+    is_frozen: bool
+
+    @classmethod
+    def of(cls, every: object, beta: object, arguments: Mapping[str, Any]) -> SwitchRule:
+        parameters = inspect.signature(presets.ema_pytorch).parameters
+
+        def get(name: str) -> Any:
+            return arguments.get(name, parameters[name].default)
+
+        return cls(
+            presets.check_count("update_model_with_ema_every", every, "1000"),
+            presets.check_number("update_model_with_ema_beta", beta, "0.5"),
+            frozenset(get("param_or_buffer_names_no_ema")),
+            presets.check_count("update_every", get("update_every"), "10"),
+            presets.check_count("update_after_step", get("update_after_step"), "100", least=0),
+            get("beta") == 1,
+        )
+
+    def text(self) -> str:
+        """The same on all ranks for equal rules."""
+        return repr(dataclasses.astuple(dataclasses.replace(self, copied=frozenset()))) + repr(
+            sorted(self.copied)
+        )
+
+    def is_due(self, batch: int) -> bool:
+        step = batch - 1
+        if step == 0 or (step % self.update_every == 0 and step <= self.update_after_step):
+            return False  # A call that copies the model does nothing else.
+        return step % self.every == 0 and not (self.is_frozen and self.beta != 0)
+
+    def last_update(self, batch: int) -> int:
+        """The batch of the average's last update up to `batch`."""
+        step = batch - 1
+        if self.is_frozen:
+            step = min(step, self.update_after_step)
+        return step // self.update_every * self.update_every + 1
+
+
+class Switch:
+    """Switch-EMA: writes the averages into the model that is trained, after every so many steps.
+
+    After `optimizer.step()` it waits until the push of this step has ended, and pulls the version: the
+    step takes a whole push and a whole pull longer, at most `max_wait_s` and the pull's time-out. Each
+    rank pulls the model, and has it in host memory twice, and beside the model on its device, while it
+    writes. All ranks write the same
+    version, or none: then training goes on with its own weights, with a warning, or raises unless
+    on_error is "skip". The optimizer's state stays as it is. Not as ema_pytorch: tensors that the
+    track ignores stay, too (there they go back to when they were last copied).
+    """
+
+    def __init__(self, attachment: Attachment, rule: SwitchRule, ranks: Ranks) -> None:
+        self._attachment = attachment
+        self._rule = rule
+        self._ranks = ranks
+        attachment._follow = self._after_step
+        # The last step whose batch was known, and that.
+        self._known = (0, 0)
+
+    def _after_step(self) -> None:
+        attachment = self._attachment
+        failure: EmaError | None = None
+        try:
+            batch = int(attachment._training_time(attachment.step)["batch"])
+            self._known = attachment.step, batch
+        except Exception as raised:  # Of the user's `time`. The other ranks may know, and meet.
+            failure = failure_of(raised)
+            step, batch = self._known
+            batch += attachment.step - step
+        if not self._rule.is_due(batch):
+            return
+        start = time.monotonic()
+        try:
+            self._write(batch, failure)
+        except EmaError as error:
+            if attachment._on_error != "skip":
+                raise
+            _logger.warning(
+                'model "%s": step %d goes on with its own weights, not with their average: %s',
+                attachment._model_name,
+                attachment.step,
+                error,
+            )
+        finally:
+            attachment._wait_seconds += time.monotonic() - start
+
+    def _write(self, batch: int, failure: EmaError | None) -> None:
+        import torch
+
+        weights = pull_on_all_ranks(
+            self._attachment,
+            self._ranks,
+            track="ema",
+            least_batch=self._rule.last_update(batch),
+            failure=failure,
+        )
+        written: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        try:
+            for name, tensor in self._attachment._tensors_of().all().items():
+                if name in weights and tensor.is_floating_point():
+                    value = weights[name].to(tensor.device, tensor.dtype)
+                    is_copied = self._rule.beta == 0 or name in self._rule.copied
+                    written.append((tensor, value, is_copied))
+        except Exception as raised:
+            failure = failure_of(raised)
+        # No rank may be short of memory when the first one writes.
+        self._ranks.gather_or_raise(failure, None)
+        with torch.no_grad():
+            for tensor, value, is_copied in written:
+                if is_copied:
+                    tensor.copy_(value)
+                else:
+                    tensor.lerp_(value, 1 - self._rule.beta)
