@@ -231,7 +231,7 @@ train() {
   # The weights' GPU is what is tested; averages on a GPU have the tests above.
   report "$1" limited 300 env PYTHONPATH="$client" EMA_SERVER_BIN="$root/$programs/ema-server" \
     EMA_DEVICE=cpu python3 -m pytest -c tests/python/pytest.ini -p no:cacheprovider \
-    --junitxml "$root/$results/$1.xml" "tests/python/test_cuda_training.py${3-}"
+    --junitxml "$root/$results/$1.xml" "tests/python/trainer/test_cuda_training.py${3-}"
 }
 
 run_training() { train training 120; }

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 
 import ema_client
 import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
+from testing import EMACTL
 
 # Short, so that tests of ranks that die do not wait long.
 SESSION_TIMEOUT_S = 2
@@ -36,6 +38,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[ema_client.Client]:
     with ema_client.Client(server.address, timeout_s=30) as result:
         yield result
+
+
+@pytest.fixture
+def emactl(server: ServerProcess) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs emactl with arguments, against the server."""
+
+    def run(*arguments: object, address: str = server.address) -> subprocess.CompletedProcess[str]:
+        command = [EMACTL, "--server", address, "--timeout", "5s", *arguments]
+        return subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, timeout=60
+        )
+
+    return run
 
 
 @pytest.fixture

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that never end take a bounded amount of memory, and none of callers who may not call."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Iterator
+
+import ema_client
+import numpy as np
+import pytest
+from half_sent import HalfSender
+from http_pages import LISTEN, get, scrape, url_of, value
+from server_process import ROOT, ServerProcess
+from testing import SERVING, check_health, wait_for
+
+ADMIN = "admin-51e3a0b2c7d84f60"
+EMA = "/ema.v1.EmaService/"
+CHECK = "/grpc.health.v1.Health/Check"
+MIB = 1 << 20
+
+
+def methods() -> list[str]:
+    proto = ROOT / "proto/ema/v1/ema_service.proto"
+    return re.findall(r"^  rpc (\w+)\(", proto.read_text(), re.MULTILINE)
+
+
+def resident_bytes(server: ServerProcess) -> int:
+    status = pathlib.Path(f"/proc/{server.pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@contextlib.contextmanager
+def half_sender(server: ServerProcess, token: str = "") -> Iterator[HalfSender]:
+    with contextlib.closing(HalfSender(server.port, token=token)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def server(tmp_path: pathlib.Path) -> Iterator[ServerProcess]:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"admin {ADMIN}\n")
+    flags = ["--auth-tokens", str(tokens), "--max-arriving-requests", "4"]
+    with ServerProcess(tmp_path, *LISTEN, *flags) as process:
+        yield process
+
+
+def test_whoever_has_no_token_is_refused_before_the_message_is_there(server):
+    with half_sender(server) as sender:
+        for method in methods():
+            stream = sender.begin(EMA + method)
+            sender.advance_until_ended({stream})
+        before = resident_bytes(server)
+        sender.advance_until_ended({sender.begin(EMA + "GetModel") for _ in range(500)})
+        assert resident_bytes(server) - before < 100 * MIB
+
+
+def test_requests_that_arrive_have_so_many_places(server):
+    with half_sender(server, ADMIN) as sender:
+        before = resident_bytes(server)
+        first = {sender.begin(EMA + method) for method in ("GetModel", "Pull", "Watch", "OpenRun")}
+
+        def have_begun() -> bool:
+            sender.advance(max_wait_s=0.01)
+            return value(scrape(server), "ema_streams_open", kind="request") == 4
+
+        wait_for(have_begun, "they have begun")
+        more = {sender.begin(EMA + "GetModel") for _ in range(200)}
+        sender.advance_until_ended(more)
+        assert resident_bytes(server) - before < (4 * 9 + 32) * MIB
+        metrics = scrape(server)
+        assert value(metrics, "ema_streams_limit", kind="request") == 4
+        refused = value(metrics, "ema_rejects_total", rpc="GetModel", reason="TOO_MANY_STREAMS")
+        assert refused >= 196  # Four may have waited until others had stalled for long.
+        assert len(first) == 4
+    # The places are free again.
+    with ema_client.Client(server.address, token=ADMIN, timeout_s=60) as client:
+        assert not client.models()
+
+
+@pytest.mark.slow
+def test_what_they_have_taken_goes_back_to_the_system(tmp_path):
+    with ServerProcess(tmp_path, "--max-arriving-requests", "80") as server:
+        before = resident_bytes(server)
+        with half_sender(server) as sender:
+            for _ in range(80):
+                sender.begin(EMA + "GetModel")
+
+            def is_sent() -> bool:
+                sender.advance(max_wait_s=0.01)
+                return resident_bytes(server) - before > 500 * MIB
+
+            wait_for(is_sent, "they are there")
+        wait_for(lambda: resident_bytes(server) - before < 300 * MIB, "it goes back")
+
+
+def test_those_that_stall_are_ended(tmp_path):
+    with ServerProcess(tmp_path, "--stream-timeout", "300ms") as server:
+        with half_sender(server) as sender:
+            sender.advance_until_ended({sender.begin(EMA + "CreateModel")})
+            sender.advance_until_ended({sender.begin(CHECK)})
+
+
+def test_probes_are_answered_while_others_send_half_of_one(server):
+    # From the prober's own address, which its trainers may have, too.
+    with half_sender(server) as sender:
+        # More than there are places, again and again.
+        for _ in range(15):
+            for _ in range(12):
+                sender.begin(CHECK, message_bytes=1000)
+            sender.send_all()
+            assert check_health(server.address, "") == SERVING
+        refused = ("ema_rejects_total", {"rpc": "Check", "reason": "TOO_MANY_STREAMS"})
+        wait_for(
+            lambda: value(scrape(server), refused[0], **refused[1]) > 0, "they have so many places"
+        )
+    with ema_client.Client(server.address, token=ADMIN, timeout_s=60) as client:
+        assert not client.models()
+
+
+def test_what_anybody_may_ask_is_no_error_of_the_server(server):
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed: pip install grpcio")
+    with pytest.raises(grpc.RpcError) as error:
+        check_health(server.address, "<b>" + "x" * 120 + "\n")
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+    assert "x\\n" in error.value.details()
+    _, page = get(url_of(server), "/")
+    assert "None since the start." in page
+
+
+def test_a_watch_that_takes_nothing_ends_with_its_token(server, tmp_path):
+    evaluator = "evaluator-0d0f6f0c0b3a4a8c"
+    tokens = tmp_path / "tokens"
+
+    def write(text: str) -> None:
+        tokens.with_suffix(".new").write_text(text)
+        tokens.with_suffix(".new").rename(tokens)
+
+    def watches() -> float:
+        return value(scrape(server), "ema_streams_open", kind="watch")
+
+    def begin(sender: HalfSender) -> bool:
+        """Calls until the server has learnt of the token."""
+        sender.call(EMA + "Watch", b"\x0a\x01m")
+        sender.advance(max_wait_s=0.1)
+        return watches() > 0
+
+    write(f"admin {ADMIN}\nevaluator {evaluator}\n")
+    weights = {"w": np.zeros(10, np.float32)}
+    with (
+        ema_client.Client(server.address, token=ADMIN, timeout_s=60) as client,
+        contextlib.closing(HalfSender(server.port, token=evaluator, takes=0)) as sender,
+    ):
+        client.create_model("m", weights, tracks={"ema": "1ba"})
+        wait_for(lambda: begin(sender), "it watches")
+        with client.open_run("m") as run:
+            for step in (1, 2):
+                run.push(step=step, weights=weights)
+        write(f"admin {ADMIN}\n")
+        wait_for(lambda: watches() == 0, "it has ended")
