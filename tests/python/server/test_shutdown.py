@@ -96,6 +96,8 @@ def test_a_step_that_is_being_pushed_is_committed_and_saved(tmp_path, ask: Ask):
             runs = [client.open_run("m", launch_id="x", rank=rank, world_size=2) for rank in (0, 1)]
             first = runs[0].start_push(step=1, weights=WEIGHTS)
             wait_for(lambda: sessions(server) == 1, "the step is open")
+            # Through shared memory: the server has read it. Before, a step may only be about to open.
+            assert first.wait_released(max_wait_s=30) and first.stats.lane == "shared memory"
             ask(server)
             wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "it drains")
             assert sessions(server) == 1
