@@ -74,16 +74,15 @@ int64_t NextStreamGroup() {
 
 PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
                         const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
-                        Source source)
+                        SteadyTime deadline, PushOptions options,
+                        std::vector<client_internal::Gpu*> gpus)
     : run_(std::move(run)),
       step_(step),
       time_(time),
       shards_(std::move(shards)),
-      strides_(std::move(strides)),
-      source_(std::move(source)),
+      options_(std::move(options)),
+      gpus_(std::move(gpus)),
       plan_revision_(run_->plan_revision()),
-      frozen_changed_(frozen_changed),
       start_(SteadyNow()),
       deadline_(deadline) {}
 
@@ -104,11 +103,11 @@ std::vector<int64_t> PendingPush::Impl::AllChunks() const {
 
 void PendingPush::Impl::CheckContent() {
   // What is on a GPU is read by its own copies only.
-  if (!source_.gpus.empty()) return;
+  if (!gpus_.empty()) return;
   const RankLayout& layout = run_->layout();
   const int64_t bytes = HasFrozen() ? layout.total_bytes() : layout.live_bytes();
   client_internal::ChunkWriter writer(&layout, &run_->chunks(), run_->chunks().ChunksBefore(bytes),
-                                      shards_, &gate_, /*staged=*/nullptr, strides_);
+                                      shards_, &gate_, /*staged=*/nullptr, options_.strides);
   expected_crc32c_ = writer.Checksums().value_or(std::vector<uint32_t>());
 }
 
@@ -191,10 +190,10 @@ bool PendingPush::Impl::HasFrozen() const {
 absl::Status PendingPush::Impl::ChooseBytes() {
   if (has_begun_ && begun_epoch_ == run_->run_epoch()) return absl::OkStatus();
   const RankLayout& layout = run_->layout();
-  const bool omits_frozen = !frozen_changed_ && run_->may_omit_frozen();
-  frozen_ = omits_frozen      ? v1::PushHeader::FROZEN_OMITTED
-            : frozen_changed_ ? v1::PushHeader::FROZEN_CHANGED
-                              : v1::PushHeader::FROZEN_PUSHED;
+  const bool omits_frozen = !options_.frozen_changed && run_->may_omit_frozen();
+  frozen_ = omits_frozen              ? v1::PushHeader::FROZEN_OMITTED
+            : options_.frozen_changed ? v1::PushHeader::FROZEN_CHANGED
+                                      : v1::PushHeader::FROZEN_PUSHED;
   if (!omits_frozen && !HasFrozen()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat(Name(),
@@ -204,7 +203,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
   EMA_RETURN_IF_ERROR(PrepareStaging());
   writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
-                  &gate_, staged_.has_value() ? &*staged_ : nullptr, strides_);
+                  &gate_, staged_.has_value() ? &*staged_ : nullptr, options_.strides);
   chunks_to_send_ = AllChunks();
   return absl::OkStatus();
 }
@@ -473,7 +472,7 @@ bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }
 bool PendingPush::Impl::Abandon() {
   gate_.ForceRelease();
   if (!done()) interrupt_.Fire();
-  if (!AwaitDone(source_.gpus.empty() ? absl::InfiniteDuration() : kHangLimit)) return false;
+  if (!AwaitDone(gpus_.empty() ? absl::InfiniteDuration() : kHangLimit)) return false;
   if (!has_led_) LeadStreams({});
   return true;
 }

@@ -39,18 +39,15 @@ namespace ema {
 // and drop the step on the server.
 class PendingPush::Impl {
  public:
-  // Where the weights are.
-  struct Source {
-    std::vector<client_internal::Gpu*> gpus;  // By shard; null: host memory. Empty: all are there.
-    std::vector<GpuStream> streams;           // Those that are made to wait for copies.
-  };
-  // Makes side streams begin after the trainer's. Errors as PinnedRing::Open() and Gpu::Follow().
-  static absl::StatusOr<Source> Follow(client_internal::PinnedRing& ring,
-                                       const GpuWeights& weights);
+  // Makes side streams begin after the trainer's. Returns the GPU of each shard; null: it is in
+  // host memory. Errors as PinnedRing::Open() and Gpu::Follow().
+  static absl::StatusOr<std::vector<client_internal::Gpu*>> Follow(
+      client_internal::PinnedRing& ring, const GpuWeights& weights);
 
+  // `gpus`: what Follow() has returned for `options.gpu_weights`; empty: no shard is on a GPU.
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
-       std::vector<std::span<const std::byte>> shards, std::vector<Strides> strides,
-       bool frozen_changed, SteadyTime deadline, Source source);
+       std::vector<std::span<const std::byte>> shards, SteadyTime deadline, PushOptions options,
+       std::vector<client_internal::Gpu*> gpus);
   ~Impl();  // REQUIRES: done(), or never started.
 
   // To be called before Start(), to have the push fail, as Run::StartPush() says, if what it sends
@@ -149,15 +146,15 @@ class PendingPush::Impl {
   const int64_t step_;
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
-  const std::vector<Strides> strides_;
-  const Source source_;
+  const PushOptions options_;
+  const std::vector<client_internal::Gpu*> gpus_;
   const int64_t plan_revision_;
-  const bool frozen_changed_;
   const SteadyTime start_;
   const SteadyTime deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
-  // Relaxed: of those who release. From then on `source_.streams` may not live any more.
+  // Relaxed: of those who release. From then on the streams in `options_` may not live any
+  // more.
   std::atomic<bool> has_led_ = false;
 
   // Relaxed: figures for stats().

@@ -15,8 +15,8 @@ using client_internal::Gpu;
 using client_internal::PinnedRing;
 using client_internal::StagedChunks;
 
-absl::StatusOr<PendingPush::Impl::Source> PendingPush::Impl::Follow(PinnedRing& ring,
-                                                                    const GpuWeights& weights) {
+absl::StatusOr<std::vector<Gpu*>> PendingPush::Impl::Follow(PinnedRing& ring,
+                                                            const GpuWeights& weights) {
   // Before the side stream gets more to do: else it would be busy as long as the trainer's is.
   if (!ring.TryRecover(absl::ZeroDuration())) {
     return MakeError(
@@ -25,32 +25,31 @@ absl::StatusOr<PendingPush::Impl::Source> PendingPush::Impl::Follow(PinnedRing& 
                      "had queued on it; ",
                      ring.lost_bytes(), " bytes of pinned memory wait for them"));
   }
-  Source source;
   for (const GpuStream& stream : weights.streams) {
     EMA_ASSIGN_OR_RETURN(Gpu* const gpu, ring.Open(stream.device));
     EMA_RETURN_IF_ERROR(gpu->Follow(stream.handle));
   }
+  std::vector<Gpu*> gpus;
   for (const int device : weights.devices) {
     Gpu* gpu = nullptr;
     if (device >= 0) {
       EMA_ASSIGN_OR_RETURN(gpu, ring.Open(device));
     }
-    source.gpus.push_back(gpu);
+    gpus.push_back(gpu);
   }
-  source.streams = weights.streams;
-  return source;
+  return gpus;
 }
 
 absl::Status PendingPush::Impl::PrepareStaging() {
-  if (source_.gpus.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
+  if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
     return absl::OkStatus();
   }
   PinnedRing& ring = run_->ring();
   const auto any = [](Gpu* gpu) { return gpu != nullptr; };
-  EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(source_.gpus.begin(), source_.gpus.end(), any),
+  EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any),
                                     StagedChunks::SlotBytes(run_->layout(), run_->chunks()),
                                     run_->chunks().chunk_count()));
-  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, source_.gpus, &ring, &gate_, strides_,
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &ring, &gate_, options_.strides,
                   deadline_, &interrupt_);
   return absl::OkStatus();
 }
@@ -78,16 +77,16 @@ absl::Status PendingPush::Impl::WithWhatIsLost(const absl::Status& error) const 
 void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) {
   has_led_ = true;
   // What has ended copies nothing, unless the GPU hangs.
-  if (source_.gpus.empty() || (done() && run_->ring().lost_bytes() == 0)) return;
+  if (gpus_.empty() || (done() && run_->ring().lost_bytes() == 0)) return;
   const auto lead = [this](const GpuStream& stream) {
     const absl::StatusOr<Gpu*> gpu = run_->ring().Open(stream.device);
     // Where the stream cannot wait, the trainer does.
     if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->AwaitIdle(deadline_, interrupt_);
   };
-  for (const GpuStream& stream : source_.streams) lead(stream);
+  const std::vector<GpuStream>& started_with = options_.gpu_weights.streams;
+  for (const GpuStream& stream : started_with) lead(stream);
   for (const GpuStream& stream : streams) {
-    if (std::find(source_.streams.begin(), source_.streams.end(), stream) ==
-        source_.streams.end()) {
+    if (std::find(started_with.begin(), started_with.end(), stream) == started_with.end()) {
       lead(stream);
     }
   }

@@ -32,8 +32,7 @@ class Run::Impl {
 
   absl::StatusOr<std::shared_ptr<PendingPush::Impl>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
-      const GpuWeights& gpu_weights, bool check) ABSL_LOCKS_EXCLUDED(mu_);
+      SteadyTime deadline, PushOptions options) ABSL_LOCKS_EXCLUDED(mu_);
   void EndPush() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -114,21 +113,20 @@ absl::Status Run::Impl::CheckStrides(const std::vector<Strides>& strides,
 
 absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    std::vector<Strides> strides, bool frozen_changed, SteadyTime deadline,
-    const GpuWeights& gpu_weights, bool check) {
+    SteadyTime deadline, PushOptions options) {
   EMA_RETURN_IF_ERROR(core_->client().fork_guard().Check());
-  EMA_RETURN_IF_ERROR(CheckShards(shards, !frozen_changed && core_->may_omit_frozen()));
-  EMA_RETURN_IF_ERROR(CheckGpuWeights(gpu_weights));
-  EMA_RETURN_IF_ERROR(CheckStrides(strides, gpu_weights));
+  EMA_RETURN_IF_ERROR(CheckShards(shards, !options.frozen_changed && core_->may_omit_frozen()));
+  EMA_RETURN_IF_ERROR(CheckGpuWeights(options.gpu_weights));
+  EMA_RETURN_IF_ERROR(CheckStrides(options.strides, options.gpu_weights));
   EMA_RETURN_IF_ERROR(time.Validate());
-  PendingPush::Impl::Source source;
-  if (std::any_of(gpu_weights.devices.begin(), gpu_weights.devices.end(),
-                  [](int device) { return device >= 0; })) {
-    EMA_ASSIGN_OR_RETURN(source, PendingPush::Impl::Follow(core_->ring(), gpu_weights));
+  const bool check = options.check;
+  const std::vector<int>& devices = options.gpu_weights.devices;
+  std::vector<client_internal::Gpu*> gpus;
+  if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
+    EMA_ASSIGN_OR_RETURN(gpus, PendingPush::Impl::Follow(core_->ring(), options.gpu_weights));
   }
-  auto push =
-      std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), std::move(strides),
-                                          frozen_changed, deadline, std::move(source));
+  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), deadline,
+                                                  std::move(options), std::move(gpus));
   if (check) push->CheckContent();
   std::shared_ptr<PendingPush::Impl> previous;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
@@ -210,12 +208,11 @@ absl::Status Run::WaitReady(absl::Duration timeout) {
 
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-    absl::Duration timeout, bool frozen_changed, const GpuWeights& gpu_weights,
-    std::vector<Strides> strides, bool check) {
+    absl::Duration timeout, PushOptions options) {
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PendingPush::Impl> push,
-      impl_->StartPush(step, time, std::move(shards), std::move(strides), frozen_changed,
-                       impl_->core().client().Deadline(timeout), gpu_weights, check));
+      impl_->StartPush(step, time, std::move(shards), impl_->core().client().Deadline(timeout),
+                       std::move(options)));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 

@@ -259,22 +259,23 @@ absl::Status StepPusher::Impl::ReadShards(size_t count, Push& push) const {
 
 absl::Status StepPusher::Impl::Start(Push push) {
   std::vector<std::span<const std::byte>> shards(run_->layout().shards().size());
-  GpuWeights gpu_weights = {.devices = std::vector<int>(shards.size(), -1)};
+  PushOptions options = {.frozen_changed = push.frozen_changed,
+                         .gpu_weights = {.devices = std::vector<int>(shards.size(), -1)}};
+  std::vector<GpuStream>& streams = options.gpu_weights.streams;
   kept_.clear();
   for (size_t i = 0; i < push.shards.size(); ++i) {
     const Weights& weights = push.shards[i];
     shards[i] = weights.bytes;
     kept_.push_back(weights.keep_alive);
     if (!weights.gpu.has_value()) continue;
-    gpu_weights.devices[i] = weights.gpu->device;
-    std::vector<GpuStream>& streams = gpu_weights.streams;
+    options.gpu_weights.devices[i] = weights.gpu->device;
     if (std::find(streams.begin(), streams.end(), *weights.gpu) == streams.end()) {
       streams.push_back(*weights.gpu);
     }
   }
-  reads_gpu_ = !gpu_weights.streams.empty();
+  reads_gpu_ = !streams.empty();
   EMA_ASSIGN_OR_RETURN(push_, run_->StartPush(push.step, push.time, std::move(shards),
-                                              options_.timeout, push.frozen_changed, gpu_weights));
+                                              options_.timeout, std::move(options)));
   pending_step_ = push.step;
   has_waited_ = false;
   if (waits()) pushed_ = std::move(push);

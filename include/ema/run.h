@@ -71,6 +71,24 @@ struct GpuWeights {
 // elements from each to its neighbour, by dimension. Empty: row-major and contiguous.
 using Strides = std::vector<int64_t>;
 
+// How a push differs from one of contiguous weights in host memory.
+struct PushOptions {
+  // The frozen tensors are not as they were at this run's pushes before, or that is not known,
+  // because one of these has failed. One rank's word is enough, but then none may leave them out.
+  bool frozen_changed = false;
+  // Of which shards the spans are addresses on a GPU. These are copied to pinned memory of the host
+  // (of this run, kept, 64 MiB at most) on a stream of our own, and nothing waits for that but
+  // those who send.
+  GpuWeights gpu_weights;
+  // By shard, or empty. A shard in host memory that has some is gathered when it is sent, a chunk
+  // at a time; its span has its size all the same, and begins at its first element.
+  std::vector<Strides> strides;
+  // If all weights are in host memory: reads them once before StartPush() returns. A push that
+  // sends anything else, because somebody has written them meanwhile (and even if they are back by
+  // its end), commits nothing: DATA_LOSS, DIGEST_MISMATCH.
+  bool check = false;
+};
+
 class PendingPush;
 
 // One rank of one run. Thread-safe, but one push at a time: the next may start when the one before
@@ -108,24 +126,14 @@ class Run {
   // another: they are rounded when they are sent. They are read in place, not copied, and must not
   // change or be freed until WaitReleased() has returned (or the push has ended); a GPU's may then
   // be freed only behind the streams that it was given. Frozen ones are not read, and may be empty,
-  // where plan().may_omit_frozen, unless `frozen_changed`: they are not as they were at this run's
-  // pushes before, or that is not known, because one of these has failed (one rank's word is
-  // enough, but then none may leave them out). `gpu_weights`: of which shards the spans are
-  // addresses on a GPU; these are copied to pinned memory of the host (of this run, kept, 64 MiB at
-  // most) on a stream of our own, and nothing waits for that but those who send. `strides`, by
-  // shard, or empty: a shard in host memory that has some is gathered when it is sent, a chunk at a
-  // time; its span has its size all the same, and begins at its first element. INVALID_ARGUMENT: a
-  // size is not that of the shard's elements, or strides do not fit it. FAILED_PRECONDITION,
-  // SESSION_BUSY: a push of this rank is still running. INTERNAL, DEVICE: a GPU has failed, now or
-  // before, copies of a push before have not ended, or the process has none. `timeout` bounds
-  // everything, the wait for other ranks included. `check`, if all weights are in host memory:
-  // reads them once before it returns; a push that sends anything else, because somebody has
-  // written them meanwhile (and even if they are back by its end), commits nothing: DATA_LOSS,
-  // DIGEST_MISMATCH.
+  // where plan().may_omit_frozen, unless `options.frozen_changed`. `timeout` bounds everything, the
+  // wait for other ranks included. INVALID_ARGUMENT: a size is not that of the shard's elements, or
+  // strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running.
+  // INTERNAL, DEVICE: a GPU has failed, now or before, copies of a push before have not ended, or
+  // the process has none.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-      absl::Duration timeout, bool frozen_changed = false, const GpuWeights& gpu_weights = {},
-      std::vector<Strides> strides = {}, bool check = false);
+      absl::Duration timeout, PushOptions options = {});
 
   // StartPush() and Wait().
   absl::StatusOr<Version> Push(int64_t step, const TrainingTime& time,

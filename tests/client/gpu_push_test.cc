@@ -137,7 +137,7 @@ class GpuPushTest : public testing::Test {
       gpu_weights.streams.push_back(other_->on(1));
     }
     return run_->StartPush(step, TrainingTime::AtBatch(step), std::move(shards), timeout,
-                           /*frozen_changed=*/false, gpu_weights);
+                           {.gpu_weights = std::move(gpu_weights)});
   }
   std::unique_ptr<PendingPush> Start(int64_t step) {
     auto push = TryStart(step);
@@ -245,7 +245,7 @@ TEST_F(GpuPushTest, WhatHasStridesIsGatheredIntoTheRing) {
   const GpuWeights gpu_weights = {.devices = devices_, .streams = {trainer_->on(0)}};
   const auto start = [&](std::vector<Strides> strides) {
     return run_->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(60),
-                           /*frozen_changed=*/false, gpu_weights, std::move(strides));
+                           {.gpu_weights = gpu_weights, .strides = std::move(strides)});
   };
   const std::vector<std::vector<Strides>> wrong = {
       {Strides{1, 90}}, {Strides{1, 90, 1}, Strides()}, {Strides{1, 90}, Strides{1}}};
@@ -496,7 +496,8 @@ TEST_F(GpuPushTest, RefusesAnUnknownGpu) {
   }
   const auto start = [&](const GpuWeights& gpu_weights) {
     return run_
-        ->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(60), false, gpu_weights)
+        ->StartPush(1, TrainingTime::AtBatch(1), shards, absl::Seconds(60),
+                    {.gpu_weights = gpu_weights})
         .status();
   };
   EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}}}),

@@ -26,9 +26,8 @@ class PushCheckTest : public testing::Test {
   }
 
   std::unique_ptr<PendingPush> Start(bool check) {
-    auto push = run_->StartPush(
-        1, TrainingTime::AtBatch(1), {std::as_bytes(std::span(weights_))}, absl::Seconds(20),
-        /*frozen_changed=*/false, /*gpu_weights=*/{}, /*strides=*/{}, check);
+    auto push = run_->StartPush(1, TrainingTime::AtBatch(1), {std::as_bytes(std::span(weights_))},
+                                absl::Seconds(20), {.check = check});
     EXPECT_THAT(push, IsOk());
     return push.ok() ? *std::move(push) : nullptr;
   }

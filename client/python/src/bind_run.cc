@@ -153,16 +153,19 @@ class PyRun {
     const TrainingTime training_time = ToTime(time);
     const absl::Duration timeout = ToDuration(timeout_s);
     FoundShards shards = Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
-    const GpuWeights gpu_weights = {.devices = std::move(shards.gpus),
-                                    .streams = ToStreams(streams)};
+    PushOptions options = {
+        .frozen_changed = frozen_changed,
+        .gpu_weights = {.devices = std::move(shards.gpus), .streams = ToStreams(streams)},
+        .strides = std::move(shards.strides),
+        .check = check};
     Owners kept;
     kept.reserve(arrays.size());
     for (const Array* array : arrays) kept.push_back(array->owner);
     const bool on_gpu = std::any_of(arrays.begin(), arrays.end(),
                                     [](const Array* array) { return array->gpu >= 0; });
     std::unique_ptr<PendingPush> push = CallWithoutGil([&] {
-      return run_->StartPush(step, training_time, std::move(shards.bytes), timeout, frozen_changed,
-                             gpu_weights, std::move(shards.strides), check);
+      return run_->StartPush(step, training_time, std::move(shards.bytes), timeout,
+                             std::move(options));
     });
     return new PyPendingPush(std::move(push), std::move(kept), on_gpu);
   }
