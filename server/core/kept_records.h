@@ -2,8 +2,8 @@
 //
 // How many records of a model's commits are kept for those who watch it, and for those who ask for
 // its versions.
-#ifndef EMA_SERVER_BASE_KEPT_RECORDS_H_
-#define EMA_SERVER_BASE_KEPT_RECORDS_H_
+#ifndef EMA_SERVER_CORE_KEPT_RECORDS_H_
+#define EMA_SERVER_CORE_KEPT_RECORDS_H_
 
 #include <cstdint>
 
@@ -25,4 +25,4 @@ constexpr bool AreTooManyRecords(int64_t count, int64_t bytes) {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_BASE_KEPT_RECORDS_H_
+#endif  // EMA_SERVER_CORE_KEPT_RECORDS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/kept_records.h"
+#include "server/core/kept_records.h"
 
 #include <string>
 
