@@ -7,6 +7,7 @@
 #include "server/core/attached_files.h"
 #include "server/core/model.h"
 #include "server/core/reading.h"
+#include "server/device/host_memory_bytes.h"
 #include "server/ops/heap.h"
 #include "server/ops/logging.h"
 #include "server/ops/process_stats.h"
@@ -63,9 +64,8 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   formula.kept_bytes = kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
   if (!device.is_host()) {
-    const int64_t left_bytes = MakeCpuDevice(0)->total_memory_bytes() - formula.process_bytes -
-                               formula.stream_bytes - formula.waiting_bytes - formula.record_bytes -
-                               formula.kept_bytes;
+    const int64_t left_bytes = HostMemoryBytes() - formula.process_bytes - formula.stream_bytes -
+                               formula.waiting_bytes - formula.record_bytes - formula.kept_bytes;
     formula.host_budget_bytes = std::max(left_bytes / 5 * 4, kMaxAttachedFileBytes);
   }
   return formula;
@@ -110,7 +110,7 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"max_models", options.max_models},
        {"records", Model::kUncountedBytes},
        {"freed", formula.kept_bytes}});
-  WarnOfMemory("host", at_most_bytes, MakeCpuDevice(0)->total_memory_bytes());
+  WarnOfMemory("host", at_most_bytes, HostMemoryBytes());
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
   const int64_t device_at_most_bytes = model_bytes +

@@ -9,19 +9,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -32,6 +27,7 @@
 #include "server/device/cast.h"
 #include "server/device/device.h"
 #include "server/device/ema_kernel.h"
+#include "server/device/host_memory_bytes.h"
 #include "server/device/sum.h"
 
 namespace ema {
@@ -128,54 +124,6 @@ absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateTensor(
       absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
       absl::StrCat("device \"cpu\": no memory for a block of ", size_bytes, " bytes; blocks hold ",
                    usage->used_bytes(), " of ", usage->limit_bytes(), " bytes"));
-}
-
-// The number in a file; nothing if there is none, as in "max".
-std::optional<int64_t> ReadNumber(const std::string& path) {
-  std::ifstream file(path);
-  std::string text;
-  file >> text;
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end == text.data()) return std::nullopt;
-  return value;
-}
-
-// The least memory limit of a control group and the groups above it. `group` is a path such as
-// "/a/b"; inside a container it may be the host's, and then only `root` itself exists.
-int64_t LimitOfGroup(const std::string& root, std::string group, const std::string& file) {
-  int64_t limit = std::numeric_limits<int64_t>::max();
-  while (true) {
-    limit = std::min(limit, ReadNumber(absl::StrCat(root, group, "/", file)).value_or(limit));
-    const size_t slash = group.rfind('/');
-    if (slash == std::string::npos) return limit;
-    group.resize(slash);
-  }
-}
-
-int64_t MemoryLimitOfControlGroups() {
-  int64_t limit = std::numeric_limits<int64_t>::max();
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {  // "4:memory:/a/b"; version 2: "0::/a/b".
-    const size_t first = line.find(':');
-    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const std::string group = line.substr(second + 1);
-    if (controllers.empty()) {
-      limit = std::min({limit, LimitOfGroup("/sys/fs/cgroup", group, "memory.max"),
-                        LimitOfGroup("/sys/fs/cgroup/unified", group, "memory.max")});
-    } else if (absl::StrCat(",", controllers, ",").find(",memory,") != std::string::npos) {
-      limit =
-          std::min(limit, LimitOfGroup("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"));
-    }
-  }
-  return limit;
-}
-
-int64_t TotalMemoryBytes() {
-  const int64_t physical = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
-  return std::min(physical, MemoryLimitOfControlGroups());
 }
 
 // True if the floats are the same bits, or both 0.
@@ -305,7 +253,7 @@ class CpuDevice : public Device {
 }  // namespace
 
 std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes) {
-  return std::make_unique<CpuDevice>(TotalMemoryBytes(), kept_free_bytes);
+  return std::make_unique<CpuDevice>(HostMemoryBytes(), kept_free_bytes);
 }
 
 }  // namespace ema

@@ -12,6 +12,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/device/accelerator_device.h"
 #include "server/device/cuda_accelerator.h"
+#include "server/device/host_memory_bytes.h"
 
 namespace ema {
 
@@ -32,7 +33,7 @@ namespace {
 absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(int index, int64_t kept_free_bytes) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Accelerator> accelerator, MakeCudaAccelerator(index));
   // The second reader of a version finds all of it, if it is not larger.
-  const int64_t kept_host_bytes = MakeCpuDevice(0)->total_memory_bytes() / 4;
+  const int64_t kept_host_bytes = HostMemoryBytes() / 4;
   return MakeAcceleratorDevice(std::move(accelerator), {.kept_free_bytes = kept_free_bytes,
                                                         .kept_host_bytes = kept_host_bytes});
 }
