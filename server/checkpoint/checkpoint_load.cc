@@ -11,7 +11,6 @@
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/restore.h"
 
 namespace ema {
@@ -142,11 +141,7 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   const std::string path = JoinPath(folder.path, name);
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system_, path));
-  if (checkpoint.model_name != model_name || IdOf(checkpoint.record) != id) {
-    return CorruptManifest(absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
-                                        CheckpointName(IdOf(checkpoint.record))));
-  }
-  if (checkpoint.is_partial) return CorruptManifest("it has not all tracks");
+  EMA_RETURN_IF_ERROR(CheckIdentity(checkpoint, model_name, id, /*is_partial=*/false));
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created,
                        models.Create(ConfigOf(checkpoint), GlobBudget::Unlimited()));
   if (!created.created) {
@@ -199,9 +194,9 @@ absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(const
     if (const auto id = ParseCheckpointName(entry.name)) ids.push_back(*id);
   }
   std::sort(ids.begin(), ids.end(), std::greater<>());
-  EMA_ASSIGN_OR_RETURN(const std::optional<CheckpointId> latest, ReadLatest(folder));
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> latest, ReadLatestName(folder));
   if (latest.has_value()) {
-    const auto it = std::find(ids.begin(), ids.end(), *latest);
+    const auto it = std::find(ids.begin(), ids.end(), *ParseCheckpointName(*latest));
     if (it != ids.end()) std::rotate(ids.begin(), it, it + 1);
   }
   return ids;
@@ -222,14 +217,6 @@ absl::StatusOr<std::optional<std::string>> CheckpointStore::ReadLatestName(const
   }
   EMA_RETURN_IF_ERROR(text.status());
   return ParseLatest(*text);
-}
-
-absl::StatusOr<std::optional<CheckpointId>> CheckpointStore::ReadLatest(const Folder& folder) {
-  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> name, ReadLatestName(folder));
-  if (!name.has_value()) return std::nullopt;
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, *name)));
-  if (!exists) return std::nullopt;
-  return ParseCheckpointName(*name);
 }
 
 absl::StatusOr<std::string> CheckpointStore::SetAside(const Folder& folder, const std::string& name,

@@ -354,19 +354,12 @@ absl::Status CheckpointManager::CheckIsDurable(const Model& model, const Version
 
 absl::StatusOr<CheckpointManifest> CheckpointManager::CheckIsOf(
     const Model& model, const CheckpointStore::Stored& stored, CheckpointManifest checkpoint) {
-  const std::string& model_name = model.config().name;
-  std::string problem;
-  if (checkpoint.model_name != model_name || IdOf(checkpoint.record) != stored.id ||
-      checkpoint.is_partial != stored.is_partial) {
-    problem = absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
-                           CheckpointName(IdOf(checkpoint.record)),
-                           checkpoint.is_partial ? ", some tracks" : "");
-  } else if (checkpoint.manifest != model.manifest()) {
-    problem = absl::StrCat("it is of other tensors: ",
-                           checkpoint.manifest.DifferenceFrom(model.manifest()));
+  EMA_RETURN_IF_ERROR(CheckIdentity(checkpoint, model.config().name, stored.id, stored.is_partial));
+  if (checkpoint.manifest != model.manifest()) {
+    return CorruptManifest(absl::StrCat("it is of other tensors: ",
+                                        checkpoint.manifest.DifferenceFrom(model.manifest())));
   }
-  if (problem.empty()) return checkpoint;
-  return CorruptManifest(problem);
+  return checkpoint;
 }
 
 absl::StatusOr<CheckpointManifest> CheckpointManager::ReadManifest(

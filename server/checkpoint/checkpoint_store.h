@@ -468,8 +468,6 @@ class CheckpointStore {
 
   // What LATEST names.
   absl::StatusOr<std::optional<std::string>> ReadLatestName(const Folder& folder);
-  // The same, if that is there.
-  absl::StatusOr<std::optional<CheckpointId>> ReadLatest(const Folder& folder);
   // Replaces a file, durably and at once.
   absl::Status ReplaceFile(const std::string& directory, std::string_view name,
                            const std::string& text);

@@ -201,6 +201,17 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
   return checkpoint;
 }
 
+absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_view model_name,
+                           const CheckpointId& id, bool is_partial) {
+  if (checkpoint.model_name == model_name && IdOf(checkpoint.record) == id &&
+      checkpoint.is_partial == is_partial) {
+    return absl::OkStatus();
+  }
+  return CorruptManifest(absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
+                                      CheckpointName(IdOf(checkpoint.record)),
+                                      checkpoint.is_partial ? ", some tracks" : ""));
+}
+
 ModelConfig ConfigOf(const CheckpointManifest& checkpoint) {
   ModelConfig config;
   config.name = checkpoint.model_name;

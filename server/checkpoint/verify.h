@@ -6,9 +6,11 @@
 
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/file_system.h"
 #include "server/checkpoint/manifest_json.h"
 #include "server/core/attached_files.h"
@@ -21,6 +23,11 @@ namespace ema {
 // by a newer server. UNAVAILABLE: the disk failed. Blocks on the disk.
 absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
                                                           const std::string& path);
+
+// OK: it is the checkpoint of that model and version, with all tracks or, `is_partial`, with some.
+// DATA_LOSS, CHECKPOINT_CORRUPT: it is another one, which somebody has put there.
+absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_view model_name,
+                           const CheckpointId& id, bool is_partial);
 
 // What CreateModel would be asked for to get the checkpoint's model, or the part of it that is
 // there.
