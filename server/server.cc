@@ -190,7 +190,7 @@ absl::Status Server::Drain() {
   const SteadyTime deadline = After(SteadyNow(), options_.drain_grace);
   rpc_->RefuseWork();
   const RpcUsage usage = rpc_->usage();
-  const int64_t session_count = store_->sessions().taken_count();
+  const int64_t session_count = store_->sessions().used_count();
   if (usage.push_streams + usage.pull_streams + session_count > 0) {
     Log(LogLevel::kInfo, "waiting for what is under way",
         {{"pulls", usage.pull_streams},

@@ -290,17 +290,17 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
   if (error.code() == absl::StatusCode::kDeadlineExceeded) return false;
   switch (GetErrorReason(error)) {
     case ErrorReason::kRunIncomplete:
-      run_->Rejoin();
+      run_->MarkNotReady();
       return true;
     case ErrorReason::kFenced:
       // Also what a server says that was restarted and has forgotten the run: joining again tells.
       if (!run_->rejoins() || std::exchange(has_rejoined_, true)) return false;
-      run_->Rejoin();
+      run_->MarkNotReady();
       return true;
     case ErrorReason::kPlanChanged:
     case ErrorReason::kPlanMismatch:
       // Whether this step is due is for the trainer to say, by the plan that joining again gives.
-      run_->Rejoin();
+      run_->MarkNotReady();
       return false;
     case ErrorReason::kStalled:  // Also where a server with many slow peers gives our place away.
       return true;

@@ -59,12 +59,12 @@ void Rejoiner::Await(SteadyTime until) {
     if (left <= absl::ZeroDuration()) return;
     absl::SleepFor(std::min(left, kFirstInterval));
   }
-  const auto is_settled = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return IsSettled(); };
+  const auto is_settled = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return IsSettledLocked(); };
   absl::MutexLock lock(&mu_);
   wait_.AwaitUntil(mu_, until, is_settled);
 }
 
-bool Rejoiner::IsSettled() const {
+bool Rejoiner::IsSettledLocked() const {
   return joined_.has_value() || absl::IsCancelled(problem_) ||
          GetErrorReason(problem_) == ErrorReason::kFenced;
 }

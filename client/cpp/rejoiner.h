@@ -54,7 +54,7 @@ class Rejoiner {
   // True: it is to end; waits for that.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Joined> Join() const;
-  bool IsSettled() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  bool IsSettledLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const Joining& joining_;
   const int64_t lost_step_;

@@ -160,7 +160,7 @@ bool RunCore::HasBeenReady() const {
   return has_been_ready_;
 }
 
-void RunCore::Rejoin() {
+void RunCore::MarkNotReady() {
   absl::MutexLock lock(&mu_);
   ready_ = false;
 }

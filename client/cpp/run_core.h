@@ -48,15 +48,15 @@ class RunCore {
   int64_t plan_revision() const ABSL_LOCKS_EXCLUDED(mu_);
   bool may_omit_frozen() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Returns when all ranks have joined. Joins again first if Rejoin() was called. DEADLINE_EXCEEDED
-  // names missing ranks.
+  // Returns when all ranks have joined. Joins again first if MarkNotReady() was called.
+  // DEADLINE_EXCEEDED names missing ranks.
   absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
   // Takes the plan from the server.
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
     return Join(deadline, interrupt).status();
   }
   // Makes the next WaitReady() ask the server: it does not know the run (any more).
-  void Rejoin() ABSL_LOCKS_EXCLUDED(mu_);
+  void MarkNotReady() ABSL_LOCKS_EXCLUDED(mu_);
 
   // With `retry`, as Client's other calls; else one try. `give_up_reason`: as the request's.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,

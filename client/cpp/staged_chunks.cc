@@ -39,7 +39,7 @@ absl::Status StagedChunks::Stage(absl::Span<const int64_t> chunks) {
     order_.assign(chunks.begin(), chunks.end());
     is_untouched_ = true;
   }
-  StartMore();
+  StartMoreLocked();
   return status_;
 }
 
@@ -54,7 +54,7 @@ std::optional<int> StagedChunks::Take(int64_t chunk) {
   {
     absl::MutexLock lock(&mu_);
     is_untouched_ = false;
-    StartMore();
+    StartMoreLocked();
     const auto found = staged_.find(chunk);
     if (found == staged_.end()) return std::nullopt;
     staged = std::move(found->second);
@@ -69,7 +69,7 @@ std::optional<int> StagedChunks::Take(int64_t chunk) {
   return std::nullopt;
 }
 
-void StagedChunks::StartMore() {
+void StagedChunks::StartMoreLocked() {
   while (started_count_ < order_.size() && status_.ok()) {
     const std::optional<int> slot = ring_->TryTake();
     if (!slot.has_value()) return;

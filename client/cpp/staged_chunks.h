@@ -77,7 +77,7 @@ class StagedChunks {
     int slot = 0;
     absl::InlinedVector<Gpu*, 1> gpus;
   };
-  void StartMore() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void StartMoreLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartCopies(int64_t chunk, Staged& staged) const;
   void DropLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

@@ -51,7 +51,7 @@ bool WeightsGate::HasSlices() const {
 }
 
 bool WeightsGate::TryRelease(absl::Duration max_wait) {
-  const auto left = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return HasLeft(); };
+  const auto left = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return HasLeftLocked(); };
   absl::MutexLock lock(&mu_);
   const bool has_left = wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), left);
   if (has_left) is_released_ = true;
@@ -65,12 +65,12 @@ void WeightsGate::ForceRelease() {
 
 void WeightsGate::AwaitUnread() {
   absl::MutexLock lock(&mu_);
-  mu_.Await(absl::Condition(this, &WeightsGate::IsUnread));
+  mu_.Await(absl::Condition(this, &WeightsGate::IsUnreadLocked));
 }
 
 SteadyTime WeightsGate::left_time() const {
   absl::MutexLock lock(&mu_);
-  return HasLeft() ? last_use_ : SteadyTime::max();
+  return HasLeftLocked() ? last_use_ : SteadyTime::max();
 }
 
 int64_t WeightsGate::left_slice_count() const {

@@ -48,8 +48,10 @@ class WeightsGate {
   int64_t left_slice_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  bool HasLeft() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_wanted_ && IsUnread(); }
-  bool IsUnread() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+  bool HasLeftLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return !is_wanted_ && IsUnreadLocked();
+  }
+  bool IsUnreadLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return reader_count_ == 0 && slice_count_ == 0;
   }
 

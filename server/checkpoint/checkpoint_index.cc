@@ -67,7 +67,7 @@ CheckpointStore::Stored::Details CheckpointStore::DetailsOf(const CheckpointMani
   return details;
 }
 
-absl::Status CheckpointStore::IndexLocked(Folder& folder) {
+absl::Status CheckpointStore::IndexLocked(ModelDirectory& folder) {
   {
     absl::MutexLock lock(&folder.state_mu);
     if (folder.is_indexed) return absl::OkStatus();
@@ -111,7 +111,7 @@ absl::Status CheckpointStore::IndexLocked(Folder& folder) {
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
+absl::Status CheckpointStore::ReadLabelsLocked(ModelDirectory& folder,
                                                std::vector<DirectoryEntry>& entries) {
   LabelMap labels;
   absl::Status lost;
@@ -142,7 +142,7 @@ absl::Status CheckpointStore::ReadLabelsLocked(Folder& folder,
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
+absl::Status CheckpointStore::EnsureIndexed(ModelDirectory& folder) {
   {
     absl::MutexLock lock(&folder.state_mu);
     if (folder.is_indexed) return absl::OkStatus();
@@ -153,7 +153,7 @@ absl::Status CheckpointStore::EnsureIndexed(Folder& folder) {
   return IndexLocked(folder);
 }
 
-void CheckpointStore::Forget(Folder& folder) {
+void CheckpointStore::ForgetLocked(ModelDirectory& folder) {
   folder.is_durable = false;
   folder.latest = {};
   folder.latest_bytes = 0;
@@ -161,11 +161,11 @@ void CheckpointStore::Forget(Folder& folder) {
   folder.is_indexed = false;
 }
 
-absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string& name,
-                                              const absl::Status& problem,
-                                              std::string_view now_prefix) {
+absl::Status CheckpointStore::SetAsideCorruptLocked(ModelDirectory& folder, const std::string& name,
+                                                    const absl::Status& problem,
+                                                    std::string_view now_prefix) {
   // Also after an error it may have gone, and another be the newest.
-  Forget(folder);
+  ForgetLocked(folder);
   EMA_ASSIGN_OR_RETURN(const std::string new_name,
                        SetAside(folder, name, kCorruptPrefix, now_prefix));
   if (options_.on_set_aside) options_.on_set_aside({folder.model_name, name, problem});
@@ -181,7 +181,7 @@ absl::Status CheckpointStore::SetAsideCorrupt(Folder& folder, const std::string&
 
 absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, std::string_view name,
                                                  const absl::Status& problem) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(CheckPlace());
   EMA_RETURN_IF_ERROR(IndexLocked(*folder));
@@ -191,13 +191,13 @@ absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, st
     if (it == folder->index.end() || !it->second.problem.ok()) return false;
   }
   EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
-  EMA_RETURN_IF_ERROR(SetAsideCorrupt(*folder, std::string(name), problem));
+  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(*folder, std::string(name), problem));
   return CheckpointName(latest) == name;
 }
 
 absl::StatusOr<bool> CheckpointStore::NoteRead(std::string_view model_name, std::string_view name,
                                                const absl::Status& status) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   {
     absl::MutexLock lock(&folder->state_mu);
     const auto it = folder->index.find(name);
@@ -212,7 +212,7 @@ absl::StatusOr<bool> CheckpointStore::NoteRead(std::string_view model_name, std:
   return true;
 }
 
-absl::Status CheckpointStore::UnreadProblem(Folder& folder, const std::string& name) {
+absl::Status CheckpointStore::UnreadProblem(ModelDirectory& folder, const std::string& name) {
   absl::MutexLock lock(&folder.state_mu);
   const auto it = folder.index.find(name);
   return it != folder.index.end() ? it->second.unread : absl::OkStatus();
@@ -220,7 +220,7 @@ absl::Status CheckpointStore::UnreadProblem(Folder& folder, const std::string& n
 
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
     std::string_view model_name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
   std::vector<Stored> all;
   {
@@ -233,7 +233,7 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
 }
 
 std::map<std::string, CheckpointCounts> CheckpointStore::CountAll() {
-  std::vector<std::pair<std::string, std::shared_ptr<Folder>>> folders;
+  std::vector<std::pair<std::string, std::shared_ptr<ModelDirectory>>> folders;
   {
     absl::MutexLock lock(&mu_);
     folders.assign(folders_.begin(), folders_.end());
@@ -254,7 +254,7 @@ std::map<std::string, CheckpointCounts> CheckpointStore::CountAll() {
 
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
     std::string_view model_name, std::optional<std::string_view> name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   EMA_ASSIGN_OR_RETURN(std::vector<Stored> all, ListNames(model_name));
   if (name.has_value()) std::erase_if(all, [&](const Stored& s) { return s.name != *name; });
   for (Stored& stored : all) {
@@ -268,7 +268,7 @@ absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
 }
 
 absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
-    Folder& folder, const std::string& name) {
+    ModelDirectory& folder, const std::string& name) {
   const absl::StatusOr<CheckpointManifest> checkpoint =
       ReadCheckpointManifest(file_system_, JoinPath(folder.path, name));
   if (checkpoint.ok()) {
@@ -294,7 +294,7 @@ absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
 }
 
 absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
   absl::MutexLock lock(&folder->state_mu);
   std::vector<CheckpointLabel> labels;
@@ -304,7 +304,7 @@ absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string
 
 absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::string_view model_name,
                                                                        std::string_view label) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->state_mu);
   const auto it = folder->labels.find(label);
   if (it == folder->labels.end()) return UnknownLabel(model_name, label, folder->labels);
@@ -320,13 +320,13 @@ absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::stri
 }
 
 absl::Status CheckpointStore::PutLabel(std::string_view model_name, const CheckpointLabel& label) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(CheckMayWrite());
   return AsSaveError(PutLabelLocked(*folder, label));
 }
 
-absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLabel& label) {
+absl::Status CheckpointStore::PutLabelLocked(ModelDirectory& folder, const CheckpointLabel& label) {
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   // A later one is there if its save failed before LATEST: a restart sets it aside.
   absl::StatusOr<CheckpointId> latest = folder.latest;
@@ -359,12 +359,12 @@ absl::Status CheckpointStore::PutLabelLocked(Folder& folder, const CheckpointLab
 }
 
 absl::Status CheckpointStore::RemoveLabel(std::string_view model_name, std::string_view label) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->mu);
   return AsSaveError(RemoveLabelLocked(*folder, label));
 }
 
-absl::Status CheckpointStore::RemoveLabelLocked(Folder& folder, std::string_view label) {
+absl::Status CheckpointStore::RemoveLabelLocked(ModelDirectory& folder, std::string_view label) {
   EMA_RETURN_IF_ERROR(CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   LabelMap labels;
@@ -378,7 +378,7 @@ absl::Status CheckpointStore::RemoveLabelLocked(Folder& folder, std::string_view
   return WriteLabelsLocked(folder, std::move(labels));
 }
 
-absl::Status CheckpointStore::WriteLabelsLocked(Folder& folder, LabelMap labels) {
+absl::Status CheckpointStore::WriteLabelsLocked(ModelDirectory& folder, LabelMap labels) {
   EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLabelsFileName, EncodeLabels(labels)));
   absl::MutexLock lock(&folder.state_mu);
   folder.labels = std::move(labels);

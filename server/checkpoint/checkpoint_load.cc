@@ -33,17 +33,17 @@ absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore&
   LoadReport report;
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
   for (const std::string& name : names) {
-    const std::shared_ptr<Folder> folder = GetFolder(name);
+    const std::shared_ptr<ModelDirectory> folder = GetDirectory(name);
     absl::MutexLock lock(&folder->mu);
-    EMA_RETURN_IF_ERROR(LoadModel(name, *folder, models, report));
+    EMA_RETURN_IF_ERROR(LoadModelLocked(name, *folder, models, report));
     EMA_RETURN_IF_ERROR(IndexLocked(*folder));  // Again, if something was set aside, or is missing.
-    ReportMissing(*folder, report);
+    ReportMissingLocked(*folder, report);
   }
   return report;
 }
 
-absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& folder,
-                                        ModelStore& models, LoadReport& report) {
+absl::Status CheckpointStore::LoadModelLocked(const std::string& model_name, ModelDirectory& folder,
+                                              ModelStore& models, LoadReport& report) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
   if (!exists) return absl::OkStatus();
   // A server that was killed may have renamed a checkpoint and not synced that: what is loaded is
@@ -56,7 +56,7 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
     absl::MutexLock lock(&folder.state_mu);
     if (!folder.lost_labels.ok()) report.lost_labels.emplace_back(model_name, folder.lost_labels);
   }
-  EMA_RETURN_IF_ERROR(NoteMissing(folder));
+  EMA_RETURN_IF_ERROR(NoteMissingLocked(folder));
   EMA_RETURN_IF_ERROR(ReportMisnamed(folder, report));
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   for (auto id = ids.begin(); id != ids.end(); ++id) {
@@ -67,7 +67,7 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
       // they are no part of what comes of it.
       for (auto other = std::next(id); other != ids.end(); ++other) {
         if (*other < *id) continue;
-        Forget(folder);
+        ForgetLocked(folder);
         EMA_ASSIGN_OR_RETURN(std::string abandoned,
                              SetAside(folder, CheckpointName(*other), kAbandonedPrefix));
         report.abandoned.emplace_back(model_name, std::move(abandoned));
@@ -75,13 +75,13 @@ absl::Status CheckpointStore::LoadModel(const std::string& model_name, Folder& f
       return RestoreKeptTime(folder, **models.Get(model_name));
     }
     if (!absl::IsDataLoss(status)) return LocateError(status, model_name, name);
-    EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, status));
+    EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, status));
     report.quarantined.push_back({model_name, name, status});
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::NoteMissing(Folder& folder) {
+absl::Status CheckpointStore::NoteMissingLocked(ModelDirectory& folder) {
   EMA_ASSIGN_OR_RETURN(const std::optional<std::string> name, ReadLatestName(folder));
   if (!name.has_value()) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, *name)));
@@ -96,7 +96,7 @@ absl::Status CheckpointStore::NoteMissing(Folder& folder) {
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::ReportMisnamed(const Folder& folder, LoadReport& report) {
+absl::Status CheckpointStore::ReportMisnamed(const ModelDirectory& folder, LoadReport& report) {
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        file_system_.ListDirectory(folder.path));
   for (const DirectoryEntry& entry : entries) {
@@ -116,7 +116,7 @@ absl::Status CheckpointStore::ReportMisnamed(const Folder& folder, LoadReport& r
   return absl::OkStatus();
 }
 
-void CheckpointStore::ReportMissing(Folder& folder, LoadReport& report) {
+void CheckpointStore::ReportMissingLocked(ModelDirectory& folder, LoadReport& report) {
   const std::string& model = folder.model_name;
   if (folder.missing.has_value()) {
     const bool is_loaded = !report.loaded.empty() && report.loaded.back().model == model;
@@ -135,7 +135,7 @@ void CheckpointStore::ReportMissing(Folder& folder, LoadReport& report) {
 }
 
 absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
-                                             const Folder& folder, ModelStore& models,
+                                             const ModelDirectory& folder, ModelStore& models,
                                              LoadReport& report) {
   const std::string name = CheckpointName(id);
   const std::string path = JoinPath(folder.path, name);
@@ -161,7 +161,7 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model) {
+absl::Status CheckpointStore::RestoreKeptTime(const ModelDirectory& folder, Model& model) {
   if (std::none_of(model.config().tracks.begin(), model.config().tracks.end(),
                    [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
     return absl::OkStatus();
@@ -186,7 +186,8 @@ absl::Status CheckpointStore::RestoreKeptTime(const Folder& folder, Model& model
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(const Folder& folder) {
+absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(
+    const ModelDirectory& folder) {
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        file_system_.ListDirectory(folder.path));
   std::vector<CheckpointId> ids;
@@ -202,12 +203,13 @@ absl::StatusOr<std::vector<CheckpointId>> CheckpointStore::FindCheckpoints(const
   return ids;
 }
 
-absl::StatusOr<CheckpointId> CheckpointStore::FindLatest(const Folder& folder) {
+absl::StatusOr<CheckpointId> CheckpointStore::FindLatest(const ModelDirectory& folder) {
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(folder));
   return ids.empty() ? CheckpointId{} : ids.front();
 }
 
-absl::StatusOr<std::optional<std::string>> CheckpointStore::ReadLatestName(const Folder& folder) {
+absl::StatusOr<std::optional<std::string>> CheckpointStore::ReadLatestName(
+    const ModelDirectory& folder) {
   const absl::StatusOr<std::string> text =
       file_system_.ReadSmallFile(JoinPath(folder.path, kLatestFileName), kMaxLatestBytes);
   // Anything that is wrong with the file itself counts as none: the names say the order, too.
@@ -219,7 +221,8 @@ absl::StatusOr<std::optional<std::string>> CheckpointStore::ReadLatestName(const
   return ParseLatest(*text);
 }
 
-absl::StatusOr<std::string> CheckpointStore::SetAside(const Folder& folder, const std::string& name,
+absl::StatusOr<std::string> CheckpointStore::SetAside(const ModelDirectory& folder,
+                                                      const std::string& name,
                                                       std::string_view prefix,
                                                       std::string_view now_prefix) {
   EMA_RETURN_IF_ERROR(CheckPlace());
@@ -258,10 +261,10 @@ absl::StatusOr<int64_t> CheckpointStore::HighestIncarnation() {
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
   int64_t highest = 0;
   for (const std::string& name : names) {
-    const std::string path = GetFolder(name)->path;
+    const std::string path = GetDirectory(name)->path;
     EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
     if (!exists) continue;
-    EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(*GetFolder(name)));
+    EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, FindCheckpoints(*GetDirectory(name)));
     for (const CheckpointId& id : ids) highest = std::max(highest, id.incarnation);
   }
   return highest;

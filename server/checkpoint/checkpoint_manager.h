@@ -202,7 +202,7 @@ class CheckpointManager final : public Checkpoints {
   // RESOURCE_EXHAUSTED, TOO_MANY_PINS: so many other versions of the model are being saved, or wait
   // for RunQueue(), that readers could pin none with this one. A step that is saved exactly, and
   // waits for the scheduler, comes on top of these.
-  absl::Status CheckMayWait(const Model& model, const VersionId& id) const
+  absl::Status CheckMayWaitLocked(const Model& model, const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void RunQueue() ABSL_LOCKS_EXCLUDED(mu_);
   // A save that was left to it, with the labels for it. An error, which the log is told of, names
@@ -214,7 +214,7 @@ class CheckpointManager final : public Checkpoints {
   void NoteWritten(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Where nothing could be written, looks whether that is over.
   void LookWhetherWritable() ABSL_LOCKS_EXCLUDED(mu_);
-  void NoteEnd(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteEndLocked(const Key& key, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // As that of the store; bad ones have been set aside.
   absl::StatusOr<std::vector<CheckpointStore::Stored>> ListStored(
       Model& model, std::optional<std::string_view> name);

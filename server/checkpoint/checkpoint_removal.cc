@@ -23,7 +23,8 @@ absl::Status InUse(std::string_view model, std::string_view name, const std::str
 
 }  // namespace
 
-absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::string& name) {
+absl::StatusOr<bool> CheckpointStore::StartRemovingLocked(ModelDirectory& folder,
+                                                          const std::string& name) {
   {
     absl::MutexLock lock(&folder.state_mu);
     if (folder.held.contains(name)) return false;
@@ -38,7 +39,8 @@ absl::StatusOr<bool> CheckpointStore::StartRemoving(Folder& folder, const std::s
   return status;
 }
 
-absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view saved_name) {
+absl::StatusOr<bool> CheckpointStore::RemoveOldLocked(ModelDirectory& folder,
+                                                      std::string_view saved_name) {
   EMA_RETURN_IF_ERROR(CheckPlace());
   // What an error has left may have the name that one of these takes on its way out.
   EMA_RETURN_IF_ERROR(ClearTemporary(folder.path));
@@ -76,7 +78,7 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
           (multiple > 0 && id.step % multiple == 0)) {
         continue;
       }
-      EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemoving(folder, name));
+      EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(folder, name));
       is_any_removed |= is_removed;
     }
   }
@@ -85,12 +87,13 @@ absl::StatusOr<bool> CheckpointStore::RemoveOld(Folder& folder, std::string_view
 }
 
 absl::Status CheckpointStore::Delete(std::string_view model_name, std::string_view name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->mu);
   return AsSaveError(DeleteCheckpointLocked(*folder, name));
 }
 
-absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string_view name) {
+absl::Status CheckpointStore::DeleteCheckpointLocked(ModelDirectory& folder,
+                                                     std::string_view name) {
   EMA_RETURN_IF_ERROR(CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked(folder));
   std::optional<Stored> stored;
@@ -113,8 +116,8 @@ absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string
     if (CheckpointName(latest) == name) {
       return InUse(folder.model_name, name, "is the newest, which a restart goes on from");
     }
-    if (!stored->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatest(folder, *stored));
-    EMA_ASSIGN_OR_RETURN(const bool removing, StartRemoving(folder, std::string(name)));
+    if (!stored->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatestLocked(folder, *stored));
+    EMA_ASSIGN_OR_RETURN(const bool removing, StartRemovingLocked(folder, std::string(name)));
     if (!removing) return InUse(folder.model_name, name, "is being read; try again");
     if (stored->id == folder.missing) folder.missing.reset();
   }
@@ -131,7 +134,7 @@ absl::Status CheckpointStore::DeleteCheckpointLocked(Folder& folder, std::string
   return absl::OkStatus();
 }
 
-absl::Status CheckpointStore::TakeOffLatest(Folder& folder, const Stored& stored) {
+absl::Status CheckpointStore::TakeOffLatestLocked(ModelDirectory& folder, const Stored& stored) {
   EMA_ASSIGN_OR_RETURN(const std::optional<std::string> named, ReadLatestName(folder));
   if (stored.is_partial || named != CheckpointName(stored.id)) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
@@ -145,7 +148,7 @@ absl::Status CheckpointStore::TakeOffLatest(Folder& folder, const Stored& stored
 
 absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::HoldCheckpoints(
     std::string_view model_name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   auto held = std::make_unique<HeldCheckpoints>(folder);
   absl::MutexLock lock(&folder->mu);
   EMA_RETURN_IF_ERROR(CheckPlace());
@@ -164,7 +167,7 @@ absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStor
 
 absl::StatusOr<std::unique_ptr<CheckpointStore::HeldCheckpoints>> CheckpointStore::Hold(
     std::string_view model_name, std::string_view name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
   auto held = std::make_unique<HeldCheckpoints>(folder);
   absl::MutexLock lock(&folder->state_mu);
@@ -191,7 +194,7 @@ std::string CheckpointStore::HeldCheckpoints::Path(const CheckpointId& id) const
 }
 
 std::string CheckpointStore::Path(std::string_view model_name, std::string_view name) {
-  return JoinPath(GetFolder(model_name)->path, name);
+  return JoinPath(GetDirectory(model_name)->path, name);
 }
 
 }  // namespace ema

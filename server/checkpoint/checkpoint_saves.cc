@@ -120,7 +120,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   if (model.durable_version() > durable) scheduler_->OnSaved(model);
   {
     absl::MutexLock lock(&mu_);
-    NoteEnd(key, saved.status());
+    NoteEndLocked(key, saved.status());
   }
   EMA_RETURN_IF_ERROR(saved.status());
   if (!was_there) {
@@ -137,7 +137,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   return Saved{snapshot->record, saved->name, saved->total_bytes};
 }
 
-void CheckpointManager::NoteEnd(const Key& key, const absl::Status& status) {
+void CheckpointManager::NoteEndLocked(const Key& key, const absl::Status& status) {
   const auto it = saving_.find(key);
   std::deque<CheckpointInfo>& failed = failed_[key.first];
   std::erase_if(failed, [&](const CheckpointInfo& info) { return info.name == key.second; });
@@ -217,7 +217,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   }
   absl::MutexLock lock(&mu_);
   if (is_stopping_) return DrainingError();
-  EMA_RETURN_IF_ERROR(CheckMayWait(model, saved.record.id()));
+  EMA_RETURN_IF_ERROR(CheckMayWaitLocked(model, saved.record.id()));
   Saving& saving = saving_[key];
   if (!request.label.empty()) saving.labels.push_back(request.label);
   if (saving.is_queued) return saved;
@@ -231,7 +231,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   return saved;
 }
 
-absl::Status CheckpointManager::CheckMayWait(const Model& model, const VersionId& id) const {
+absl::Status CheckpointManager::CheckMayWaitLocked(const Model& model, const VersionId& id) const {
   std::set<VersionId> others;
   for (const auto& [key, saving] : saving_) {
     if (key.first == model.config().name && saving.info.id != id) others.insert(saving.info.id);
@@ -325,7 +325,7 @@ void CheckpointManager::RunQueue() {
     model = nullptr;
     absl::MutexLock lock(&mu_);
     queue_.pop_front();
-    NoteEnd(key, status);
+    NoteEndLocked(key, status);
   }
 }
 

@@ -50,7 +50,8 @@ CheckpointScheduler::CheckpointScheduler(Options options)
 
 CheckpointScheduler::~CheckpointScheduler() { Stop(); }
 
-CheckpointScheduler::State& CheckpointScheduler::StateOf(const std::shared_ptr<Model>& model) {
+CheckpointScheduler::State& CheckpointScheduler::StateOfLocked(
+    const std::shared_ptr<Model>& model) {
   const std::string& name = model->config().name;
   const auto found = states_.find(name);
   if (found != states_.end() && found->second.model.lock() == model) return found->second;
@@ -79,10 +80,10 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   const SteadyTime now = SteadyNow();
   absl::MutexLock lock(&mu_);
   if (is_stopping_) return;
-  State& state = StateOf(model);
+  State& state = StateOfLocked(model);
   if (policy.every > absl::ZeroDuration() && state.due_time == SteadyTime::max()) {
     state.due_time = std::max(now, After(state.saved_time.value_or(now), policy.every));
-    LookAgain();
+    LookAgainLocked();
   }
   const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
   if (is_due && state.is_busy) state.must_look_again = true;
@@ -96,37 +97,37 @@ void CheckpointScheduler::OnSaved(const Model& model) {
   const bool is_current = !HasUnsaved(model);
   absl::MutexLock lock(&mu_);
   const auto it = states_.find(model.config().name);
-  if (it != states_.end()) NoteSaved(is_current, it->second);
+  if (it != states_.end()) NoteSavedLocked(is_current, it->second);
 }
 
-void CheckpointScheduler::NoteSaved(bool is_current, State& state) {
+void CheckpointScheduler::NoteSavedLocked(bool is_current, State& state) {
   state.saved_time = SteadyNow();
   state.due_time = is_current || options_.policy.every == absl::ZeroDuration()
                        ? SteadyTime::max()
                        : After(*state.saved_time, options_.policy.every);
-  LookAgain();
+  LookAgainLocked();
 }
 
-void CheckpointScheduler::LookAgain() {
+void CheckpointScheduler::LookAgainLocked() {
   must_look_ = true;
   wait_.WakeAll();
 }
 
 void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
   absl::MutexLock lock(&mu_);
-  State& state = StateOf(model);
+  State& state = StateOfLocked(model);
   state.is_asked = true;
-  if (!state.is_busy) Enqueue(state);
+  if (!state.is_busy) EnqueueLocked(state);
 }
 
-void CheckpointScheduler::Enqueue(State& state, bool is_second_look) {
+void CheckpointScheduler::EnqueueLocked(State& state, bool is_second_look) {
   if (is_stopping_) return;
   state.is_busy = true;
   work_.push_back({state.model, nullptr, is_second_look});
   wait_.WakeAll();
 }
 
-SteadyTime CheckpointScheduler::NextDueTime() const {
+SteadyTime CheckpointScheduler::NextDueTimeLocked() const {
   SteadyTime next = SteadyTime::max();
   for (const auto& [name, state] : states_) {
     if (!state.is_busy) next = std::min(next, std::max(state.due_time, state.retry_time));
@@ -134,7 +135,7 @@ SteadyTime CheckpointScheduler::NextDueTime() const {
   return next;
 }
 
-void CheckpointScheduler::QueueDue() {
+void CheckpointScheduler::QueueDueLocked() {
   const SteadyTime now = SteadyNow();
   for (auto it = states_.begin(); it != states_.end();) {
     State& state = it->second;
@@ -147,7 +148,7 @@ void CheckpointScheduler::QueueDue() {
       continue;
     }
     state.is_asked = true;
-    Enqueue(state);
+    EnqueueLocked(state);
     ++it;
   }
 }
@@ -162,10 +163,10 @@ void CheckpointScheduler::Run() {
     bool is_second_look = false;
     {
       absl::MutexLock lock(&mu_);
-      wait_.AwaitUntil(mu_, NextDueTime(), is_ready);
+      wait_.AwaitUntil(mu_, NextDueTimeLocked(), is_ready);
       if (is_stopping_) return;
       must_look_ = false;
-      QueueDue();
+      QueueDueLocked();
       if (work_.empty()) continue;
       model = work_.front().model.lock();
       snapshot = std::move(work_.front().snapshot);
@@ -238,16 +239,16 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_secon
   if (may_keep || !error.ok()) state.last_error = error;
   if (!keep_status.ok()) state.keep_retry_time = After(SteadyNow(), options_.retry_delay);
   if (status.ok()) {
-    if (is_due || keep_status.ok()) NoteSaved(is_current, state);
+    if (is_due || keep_status.ok()) NoteSavedLocked(is_current, state);
     state.retry_time = SteadyTime::min();
     // What came meanwhile may mean a later version, and there may be no commit after it.
-    if (state.is_asked || state.must_look_again) Enqueue(state, /*is_second_look=*/true);
+    if (state.is_asked || state.must_look_again) EnqueueLocked(state, /*is_second_look=*/true);
     return;
   }
   state.retry_time = After(SteadyNow(), options_.retry_delay);
   // What was asked for is not forgotten.
   if (is_asked || state.is_asked) state.due_time = state.retry_time;
-  LookAgain();
+  LookAgainLocked();
 }
 
 void CheckpointScheduler::AwaitIdle() {

@@ -103,15 +103,15 @@ class CheckpointScheduler {
     bool is_second_look = false;
   };
 
-  State& StateOf(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void NoteSaved(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  State& StateOfLocked(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteSavedLocked(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // To be called when a due time has changed.
-  void LookAgain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  SteadyTime NextDueTime() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void LookAgainLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  SteadyTime NextDueTimeLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Its newest version is saved when its turn comes. REQUIRES: it is not busy.
-  void Enqueue(State& state, bool is_second_look = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EnqueueLocked(State& state, bool is_second_look = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Queues the models whose time has come.
-  void QueueDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void QueueDueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
   void Save(Model& model, SnapshotRef snapshot, bool is_second_look) ABSL_LOCKS_EXCLUDED(mu_);
 

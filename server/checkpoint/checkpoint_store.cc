@@ -79,7 +79,7 @@ absl::Status CheckpointStore::Start(absl::Time now) {
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
   for (const std::string& name : names) {
     EMA_RETURN_IF_ERROR(ClearTemporary(ModelPath(name)));
-    const std::string path = GetFolder(name)->path;
+    const std::string path = GetDirectory(name)->path;
     EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
     if (exists) {
       EMA_RETURN_IF_ERROR(WithPlace(ClearTemporary(path), absl::StrCat("models/", name, ": ")));
@@ -173,7 +173,7 @@ std::string CheckpointStore::NameOf(const Snapshot& snapshot,
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
                                                                   SnapshotRef snapshot,
                                                                   const SaveOptions& options) {
-  const std::shared_ptr<Folder> folder = GetFolder(model.config().name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model.config().name);
   saving_count_.fetch_add(1, std::memory_order_relaxed);
   const absl::Cleanup ended = [this] { saving_count_.fetch_sub(1, std::memory_order_relaxed); };
   absl::MutexLock lock(&folder->mu);
@@ -183,7 +183,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
   // What retention lets go may still be there: it was held at the last save, or had a label. What
   // it does not is known if `is_durable`.
   if (GetErrorReason(result.status()) == ErrorReason::kDiskFull && folder->is_durable &&
-      RemoveOld(*folder, NameOf(*snapshot, options.tracks)).value_or(false)) {
+      RemoveOldLocked(*folder, NameOf(*snapshot, options.tracks)).value_or(false)) {
     result = SaveLocked(model, *snapshot, options, *folder);
   }
   if (!result.ok()) return AsSaveError(result.status());
@@ -193,7 +193,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::Save(Model& model,
 absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& model,
                                                                         const Snapshot& snapshot,
                                                                         const SaveOptions& options,
-                                                                        Folder& folder) {
+                                                                        ModelDirectory& folder) {
   EMA_RETURN_IF_ERROR(CheckMayWrite());
   if (folder.must_delete) EMA_RETURN_IF_ERROR(DeleteLocked(model.config().name, folder));
   const CheckpointId id = IdOf(snapshot.record);
@@ -205,8 +205,9 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
     if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     result.total_bytes = folder.latest_bytes;
   } else {
-    EMA_RETURN_IF_ERROR(MakeDurable(model.config().name, folder));
-    EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindComplete(folder, result.name));
+    EMA_RETURN_IF_ERROR(MakeDurableLocked(model.config().name, folder));
+    EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes,
+                         FindCompleteLocked(folder, result.name));
     if (bytes.has_value()) {
       result.total_bytes = *bytes;
       // An earlier call, or server, may have ended between the rename and this.
@@ -214,7 +215,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
       if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     } else {
       EMA_ASSIGN_OR_RETURN(result.total_bytes,
-                           WriteAndRename(model, snapshot, options, folder, result.name));
+                           WriteAndRenameLocked(model, snapshot, options, folder, result.name));
       result.was_written = true;
     }
     if (is_whole && id >= folder.latest) {
@@ -238,15 +239,16 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   }
   // This version is safe, whatever becomes of older ones; what could not be removed is tried again
   // at the next save.
-  if (!is_latest) RemoveOld(folder, result.name).status().IgnoreError();
+  if (!is_latest) RemoveOldLocked(folder, result.name).status().IgnoreError();
   return result;
 }
 
-absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder& folder) {
+absl::Status CheckpointStore::MakeDurableLocked(const std::string& model_name,
+                                                ModelDirectory& folder) {
   if (folder.is_durable) {
     EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
     if (exists) return absl::OkStatus();
-    Forget(folder);  // Somebody has removed it under the server.
+    ForgetLocked(folder);  // Somebody has removed it under the server.
   }
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(ModelPath(model_name))));
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(folder.path)));
@@ -262,8 +264,8 @@ absl::Status CheckpointStore::MakeDurable(const std::string& model_name, Folder&
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(Folder& folder,
-                                                                     const std::string& name) {
+absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindCompleteLocked(
+    ModelDirectory& folder, const std::string& name) {
   const std::string path = JoinPath(folder.path, name);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
   if (!exists || !UnreadProblem(folder, name).ok()) return std::nullopt;
@@ -271,13 +273,15 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindComplete(Folder& fol
   const absl::StatusOr<CheckpointManifest> checkpoint = ReadCheckpointManifest(file_system_, path);
   if (checkpoint.ok()) return checkpoint->total_bytes;
   if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
-  EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, checkpoint.status()));
+  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, checkpoint.status()));
   return std::nullopt;
 }
 
-absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snapshot& snapshot,
-                                                        const SaveOptions& options, Folder& folder,
-                                                        const std::string& name) {
+absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(Model& model,
+                                                              const Snapshot& snapshot,
+                                                              const SaveOptions& options,
+                                                              ModelDirectory& folder,
+                                                              const std::string& name) {
   const bool keep = options.keep || WasKept(folder, name);
   // What is kept for good must leave room for what is not. One that is written anew had its room.
   const WriteOptions write_options{.tracks = options.tracks,
@@ -313,7 +317,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
   }
-  EMA_RETURN_IF_ERROR(TakeName(folder, name));
+  EMA_RETURN_IF_ERROR(TakeNameLocked(folder, name));
   absl::MutexLock lock(&folder.state_mu);
   folder.index[name] = {.name = name,
                         .id = IdOf(written->record),
@@ -322,7 +326,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRename(Model& model, const Snap
   return written->total_bytes;
 }
 
-absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) {
+absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::string& name) {
   const std::string path = JoinPath(folder.path, name);
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   const absl::Status unread = UnreadProblem(folder, name);
@@ -336,7 +340,7 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
     status = file_system_.Exchange(temporary, path);
     is_exchanged = status.ok();
     if (absl::IsUnimplemented(status)) {
-      EMA_RETURN_IF_ERROR(SetAsideCorrupt(folder, name, unread));
+      EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, unread));
       status = file_system_.Rename(temporary, path);
     }
   }
@@ -347,13 +351,13 @@ absl::Status CheckpointStore::TakeName(Folder& folder, const std::string& name) 
       absl::MutexLock lock(&folder.state_mu);
       folder.index.erase(name);
     }
-    status = SetAsideCorrupt(folder, name, unread, kTemporaryPrefix);
+    status = SetAsideCorruptLocked(folder, name, unread, kTemporaryPrefix);
   }
-  if (!status.ok()) Forget(folder);  // It may have its name all the same.
+  if (!status.ok()) ForgetLocked(folder);  // It may have its name all the same.
   return status;
 }
 
-bool CheckpointStore::WasKept(const Folder& folder, const std::string& name) {
+bool CheckpointStore::WasKept(const ModelDirectory& folder, const std::string& name) {
   // A disk that does not say so may have had it.
   const auto entries = file_system_.ListDirectory(folder.path);
   if (!entries.ok()) return true;
@@ -379,7 +383,7 @@ absl::Status CheckpointStore::Keep(const std::string& checkpoint_path) {
 }
 
 absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
-  const std::shared_ptr<Folder> folder = GetFolder(model_name);
+  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
   absl::MutexLock lock(&folder->mu);
   folder->must_delete = true;
   return AsSaveError(DeleteLocked(std::string(model_name), *folder));
@@ -396,7 +400,7 @@ absl::Status CheckpointStore::PurgeDeleted(std::string_view model_name) {
   return AsSaveError(Sync(ModelsPath()));
 }
 
-absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, Folder& folder) {
+absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, ModelDirectory& folder) {
   {
     absl::MutexLock lock(&folder.state_mu);
     folder.index.clear();
@@ -459,11 +463,13 @@ absl::Status CheckpointStore::ClearTemporary(const std::string& directory) {
   return absl::OkStatus();
 }
 
-std::shared_ptr<CheckpointStore::Folder> CheckpointStore::GetFolder(std::string_view model_name) {
+std::shared_ptr<CheckpointStore::ModelDirectory> CheckpointStore::GetDirectory(
+    std::string_view model_name) {
   absl::MutexLock lock(&mu_);
-  std::shared_ptr<Folder>& folder = folders_[std::string(model_name)];
+  std::shared_ptr<ModelDirectory>& folder = folders_[std::string(model_name)];
   if (folder == nullptr) {
-    folder = std::make_shared<Folder>(model_name, JoinPath(ModelPath(model_name), "checkpoints"));
+    folder = std::make_shared<ModelDirectory>(model_name,
+                                              JoinPath(ModelPath(model_name), "checkpoints"));
   }
   return folder;
 }

@@ -281,7 +281,7 @@ class CheckpointStore {
   static constexpr size_t kMaxLabels = 1024;
 
  private:
-  struct Folder;
+  struct ModelDirectory;
 
  public:
   // A model's checkpoints as they were when it was made: neither Save() nor Delete() removes them
@@ -289,7 +289,7 @@ class CheckpointStore {
   // outlived by its store.
   class HeldCheckpoints {
    public:
-    explicit HeldCheckpoints(std::shared_ptr<Folder> folder) : folder_(std::move(folder)) {}
+    explicit HeldCheckpoints(std::shared_ptr<ModelDirectory> folder) : folder_(std::move(folder)) {}
     ~HeldCheckpoints();
     HeldCheckpoints(const HeldCheckpoints&) = delete;
     HeldCheckpoints& operator=(const HeldCheckpoints&) = delete;
@@ -300,7 +300,7 @@ class CheckpointStore {
 
    private:
     friend class CheckpointStore;
-    const std::shared_ptr<Folder> folder_;
+    const std::shared_ptr<ModelDirectory> folder_;
     // Constant after Hold...().
     std::vector<CheckpointId> ids_;
     std::vector<std::string> names_;
@@ -337,9 +337,9 @@ class CheckpointStore {
   absl::Status health() const { return latch_.status(); }
 
  private:
-  // One model's folder.
-  struct Folder {
-    Folder(std::string_view model, std::string checkpoints_path)
+  // The directory of one model's checkpoints.
+  struct ModelDirectory {
+    ModelDirectory(std::string_view model, std::string checkpoints_path)
         : model_name(model), path(std::move(checkpoints_path)) {}
 
     const std::string model_name;
@@ -375,48 +375,50 @@ class CheckpointStore {
   absl::StatusOr<int64_t> HighestIncarnation();
 
   // Parts of LoadAll().
-  absl::Status LoadModel(const std::string& model_name, Folder& folder, ModelStore& models,
-                         LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status LoadModelLocked(const std::string& model_name, ModelDirectory& folder,
+                               ModelStore& models, LoadReport& report)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Sets folder.missing.
-  absl::Status NoteMissing(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status ReportMisnamed(const Folder& folder, LoadReport& report);
+  absl::Status NoteMissingLocked(ModelDirectory& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status ReportMisnamed(const ModelDirectory& folder, LoadReport& report);
   // Puts what is missing into the report, once the model has been loaded or not.
-  void ReportMissing(Folder& folder, LoadReport& report) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  void ReportMissingLocked(ModelDirectory& folder, LoadReport& report)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
-                              const Folder& folder, ModelStore& models, LoadReport& report);
+                              const ModelDirectory& folder, ModelStore& models, LoadReport& report);
   // Sets the model's kept time to that of the newest checkpoint with a KEEP file that is not after
   // what the model stands at.
-  absl::Status RestoreKeptTime(const Folder& folder, Model& model);
+  absl::Status RestoreKeptTime(const ModelDirectory& folder, Model& model);
   // Candidates of a folder, best first.
-  absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const Folder& folder);
+  absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const ModelDirectory& folder);
   // The first of them, which a restart would load if it is good; all zero: there is none.
-  absl::StatusOr<CheckpointId> FindLatest(const Folder& folder);
+  absl::StatusOr<CheckpointId> FindLatest(const ModelDirectory& folder);
   // Renames a checkpoint, or the labels' file, durably, so that it is not found any more. Returns
   // its new name. Now it is called `now_prefix` and `name`.
-  absl::StatusOr<std::string> SetAside(const Folder& folder, const std::string& name,
+  absl::StatusOr<std::string> SetAside(const ModelDirectory& folder, const std::string& name,
                                        std::string_view prefix, std::string_view now_prefix = "");
-  absl::Status SetAsideCorrupt(Folder& folder, const std::string& name, const absl::Status& problem,
-                               std::string_view now_prefix = "")
+  absl::Status SetAsideCorruptLocked(ModelDirectory& folder, const std::string& name,
+                                     const absl::Status& problem, std::string_view now_prefix = "")
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // What is known of the folder may not be what is on the disk: it is looked up again before it is
   // used, and before the next save.
-  void Forget(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  void ForgetLocked(ModelDirectory& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   static Stored::Details DetailsOf(const CheckpointManifest& checkpoint);
   // Why the checkpoint of that name is to be written anew; OK: it is not.
-  static absl::Status UnreadProblem(Folder& folder, const std::string& name);
+  static absl::Status UnreadProblem(ModelDirectory& folder, const std::string& name);
   // Reads what there is, and the labels, if that has not been done.
-  absl::Status IndexLocked(Folder& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  absl::Status IndexLocked(ModelDirectory& folder) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // `entries` of the folder; if the file is set aside, its entry gets its new name.
-  absl::Status ReadLabelsLocked(Folder& folder, std::vector<DirectoryEntry>& entries)
+  absl::Status ReadLabelsLocked(ModelDirectory& folder, std::vector<DirectoryEntry>& entries)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status EnsureIndexed(Folder& folder) ABSL_LOCKS_EXCLUDED(folder.mu);
+  absl::Status EnsureIndexed(ModelDirectory& folder) ABSL_LOCKS_EXCLUDED(folder.mu);
   // Reads the manifest of one that has no details yet. NOT_FOUND: it has gone meanwhile.
-  absl::StatusOr<Stored::Details> ReadDetails(Folder& folder, const std::string& name)
+  absl::StatusOr<Stored::Details> ReadDetails(ModelDirectory& folder, const std::string& name)
       ABSL_LOCKS_EXCLUDED(folder.mu);
-  absl::Status PutLabelLocked(Folder& folder, const CheckpointLabel& label)
+  absl::Status PutLabelLocked(ModelDirectory& folder, const CheckpointLabel& label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status WriteLabelsLocked(Folder& folder, LabelMap labels)
+  absl::Status WriteLabelsLocked(ModelDirectory& folder, LabelMap labels)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // As clients of a save understand it: a folder that has gone or may not be written is no fault of
@@ -429,45 +431,46 @@ class CheckpointStore {
 
   // Parts of Save() and DeleteModel().
   absl::StatusOr<SaveResult> SaveLocked(Model& model, const Snapshot& snapshot,
-                                        const SaveOptions& options, Folder& folder)
+                                        const SaveOptions& options, ModelDirectory& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status MakeDurable(const std::string& model_name, Folder& folder)
+  absl::Status MakeDurableLocked(const std::string& model_name, ModelDirectory& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The bytes of a checkpoint that is complete; nullopt: there is none of that name, or it is to be
   // written anew.
-  absl::StatusOr<std::optional<int64_t>> FindComplete(Folder& folder, const std::string& name)
+  absl::StatusOr<std::optional<int64_t>> FindCompleteLocked(ModelDirectory& folder,
+                                                            const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::StatusOr<int64_t> WriteAndRename(Model& model, const Snapshot& snapshot,
-                                         const SaveOptions& options, Folder& folder,
-                                         const std::string& name)
+  absl::StatusOr<int64_t> WriteAndRenameLocked(Model& model, const Snapshot& snapshot,
+                                               const SaveOptions& options, ModelDirectory& folder,
+                                               const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Gives a temporary checkpoint its name, durably, and sets aside the one that was there to be
   // written anew. Where the file system can exchange names, one of the two has it at every moment.
-  absl::Status TakeName(Folder& folder, const std::string& name)
+  absl::Status TakeNameLocked(ModelDirectory& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The checkpoint of that name which is to be written anew, or was set aside, has its KEEP file.
-  bool WasKept(const Folder& folder, const std::string& name);
+  bool WasKept(const ModelDirectory& folder, const std::string& name);
   // Makes a checkpoint's KEEP file, durably; OK if it is there.
   absl::Status Keep(const std::string& checkpoint_path);
   // Removes what retention does not keep, but not what has just been saved. False: that is nothing.
-  absl::StatusOr<bool> RemoveOld(Folder& folder, std::string_view saved_name)
+  absl::StatusOr<bool> RemoveOldLocked(ModelDirectory& folder, std::string_view saved_name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Makes it temporary, to be cleared, and forgets it. False: somebody holds it.
-  absl::StatusOr<bool> StartRemoving(Folder& folder, const std::string& name)
+  absl::StatusOr<bool> StartRemovingLocked(ModelDirectory& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status DeleteLocked(const std::string& model_name, Folder& folder)
+  absl::Status DeleteLocked(const std::string& model_name, ModelDirectory& folder)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status DeleteCheckpointLocked(Folder& folder, std::string_view name)
+  absl::Status DeleteCheckpointLocked(ModelDirectory& folder, std::string_view name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Before one that was set aside, or is missing, is forgotten: LATEST names it no more, or a
   // restart would miss it.
-  absl::Status TakeOffLatest(Folder& folder, const Stored& stored)
+  absl::Status TakeOffLatestLocked(ModelDirectory& folder, const Stored& stored)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  absl::Status RemoveLabelLocked(Folder& folder, std::string_view label)
+  absl::Status RemoveLabelLocked(ModelDirectory& folder, std::string_view label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
 
   // What LATEST names.
-  absl::StatusOr<std::optional<std::string>> ReadLatestName(const Folder& folder);
+  absl::StatusOr<std::optional<std::string>> ReadLatestName(const ModelDirectory& folder);
   // Replaces a file, durably and at once.
   absl::Status ReplaceFile(const std::string& directory, std::string_view name,
                            const std::string& text);
@@ -481,7 +484,8 @@ class CheckpointStore {
 
   std::string ModelsPath() const { return JoinPath(options_.data_dir, "models"); }
   std::string ModelPath(std::string_view name) const { return JoinPath(ModelsPath(), name); }
-  std::shared_ptr<Folder> GetFolder(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
+  std::shared_ptr<ModelDirectory> GetDirectory(std::string_view model_name)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   FileSystem& file_system_;
   const Options options_;
@@ -492,7 +496,7 @@ class CheckpointStore {
   std::atomic<int64_t> write_count_ = 0;  // Of CheckWritable(). Relaxed: it only tells them apart.
 
   absl::Mutex mu_;  // Never held across a call of file_system_.
-  std::map<std::string, std::shared_ptr<Folder>, std::less<>> folders_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, std::shared_ptr<ModelDirectory>, std::less<>> folders_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

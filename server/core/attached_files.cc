@@ -14,6 +14,7 @@
 #include "ema/manifest.h"
 #include "server/base/crc32c.h"
 #include "server/base/quoted.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 namespace {
@@ -100,7 +101,7 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
                    absl::StrCat("a part at offset ", offset, ", expected the one at ", received));
   }
   bytes.append(data);
-  it->second.last_part_time = std::chrono::steady_clock::now();
+  it->second.last_part_time = SteadyNow();
   it->second.crc32c = Crc32c(it->second.crc32c, std::as_bytes(std::span(data)));
   if (offset + size == total_bytes) {
     attached_[name] = std::move(it->second);
@@ -109,8 +110,7 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
   return absl::OkStatus();
 }
 
-void AttachedFiles::ExpireUnfinished(std::chrono::steady_clock::time_point now,
-                                     std::chrono::steady_clock::duration timeout) {
+void AttachedFiles::ExpireUnfinished(SteadyTime now, SteadyTime::duration timeout) {
   absl::MutexLock lock(&mu_);
   std::erase_if(unfinished_,
                 [&](const auto& entry) { return now - entry.second.last_part_time > timeout; });

@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_CORE_ATTACHED_FILES_H_
 #define EMA_SERVER_CORE_ATTACHED_FILES_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -17,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/steady_wait.h"
 #include "server/core/memory_budget.h"
 
 namespace ema {
@@ -53,8 +53,7 @@ class AttachedFiles {
   absl::Status AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
                        std::string_view data) ABSL_LOCKS_EXCLUDED(mu_);
   // Forgets unfinished files of which no part has come for `timeout`.
-  void ExpireUnfinished(std::chrono::steady_clock::time_point now,
-                        std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+  void ExpireUnfinished(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // One that is not there is OK.
   void Remove(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -73,7 +72,7 @@ class AttachedFiles {
   struct Held {
     std::shared_ptr<AttachedFile> file;
     uint32_t crc32c = 0;  // Of what has come.
-    std::chrono::steady_clock::time_point last_part_time;
+    SteadyTime last_part_time;
     std::unique_ptr<MemoryBudget::Reservation> reservation;
   };
   using HeldFiles = std::map<std::string, Held>;

@@ -192,7 +192,7 @@ absl::StatusOr<Model::StartedStep> Model::CheckStartLocked(const PushStart& star
   return StartedStep::kNew;
 }
 
-absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) const {
+absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& start) const {
   if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
@@ -216,7 +216,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
                                    config_.name, "\" expects ",
                                    current_ == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
-  PushSession::Plan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
+  PushSession::StepPlan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
@@ -250,7 +250,7 @@ absl::StatusOr<PushSession::Plan> Model::MakePlanLocked(const PushStart& start) 
 
 absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(const PushStart& start) {
   if (session_ == nullptr) return nullptr;
-  const PushSession::Plan& plan = session_->plan();
+  const PushSession::StepPlan& plan = session_->plan();
   if (start.step < plan.step) {
     return Aborted(ErrorReason::kStaleStep,
                    absl::StrCat("model \"", config_.name, "\": step ", start.step,
@@ -295,10 +295,10 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(const Push
   return nullptr;
 }
 
-absl::StatusOr<PlaceLimit::Place> Model::TakeSessionPlace() const {
+absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
   if (options_.sessions == nullptr) return nullptr;
-  PlaceLimit::Place place = options_.sessions->Take();
-  if (place != nullptr) return place;
+  ConcurrencyLimit::Permit permit = options_.sessions->Acquire();
+  if (permit != nullptr) return permit;
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
                    absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
                                 " steps are being pushed, as many as the server may have"),
@@ -310,7 +310,7 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   std::shared_ptr<PushSession> last;
   std::shared_ptr<TrainerRun> run;
   SnapshotRef base;
-  PushSession::Plan plan;
+  PushSession::StepPlan plan;
   {
     absl::MutexLock lock(&mu_);
     // The next version is built in the memory of the one that goes.
@@ -339,12 +339,12 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
                                   " began step ", start.step, " without having committed it")));
   }
   if (last != nullptr) last->AwaitFreed();
-  EMA_ASSIGN_OR_RETURN(PlaceLimit::Place place, TakeSessionPlace());
+  EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PushSession> session,
       PushSession::Create(
           {config_.name, config_.manifest, device_, config_.non_finite, options_.observer}, run,
-          std::move(base), std::move(plan), std::move(place)));
+          std::move(base), std::move(plan), std::move(permit)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
@@ -483,8 +483,7 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
                  {"error", status}});
 }
 
-void Model::ExpireSession(std::chrono::steady_clock::time_point now,
-                          std::chrono::steady_clock::duration timeout) {
+void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);

@@ -6,7 +6,6 @@
 #define EMA_SERVER_CORE_MODEL_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -33,11 +32,11 @@
 #include "server/base/observer.h"
 #include "server/base/steady_wait.h"
 #include "server/core/attached_files.h"
+#include "server/core/concurrency_limit.h"
 #include "server/core/kept_records.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/model_overview.h"
-#include "server/core/place_limit.h"
 #include "server/core/push_session.h"
 #include "server/core/rank_push.h"
 #include "server/core/reading.h"
@@ -76,7 +75,7 @@ class Model : public std::enable_shared_from_this<Model> {
     // memory.
     std::shared_ptr<MemoryBudget> host_budget;
     // Steps that may be pushed at once, with those of other models. Null: any number.
-    std::shared_ptr<PlaceLimit> sessions;
+    std::shared_ptr<ConcurrencyLimit> sessions;
   };
 
   // What a model may take of the host's memory that no budget counts: for its records; and as much
@@ -206,8 +205,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Ends the open session if nothing has arrived for `timeout`: SESSION_EXPIRED, naming the ranks
   // that are missing.
-  void ExpireSession(std::chrono::steady_clock::time_point now,
-                     std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+  void ExpireSession(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Refuses new runs and sessions with `status` from here on.
   void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -384,14 +382,14 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status UnknownTrackLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // What Options::log is to be told of a commit.
   std::vector<LogEvent> NewWarningsLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::StatusOr<PushSession::Plan> MakePlanLocked(const PushStart& start) const
+  absl::StatusOr<PushSession::StepPlan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The open session if `start` belongs to it; null if a new one must be made, which ends the open
   // one, if any.
   absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
-  absl::StatusOr<PlaceLimit::Place> TakeSessionPlace() const;
+  absl::StatusOr<ConcurrencyLimit::Permit> AcquireSessionPermit() const;
   // What a push goes into: one of the two.
   struct Joined {
     std::shared_ptr<PushSession> session;

@@ -106,7 +106,7 @@ ModelOverview Model::Overview() const {
     session = session_;
   }
   if (session != nullptr) {
-    const auto age = std::chrono::steady_clock::now() - session->begin();
+    const auto age = SteadyNow() - session->begin();
     overview.session = {session->plan().step, absl::FromChrono(age),
                         session->MissingRanks(kNamedRanks)};
   }

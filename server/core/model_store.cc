@@ -22,7 +22,7 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
       host_budget_(options.host_memory_bytes > 0
                        ? std::make_shared<MemoryBudget>(options.host_memory_bytes, "the host's")
                        : budget_),
-      sessions_(std::make_shared<PlaceLimit>(options.max_sessions)),
+      sessions_(std::make_shared<ConcurrencyLimit>(options.max_sessions)),
       next_incarnation_(options.model.incarnation) {}
 
 absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, GlobBudget budget) {
@@ -121,8 +121,7 @@ absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::S
   return status;
 }
 
-void ModelStore::ExpireSessions(std::chrono::steady_clock::time_point now,
-                                std::chrono::steady_clock::duration timeout) {
+void ModelStore::ExpireSessions(SteadyTime now, SteadyTime::duration timeout) {
   for (const std::shared_ptr<Model>& model : List()) {
     model->ExpireSession(now, timeout);
     model->attached_files().ExpireUnfinished(now, timeout);

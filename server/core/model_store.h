@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_CORE_MODEL_STORE_H_
 #define EMA_SERVER_CORE_MODEL_STORE_H_
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -65,8 +64,7 @@ class ModelStore {
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Expires the sessions of all models. Called every second or so.
-  void ExpireSessions(std::chrono::steady_clock::time_point now,
-                      std::chrono::steady_clock::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+  void ExpireSessions(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Refuses new models, runs and sessions with UNAVAILABLE, DRAINING; waits for the open sessions
   // until `deadline`, then ends them. Readers go on.
   void Drain(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
@@ -74,7 +72,7 @@ class ModelStore {
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
 
   int64_t max_models() const { return options_.max_models; }
-  const PlaceLimit& sessions() const { return *sessions_; }
+  const ConcurrencyLimit& sessions() const { return *sessions_; }
   const MemoryBudget& budget() const { return *budget_; }
   Device& device() const { return *device_; }
 
@@ -83,7 +81,7 @@ class ModelStore {
   const Options options_;
   const std::shared_ptr<MemoryBudget> budget_;
   const std::shared_ptr<MemoryBudget> host_budget_;
-  const std::shared_ptr<PlaceLimit> sessions_;
+  const std::shared_ptr<ConcurrencyLimit> sessions_;
 
   mutable absl::Mutex mu_;
   std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mu_);

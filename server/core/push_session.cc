@@ -47,14 +47,14 @@ bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int
 // Folds one chunk: walks its pieces and the layout's runs together. Tensors that are neighbours,
 // there and in all tracks, are one run to the device: small ones would cost it more than their
 // bytes.
-class PushSession::Folder {
+class PushSession::ChunkFolder {
  public:
   struct Result {
     uint32_t crc32c = 0;                       // If it was asked for.
     std::vector<NonFiniteElement> non_finite;  // By tensor, the first of each.
   };
 
-  Folder(const PushSession& session, DeviceStream& device_stream)
+  ChunkFolder(const PushSession& session, DeviceStream& device_stream)
       : session_(session), device_stream_(device_stream) {
     for (size_t t = 0; t < session.memory_.next.size(); ++t) {
       if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
@@ -243,7 +243,7 @@ class PushSession::Folder {
 };
 
 PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
-                         Plan plan, PlaceLimit::Place place)
+                         StepPlan plan, ConcurrencyLimit::Permit permit)
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
@@ -253,7 +253,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
               .next = {},
               .zeros = nullptr},
       last_progress_(begin_),
-      place_(std::move(place)) {
+      permit_(std::move(permit)) {
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     const RankLayout& layout = *run_->layout(rank);
@@ -277,10 +277,10 @@ NonFiniteElement PushSession::Locate(NonFiniteElement element) const {
 }
 
 absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
-    ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan,
-    PlaceLimit::Place place) {
+    ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, StepPlan plan,
+    ConcurrencyLimit::Permit permit) {
   std::shared_ptr<PushSession> session(new PushSession(
-      std::move(model), std::move(run), std::move(base), std::move(plan), std::move(place)));
+      std::move(model), std::move(run), std::move(base), std::move(plan), std::move(permit)));
   EMA_RETURN_IF_ERROR(session->Allocate());
   return session;
 }
@@ -438,8 +438,8 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     }
     is_undamaged = true;
   }
-  const absl::StatusOr<Folder::Result> folded =
-      Folder(*this, *device_stream).Fold(layout, range, pieces, !is_undamaged);
+  const absl::StatusOr<ChunkFolder::Result> folded =
+      ChunkFolder(*this, *device_stream).Fold(layout, range, pieces, !is_undamaged);
 
   Memory unused;
   absl::MutexLock lock(&mu_);
@@ -455,7 +455,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     return status;
   }
   coverage.Cover(range, header.crc32c);
-  last_progress_ = std::chrono::steady_clock::now();
+  last_progress_ = SteadyNow();
   return ended_.has_value() ? *ended_ : absl::OkStatus();
 }
 
@@ -471,7 +471,7 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
   RankState& state = ranks_[rank];
   if (state.digest.has_value()) return false;  // A retry: its stream now waits with the others.
   state.digest = digest;
-  last_progress_ = std::chrono::steady_clock::now();
+  last_progress_ = SteadyNow();
   return ++committed_count_ == run_->world_size();
 }
 
@@ -537,7 +537,7 @@ std::vector<uint32_t> PushSession::Digests() const {
   return digests;
 }
 
-std::chrono::steady_clock::time_point PushSession::last_progress() const {
+SteadyTime PushSession::last_progress() const {
   absl::MutexLock lock(&mu_);
   return last_progress_;
 }
@@ -550,7 +550,7 @@ bool PushSession::End(const absl::StatusOr<PushResult>& result) {
     Memory unused;
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return false;
-    place_.reset();
+    permit_.reset();
     ended_ = result.ok() ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                                      absl::StrCat("step ", plan_.step, " is committed already"))
                          : result.status();
@@ -561,7 +561,7 @@ bool PushSession::End(const absl::StatusOr<PushResult>& result) {
       {.model = model_.name,
        .step = plan_.step,
        .status = result.status(),
-       .duration = absl::FromChrono(std::chrono::steady_clock::now() - begin_),
+       .duration = absl::FromChrono(SteadyNow() - begin_),
        .skipped_tensor_count = result.ok() ? result->record.skipped_tensor_count : 0});
   for (const OpenedStream& stream : streams) stream.on_end(result);
   return true;

@@ -5,7 +5,6 @@
 #define EMA_SERVER_CORE_PUSH_SESSION_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -27,8 +26,9 @@
 #include "ema/manifest.h"
 #include "server/base/chunk_header.h"
 #include "server/base/observer.h"
+#include "server/base/steady_wait.h"
+#include "server/core/concurrency_limit.h"
 #include "server/core/coverage.h"
-#include "server/core/place_limit.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
@@ -101,7 +101,7 @@ class PushSession {
     TrackState state;                       // Before this step.
     std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
   };
-  struct Plan {
+  struct StepPlan {
     int64_t step = 0;
     TrainingTime time;
     FrozenTensors frozen = FrozenTensors::kPushed;
@@ -117,18 +117,18 @@ class PushSession {
   };
 
   // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
-  // what the plan's bases are in. The session has `place` until it ends.
+  // what the plan's bases are in. The session holds `permit` until it ends.
   // RESOURCE_EXHAUSTED: no memory; none stays allocated.
   static absl::StatusOr<std::shared_ptr<PushSession>> Create(ModelView model,
                                                              std::shared_ptr<const TrainerRun> run,
-                                                             SnapshotRef base, Plan plan,
-                                                             PlaceLimit::Place place);
+                                                             SnapshotRef base, StepPlan plan,
+                                                             ConcurrencyLimit::Permit permit);
 
-  const Plan& plan() const { return plan_; }
+  const StepPlan& plan() const { return plan_; }
   // A rank has found that the frozen tensors, which it pushes, are not as before.
   void NoteFrozenChanged() { frozen_changed_.store(true, std::memory_order_relaxed); }
   const TrainerRun& run() const { return *run_; }
-  std::chrono::steady_clock::time_point begin() const { return begin_; }
+  SteadyTime begin() const { return begin_; }
 
   // Makes a stream of `start`'s rank one that may add. That rank's streams before it end, FENCED,
   // unless they are of the same group. Returns the new stream's number. `on_end` is called when the
@@ -167,7 +167,7 @@ class PushSession {
   std::vector<Coverage::Range> Missing(int64_t rank, int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
   // Digest of each rank's bytes. REQUIRES: all ranks have committed.
   std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
-  std::chrono::steady_clock::time_point last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
+  SteadyTime last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Taken {
     std::shared_ptr<void> hold;  // AwaitFreed() waits until this has gone, too.
@@ -207,7 +207,7 @@ class PushSession {
     int64_t stream = 0;
     PushCallback on_end;
   };
-  class Folder;
+  class ChunkFolder;
   struct TrackBlocks {
     // Null: none of its bytes change, the base's block stays.
     std::vector<std::shared_ptr<Block>> blocks;
@@ -236,8 +236,8 @@ class PushSession {
     Writers writers;  // Goes first.
   };
 
-  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, Plan plan,
-              PlaceLimit::Place place);
+  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
+              StepPlan plan, ConcurrencyLimit::Permit permit);
 
   // What of a rank's layout is pushed.
   int64_t PushedBytes(const RankLayout& layout) const;
@@ -287,8 +287,8 @@ class PushSession {
 
   const ModelView model_;
   const std::shared_ptr<const TrainerRun> run_;
-  const Plan plan_;
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const StepPlan plan_;
+  const SteadyTime begin_ = SteadyNow();
   std::atomic<bool> frozen_changed_;  // Relaxed: set before that rank commits.
   absl::Notification freed_;
   Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
@@ -298,7 +298,7 @@ class PushSession {
   std::vector<OpenedStream> streams_ ABSL_GUARDED_BY(mu_);
   int64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t committed_count_ ABSL_GUARDED_BY(mu_) = 0;
-  std::chrono::steady_clock::time_point last_progress_ ABSL_GUARDED_BY(mu_);
+  SteadyTime last_progress_ ABSL_GUARDED_BY(mu_);
   // Folds that run now, and whoever else uses memory_ or a stream without the lock.
   int64_t work_count_ ABSL_GUARDED_BY(mu_) = 0;
   // By rank and stream: those that have folded since they were waited for.
@@ -306,7 +306,7 @@ class PushSession {
       ABSL_GUARDED_BY(mu_);
   absl::btree_set<int64_t> skipped_tensors_ ABSL_GUARDED_BY(mu_);  // NonFinitePolicy::kSkipTensor.
   std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
-  PlaceLimit::Place place_ ABSL_GUARDED_BY(mu_);  // Null once it has ended.
+  ConcurrencyLimit::Permit permit_ ABSL_GUARDED_BY(mu_);  // Null once it has ended.
 };
 
 }  // namespace ema

@@ -8,7 +8,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
-#include "server/rpc/call_source.h"
+#include "server/rpc/generic_service.h"
 
 namespace ema {
 namespace {

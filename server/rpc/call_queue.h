@@ -7,6 +7,7 @@
 #include <grpcpp/alarm.h>
 #include <grpcpp/completion_queue.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -24,6 +25,33 @@ class CompletionTag {
 
  protected:
   ~CompletionTag() = default;
+};
+
+// A tag that calls a member function, and keeps its call alive while the operation is under way.
+template <typename Call>
+class MemberTag final : public CompletionTag {
+ public:
+  explicit MemberTag(void (Call::*handler)(bool)) : handler_(handler) {}
+  // To be passed to gRPC as the tag. REQUIRES: not armed.
+  void* Arm(std::shared_ptr<Call> call) {
+    call_ = std::move(call);
+    armed_.store(true, std::memory_order_release);
+    return static_cast<CompletionTag*>(this);
+  }
+  // For a tag that gRPC will never give back.
+  void Disarm() { call_.reset(); }
+  void Complete(bool ok) override {
+    armed_.load(std::memory_order_acquire);
+    const std::shared_ptr<Call> call = std::move(call_);
+    ((*call).*handler_)(ok);
+  }
+
+ private:
+  void (Call::*const handler_)(bool);
+  std::shared_ptr<Call> call_;
+  // Another thread may complete what one has armed. gRPC puts the two in order; this does so where
+  // ThreadSanitizer sees it.
+  std::atomic<bool> armed_ = false;
 };
 
 // Completes what has ended, and does in between, a piece at a time, what can wait. gRPC looks for

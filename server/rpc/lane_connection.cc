@@ -114,7 +114,7 @@ absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   }
   // Its place was taken a moment ago.
   if (MustEnd()) return WhyEnded(absl::CancelledError("the lane has ended"));
-  request.DiscardUnknownFields();                    // They would stay for as long as the call.
+  request.DiscardUnknownFields();  // They would stay for as long as the call.
   return request;
 }
 

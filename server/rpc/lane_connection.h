@@ -13,8 +13,8 @@
 #include "absl/status/statusor.h"
 #include "ema/v1/lane.pb.h"
 #include "server/base/lane_pipe.h"
-#include "server/rpc/call.h"
 #include "server/rpc/pull_handler.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

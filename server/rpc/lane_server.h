@@ -13,8 +13,8 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/listen_socket.h"
-#include "server/rpc/call.h"
 #include "server/rpc/refused_connections.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/log_event.h"
 #include "server/core/checkpoints.h"
-#include "server/rpc/call.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

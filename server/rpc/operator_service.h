@@ -16,7 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "server/rpc/call.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

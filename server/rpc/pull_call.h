@@ -9,9 +9,9 @@
 #include <functional>
 #include <memory>
 
-#include "server/rpc/call.h"
 #include "server/rpc/pull_handler.h"
 #include "server/rpc/request_arrival.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

@@ -11,8 +11,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "server/rpc/call.h"
 #include "server/rpc/push_handler.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

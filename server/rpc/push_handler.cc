@@ -13,8 +13,7 @@
 namespace ema {
 
 PushPhases PhasesOf(const PushTiming& timing, const PushResult& result) {
-  const absl::Duration rest =
-      absl::FromChrono(std::chrono::steady_clock::now() - timing.commit_arrival);
+  const absl::Duration rest = absl::FromChrono(SteadyNow() - timing.commit_arrival);
   return {.receive = timing.receive,
           .fold = timing.fold,
           .wait = std::max(rest - result.commit_time, absl::ZeroDuration()),

@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_RPC_PUSH_HANDLER_H_
 #define EMA_SERVER_RPC_PUSH_HANDLER_H_
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,6 +15,7 @@
 #include "ema/v1/chunk_codec.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/base/observer.h"
+#include "server/base/steady_wait.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 
@@ -23,7 +23,7 @@ namespace ema {
 
 // Where the time of a push has gone when its commit message has come.
 struct PushTiming {
-  std::chrono::steady_clock::time_point commit_arrival;
+  SteadyTime commit_arrival;
   absl::Duration receive;
   absl::Duration fold;
 };

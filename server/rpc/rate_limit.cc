@@ -26,7 +26,7 @@ absl::Status RateLimit::Take(std::string_view peer, Time now) {
   if (calls_per_second_ == 0) return absl::OkStatus();
   const std::string network = NetworkOfPeer(peer);
   absl::MutexLock lock(&mu_);
-  if (buckets_.size() >= kManyPeers && !buckets_.contains(network)) DropFull(now);
+  if (buckets_.size() >= kManyPeers && !buckets_.contains(network)) DropFullLocked(now);
   Bucket& bucket =
       buckets_.try_emplace(network, Bucket{static_cast<double>(calls_per_second_), now})
           .first->second;
@@ -42,7 +42,7 @@ absl::Status RateLimit::Take(std::string_view peer, Time now) {
           absl::Milliseconds(1));
 }
 
-void RateLimit::DropFull(Time now) {
+void RateLimit::DropFullLocked(Time now) {
   absl::erase_if(buckets_, [&](const auto& entry) {
     return CallsAt(entry.second, now) >= static_cast<double>(calls_per_second_);
   });

@@ -41,7 +41,7 @@ class RateLimit {
   };
 
   double CallsAt(const Bucket& bucket, Time now) const;
-  void DropFull(Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropFullLocked(Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const int64_t calls_per_second_;
   mutable absl::Mutex mu_;

@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
-#include "server/rpc/call.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

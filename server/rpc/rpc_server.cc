@@ -53,16 +53,16 @@ constexpr char kCheckpointsService[] = "checkpoints";
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<ModelStore> store,
                                                             Checkpoints* checkpoints,
                                                             const Options& options) {
-  std::unique_ptr<RpcServer> rpc(new RpcServer(std::move(store), checkpoints, options));
+  std::unique_ptr<RpcServer> server(new RpcServer(std::move(store), checkpoints, options));
   for (const std::string& address : options.listen_addresses) {
-    EMA_ASSIGN_OR_RETURN(rpc->listeners_.emplace_back(),
-                         Listener::Bind(address, &rpc->connections_));
+    EMA_ASSIGN_OR_RETURN(server->listeners_.emplace_back(),
+                         Listener::Bind(address, &server->connections_));
   }
   if (options.same_host_lane) {
-    EMA_ASSIGN_OR_RETURN(rpc->lanes_,
-                         LaneServer::Start(&rpc->rpc_, options.limits.max_push_streams +
-                                                           options.limits.max_pull_streams));
-    rpc->models_.OfferLane(rpc->lanes_->socket_name());
+    EMA_ASSIGN_OR_RETURN(server->lanes_,
+                         LaneServer::Start(&server->context_, options.limits.max_push_streams +
+                                                                  options.limits.max_pull_streams));
+    server->models_.OfferLane(server->lanes_->socket_name());
   }
 
   // It asks nobody for a token. Before the builder is made; what is registered stays in the
@@ -95,81 +95,82 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   set(GRPC_ARG_MAX_METADATA_SIZE, options.limits.max_metadata_bytes);
   set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.limits.max_streams_per_connection);
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
-  builder.RegisterService(&rpc->rpc_.service);
-  builder.RegisterService(&rpc->rpc_.health);
+  builder.RegisterService(&server->context_.service);
+  builder.RegisterService(&server->context_.health);
   std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
   if (!options.tls.empty()) {
-    EMA_ASSIGN_OR_RETURN(rpc->certificate_, ServedCertificate::Open(options.tls, options.log));
-    credentials = rpc->certificate_->credentials();
+    EMA_ASSIGN_OR_RETURN(server->certificate_, ServedCertificate::Open(options.tls, options.log));
+    credentials = server->certificate_->credentials();
   }
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors;
-  for (const std::unique_ptr<Listener>& listener : rpc->listeners_) {
+  for (const std::unique_ptr<Listener>& listener : server->listeners_) {
     acceptors.push_back(builder.experimental().AddExternalConnectionAcceptor(
         grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
         listener->is_unix() ? grpc::InsecureServerCredentials() : credentials));
   }
   for (int i = 0; i < options.thread_count; ++i) {
-    rpc->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
-    rpc->queues_.back()->SetHeartbeat(
+    server->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
+    server->queues_.back()->SetHeartbeat(
         options.heartbeats->Add(absl::StrCat("rpc-", i), Heartbeats::Need::kServing));
   }
-  rpc->server_ = builder.BuildAndStart();
-  if (rpc->server_ == nullptr) return absl::InternalError("gRPC did not start");
+  server->server_ = builder.BuildAndStart();
+  if (server->server_ == nullptr) return absl::InternalError("gRPC did not start");
 
-  for (const std::unique_ptr<CallQueue>& queue : rpc->queues_) {
-    rpc->queue_threads_.emplace_back(
-        [rpc = rpc.get(), queue = queue.get()] { rpc->ServeQueue(queue); });
+  for (const std::unique_ptr<CallQueue>& queue : server->queues_) {
+    server->queue_threads_.emplace_back(
+        [server = server.get(), queue = queue.get()] { server->ServeQueue(queue); });
   }
   using Need = Heartbeats::Need;
-  for (const auto& [worker, need] : {std::pair(&rpc->quick_calls_, Need::kCheckpoints),
-                                     std::pair(&rpc->saving_calls_, Need::kCheckpoints),
-                                     std::pair(&rpc->disk_reader_, Need::kCheckpoints),
-                                     std::pair(&rpc->device_reader_, Need::kServing),
+  for (const auto& [worker, need] : {std::pair(&server->quick_calls_, Need::kCheckpoints),
+                                     std::pair(&server->saving_calls_, Need::kCheckpoints),
+                                     std::pair(&server->disk_reader_, Need::kCheckpoints),
+                                     std::pair(&server->device_reader_, Need::kServing),
                                      // These may go on for minutes.
-                                     std::pair(&rpc->restoring_calls_, Need::kNeither),
-                                     std::pair(&rpc->computing_calls_, Need::kNeither)}) {
+                                     std::pair(&server->restoring_calls_, Need::kNeither),
+                                     std::pair(&server->computing_calls_, Need::kNeither)}) {
     worker->Start(options.heartbeats->Add(worker->name(), need));
   }
-  rpc->watchdog_ = std::thread([rpc = rpc.get()] { rpc->CheckStalled(); });
-  if (rpc->certificate_ != nullptr || options.authenticator != nullptr) {
-    rpc->file_watch_ = std::thread(
-        [rpc = rpc.get(), heartbeat = options.heartbeats->Add("file-watch", Need::kNeither)] {
-          rpc->WatchFiles(heartbeat);
+  server->watchdog_ = std::thread([server = server.get()] { server->CheckStalled(); });
+  if (server->certificate_ != nullptr || options.authenticator != nullptr) {
+    server->file_watch_ = std::thread(
+        [server = server.get(), heartbeat = options.heartbeats->Add("file-watch", Need::kNeither)] {
+          server->WatchFiles(heartbeat);
         });
   }
   // So that whoever asks finds all workers from the first moment on.
-  rpc->options_.heartbeats->Look(Heartbeats::Clock::now());
-  rpc->SetServing(true);
+  server->options_.heartbeats->Look(Heartbeats::Clock::now());
+  server->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
-    rpc->listeners_[i]->Start(std::move(acceptors[i]), options.observer, options.log);
+    server->listeners_[i]->Start(std::move(acceptors[i]), options.observer, options.log);
   }
-  return rpc;
+  return server;
 }
 
 RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints,
                      const Options& options)
     : options_(options),
-      rpc_{.store = store,
-           .pushes = {"push", options.limits.max_push_streams,
-                      absl::ToChronoNanoseconds(options.limits.stream_timeout)},
-           .pulls = {"pull", options.limits.max_pull_streams,
+      context_{
+          .store = store,
+          .pushes = {"push", options.limits.max_push_streams,
                      absl::ToChronoNanoseconds(options.limits.stream_timeout)},
-           .watches = {"watch", options.limits.max_watch_streams,
-                       absl::ToChronoNanoseconds(options.limits.stream_timeout), kWatchRetryDelay},
-           .requests = {"arriving request", options.limits.max_arriving_requests,
-                        absl::ToChronoNanoseconds(options.limits.stream_timeout)},
-           .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
-                      StreamAdmission::Newcomers::kAlwaysEnter},
-           .rate = RateLimit(options.limits.max_calls_per_second),
-           .waiting = MemoryBudget(std::max(kMaxWaitingBytes, options.limits.max_message_bytes),
-                                   "waiting requests'"),
-           .log = options.log,
-           .refusals = {},
-           .checkpoints = checkpoints,
-           .authenticator = options.authenticator,
-           .observer = options.observer,
-           .disk_reader = &disk_reader_,
-           .device_reader = &device_reader_},
+          .pulls = {"pull", options.limits.max_pull_streams,
+                    absl::ToChronoNanoseconds(options.limits.stream_timeout)},
+          .watches = {"watch", options.limits.max_watch_streams,
+                      absl::ToChronoNanoseconds(options.limits.stream_timeout), kWatchRetryDelay},
+          .requests = {"arriving request", options.limits.max_arriving_requests,
+                       absl::ToChronoNanoseconds(options.limits.stream_timeout)},
+          .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
+                     StreamAdmission::Newcomers::kAlwaysEnter},
+          .rate = RateLimit(options.limits.max_calls_per_second),
+          .waiting = MemoryBudget(std::max(kMaxWaitingBytes, options.limits.max_message_bytes),
+                                  "waiting requests'"),
+          .log = options.log,
+          .refusals = {},
+          .checkpoints = checkpoints,
+          .authenticator = options.authenticator,
+          .observer = options.observer,
+          .disk_reader = &disk_reader_,
+          .device_reader = &device_reader_},
       models_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
@@ -191,12 +192,12 @@ absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeo
 
 absl::Status RpcServer::health() const {
   if (!serving_.load(std::memory_order_relaxed)) return DrainingError();
-  EMA_RETURN_IF_ERROR(rpc_.store->device().health());
+  EMA_RETURN_IF_ERROR(context_.store->device().health());
   return CheckWorkers(Heartbeats::Need::kServing, options_.worker_timeout);
 }
 
 absl::Status RpcServer::checkpoints_health() const {
-  const absl::Status store = rpc_.checkpoints->health();
+  const absl::Status store = context_.checkpoints->health();
   if (GetErrorReason(store) == ErrorReason::kNoDataDir) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kNoDataDir,
                      std::string(store.message()));
@@ -207,10 +208,10 @@ absl::Status RpcServer::checkpoints_health() const {
 }
 
 RpcUsage RpcServer::usage() const {
-  return {.push_streams = rpc_.pushes.open_count(),
-          .pull_streams = rpc_.pulls.open_count(),
-          .watch_streams = rpc_.watches.open_count(),
-          .arriving_requests = rpc_.requests.open_count(),
+  return {.push_streams = context_.pushes.open_count(),
+          .pull_streams = context_.pulls.open_count(),
+          .watch_streams = context_.watches.open_count(),
+          .arriving_requests = context_.requests.open_count(),
           .connections = connections_.count()};
 }
 
@@ -222,12 +223,12 @@ std::optional<ServedCertificate::State> RpcServer::certificate() const {
 std::vector<OperatorService::Limit> RpcServer::Limits() const {
   const RpcUsage used = usage();
   const RpcLimits& limits = options_.limits;
-  const ModelStore& store = *rpc_.store;
+  const ModelStore& store = *context_.store;
   return {{"push_streams", used.push_streams, limits.max_push_streams},
           {"pull_streams", used.pull_streams, limits.max_pull_streams},
           {"watch_streams", used.watch_streams, limits.max_watch_streams},
           {"arriving_requests", used.arriving_requests, limits.max_arriving_requests},
-          {"sessions", store.sessions().taken_count(), store.sessions().limit()},
+          {"sessions", store.sessions().used_count(), store.sessions().limit()},
           {"connections", used.connections, limits.max_connections},
           {"connections_per_peer", std::nullopt, limits.max_connections_per_peer},
           {"models", static_cast<int64_t>(store.List().size()), store.max_models()},
@@ -275,13 +276,13 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   }
   if (server_ != nullptr) {
     // gRPC's own grace also waits 20 s for clients that are idle and poll nothing.
-    rpc_.calls.AwaitNone(deadline);
+    context_.calls.AwaitNone(deadline);
     server_->Shutdown(std::chrono::system_clock::now());
   }
   if (lanes_ != nullptr) lanes_->Stop();
   // What was cancelled just now ends by itself, on the queues' threads.
   constexpr absl::Duration kCancelGrace = absl::Seconds(5);
-  rpc_.calls.AwaitNone(After(SteadyNow(), kCancelGrace));
+  context_.calls.AwaitNone(After(SteadyNow(), kCancelGrace));
   {
     // Not before: calls that go on until the deadline need these threads.
     absl::MutexLock lock(&mu_);
@@ -302,17 +303,17 @@ void RpcServer::Shutdown(SteadyTime deadline) {
 }
 
 void RpcServer::ServeQueue(CallQueue* queue) {
-  PushCall::Listen(&rpc_, queue->get());
-  PullCall::Listen(&rpc_, queue);
-  WatchCall::Listen(&rpc_, queue->get());
-  models_.Listen(&rpc_, queue->get(),
+  PushCall::Listen(&context_, queue->get());
+  PullCall::Listen(&context_, queue);
+  WatchCall::Listen(&context_, queue->get());
+  models_.Listen(&context_, queue->get(),
                  {.quick = &quick_calls_,
                   .saving = &saving_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
-  operator_.Listen(&rpc_, queue->get());
+  operator_.Listen(&context_, queue->get());
   UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
-      &rpc_, &rpc_.health, kHealthCheck, queue->get(),
+      &context_, &context_.health, kHealthCheck, queue->get(),
       [this](const auto& request, const Access&) { return CheckHealth(request); },
       [](const auto&) { return Turn(); });
   queue->Run();
@@ -326,14 +327,14 @@ bool RpcServer::MustStopWithin(absl::Duration interval) {
 
 void RpcServer::CheckStalled() {
   while (!MustStopWithin(kLookInterval)) {
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = SteadyNow();
     options_.heartbeats->Look(now);
     for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
-    rpc_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.limits.session_timeout));
-    rpc_.pushes.CheckStalled(now);
-    rpc_.pulls.CheckStalled(now);
-    rpc_.requests.CheckStalled(now);
-    rpc_.probes.CheckStalled(now);
+    context_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.limits.session_timeout));
+    context_.pushes.CheckStalled(now);
+    context_.pulls.CheckStalled(now);
+    context_.requests.CheckStalled(now);
+    context_.probes.CheckStalled(now);
   }
 }
 
@@ -342,7 +343,8 @@ void RpcServer::WatchFiles(Heartbeat* heartbeat) {
     const Heartbeat::Work at_work(heartbeat);
     if (certificate_ != nullptr) certificate_->Refresh();
     if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
-      for (StreamAdmission* const streams : {&rpc_.pushes, &rpc_.pulls, &rpc_.watches}) {
+      for (StreamAdmission* const streams :
+           {&context_.pushes, &context_.pulls, &context_.watches}) {
         streams->EndRevoked(*options_.authenticator);
       }
     }

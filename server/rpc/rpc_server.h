@@ -24,13 +24,13 @@
 #include "server/base/rpc_limits.h"
 #include "server/base/steady_wait.h"
 #include "server/core/model_store.h"
-#include "server/rpc/call.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/lane_server.h"
 #include "server/rpc/listener.h"
 #include "server/rpc/model_service.h"
 #include "server/rpc/open_connections.h"
 #include "server/rpc/operator_service.h"
+#include "server/rpc/rpc_context.h"
 #include "server/rpc/served_certificate.h"
 #include "server/rpc/tls.h"
 #include "server/rpc/worker.h"
@@ -89,7 +89,7 @@ class RpcServer {
   // False: health() is not OK. True from Start() on.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
   // From here on calls that begin something are refused, UNAVAILABLE, DRAINING: see BeginsWork().
-  void RefuseWork() { rpc_.refuses_work.store(true, std::memory_order_relaxed); }
+  void RefuseWork() { context_.refuses_work.store(true, std::memory_order_relaxed); }
   // What health checks answer: OK, or why the server does not serve: it drains, its device is
   // broken, or a thread is stuck. Never blocks.
   absl::Status health() const;
@@ -120,7 +120,7 @@ class RpcServer {
   void WatchFiles(Heartbeat* heartbeat);
 
   const Options options_;
-  RpcContext rpc_;
+  RpcContext context_;
   ModelService models_;
   OperatorService operator_;
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.

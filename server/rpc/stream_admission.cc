@@ -20,21 +20,18 @@ bool StreamCall::MayGoOn(const Authenticator& authenticator) const {
   return access.ok() && (!model_.has_value() || access->Covers(*model_));
 }
 
-std::chrono::steady_clock::duration StreamCall::WaitingTime(
-    std::chrono::steady_clock::time_point now) const {
+SteadyTime::duration StreamCall::WaitingTime(SteadyTime now) const {
   const int64_t since = waiting_since_.load(std::memory_order_relaxed);
-  return since == 0 ? std::chrono::steady_clock::duration::zero()
-                    : now - std::chrono::steady_clock::time_point(
-                                std::chrono::steady_clock::duration(since));
+  return since == 0 ? SteadyTime::duration::zero() : now - SteadyTime(SteadyTime::duration(since));
 }
 
 void StreamCall::BeginTiming() {
-  marked_time_ = std::chrono::steady_clock::now();
-  waited_ = worked_ = std::chrono::steady_clock::duration::zero();
+  marked_time_ = SteadyNow();
+  waited_ = worked_ = SteadyTime::duration::zero();
 }
 
 void StreamCall::SetWaiting(bool waiting) {
-  const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+  const SteadyTime now = SteadyNow();
   (waiting ? worked_ : waited_) += now - marked_time_;
   marked_time_ = now;
   waiting_since_.store(waiting ? now.time_since_epoch().count() : 0, std::memory_order_relaxed);
@@ -44,7 +41,7 @@ absl::Status StreamAdmission::Enter(StreamCall* call, const Authenticator* authe
   absl::MutexLock lock(&mu_);
   // Under the lock, so that EndRevoked() comes after it, or has been before the question.
   if (authenticator != nullptr && !call->MayGoOn(*authenticator)) return RevokedError();
-  if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalled()) {
+  if (static_cast<int64_t>(calls_.size()) >= limit_ && !EndLongestStalledLocked()) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
                      absl::StrCat("the server has ", limit_, " ", kind_,
                                   " streams open, as many as it may have"),
@@ -72,7 +69,7 @@ int64_t StreamAdmission::open_count() const {
   return static_cast<int64_t>(calls_.size());
 }
 
-void StreamAdmission::CheckStalled(std::chrono::steady_clock::time_point now) {
+void StreamAdmission::CheckStalled(SteadyTime now) {
   absl::MutexLock lock(&mu_);
   for (StreamCall* const call : calls_) {
     if (call->WaitingTime(now) > stall_timeout_) call->End(StreamEnd::kStalled);
@@ -86,8 +83,8 @@ void StreamAdmission::EndRevoked(const Authenticator& authenticator) {
   }
 }
 
-bool StreamAdmission::EndLongestStalled() {
-  const auto now = std::chrono::steady_clock::now();
+bool StreamAdmission::EndLongestStalledLocked() {
+  const auto now = SteadyNow();
   const auto longest = std::max_element(
       calls_.begin(), calls_.end(),
       [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });

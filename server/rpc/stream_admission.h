@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/base/authenticator.h"
+#include "server/base/steady_wait.h"
 
 namespace ema {
 
@@ -47,7 +48,7 @@ class StreamCall {
   // Whether the caller would be let in now.
   bool MayGoOn(const Authenticator& authenticator) const;
   // How long the call has waited for its peer; zero: it does not.
-  std::chrono::steady_clock::duration WaitingTime(std::chrono::steady_clock::time_point now) const;
+  SteadyTime::duration WaitingTime(SteadyTime now) const;
   // Ends the call, soon. From any thread.
   virtual void End(StreamEnd why) = 0;
 
@@ -57,17 +58,17 @@ class StreamCall {
   void BeginTiming();
   void SetWaiting(bool waiting);
   // Of the whole call, up to the last SetWaiting().
-  std::chrono::steady_clock::duration waited() const { return waited_; }
-  std::chrono::steady_clock::duration worked() const { return worked_; }
+  SteadyTime::duration waited() const { return waited_; }
+  SteadyTime::duration worked() const { return worked_; }
   // When the last SetWaiting() was.
-  std::chrono::steady_clock::time_point marked_time() const { return marked_time_; }
+  SteadyTime marked_time() const { return marked_time_; }
 
  private:
   // Ticks of the steady clock; 0: not waiting. Relaxed: a stall may be seen one check later.
   std::atomic<int64_t> waiting_since_ = 0;
-  std::chrono::steady_clock::time_point marked_time_;
-  std::chrono::steady_clock::duration waited_ = {};
-  std::chrono::steady_clock::duration worked_ = {};
+  SteadyTime marked_time_;
+  SteadyTime::duration waited_ = {};
+  SteadyTime::duration worked_ = {};
   // Constant while it has a place; model_ changes under the admission's lock.
   std::string_view method_;
   std::string authorization_;
@@ -108,13 +109,13 @@ class StreamAdmission {
   void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
   int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those that have stalled for the whole time-out.
-  void CheckStalled(std::chrono::steady_clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
+  void CheckStalled(SteadyTime now) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those whose callers `authenticator` would not let in any more.
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // False: none has stalled.
-  bool EndLongestStalled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool EndLongestStalledLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string kind_;
   const int64_t limit_;
@@ -123,7 +124,7 @@ class StreamAdmission {
   const Newcomers newcomers_;
   mutable absl::Mutex mu_;
   absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
-  std::chrono::steady_clock::time_point next_end_time_ ABSL_GUARDED_BY(mu_);
+  SteadyTime next_end_time_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

@@ -23,8 +23,8 @@
 #include "ema/shard.h"
 #include "grpc/health/v1/health.pb.h"
 #include "server/core/model_config.h"
-#include "server/rpc/call.h"
 #include "server/rpc/request_arrival.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 
@@ -86,7 +86,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   using ChooseTurn = std::function<Turn(const Request&)>;
 
   // Asks `source` for the next call of `method`, a literal, which is one of its.
-  static void Listen(RpcContext* rpc, CallSource* source, std::string_view method,
+  static void Listen(RpcContext* rpc, GenericService* source, std::string_view method,
                      grpc::ServerCompletionQueue* queue, const Handler& handler,
                      const ChooseTurn& choose_turn) {
     std::shared_ptr<UnaryCall> call(
@@ -98,7 +98,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
 
  private:
-  UnaryCall(RpcContext* rpc, CallSource* source, std::string_view method,
+  UnaryCall(RpcContext* rpc, GenericService* source, std::string_view method,
             grpc::ServerCompletionQueue* queue, Handler handler, ChooseTurn choose_turn)
       : rpc_(rpc),
         source_(source),
@@ -201,7 +201,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
 
   RpcContext* const rpc_;
-  CallSource* const source_;
+  GenericService* const source_;
   const std::string_view method_;
   grpc::ServerCompletionQueue* const queue_;
   std::shared_ptr<void> in_flight_;

@@ -10,8 +10,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "server/core/model.h"
-#include "server/rpc/call.h"
 #include "server/rpc/request_arrival.h"
+#include "server/rpc/rpc_context.h"
 
 namespace ema {
 

@@ -147,22 +147,22 @@ TEST_F(ModelStoreTest, StepsOfAllModelsTogetherAreLimitedAndEndedOnesDoNotCount)
   const std::vector<std::byte> weights(4000);
 
   EXPECT_THAT(rank.Push(1, weights), IsOk());
-  EXPECT_EQ(store.sessions().taken_count(), 0);
+  EXPECT_EQ(store.sessions().used_count(), 0);
   EXPECT_THAT(other.Push(1, weights), IsOk());
   {
     EMA_ASSERT_OK_AND_ASSIGN(const auto open, rank.Open(2, std::make_shared<PushOutcome>()));
-    EXPECT_EQ(store.sessions().taken_count(), 1);
+    EXPECT_EQ(store.sessions().used_count(), 1);
     const auto refused = other.Push(2, weights);
     EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1 steps")),
                                ReasonIs(ErrorReason::kTooManySessions)));
     EXPECT_GT(GetRetryDelay(refused.status()), absl::ZeroDuration());
     // A later step of the model takes the place of the open one.
     EMA_ASSERT_OK_AND_ASSIGN(const auto next, rank.Open(3, std::make_shared<PushOutcome>()));
-    EXPECT_EQ(store.sessions().taken_count(), 1);
+    EXPECT_EQ(store.sessions().used_count(), 1);
     store.ExpireSessions(std::chrono::steady_clock::now() + std::chrono::hours(1),
                          std::chrono::seconds(1));
     // Its stream is still there.
-    EXPECT_EQ(store.sessions().taken_count(), 0);
+    EXPECT_EQ(store.sessions().used_count(), 0);
   }
   EXPECT_THAT(other.Push(2, weights), IsOk());
 }

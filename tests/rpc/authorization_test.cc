@@ -198,7 +198,7 @@ TEST_F(AuthorizationTest, APushEndsWhoseTokenIsNotForItsModelAnyMore) {
   v1::PushResponse response;
   const auto writer = stub_->Push(&context, &response);
   writer->Write(Header(1));
-  while (store_->sessions().taken_count() == 0) absl::SleepFor(absl::Milliseconds(1));
+  while (store_->sessions().used_count() == 0) absl::SleepFor(absl::Milliseconds(1));
   authenticator_.knows_only_of_others = true;
   authenticator_.has_changed = true;
   const CallResult result = Result(writer->Finish(), context);

@@ -3,7 +3,7 @@
 // Who gets a place for a data stream, and who loses it.
 #include <thread>
 
-#include "server/rpc/call.h"
+#include "server/rpc/rpc_context.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {

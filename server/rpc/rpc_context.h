@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all calls on our completion queues share.
-#ifndef EMA_SERVER_RPC_CALL_H_
-#define EMA_SERVER_RPC_CALL_H_
+// What the server gives to each of its calls.
+#ifndef EMA_SERVER_RPC_RPC_CONTEXT_H_
+#define EMA_SERVER_RPC_RPC_CONTEXT_H_
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/support/async_stream.h>
@@ -13,81 +13,25 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "server/base/log_event.h"
 #include "server/base/log_throttle.h"
 #include "server/base/observer.h"
-#include "server/base/steady_wait.h"
 #include "server/core/checkpoints.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
 #include "server/rpc/call_queue.h"
-#include "server/rpc/call_source.h"
+#include "server/rpc/calls_in_flight.h"
+#include "server/rpc/generic_service.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/rate_limit.h"
 #include "server/rpc/stream_admission.h"
 #include "server/rpc/worker.h"
 
 namespace ema {
-
-// A tag that calls a member function, and keeps its call alive while the operation is under way.
-template <typename Call>
-class MemberTag final : public CompletionTag {
- public:
-  explicit MemberTag(void (Call::*handler)(bool)) : handler_(handler) {}
-  // To be passed to gRPC as the tag. REQUIRES: not armed.
-  void* Arm(std::shared_ptr<Call> call) {
-    call_ = std::move(call);
-    armed_.store(true, std::memory_order_release);
-    return static_cast<CompletionTag*>(this);
-  }
-  // For a tag that gRPC will never give back.
-  void Disarm() { call_.reset(); }
-  void Complete(bool ok) override {
-    armed_.load(std::memory_order_acquire);
-    const std::shared_ptr<Call> call = std::move(call_);
-    ((*call).*handler_)(ok);
-  }
-
- private:
-  void (Call::*const handler_)(bool);
-  std::shared_ptr<Call> call_;
-  // Another thread may complete what one has armed. gRPC puts the two in order; this does so where
-  // ThreadSanitizer sees it.
-  std::atomic<bool> armed_ = false;
-};
-
-// Counts the calls that are under way. Thread-safe.
-class CallsInFlight {
- public:
-  // One call, for as long as the result is held.
-  std::shared_ptr<void> Enter() ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    ++count_;
-    return std::shared_ptr<void>(nullptr, [this](void*) {
-      absl::MutexLock leave(&mu_);
-      --count_;
-      wait_.WakeAll();
-    });
-  }
-  // Waits until there is none, at most until `deadline`.
-  void AwaitNone(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return count_ == 0; };
-    wait_.AwaitUntil(mu_, deadline, none);
-  }
-
- private:
-  absl::Mutex mu_;
-  int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
-  SteadyWait wait_;  // Woken when it changes.
-};
 
 // What calls need of their server; outlives them.
 struct RpcContext {
@@ -101,8 +45,8 @@ struct RpcContext {
   absl::Status CheckModel(std::string_view method, const Caller& caller,
                           std::optional<std::string_view> model);
 
-  CallSource service{EmaMethods()};
-  CallSource health{{kHealthCheck}};
+  GenericService service{EmaMethods()};
+  GenericService health{{kHealthCheck}};
   std::shared_ptr<ModelStore> store;
   StreamAdmission pushes;
   StreamAdmission pulls;
@@ -130,4 +74,4 @@ struct RpcContext {
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_RPC_CALL_H_
+#endif  // EMA_SERVER_RPC_RPC_CONTEXT_H_

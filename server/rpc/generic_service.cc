@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/call_source.h"
+#include "server/rpc/generic_service.h"
 
 #include <google/protobuf/descriptor.h>
 #include <grpcpp/impl/rpc_service_method.h>
@@ -13,7 +13,7 @@
 
 namespace ema {
 
-CallSource::CallSource(std::vector<std::string> methods) : methods_(std::move(methods)) {
+GenericService::GenericService(std::vector<std::string> methods) : methods_(std::move(methods)) {
   for (size_t i = 0; i < methods_.size(); ++i) {
     AddMethod(new grpc::internal::RpcServiceMethod(
         methods_[i].c_str(), grpc::internal::RpcMethod::BIDI_STREAMING, /*handler=*/nullptr));
@@ -21,9 +21,9 @@ CallSource::CallSource(std::vector<std::string> methods) : methods_(std::move(me
   }
 }
 
-void CallSource::Request(std::string_view method, grpc::ServerContext* context,
-                         grpc::internal::ServerAsyncStreamingInterface* stream,
-                         grpc::ServerCompletionQueue* queue, void* tag) {
+void GenericService::Request(std::string_view method, grpc::ServerContext* context,
+                             grpc::internal::ServerAsyncStreamingInterface* stream,
+                             grpc::ServerCompletionQueue* queue, void* tag) {
   const auto found = std::find(methods_.begin(), methods_.end(), method);
   GPR_ASSERT(found != methods_.end());
   RequestAsyncBidiStreaming(static_cast<int>(std::distance(methods_.begin(), found)), context,

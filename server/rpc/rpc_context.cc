@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/call.h"
-
-#include <chrono>
+#include "server/rpc/rpc_context.h"
 
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -14,7 +12,7 @@ absl::StatusOr<Caller> RpcContext::Admit(std::string_view method,
   // Probes must get through whatever else their address does, and to refuse one costs what its
   // answer does.
   if (RoleFor(method) != Role::kNobody) {
-    EMA_RETURN_IF_ERROR(rate.Take(context.peer(), std::chrono::steady_clock::now()));
+    EMA_RETURN_IF_ERROR(rate.Take(context.peer(), SteadyNow()));
   }
   return Admit(method, AuthorizationOf(context), context.peer());
 }

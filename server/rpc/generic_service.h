@@ -2,8 +2,8 @@
 //
 // Where calls come from: services whose requests are read when we want to. Therefore each method,
 // also one with one request and one reply, is declared as a bidirectional stream.
-#ifndef EMA_SERVER_RPC_CALL_SOURCE_H_
-#define EMA_SERVER_RPC_CALL_SOURCE_H_
+#ifndef EMA_SERVER_RPC_GENERIC_SERVICE_H_
+#define EMA_SERVER_RPC_GENERIC_SERVICE_H_
 
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/impl/service_type.h>
@@ -18,10 +18,10 @@ namespace ema {
 // Gives calls when their headers have come. What gRPC generates for methods with one request holds
 // a call back until its whole request, as long as a message may be, is in memory: before anybody
 // has looked at who calls. On the wire nothing differs.
-class CallSource final : public grpc::Service {
+class GenericService final : public grpc::Service {
  public:
   // `methods`: as clients name them, such as "/ema.v1.EmaService/Push".
-  explicit CallSource(std::vector<std::string> methods);
+  explicit GenericService(std::vector<std::string> methods);
 
   // Asks for the next call of `method`, on a queue of the server's. REQUIRES: it is one of them.
   void Request(std::string_view method, grpc::ServerContext* context,
@@ -40,4 +40,4 @@ std::string_view ShortName(std::string_view method);
 
 }  // namespace ema
 
-#endif  // EMA_SERVER_RPC_CALL_SOURCE_H_
+#endif  // EMA_SERVER_RPC_GENERIC_SERVICE_H_
