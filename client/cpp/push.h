@@ -74,8 +74,8 @@ class PendingPush::Impl {
     RunPlan plan;
   };
 
-  // All below but AwaitDone(), IsCutOff(), LeadStreams(), Answers() and AwaitWhileThere() belong to
-  // the thread.
+  // All below belong to the thread, but AwaitDone(), IsCutOff(), LeadStreams(), Answers() and
+  // AwaitWhileThere(), and HasFrozen(), which CheckContent() calls before the thread is started.
   void RunThread();
   // Tries until it succeeds or fails for good.
   absl::StatusOr<Committed> Push();

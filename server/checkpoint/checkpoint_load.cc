@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The half of CheckpointStore that finds checkpoints and loads them.
+// The part of CheckpointStore that finds checkpoints and loads them.
 #include <algorithm>
 #include <functional>
 #include <iterator>

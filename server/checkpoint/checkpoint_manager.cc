@@ -171,7 +171,7 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   return result;
 }
 
-// --- Saving ---
+// --- The disk's free space and health ---
 
 void CheckpointManager::NoteFreeSpace() {
   if (options_.free_space_interval == absl::InfiniteDuration()) return;

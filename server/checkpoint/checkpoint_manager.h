@@ -41,8 +41,9 @@ namespace ema {
 // What ema_service.proto says of checkpoints and labels, over a CheckpointStore; saves by itself
 // what is due; reads again, now and then, what is kept. Thread-safe.
 //
-// Files: checkpoint_manager.cc loads, lists and deletes; checkpoint_saves.cc saves;
-// checkpoint_labels.cc has labels and scores; checkpoint_rollback.cc goes back to earlier versions;
+// Files: checkpoint_manager.cc opens, loads and drains, lists and deletes, synthesizes, and knows
+// the disk's free space and health; checkpoint_saves.cc saves; checkpoint_labels.cc has labels and
+// scores, and opens versions for readers; checkpoint_rollback.cc goes back to earlier versions;
 // checkpoint_scrub.cc reads again.
 class CheckpointManager final : public Checkpoints {
  public:

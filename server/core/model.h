@@ -50,8 +50,9 @@ namespace ema {
 // Thread-safe. Always held by shared_ptr. Commits are serialized; PinVersion() never waits for a
 // running commit and never sees half of one.
 //
-// Files: model.cc has runs, pushes and commits; model_tracks.cc makes and changes tracks;
-// model_reading.cc serves readers; model_rollback.cc goes back; model_query_push.cc answers
+// Files: model.cc opens runs, and has pushes and commits; model_tracks.cc makes and changes tracks,
+// and keeps synthesized averages; model_reading.cc serves readers; model_rollback.cc goes back, and
+// says which launches are fenced and which version is durable; model_query_push.cc answers
 // QueryPush; model_statistics.cc computes; model_overview.cc tells how things stand.
 class Model : public std::enable_shared_from_this<Model> {
  public:

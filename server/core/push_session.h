@@ -94,13 +94,14 @@ struct PushTotals {
 // the next snapshot, and waits for the device that writes it.
 class PushSession {
  public:
-  // What is fixed when the first header arrives.
+  // What the step does with one track.
   struct TrackPlan {
     TrackRef track;
     const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
     TrackState state;                       // Before this step.
     std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
   };
+  // What is fixed when the step's first header arrives.
   struct StepPlan {
     int64_t step = 0;
     TrainingTime time;

@@ -97,10 +97,14 @@ struct SumRun {
 // OK, or INTERNAL, BUG: what is no float can only be copied.
 absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
-// A queue of work of one push stream. Not thread-safe; many streams may run at once on ranges that
-// do not overlap. Work on a GPU is asynchronous and in its order, but for folds and copies from the
-// host that follow each other: they are done together, in any order. None may read or write what
-// another of them writes; Synchronize() lies between those that do.
+// A queue of work on the device. Each stream of a push has one; so has whoever fills or copies
+// blocks otherwise: a session that allocates or restores tensors, a load, a synthesis. Not
+// thread-safe; many queues may be used at once on ranges that do not overlap.
+//
+// On a GPU the work is asynchronous. It is done in the order of the calls, with one exception:
+// Fold() and CopyFromHost() calls that follow each other are done together, in any order. So none
+// of these may read or write what another of them writes, unless Synchronize() was called between
+// the two.
 class DeviceStream {
  public:
   virtual ~DeviceStream() = default;

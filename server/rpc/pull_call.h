@@ -16,10 +16,10 @@
 namespace ema {
 
 // Writes header, chunks and trailer, one message at a time. Chunks refer to the reading's memory,
-// mostly the snapshot's own: no copy. What must be waited for the disk for is done on the disk
-// reader's thread, which also starts the write then; else all is on the queue's thread. Keeps
-// itself alive while gRPC, or that thread, can still call it; the version stays pinned until gRPC
-// has let go of the last chunk.
+// mostly the snapshot's own: no copy. A chunk that needs the disk is made, and its write started,
+// on the disk reader's thread; one that needs an accelerator, on the device reader's. All else runs
+// on the queue's thread. Keeps itself alive while gRPC, or one of those threads, can still call it;
+// the version stays pinned until gRPC has let go of the last chunk.
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
   // Waits for the next Pull on `queue`, and for the one after when it has come.

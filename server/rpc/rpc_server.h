@@ -37,10 +37,12 @@
 
 namespace ema {
 
-// Owns the listener, the completion queues with one thread each, and one thread each for: calls
-// that look at what is on the disk, calls that save (one after another, over all models), calls
-// that restore versions, calls that compute over whole ones, what pulls read of the disk, and
-// ending what has stalled.
+// Owns a listener for each address, the completion queues with one thread each, the server's ends
+// of same-host lanes with one thread each, and one thread each for: calls that look at what is on
+// the disk, calls that save (one after another, over all models), calls that restore versions,
+// calls that compute over whole versions, what pulls read from the disk, what pulls read from an
+// accelerator, ending what has stalled, and looking at the user's files (certificate and tokens),
+// if there are any.
 class RpcServer {
  public:
   struct Options {

@@ -75,11 +75,16 @@ class StreamCall {
   std::optional<std::string> model_;
 };
 
-// Admits data streams up to a limit, and ends those that stall. When all places are taken, a new
-// stream gets that of the one whose peer has done nothing for longest, if that is a tenth of the
-// time-out: stalled peers do not keep others out for all of it. One stream at a time loses its
-// place so, with a pause of a fortieth: where the path is slow and no message arrives in that time,
-// streams would else take each other's places for ever. Thread-safe.
+// Admits calls of one kind up to a limit, and ends those that stall: the streams of pushes, pulls
+// and watches, requests that are arriving (of unary calls, too), and health checks. When all places
+// are taken, a new call gets that of the one whose peer has done nothing for longest, if that is a
+// tenth of the time-out: stalled peers do not keep others out for all of it. One call at a time
+// loses its place so, with a pause of a fortieth: where the path is slow and no message arrives in
+// that time, calls would else take each other's places for ever. Thread-safe.
+//
+// Order for one call: StreamCall::SetCaller(), so that Enter() and EndRevoked() know whom to ask
+// about (not needed where no authenticator is given); Enter(); SetModel() here, if SetCaller() had
+// no model; Leave(), before the call is destroyed.
 class StreamAdmission {
  public:
   enum class Newcomers {
