@@ -83,9 +83,10 @@ class PendingPush::Impl {
   // Sets what is to be pushed, by the plan, unless the server may know of the step. PLAN_CHANGED:
   // it has not the frozen tensors' values, and they were not given.
   absl::Status ChooseBytes();
-  // Of weights on GPUs: makes `staged_`, with its ring; and has `chunks_to_send_` copied. Else they
-  // do nothing. Errors as PinnedRing::Allocate() and StagedChunks::Stage().
+  // The next two do nothing if no weights are on GPUs. Makes `staged_` and allocates its ring.
+  // Errors as PinnedRing::Allocate().
   absl::Status PrepareStaging();
+  // Starts the copies of `chunks_to_send_` to the ring. Errors as StagedChunks::Stage().
   absl::Status Stage();
   absl::Status StagingStatus() const;
   // What a push ends with, and what it has not freed, because a GPU hangs.
@@ -135,7 +136,8 @@ class PendingPush::Impl {
   // True: there has been no stream, nor a server that asks to wait, for so long that the trainer is
   // not held any more.
   bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
-  // For who waits. Whether the server says anything when it is asked; it waits for that.
+  // Asks the server for the push's progress. False: it gives no answer by `deadline`; an error is
+  // one, too. For the threads that wait for this push.
   bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
   // Calls `await`, which waits as long as it is told, until it is true. False: `max_wait` is over,
   // or there is no stream, or nothing moves and the server does not answer.

@@ -20,6 +20,10 @@ namespace ema::client_internal {
 class WeightsGate {
  public:
   // --- The sending threads. At first, they want to read. ---
+  //
+  // WantToRead() and HaveRead() bracket all that a push reads: between the two, TryRelease() waits
+  // also while nothing is being read. BeginRead() and EndRead() bracket one read in between, and
+  // several threads may be inside at once.
 
   // Says that the weights will be read (again). False: they have been released.
   bool WantToRead() ABSL_LOCKS_EXCLUDED(mu_);

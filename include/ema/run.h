@@ -59,11 +59,11 @@ struct GpuStream {
 
 // Which weights of a push are in the memory of GPUs.
 struct GpuWeights {
-  // By shard: the index of its GPU; negative: it is in host memory. Empty: all are.
+  // By shard: the index of its GPU; negative: it is in host memory. Empty: all are in host memory.
   std::vector<int> devices;
-  // Those on which the trainer works, at least one of each of these GPUs: the weights are read when
-  // these have done what they have to do when the push is started. They live until the release.
-  // None may be capturing a graph.
+  // The streams on which the trainer works, at least one of each GPU in `devices`. The weights are
+  // read when these streams have done what is queued on them at the start of the push. They must
+  // live until the weights are released, and none may be capturing a graph.
   std::vector<GpuStream> streams;
 };
 

@@ -94,12 +94,14 @@ class CheckpointScheduler {
     SteadyTime keep_retry_time = SteadyTime::min();  // The same of one that is to be kept.
     absl::Status last_error;
   };
-  // That wait for their turn: only then is a version pinned, the newest. But a step that is itself
-  // a multiple is what is wanted, not one after it.
+  // A save that waits for its turn.
   struct Work {
     std::weak_ptr<Model> model;
+    // The version to be saved, if its step is itself a multiple of SavePolicy::step_multiple. Null:
+    // whichever is the newest when the turn comes, so that no version is pinned before.
     SnapshotRef snapshot;
-    // Perhaps what was due has been saved meanwhile: no version to look at is no error.
+    // It was queued because a version, or SaveNow(), came during a save. What was due may have been
+    // saved by somebody else meanwhile, so it is no error if no version can be pinned.
     bool is_second_look = false;
   };
 

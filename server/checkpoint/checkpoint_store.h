@@ -393,8 +393,9 @@ class CheckpointStore {
   absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints(const ModelDirectory& folder);
   // The first of them, which a restart would load if it is good; all zero: there is none.
   absl::StatusOr<CheckpointId> FindLatest(const ModelDirectory& folder);
-  // Renames a checkpoint, or the labels' file, durably, so that it is not found any more. Returns
-  // its new name. Now it is called `now_prefix` and `name`.
+  // Renames a checkpoint, or the labels' file, durably, so that it is not found any more: from
+  // `now_prefix` followed by `name` to `prefix` followed by `name`, and a number if there is one of
+  // that name already. Returns the new name.
   absl::StatusOr<std::string> SetAside(const ModelDirectory& folder, const std::string& name,
                                        std::string_view prefix, std::string_view now_prefix = "");
   absl::Status SetAsideCorruptLocked(ModelDirectory& folder, const std::string& name,

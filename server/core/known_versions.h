@@ -33,9 +33,9 @@ struct KnownVersion {
 // From the model's records and what is on the disk; newest first, each once.
 std::vector<KnownVersion> KnownVersions(const Model& model, absl::Span<const KnownVersion> on_disk);
 
-// Says which versions `latest` has come from, itself included: not futures that were given up by
-// going back. Where steps and versions grow together it is one branch; a version that was restored,
-// and what came of restoring it, have the same step, and both are on it.
+// Says which versions `latest` has come from, itself included: its branch. Versions that a rollback
+// has given up are not on it. A rollback to version v makes a new version with v's values and step:
+// both are on the branch, and those between the two are not.
 class BranchWalk {
  public:
   explicit BranchWalk(const Version& latest)
@@ -54,10 +54,12 @@ class BranchWalk {
 // Those of `known`, newest first, that are on the branch of `latest`.
 std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known, const Version& latest);
 
-// The version on `branch` (as BranchOf() gives it) that an uninterrupted run has after `step`, a
-// step before the newest version's: of that step, or the last one before, if the version after that
-// is known to be of a later step, or `is_complete`: there was none between that is not on `branch`.
-// nullopt: it is not known which, or cannot be restored.
+// The version that an uninterrupted run would have had just after `step`, for a trainer that goes
+// on from there. `step` is before the newest version's; `branch` is as BranchOf() gives it. It is
+// the version of that step; or, as not every step makes a version, the last one before it, if it is
+// certain that no version came in between: because the next version is known and is of a later
+// step, or because `is_complete`: `branch` lacks none. nullopt: that is not certain, or the version
+// cannot be restored.
 std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step,
                                           bool is_complete = false);
 

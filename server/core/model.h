@@ -123,7 +123,9 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // --- Runs ---
 
-  // A life of a trainer.
+  // One life of a trainer. All its ranks give the same `id`. The first rank with a new id opens a
+  // run, with the next run epoch, and so fences the run that was open: that one's launch cannot
+  // join again, and its pushes get ABORTED, FENCED. RollBack() fences, too, and leaves no run open.
   struct Launch {
     std::string id;
     int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
@@ -250,7 +252,8 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The same of what may wait for long: leaves room to pin another one. `version` is not 0.
+  // As PinVersion(), for a caller who may hold the version for long: fails unless one more version
+  // could still be pinned after this one. REQUIRES: `version` is not 0.
   absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -259,12 +262,13 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
 
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Of what OpenReading() gives for version 0; absent: nothing has been committed yet, or the track
-  // is synthesized, perhaps anew as the same version. NOT_FOUND, TRACK_NOT_FOUND.
+  // The version that OpenReading() of this track would open for version 0. Absent: nothing has been
+  // committed yet, or the track is synthesized: then another average may come under the same
+  // version. NOT_FOUND, TRACK_NOT_FOUND.
   absl::StatusOr<std::optional<Version>> NewestOf(std::string_view track) ABSL_LOCKS_EXCLUDED(mu_);
-  // Of what OpenReading() gives, the newest version of that step on the branch that the model is on
-  // (see BranchWalk); nullopt: none is in memory. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
-  // VERSION_NOT_YET; VERSION_NOT_KEPT: the track is synthesized, for another step.
+  // The newest version of `step` that OpenReading() of this track can open, among those on the
+  // branch that the model is on (see BranchWalk); nullopt: none is in memory. FAILED_PRECONDITION,
+  // NO_VERSION. OUT_OF_RANGE: VERSION_NOT_YET; VERSION_NOT_KEPT: synthesized, of another step.
   absl::StatusOr<std::optional<VersionId>> FindStep(std::string_view track, int64_t step)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: it was committed, or loaded, in this life of the server, and not too long ago: what has

@@ -131,11 +131,17 @@ class PushSession {
   const TrainerRun& run() const { return *run_; }
   SteadyTime begin() const { return begin_; }
 
-  // Makes a stream of `start`'s rank one that may add. That rank's streams before it end, FENCED,
-  // unless they are of the same group. Returns the new stream's number. `on_end` is called when the
-  // session ends, however it does. Fails with the session's end status if it has ended. ABORTED,
-  // FENCED: of a lower group than those. INVALID_ARGUMENT, BAD_REQUEST: another count than the
-  // group's, or more streams than it says.
+  // Makes a stream of `start`'s rank one that may add chunks, and returns its number.
+  //
+  // A rank may push by several streams at once: they form a group, whose number and stream count
+  // all of them give in `start`. Only one group of a rank may add: a stream of a higher group ends
+  // the rank's earlier streams, FENCED. A stream of group 0 is alone, and ends the earlier ones,
+  // too. The rank has committed when all the streams of its group have.
+  //
+  // `on_end` is called when the session ends, however it does, or the stream is fenced. Fails with
+  // the session's end status if it has ended. ABORTED, FENCED: the group is lower than the rank's
+  // present one. INVALID_ARGUMENT, BAD_REQUEST: the count is not that of the group's other streams,
+  // or all of the group's streams have been opened already.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Forgets the stream's `on_end`. What it covered stays; waits until the device has folded it.

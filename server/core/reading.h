@@ -128,21 +128,23 @@ class Reading {
 
   bool is_as_stored() const { return selection_.is_default(); }
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
-  // Fills in what is to be known of a part.
+  // Finds which elements the selection takes, and in which layout they are read. For a selection
+  // that is not the default.
   absl::Status Select();
-  // What these take, and what their header does.
+  // Host memory of what Select() has found, and of the header that lists it.
   int64_t ListBytes() const;
   absl::Status SelectSlices(GlobBudget& budget,
                             absl::btree_map<int64_t, const TensorSlice*>& selected) const;
-  // What lies in [offset, end); of what is as it is stored, its bytes. REQUIRES: no element is cut.
+  // The runs whose bytes make up [offset, end) as it is read. Where all is read as it is stored,
+  // one run of bytes. REQUIRES: neither end lies inside an element.
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
-  // One chunk of what is as it is stored.
+  // Reads bytes as they are stored, into one piece of memory.
   absl::StatusOr<std::shared_ptr<const std::byte>> ReadChunk(int64_t offset,
                                                              int64_t length_bytes) const;
-  // Tells of the elements of each run, in order, in pieces that cut none: as they are stored, or
-  // cast already; `dtype` says which.
+  // Called with the elements of each run, in order, in one or more pieces, none of which ends
+  // inside an element. `dtype` says what they are: the stored dtype, or already that which is read.
   using RunVisitor =
       absl::FunctionRef<void(const Run&, std::span<const std::byte> bytes, Dtype dtype)>;
   absl::Status VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const;

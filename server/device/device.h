@@ -94,7 +94,8 @@ struct SumRun {
   Dtype raw_dtype = Dtype::kFloat32;   // Any float.
 };
 
-// OK, or INTERNAL, BUG: what is no float can only be copied.
+// INTERNAL, BUG: the elements of `op` are no floats, and a target does not only copy them. OK: `op`
+// can be folded. `device` is named in the message.
 absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
 // A queue of work on the device. Each stream of a push has one; so has whoever fills or copies

@@ -32,8 +32,8 @@ struct Caller {
 // there is no rule.
 std::optional<Role> RoleFor(std::string_view method);
 
-// Calls of `method` may take long, and are nobody's who has begun something already: a server that
-// drains refuses them.
+// True: a call of `method` begins something that may take long, rather than going on with what its
+// caller has begun. A server that drains refuses it.
 bool BeginsWork(std::string_view method);
 
 // What the caller may do, who may call `method`. `authorization` is the value of that header. Null

@@ -22,6 +22,10 @@ namespace ema {
 // Admits a call, and once more when its request has come, for meanwhile its token may have been
 // taken away. Until then it has a place in a StreamAdmission, for what has come takes memory. Tells
 // the observer how the call ends. Begin() and Complete() on the call's thread.
+//
+// A call ends in two steps: TellEnd() when it is decided how, and TellSent() when gRPC has sent the
+// status. The observer is told at the first, unless the request could not be read: only the second
+// shows whether the client had ended its stream without a request, or had left.
 class RequestArrival final : public StreamCall {
  public:
   // `method`: a literal, as `rpc` it outlives this.

@@ -38,7 +38,8 @@ struct RpcContext {
   // Who calls, if a call of `method` may begin. RESOURCE_EXHAUSTED, TOO_MANY_CALLS; UNAVAILABLE,
   // DRAINING; and as Authorize().
   absl::StatusOr<Caller> Admit(std::string_view method, const grpc::ServerContext& context);
-  // The same for a call that came some other way, with that token. It counts for no rate.
+  // As above for a call that gRPC did not bring, as of a same-host lane: `authorization` is the
+  // value that the header would have. Does not count for the rate.
   absl::StatusOr<Caller> Admit(std::string_view method, std::string_view authorization,
                                std::string peer);
   // As CheckCovers(), for what a call is about, if it is about a model.
@@ -51,9 +52,9 @@ struct RpcContext {
   StreamAdmission pushes;
   StreamAdmission pulls;
   StreamAdmission watches;
-  StreamAdmission requests;  // That arrive.
-  StreamAdmission probes;    // The same of calls that anybody may make.
-  RateLimit rate;            // But of calls that anybody may make.
+  StreamAdmission requests;  // Requests that are arriving, but health checks.
+  StreamAdmission probes;    // Health checks that are arriving: they need no token.
+  RateLimit rate;            // Of all calls but health checks.
   MemoryBudget waiting;      // Of long requests whose turn has not come, or that wait for the disk.
   LogSink log;
   LogThrottle refusals;
@@ -62,8 +63,8 @@ struct RpcContext {
   Checkpoints* checkpoints = nullptr;      // Outlives this. Never null in a server.
   Authenticator* authenticator = nullptr;  // Outlives this. Null: all callers may do all.
   ServerObserver* observer = nullptr;      // Outlives this. Never null.
-  // They read what pulls need of the disk, and wait for what they need of an accelerator: a chunk
-  // each, in turn. Never null in a server.
+  // Their threads make the chunks of pulls that need the disk, and of those that need an
+  // accelerator: one chunk of each pull in turn. Never null in a server.
   Worker* disk_reader = nullptr;
   Worker* device_reader = nullptr;
 

@@ -30,8 +30,8 @@ namespace {
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
-// gRPC's reflection service is its only one that is not on our queues: each of its streams has a
-// thread while it lasts, and so many may. Others are told RESOURCE_EXHAUSTED.
+// The reflection service comes from gRPC and does not use our queues: each of its streams occupies
+// a thread while it lasts. At most this many; more streams are told RESOURCE_EXHAUSTED.
 constexpr int kMaxReflectionThreads = 4;
 
 // Watches last.
@@ -41,7 +41,7 @@ constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 constexpr absl::Duration kLookInterval = absl::Milliseconds(250);
 constexpr absl::Duration kFileLookInterval = absl::Seconds(1);
 
-// Who probes sends all at once.
+// A health check is one small message, so it arrives at once or is not meant to.
 constexpr std::chrono::seconds kProbeTimeout(1);
 constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
 

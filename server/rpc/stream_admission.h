@@ -35,15 +35,16 @@ absl::Status RevokedError();
 // called from others.
 class StreamCall {
  public:
-  // Who has called for what. Absent `model`: for whatever comes, until SetModel(). Before Enter(),
-  // if at all.
+  // Who has called, which method, and for which model; without `model`, any model is allowed until
+  // StreamAdmission::SetModel(). To be called before Enter(), or never.
   void SetCaller(std::string_view method, std::string authorization,
                  std::optional<std::string_view> model) {
     method_ = method;
     authorization_ = std::move(authorization);
     if (model.has_value()) model_.emplace(*model);
   }
-  // `model` is what it has called for. Not while others may call MayGoOn(): see StreamAdmission.
+  // For StreamAdmission::SetModel(), which holds its lock meanwhile: MayGoOn() may be called from
+  // another thread.
   void SetModel(std::string_view model) { model_.emplace(model); }
   // Whether the caller would be let in now.
   bool MayGoOn(const Authenticator& authenticator) const;

@@ -77,8 +77,9 @@ struct Turn {
   std::shared_ptr<const void> held;  // With a worker: until the handler has run, or will not.
 };
 
-// Its request is read once the caller may make the call, and takes one of the places for those that
-// arrive. Then it may wait for a worker; when its turn comes it must be let in once more.
+// A call with one request and one reply. The request is read only after the caller has been
+// admitted, and has one of the places for arriving requests meanwhile (see RequestArrival). The
+// call may then wait for a worker; when its turn comes, its caller is admitted once more.
 template <typename Request, typename Response>
 class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, Response>> {
  public:
