@@ -117,7 +117,7 @@ void AddTracks(const ServerState& state, Families& families) {
   families.Add(std::move(weights));
 }
 
-void AddServer(const ServerState& state, Families& families) {
+void AddMemory(const ServerState& state, Families& families) {
   const ServerState::Memory& memory = state.memory;
   families.Add("ema_memory_budget_bytes", "Memory for models.", memory.budget_bytes);
   families.Add("ema_memory_reserved_bytes", "What of it is promised.", memory.reserved_bytes);
@@ -139,6 +139,9 @@ void AddServer(const ServerState& state, Families& families) {
           .Add(memory.formula.waiting_bytes, {{"part", "waiting"}})
           .Add(memory.formula.record_bytes, {{"part", "records"}})
           .Add(memory.formula.kept_bytes, {{"part", "kept"}}));
+}
+
+void AddUsage(const ServerState& state, Families& families) {
   families.Add(Gauge("ema_streams_open",
                      "Pushes, pulls (lanes among them), watches, and requests that arrive.")
                    .Add(state.usage.push_streams, {{"kind", "push"}})
@@ -162,6 +165,9 @@ void AddServer(const ServerState& state, Families& families) {
                state.limits.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
+}
+
+void AddCheckpoints(const ServerState& state, Families& families) {
   FamilyBuilder checkpoints = Gauge(
       "ema_checkpoints",
       "Checkpoints of a model that are on the disk, complete, complete but found unreadable, "
@@ -192,6 +198,9 @@ void AddServer(const ServerState& state, Families& families) {
                "1: nothing can be saved: an fsync has failed, the disk is read-only, or the data "
                "directory has gone or been replaced.",
                state.is_store_read_only ? 1 : 0);
+}
+
+void AddHealth(const ServerState& state, Families& families) {
   families.Add("ema_device_usable", "0: the device has failed for good.",
                state.device_health.ok() ? 1 : 0);
   families.Add("ema_health_serving", "What health checks say: 1 is SERVING.",
@@ -242,7 +251,10 @@ std::vector<MetricFamily> StateMetrics(const ServerState& state) {
   Families families;
   AddModels(state, families);
   AddTracks(state, families);
-  AddServer(state, families);
+  AddMemory(state, families);
+  AddUsage(state, families);
+  AddCheckpoints(state, families);
+  AddHealth(state, families);
   AddProcess(families);
   return families.Take();
 }

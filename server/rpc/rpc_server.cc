@@ -48,6 +48,32 @@ constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
 // What health checks call the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
 
+// What clients may make gRPC do and hold.
+void SetLimits(const RpcLimits& limits, grpc::ServerBuilder& builder) {
+  grpc::ResourceQuota quota("ema");
+  quota.SetMaxThreads(kMaxReflectionThreads);
+  builder.SetResourceQuota(quota);
+  const auto set = [&builder](const char* name, int64_t value) {
+    builder.AddChannelArgument(name, static_cast<int>(value));
+  };
+  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
+  builder.AddChannelArgument("grpc.so_reuseport", 0);
+  set("grpc.server_handshake_timeout_ms", absl::ToInt64Milliseconds(limits.handshake_timeout));
+  set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(limits.keepalive_time));
+  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(limits.keepalive_timeout));
+  // Who has no call need not look at its connection, and would not answer: see SetKeepalive().
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
+  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, absl::ToInt64Milliseconds(limits.max_connection_idle));
+  // What is compressed has no limit but that of its compressed bytes.
+  builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
+  for (const auto algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
+  set(GRPC_ARG_MAX_METADATA_SIZE, limits.max_metadata_bytes);
+  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, limits.max_streams_per_connection);
+  builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<ModelStore> store,
@@ -71,30 +97,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   }
   grpc::ServerBuilder builder;
-  grpc::ResourceQuota quota("ema");
-  quota.SetMaxThreads(kMaxReflectionThreads);
-  builder.SetResourceQuota(quota);
-  const auto set = [&builder](const char* name, int64_t value) {
-    builder.AddChannelArgument(name, static_cast<int>(value));
-  };
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
-  builder.AddChannelArgument("grpc.so_reuseport", 0);
-  set("grpc.server_handshake_timeout_ms",
-      absl::ToInt64Milliseconds(options.limits.handshake_timeout));
-  set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(options.limits.keepalive_time));
-  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(options.limits.keepalive_timeout));
-  // Who has no call need not look at its connection, and would not answer: see SetKeepalive().
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
-  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
-      absl::ToInt64Milliseconds(options.limits.max_connection_idle));
-  // What is compressed has no limit but that of its compressed bytes.
-  builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
-  for (const auto algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
-    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
-  }
-  set(GRPC_ARG_MAX_METADATA_SIZE, options.limits.max_metadata_bytes);
-  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.limits.max_streams_per_connection);
-  builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytes);
+  SetLimits(options.limits, builder);
   builder.RegisterService(&server->context_.service);
   builder.RegisterService(&server->context_.health);
   std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
@@ -116,27 +119,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) return absl::InternalError("gRPC did not start");
 
-  for (const std::unique_ptr<CallQueue>& queue : server->queues_) {
-    server->queue_threads_.emplace_back(
-        [server = server.get(), queue = queue.get()] { server->ServeQueue(queue); });
-  }
-  using Need = Heartbeats::Need;
-  for (const auto& [worker, need] : {std::pair(&server->quick_calls_, Need::kCheckpoints),
-                                     std::pair(&server->saving_calls_, Need::kCheckpoints),
-                                     std::pair(&server->disk_reader_, Need::kCheckpoints),
-                                     std::pair(&server->device_reader_, Need::kServing),
-                                     // These may go on for minutes.
-                                     std::pair(&server->restoring_calls_, Need::kNeither),
-                                     std::pair(&server->computing_calls_, Need::kNeither)}) {
-    worker->Start(options.heartbeats->Add(worker->name(), need));
-  }
-  server->watchdog_ = std::thread([server = server.get()] { server->CheckStalled(); });
-  if (server->certificate_ != nullptr || options.authenticator != nullptr) {
-    server->file_watch_ = std::thread(
-        [server = server.get(), heartbeat = options.heartbeats->Add("file-watch", Need::kNeither)] {
-          server->WatchFiles(heartbeat);
-        });
-  }
+  server->StartThreads();
   // So that whoever asks finds all workers from the first moment on.
   server->options_.heartbeats->Look(Heartbeats::Clock::now());
   server->SetServing(true);
@@ -144,6 +127,26 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     server->listeners_[i]->Start(std::move(acceptors[i]), options.observer, options.log);
   }
   return server;
+}
+
+void RpcServer::StartThreads() {
+  for (const std::unique_ptr<CallQueue>& queue : queues_) {
+    queue_threads_.emplace_back([this, queue = queue.get()] { ServeQueue(queue); });
+  }
+  using Need = Heartbeats::Need;
+  for (const auto& [worker, need] :
+       {std::pair(&quick_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
+        std::pair(&disk_reader_, Need::kCheckpoints), std::pair(&device_reader_, Need::kServing),
+        // These may go on for minutes.
+        std::pair(&restoring_calls_, Need::kNeither),
+        std::pair(&computing_calls_, Need::kNeither)}) {
+    worker->Start(options_.heartbeats->Add(worker->name(), need));
+  }
+  watchdog_ = std::thread([this] { CheckStalled(); });
+  if (certificate_ != nullptr || options_.authenticator != nullptr) {
+    file_watch_ = std::thread([this, heartbeat = options_.heartbeats->Add(
+                                         "file-watch", Need::kNeither)] { WatchFiles(heartbeat); });
+  }
 }
 
 RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints,

@@ -109,6 +109,8 @@ class RpcServer {
  private:
   RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, const Options& options);
 
+  // All but the listeners' and the lanes'. REQUIRES: gRPC's server runs.
+  void StartThreads();
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
   // UNAVAILABLE: a worker that this needs is stuck.
