@@ -176,16 +176,20 @@ EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile
   if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
 }
 
-// Hides from the compiler that a value is what it was: else it would compute before a loop what
-// only some of its rounds need, and wait there until the value has been loaded.
-#ifdef __CUDA_ARCH__
-__device__ inline void Hide(uint16_t& value) { asm volatile("" : "+h"(value)); }
-__device__ inline void Hide(uint32_t& value) { asm volatile("" : "+r"(value)); }
-__device__ inline void Hide(uint64_t& value) { asm volatile("" : "+l"(value)); }
-#else
+// Hides from the compiler that the lanes are what they were: else it would compute before a loop
+// what only some of its rounds need, and wait there until they have been loaded. By words: to take
+// lanes of 16 bits apart it would have to wait, too.
 template <typename T>
-inline void Hide(T&) {}
+EMA_HOST_DEVICE inline void Hide([[maybe_unused]] Lanes<T>& lanes) {
+#ifdef __CUDA_ARCH__
+  constexpr int kWords = sizeof(Lanes<T>) / sizeof(uint64_t);
+  uint64_t words[kWords];
+  memcpy(words, &lanes, sizeof(lanes));
+  EMA_UNROLL
+  for (int i = 0; i < kWords; ++i) asm volatile("" : "+l"(words[i]));
+  memcpy(&lanes, words, sizeof(lanes));
 #endif
+}
 
 // Vectors a block's width apart, loaded and stored as one; `data` is where the first is.
 template <typename T, int kVectors>
@@ -258,7 +262,8 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
   for (int t = 0; t < tile.target_count; ++t) {
     // A copy: it is read once, not anew after each store.
     const DeviceFoldTarget target = table.targets[tile.first_target + t];
-    for (int i = 0; i < pushed.kElements; ++i) Hide(pushed[i]);
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) Hide(pushed.vectors[v]);
     switch (target.kind) {
       case FoldKind::kAverage:
         FoldInto<FoldKind::kAverage, kFormat>(target, first, pushed);
