@@ -14,13 +14,12 @@ namespace ema {
 namespace {
 
 using testing::HasSubstr;
-using testing::SizeIs;
 
 // A rank whose first push is under way, and does not get on until the test says so.
 class PushCheckTest : public testing::Test {
  protected:
   void SetUp() override {
-    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(proxy_.address(), {.chunk_bytes = 64 << 10}));
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(proxy_.address()));
     EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("m", {.launch_id = "life"}));
     proxy_.SetStalled(true);
   }
@@ -32,9 +31,12 @@ class PushCheckTest : public testing::Test {
     return push.ok() ? *std::move(push) : nullptr;
   }
 
-  FakeServer server_{*Manifest::Create({{"w", Dtype::kFloat32, {200'000}}})};
+  // More than the sockets to a stalled proxy take: the last ones are not read before it goes on.
+  static constexpr int64_t kCount = 8'000'000;
+
+  FakeServer server_{*Manifest::Create({{"w", Dtype::kFloat32, {kCount}}})};
   TcpProxy proxy_{server_.port()};
-  std::vector<float> weights_ = std::vector<float>(200'000, 1.0f);
+  std::vector<float> weights_ = std::vector<float>(kCount, 1.0f);
   std::unique_ptr<Client> client_;
   std::unique_ptr<ema::Run> run_;  // testing::Test has a Run, too.
 };
@@ -45,7 +47,7 @@ TEST_F(PushCheckTest, WhatIsWrittenWhileItIsSentIsNotCommitted) {
   proxy_.SetStalled(false);
   EXPECT_THAT(push->Wait(), AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("were written")),
                                   ReasonIs(ErrorReason::kDigestMismatch)));
-  ASSERT_THAT(server_.pushes(), SizeIs(1));
+  ASSERT_TRUE(server_.AwaitPushes(1));
   EXPECT_FALSE(server_.pushes()[0].has_commit);
 }
 
