@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Lives of a server's checkpoints on a real disk, to be killed at any of their system calls
-// (tests/python/support/checkpoint_victim.py). Training is the same in all of them: the digest of a version
-// depends on nothing but its number and what it was trained from.
+// (tests/python/support/checkpoint_victim.py). Training is the same in all of them: the digest of a
+// version depends on nothing but its number and what it was trained from.
 //
 // Reads lines "MODE DATA_DIR HOW" from the standard input. Each is a life of its own, in a process
 // that is forked for it: to start a new one takes 0.4 s, nearly all of it LibTorch's. MODE:
