@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Schedules: pure functions from (config, update count, training time) to the weight of an update.
-// All schedules are defined here; what else is done with a track's values (compensation, tensors
-// that are copied or ignored) is in the server's track.h and below.
+// Nothing else of averaging is here: compensation, and which tensors are copied or ignored, are the
+// track's (ema/track.h).
 #ifndef EMA_SCHEDULE_H_
 #define EMA_SCHEDULE_H_
 
