@@ -2,7 +2,6 @@
 #include "server/device/host_copies.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "ema/internal/status_macros.h"
 
@@ -20,7 +19,9 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
       const int64_t size_bytes = SizeBytes(*block, format);
-      if (!pinned_.HasFree(size_bytes)) dropped = MakeRoomLocked(size_bytes);
+      if (!pinned_.HasFree(size_bytes)) {
+        dropped = DropLocked(pinned_.used_bytes() + size_bytes - kept_bytes_);
+      }
       copy = std::make_shared<Copy>();
       entries_.push_front({block, {block.get(), format}, copy, size_bytes});
       by_key_[entries_.front().key] = entries_.begin();
@@ -50,23 +51,20 @@ HostCopies::Entries::iterator HostCopies::FindLocked(const BlockRef& block, Sour
   return it != by_key_.end() && !it->second->block.expired() ? it->second : entries_.end();
 }
 
-HostCopies::Entries HostCopies::MakeRoomLocked(int64_t size_bytes) {
-  // Many at once, so that few misses have to look for them.
-  const bool is_full = pinned_.used_bytes() + size_bytes > kept_bytes_;
-  return DropLocked(is_full ? kept_bytes_ / 8 * 7 : kept_bytes_);
-}
-
-HostCopies::Entries HostCopies::DropLocked(int64_t kept_bytes) {
+HostCopies::Entries HostCopies::DropLocked(int64_t needed_bytes) {
   Entries dropped;
-  int64_t bytes = 0;
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const auto entry = it++;
-    const bool is_gone = entry->block.expired();
-    if (!is_gone) bytes += entry->size_bytes;
-    if (is_gone || (bytes > kept_bytes && entry->copy.use_count() == 1)) {
-      by_key_.erase(entry->key);
-      dropped.splice(dropped.end(), entries_, entry);
+  bool is_enough = false;
+  for (auto it = entries_.end(); it != entries_.begin() && !is_enough;) {
+    const auto entry = --it;
+    const bool is_idle = entry->copy.use_count() == 1;
+    if (!entry->block.expired() && (!is_idle || needed_bytes <= 0)) continue;
+    if (is_idle && needed_bytes > 0) {
+      needed_bytes -= entry->size_bytes;
+      is_enough = needed_bytes <= 0;
     }
+    ++it;
+    by_key_.erase(entry->key);
+    dropped.splice(dropped.end(), entries_, entry);
   }
   return dropped;
 }
@@ -109,7 +107,7 @@ void HostCopies::Trim() {
   {
     Entries dropped;  // Given back without the lock.
     absl::MutexLock lock(&mu_);
-    dropped = DropLocked(std::numeric_limits<int64_t>::max());
+    dropped = DropLocked(0);
     if (!entries_.empty()) return;
   }
   pinned_.Trim();

@@ -287,6 +287,29 @@ TEST(AcceleratorDeviceTest, ReadingMoreThanIsKeptPinsNothingAnew) {
   EXPECT_EQ(harness.accelerator->pinned_bytes(), kKept * kBytes);
 }
 
+TEST(AcceleratorDeviceTest, CopiesOfWhatWasReadLastStay) {
+  constexpr int kKept = 16;
+  Harness harness({}, /*kept_host_bytes=*/kKept * kBytes);
+  const auto new_version = [&](int block_count) {
+    std::vector<std::shared_ptr<Block>> blocks;
+    for (int i = 0; i < block_count; ++i) {
+      blocks.push_back(*harness.device->Allocate(kBytes));
+    }
+    return blocks;
+  };
+  const auto read = [&](const std::vector<std::shared_ptr<Block>>& blocks) {
+    for (const auto& block : blocks)
+      ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
+  };
+  const auto before = new_version(kKept - 1);
+  read(before);
+  const auto version = new_version(kKept);
+  read(version);
+  const int64_t copies = harness.accelerator->copies_to_host();
+  read(version);
+  EXPECT_EQ(harness.accelerator->copies_to_host(), copies);
+}
+
 TEST(AcceleratorDeviceTest, WhatIsKeptOfOtherSizesMakesNobodyPinAnew) {
   Harness harness({}, /*kept_host_bytes=*/16 * kBytes);
   ASSERT_THAT(harness.device->HostView(*harness.device->Allocate(8 * kBytes), std::nullopt),
