@@ -16,7 +16,9 @@
 
 namespace ema {
 
-inline constexpr int kFoldThreads = 256;  // Of a block.
+// Of a block. So that a small tensor, which has tiles of its own, is as many vectors to a thread as
+// a large one.
+inline constexpr int kFoldThreads = 128;
 // Neighbours that are one load and one store of 16 bytes of float32.
 inline constexpr int kFoldVector = 4;
 // Vectors of a tile that a thread does at once, a block's width apart.
@@ -107,6 +109,13 @@ EMA_HOST_DEVICE inline Lanes<T> LoadLanes(const std::byte* address) {
 template <typename T>
 EMA_HOST_DEVICE inline void StoreLanes(const Lanes<T>& lanes, std::byte* address) {
   AssumeGlobal(address);
+#ifdef __CUDA_ARCH__
+  // Nothing reads it again while it could stay in the cache.
+  if constexpr (sizeof(lanes) == sizeof(uint4)) {
+    __stcs(reinterpret_cast<uint4*>(address), BitsAs<uint4>(lanes));
+    return;
+  }
+#endif
   *reinterpret_cast<Lanes<T>*>(address) = lanes;
 }
 
